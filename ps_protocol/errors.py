@@ -1,0 +1,159 @@
+"""Every error of the project, and how each crosses the wire.
+
+    PSError
+    ├── InvalidRequest        what came is wrong in itself: a shape, a size, a name, a value
+    │   └── NonFiniteGradient an infinity or a NaN in a gradient
+    ├── Unsupported           an optimizer, a sampler, a model that this project refuses, with what to use instead
+    ├── JobMismatch           the job exists and is another one
+    ├── NotFound              no such job, bucket or shard
+    ├── UnknownWorker         the caller is no live worker of the job: join first
+    │   └── Fenced            a newer incarnation took the caller's place, or its lease ran out
+    ├── OutOfOrder            a push that skips a clock
+    ├── TryLater              nothing is wrong; come back in a moment
+    ├── LimitExceeded         past a named limit
+    └── Unreachable           nobody answers at the address, or no server of this kind
+
+A server raises one of these; `status_of` turns it into a gRPC code and an ErrorInfo reason; `error_from` turns these
+back into the same class at the worker. Nothing is ever recognised by the text of a message.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped,unused-ignore]
+
+DOMAIN = "ps_protocol"
+
+
+class PSError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+    reason: ClassVar[str] = "INTERNAL"
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    retryable: ClassVar[bool] = False
+
+    @property
+    def message(self) -> str:
+        return str(self)
+
+
+class InvalidRequest(PSError, ValueError):
+    """What came is wrong in itself; the message says what was expected and what came."""
+
+    reason = "INVALID_REQUEST"
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class NonFiniteGradient(InvalidRequest):
+    """A gradient holds an infinity or a NaN, and the job refuses those."""
+
+    reason = "NON_FINITE_GRADIENT"
+
+
+class Unsupported(PSError, TypeError):
+    """Something that works in PyTorch and not on a parameter server; the message says what to use instead."""
+
+    reason = "UNSUPPORTED"
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
+class JobMismatch(PSError):
+    """A job of that name exists and differs; the message names the difference."""
+
+    reason = "JOB_MISMATCH"
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class NotFound(PSError, LookupError):
+    """No such job, bucket or shard."""
+
+    reason = "NOT_FOUND"
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class UnknownWorker(PSError):
+    """The caller is no live worker of the job."""
+
+    reason = "UNKNOWN_WORKER"
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class Fenced(UnknownWorker):
+    """A newer incarnation took the caller's place, or its lease ran out."""
+
+    reason = "FENCED"
+
+
+class OutOfOrder(PSError):
+    """A push that skips a clock: earlier steps of this worker never came."""
+
+    reason = "OUT_OF_ORDER"
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class TryLater(PSError):
+    """Nothing is wrong; the same call may succeed in a moment."""
+
+    reason = "TRY_LATER"
+    code = grpc.StatusCode.UNAVAILABLE
+    retryable = True
+
+
+class LimitExceeded(PSError):
+    """Past a named limit; the message names it."""
+
+    reason = "LIMIT_EXCEEDED"
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Backlogged(LimitExceeded):
+    """This worker's previous push to the bucket is not applied yet; the same call may succeed in a moment."""
+
+    reason = "BACKLOGGED"
+    retryable = True
+
+
+class Unreachable(PSError, ConnectionError):
+    """Nobody answers at the address, or what answers is no server of this project."""
+
+    reason = "UNREACHABLE"
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+def _all_errors(root: type[PSError]) -> list[type[PSError]]:
+    return [root, *(error for child in root.__subclasses__() for error in _all_errors(child))]
+
+
+BY_REASON: dict[str, type[PSError]] = {error.reason: error for error in _all_errors(PSError)}
+
+
+def status_of(error: PSError) -> status_pb2.Status:
+    """The google.rpc.Status that says this error: its code, its message, and an ErrorInfo with its reason."""
+    status = status_pb2.Status(code=getattr(code_pb2, error.code.name), message=str(error))
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
+    return status
+
+
+_TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED}
+
+
+def error_from(call: grpc.RpcError, peer: str) -> PSError:
+    """The error that a failed call stands for: the server's own where it sent one, `Unreachable` or `PSError` else.
+
+    `peer` names who was called, for the message. A transport failure that may pass is a `TryLater`.
+    """
+    for key, value in getattr(call, "trailing_metadata", lambda: None)() or ():
+        if key == "grpc-status-details-bin":
+            info = error_details_pb2.ErrorInfo()
+            for detail in status_pb2.Status.FromString(value).details:
+                if detail.Unpack(info) and info.domain == DOMAIN and info.reason in BY_REASON:
+                    return BY_REASON[info.reason](call.details())
+    code = call.code()
+    if code in _TRANSIENT:
+        cause = (call.details() or code.name).rsplit("last error: ", 1)[-1]
+        return TryLater(f"{peer} does not answer ({cause})")
+    if code == grpc.StatusCode.UNIMPLEMENTED:
+        return Unreachable(f"{peer}: something else answers gRPC there ({call.details()})")
+    return PSError(f"{peer} failed ({code.name}: {call.details()})")

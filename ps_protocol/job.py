@@ -1,0 +1,128 @@
+"""What a job is, as a value that both ends can compare."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ps_protocol.errors import InvalidRequest, LimitExceeded
+from ps_protocol.layout import ALIGNMENT_BYTES, DATA_TYPES, ParameterSpec
+from ps_protocol.modes import Consistency
+
+MAX_NAME_LENGTH = 512
+MAX_PARAMETERS = 100_000
+MAX_ELEMENTS = 2**50  # keeps every product of sizes far from 64 bits
+MAX_WORLD_SIZE = 65_536
+MAX_DIMENSIONS = 64
+
+_JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+HyperValue = float | bool | tuple[float, ...] | None
+HyperParameters = Mapping[str, HyperValue]
+
+
+class NonFinite(enum.Enum):
+    """What happens to a gradient that holds an infinity or a NaN."""
+
+    REFUSE = "refuse"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One model being trained: equal specs are the same job.
+
+    parameters:   every tensor of the model, in registration order
+    optimizer:    the name of a torch.optim class
+    groups:       the hyper-parameters of its parameter groups when the job began
+    bucket_bytes: bytes of a full bucket, a multiple of 64
+    world_size:   how many workers take part; 0 is elastic: whoever is there
+    """
+
+    name: str
+    parameters: tuple[ParameterSpec, ...]
+    optimizer: str
+    groups: tuple[HyperParameters, ...]
+    consistency: Consistency
+    bucket_bytes: int
+    world_size: int
+    non_finite: NonFinite = NonFinite.REFUSE
+
+
+def validate(spec: JobSpec, max_bucket_bytes: int) -> None:
+    """Raises InvalidRequest or LimitExceeded naming the first thing wrong with a spec, wherever it came from."""
+    if not _JOB_NAME.fullmatch(spec.name):
+        raise InvalidRequest(f"a job's name is 1 to 128 of letters, digits, '.', '_' and '-', got {spec.name[:200]!r}")
+    if not spec.groups:
+        raise InvalidRequest("a job needs at least one parameter group, got none")
+    if len(spec.parameters) > MAX_PARAMETERS:
+        raise LimitExceeded(f"a job may have up to {MAX_PARAMETERS} parameters, got {len(spec.parameters)}")
+    if spec.world_size > MAX_WORLD_SIZE:
+        raise LimitExceeded(f"a job may have up to {MAX_WORLD_SIZE} workers, got world_size {spec.world_size}")
+    if spec.bucket_bytes < ALIGNMENT_BYTES or spec.bucket_bytes % ALIGNMENT_BYTES:
+        raise InvalidRequest(f"bucket_bytes must be a positive multiple of {ALIGNMENT_BYTES}, got {spec.bucket_bytes}")
+    if spec.bucket_bytes > max_bucket_bytes:
+        raise LimitExceeded(f"bucket_bytes may be up to {max_bucket_bytes} on this server, got {spec.bucket_bytes}")
+    names: set[str] = set()
+    for parameter in spec.parameters:
+        _validate_parameter(parameter, len(spec.groups))
+        if parameter.name in names:
+            raise InvalidRequest(f"parameter names must be unique, got {parameter.name!r} twice")
+        names.add(parameter.name)
+    if all(parameter.group is None for parameter in spec.parameters):
+        raise InvalidRequest("a job needs at least one parameter that the optimizer steps, got none")
+
+
+def _validate_parameter(parameter: ParameterSpec, group_count: int) -> None:
+    if not 1 <= len(parameter.name) <= MAX_NAME_LENGTH:
+        raise InvalidRequest(f"a parameter's name has 1 to {MAX_NAME_LENGTH} characters, got {len(parameter.name)}")
+    if parameter.dtype not in DATA_TYPES:
+        raise InvalidRequest(f"{parameter.name}: expected one of {', '.join(DATA_TYPES)}, got {parameter.dtype}")
+    if parameter.group is not None and not 0 <= parameter.group < group_count:
+        raise InvalidRequest(f"{parameter.name}: expected a group below {group_count}, got {parameter.group}")
+    if parameter.group is not None and not DATA_TYPES[parameter.dtype].floating:
+        raise InvalidRequest(f"{parameter.name}: an optimizer steps floating-point parameters, got {parameter.dtype}")
+    if len(parameter.shape) > MAX_DIMENSIONS or any(not 0 <= size <= MAX_ELEMENTS for size in parameter.shape):
+        raise InvalidRequest(f"{parameter.name}: shape {parameter.shape} is beyond what a tensor can have")
+    if parameter.numel > MAX_ELEMENTS:
+        raise LimitExceeded(f"{parameter.name}: a parameter may have {MAX_ELEMENTS} elements, got {parameter.numel}")
+
+
+def difference(registered: JobSpec, offered: JobSpec) -> str | None:
+    """The first difference between two jobs in words, or None when they are the same job."""
+    mine = {parameter.name: parameter for parameter in registered.parameters}
+    theirs = {parameter.name: parameter for parameter in offered.parameters}
+    for name in mine.keys() - theirs.keys():
+        return f"the registered model has a parameter {name!r} that this one lacks"
+    for name in theirs.keys() - mine.keys():
+        return f"this model has a parameter {name!r} that the registered one lacks"
+    for name, left in mine.items():
+        right = theirs[name]
+        for what, a, b in (
+            ("shape", left.shape, right.shape),
+            ("dtype", left.dtype, right.dtype),
+            ("optimizer group", left.group, right.group),
+        ):
+            if a != b:
+                return f"parameter {name!r} has {what} {a} in the registered job and {b} in this one"
+    if tuple(mine) != tuple(theirs):
+        return "the parameters are registered in another order"
+    for what, a, b in (
+        ("mode", str(registered.consistency), str(offered.consistency)),
+        ("optimizer", registered.optimizer, offered.optimizer),
+        ("number of optimizer groups", len(registered.groups), len(offered.groups)),
+        ("bucket_bytes", registered.bucket_bytes, offered.bucket_bytes),
+        ("world_size", registered.world_size or "elastic", offered.world_size or "elastic"),
+        ("policy for gradients that are not finite", registered.non_finite.value, offered.non_finite.value),
+    ):
+        if a != b:
+            return f"the {what} is {a} in the registered job and {b} in this one"
+    for index, (a, b) in enumerate(zip(registered.groups, offered.groups, strict=True)):
+        for name in sorted(a.keys() | b.keys()):
+            # A scheduler may already have moved the learning rate of a worker that joins late, so values of
+            # hyper-parameters are no part of a job's identity: they ride with each push. Their names are.
+            if (name in a) != (name in b):
+                return f"hyper-parameter {name!r} of group {index} is known to one of the two jobs only"
+    return None

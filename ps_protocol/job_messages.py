@@ -1,0 +1,100 @@
+"""A job and its hyper-parameters as protobuf messages, and back: the same translation at both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.job import HyperParameters, HyperValue, JobSpec, NonFinite
+from ps_protocol.layout import ParameterSpec
+from ps_protocol.modes import Consistency
+from ps_protocol.v1 import job_pb2
+
+T = TypeVar("T")
+
+_DATA_TYPE_NAMES: dict[int, str] = {
+    number: name.removeprefix("DATA_TYPE_").lower() for name, number in job_pb2.DataType.items() if number
+}
+_DATA_TYPES = {name: number for number, name in _DATA_TYPE_NAMES.items()}
+_NON_FINITE: dict[int, NonFinite] = {
+    job_pb2.NON_FINITE_POLICY_UNSPECIFIED: NonFinite.REFUSE,
+    job_pb2.NON_FINITE_POLICY_REFUSE: NonFinite.REFUSE,
+    job_pb2.NON_FINITE_POLICY_SKIP: NonFinite.SKIP,
+}
+_NON_FINITE_NUMBERS = {policy: number for number, policy in _NON_FINITE.items()}
+
+
+def job_spec(message: job_pb2.JobSpec) -> JobSpec:
+    """The job that a message describes. Raises InvalidRequest for enum values that do not exist."""
+    rule = message.consistency
+    return JobSpec(
+        name=message.name,
+        parameters=tuple(_parameter(parameter) for parameter in message.parameters),
+        optimizer=message.optimizer,
+        groups=tuple(hyper_parameters(group.hyper_parameters) for group in message.groups),
+        consistency=Consistency(rule.max_staleness if rule.HasField("max_staleness") else None, rule.aggregate),
+        bucket_bytes=message.bucket_bytes,
+        world_size=message.world_size,
+        non_finite=known(_NON_FINITE, message.non_finite, "policy for gradients that are not finite"),
+    )
+
+
+def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
+    """The message that describes a job."""
+    return job_pb2.JobSpec(
+        name=spec.name,
+        parameters=[
+            job_pb2.ParameterSpec(
+                name=p.name, shape=p.shape, data_type=_DATA_TYPES[p.dtype], group=p.group or 0, held=p.group is None
+            )
+            for p in spec.parameters
+        ],
+        optimizer=spec.optimizer,
+        groups=[job_pb2.ParameterGroup(hyper_parameters=hyper_messages(group)) for group in spec.groups],
+        consistency=job_pb2.Consistency(
+            max_staleness=spec.consistency.max_staleness, aggregate=spec.consistency.aggregate
+        ),
+        bucket_bytes=spec.bucket_bytes,
+        world_size=spec.world_size,
+        non_finite=_NON_FINITE_NUMBERS[spec.non_finite],
+    )
+
+
+def _parameter(message: job_pb2.ParameterSpec) -> ParameterSpec:
+    dtype = known(_DATA_TYPE_NAMES, message.data_type, f"data type of {message.name!r}")
+    return ParameterSpec(message.name, tuple(message.shape), dtype, None if message.held else message.group)
+
+
+def hyper_parameters(messages: Iterable[job_pb2.HyperParameter]) -> HyperParameters:
+    """Hyper-parameters by name. Raises InvalidRequest for a name that comes twice."""
+    values: dict[str, HyperValue] = {}
+    for message in messages:
+        if message.name in values:
+            raise InvalidRequest(f"hyper-parameter {message.name!r} comes twice")
+        kind = message.WhichOneof("value")
+        value = getattr(message, kind) if kind else None
+        values[message.name] = tuple(value.values) if kind == "numbers" else value
+    return values
+
+
+def hyper_messages(values: HyperParameters) -> list[job_pb2.HyperParameter]:
+    """Hyper-parameters as messages."""
+    return [_hyper_message(name, value) for name, value in values.items()]
+
+
+def _hyper_message(name: str, value: HyperValue) -> job_pb2.HyperParameter:
+    if value is None:
+        return job_pb2.HyperParameter(name=name)
+    if isinstance(value, bool):
+        return job_pb2.HyperParameter(name=name, flag=value)
+    if isinstance(value, tuple):
+        return job_pb2.HyperParameter(name=name, numbers=job_pb2.NumberList(values=value))
+    return job_pb2.HyperParameter(name=name, number=value)
+
+
+def known(table: Mapping[int, T], number: int, what: str) -> T:
+    """What an enum's number stands for. Raises InvalidRequest for one that does not exist."""
+    if number not in table:
+        raise InvalidRequest(f"{what}: expected one of {sorted(int(key) for key in table)}, got {number}")
+    return table[number]

@@ -1,0 +1,161 @@
+"""How a model's parameters become buckets: one pure function that both ends run on the same job.
+
+All parameters of one element type that an optimizer steps form one flat space, in reverse registration order, because
+backward finishes the last layers first (as DDP does). Frozen parameters and buffers form spaces of their own behind
+them. Each parameter starts on a 64-byte boundary. The space is cut every `bucket_bytes`; a bucket lists, as
+segments, the slices of parameters that lie in it.
+
+    space "float32":   |-- w3 --|-- b3 --|------------- w2 -------------|-- b2 --| ...
+    buckets:           |------ bucket 0 ------|------ bucket 1 ------|-- bucket 2 ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALIGNMENT_BYTES = 64
+DEFAULT_BUCKET_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class DataType:
+    """An element type: its name (torch's own), its size, and whether an optimizer can step it."""
+
+    name: str
+    itemsize: int
+    floating: bool
+
+
+DATA_TYPES: dict[str, DataType] = {
+    entry.name: entry
+    for entry in (
+        DataType("float32", 4, True),
+        DataType("bfloat16", 2, True),
+        DataType("float16", 2, True),
+        DataType("float64", 8, True),
+        DataType("int64", 8, False),
+        DataType("int32", 4, False),
+        DataType("bool", 1, False),
+        DataType("uint8", 1, False),
+    )
+}
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One named tensor of the model; `group` is the optimizer group that steps it, None for what none steps."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    group: int | None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DATA_TYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A slice of one parameter inside a bucket. All numbers count elements.
+
+    parameter: index into the job's parameters
+    start:     where the slice begins in the flattened parameter
+    offset:    where it begins in the bucket
+    length:    how long it is
+    """
+
+    parameter: int
+    start: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A contiguous slice of one flat space: elements [start, start + numel) of `space`."""
+
+    index: int
+    space: str
+    dtype: str
+    held: bool
+    start: int
+    numel: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DATA_TYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Every bucket of a job, and where each parameter begins in its space (in elements)."""
+
+    buckets: tuple[Bucket, ...]
+    offsets: tuple[int, ...]
+    space_sizes: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+
+def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Layout:
+    """The buckets of a job. Deterministic: equal arguments give equal layouts on every machine.
+
+    bucket_bytes: bytes of a full bucket, a multiple of 64.
+    """
+    spaces: dict[tuple[bool, str], list[int]] = {}
+    for index in reversed(range(len(parameters))):
+        spec = parameters[index]
+        spaces.setdefault((spec.group is None, spec.dtype), []).append(index)
+    buckets: list[Bucket] = []
+    offsets = [0] * len(parameters)
+    sizes: dict[str, int] = {}
+    for (held, dtype), members in sorted(
+        spaces.items(), key=lambda item: item[0][0]
+    ):  # stable: what trains comes first
+        space = f"held-{dtype}" if held else dtype
+        itemsize = DATA_TYPES[dtype].itemsize
+        step = ALIGNMENT_BYTES // itemsize
+        end = 0
+        for index in members:
+            offsets[index] = end
+            end += -(-parameters[index].numel // step) * step
+        sizes[space] = end
+        buckets += _cut(space, dtype, held, members, parameters, offsets, end, bucket_bytes // itemsize, len(buckets))
+    return Layout(tuple(buckets), tuple(offsets), sizes)
+
+
+def _cut(
+    space: str,
+    dtype: str,
+    held: bool,
+    members: list[int],
+    parameters: Sequence[ParameterSpec],
+    offsets: list[int],
+    end: int,
+    size: int,
+    first_index: int,
+) -> list[Bucket]:
+    """Cuts one space into buckets of `size` elements; `members` are its parameters in the order of their offsets."""
+    segments: list[list[Segment]] = [[] for _ in range(-(-end // size))]
+    for index in members:
+        start, stop = offsets[index], offsets[index] + parameters[index].numel
+        position = start
+        while position < stop:
+            bucket = position // size
+            cut = min(stop, (bucket + 1) * size)
+            segments[bucket].append(Segment(index, position - start, position - bucket * size, cut - position))
+            position = cut
+    return [
+        Bucket(first_index + k, space, dtype, held, k * size, min(size, end - k * size), tuple(inside))
+        for k, inside in enumerate(segments)
+    ]

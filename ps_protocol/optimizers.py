@@ -1,0 +1,90 @@
+"""Which torch.optim optimizers a shard can run on slices of parameters, and what they are called with.
+
+A shard holds slices of tensors, so an optimizer fits if it treats every element by itself. Those that look at whole
+tensors (norms, matrices, closures over the loss) are refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.job import HyperParameters, HyperValue
+
+ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
+    cls.__name__: cls
+    for cls in (
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.Adadelta,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+    )
+}
+
+_INSTEAD = {
+    "LBFGS": "it evaluates the loss several times a step",
+    "SparseAdam": "it needs sparse gradients; use Adam or Adagrad",
+    "Adafactor": "it factors whole matrices; use AdamW",
+    "Muon": "it orthogonalises whole matrices; use AdamW",
+    "ASGD": "its averages belong to whole tensors; use SGD",
+    "Rprop": "it is meant for full-batch training; use RMSprop",
+}
+
+# How an optimizer runs, not what it computes: each end chooses these for itself.
+_EXECUTION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+def hyper_parameter_names(name: str) -> tuple[str, ...]:
+    """What the optimizer of that name is called with, besides parameters and switches of execution."""
+    signature = inspect.signature(ELEMENTWISE[name].__init__)
+    return tuple(p for p in signature.parameters if p not in {"self", "params"} and p not in _EXECUTION)
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
+    """The name under which shards know this optimizer. Raises Unsupported, with what to use instead."""
+    name = type(optimizer).__name__
+    if ELEMENTWISE.get(name) is type(optimizer):
+        return name
+    if type(optimizer).__module__.startswith("torch.optim") and name in _INSTEAD:
+        why = _INSTEAD[name]
+    else:
+        why = "shards run torch.optim's own classes on slices of parameters"
+    raise Unsupported(f"optimizer {name} cannot run on a parameter server: {why} (known: {', '.join(ELEMENTWISE)})")
+
+
+def hyper_parameters(name: str, group: dict[str, object]) -> HyperParameters:
+    """The hyper-parameters of one live param_group, as plain values. Raises InvalidRequest naming one that is not."""
+    return {key: _plain(key, group[key]) for key in hyper_parameter_names(name) if key in group}
+
+
+def _plain(name: str, value: object) -> HyperValue:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int | float):
+        return float(value)
+    if isinstance(value, tuple | list):
+        return tuple(float(v.item() if isinstance(v, torch.Tensor) else v) for v in value)
+    raise InvalidRequest(f"hyper-parameter {name!r} must be a number, a switch, or a tuple of numbers, got {value!r}")
+
+
+def check_hyper_parameters(name: str, values: HyperParameters) -> None:
+    """Raises InvalidRequest unless torch's own constructor takes these values."""
+    if name not in ELEMENTWISE:
+        raise InvalidRequest(f"expected an optimizer out of {', '.join(ELEMENTWISE)}, got {name!r}")
+    known = hyper_parameter_names(name)
+    for key in values:
+        if key not in known:
+            raise InvalidRequest(f"{name} takes {', '.join(known)}, got {key!r}")
+    try:
+        ELEMENTWISE[name]([torch.zeros(1)], **values)  # type: ignore[arg-type]
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise InvalidRequest(f"{name} refuses {dict(values)}: {error}") from error

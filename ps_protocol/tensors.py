@@ -1,0 +1,46 @@
+"""Bytes as tensors and tensors as bytes, without copying. Little-endian, contiguous, as every supported host stores them."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import torch
+
+from ps_protocol.framing import Buffer
+from ps_protocol.layout import DATA_TYPES
+
+if sys.byteorder != "little":
+    raise ImportError("tensors travel as little-endian bytes; this host is big-endian")
+
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DATA_TYPES}
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+with warnings.catch_warnings():
+    # torch warns once a process that the memory of `bytes` must not be written. It is only read here; say it now.
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+def tensor_from(payload: Buffer, dtype: str) -> torch.Tensor:
+    """A flat tensor over the payload's memory. Read from it, never write: the memory may be immutable."""
+    if len(payload) == 0:
+        return torch.empty(0, dtype=TORCH_DTYPES[dtype])
+    return torch.frombuffer(payload, dtype=TORCH_DTYPES[dtype])
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor of one dimension, as bytes."""
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """True when no element is an infinity or a NaN.
+
+    One pass in the ordinary case: a sum is finite only if every term is. A sum of finite terms can overflow, so only
+    then every element is looked at.
+    """
+    if not values.dtype.is_floating_point or values.numel() == 0:
+        return True
+    total = values.sum(dtype=torch.float32 if values.itemsize < 4 else None)
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(values).all())

@@ -1,0 +1,313 @@
+from google.protobuf import duration_pb2 as _duration_pb2
+from ps_protocol.v1 import job_pb2 as _job_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RegisterJobRequest(_message.Message):
+    __slots__ = ("spec",)
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    spec: _job_pb2.JobSpec
+    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ...) -> None: ...
+
+class RegisterJobResponse(_message.Message):
+    __slots__ = ("shard_map", "created")
+    SHARD_MAP_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    shard_map: _job_pb2.ShardMap
+    created: bool
+    def __init__(self, shard_map: _Optional[_Union[_job_pb2.ShardMap, _Mapping]] = ..., created: bool = ...) -> None: ...
+
+class JoinJobRequest(_message.Message):
+    __slots__ = ("job", "rank", "metrics_address", "pid", "host")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    rank: int
+    metrics_address: str
+    pid: int
+    host: str
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
+
+class JoinJobResponse(_message.Message):
+    __slots__ = ("rank", "incarnation", "clock", "lease")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    incarnation: int
+    clock: int
+    lease: _duration_pb2.Duration
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., lease: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class WatchJobRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class WatchJobResponse(_message.Message):
+    __slots__ = ("ranks", "world_size", "started")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    world_size: int
+    started: bool
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., world_size: _Optional[int] = ..., started: bool = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("job", "rank", "incarnation", "clock")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    rank: int
+    incarnation: int
+    clock: int
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
+
+class HeartbeatResponse(_message.Message):
+    __slots__ = ("live_count",)
+    LIVE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    live_count: int
+    def __init__(self, live_count: _Optional[int] = ...) -> None: ...
+
+class LeaveJobRequest(_message.Message):
+    __slots__ = ("job", "rank", "incarnation")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    rank: int
+    incarnation: int
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class LeaveJobResponse(_message.Message):
+    __slots__ = ("ended",)
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    ended: bool
+    def __init__(self, ended: bool = ...) -> None: ...
+
+class EndJobRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class EndJobResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RegisterShardRequest(_message.Message):
+    __slots__ = ("index", "address", "metrics_address", "pid", "process")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    address: str
+    metrics_address: str
+    pid: int
+    process: int
+    def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., process: _Optional[int] = ...) -> None: ...
+
+class RegisterShardResponse(_message.Message):
+    __slots__ = ("shard_count", "stopping")
+    SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    STOPPING_FIELD_NUMBER: _ClassVar[int]
+    shard_count: int
+    stopping: bool
+    def __init__(self, shard_count: _Optional[int] = ..., stopping: bool = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class JobStatus(_message.Message):
+    __slots__ = ("name", "mode", "world_size", "started", "parameter_bytes", "bucket_count", "imbalance", "workers")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_COUNT_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    mode: str
+    world_size: int
+    started: bool
+    parameter_bytes: int
+    bucket_count: int
+    imbalance: float
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    def __init__(self, name: _Optional[str] = ..., mode: _Optional[str] = ..., world_size: _Optional[int] = ..., started: bool = ..., parameter_bytes: _Optional[int] = ..., bucket_count: _Optional[int] = ..., imbalance: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("rank", "incarnation", "clock", "pid", "host", "metrics_address", "lease_left")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_LEFT_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    incarnation: int
+    clock: int
+    pid: int
+    host: str
+    metrics_address: str
+    lease_left: _duration_pb2.Duration
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., metrics_address: _Optional[str] = ..., lease_left: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class ShardStatus(_message.Message):
+    __slots__ = ("index", "address", "metrics_address", "pid", "reachable", "jobs")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    REACHABLE_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    address: str
+    metrics_address: str
+    pid: int
+    reachable: bool
+    jobs: _containers.RepeatedCompositeFieldContainer[ShardJobStatus]
+    def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., reachable: bool = ..., jobs: _Optional[_Iterable[_Union[ShardJobStatus, _Mapping]]] = ...) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("address", "metrics_address", "pid", "shard_count", "shards", "jobs")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    metrics_address: str
+    pid: int
+    shard_count: int
+    shards: _containers.RepeatedCompositeFieldContainer[ShardStatus]
+    jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
+    def __init__(self, address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., shard_count: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ...) -> None: ...
+
+class CreateJobRequest(_message.Message):
+    __slots__ = ("spec", "buckets")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    spec: _job_pb2.JobSpec
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CreateJobResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DropJobRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class DropJobResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AdmitWorkerRequest(_message.Message):
+    __slots__ = ("job", "rank", "incarnation", "clock")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    rank: int
+    incarnation: int
+    clock: int
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
+
+class AdmitWorkerResponse(_message.Message):
+    __slots__ = ("frontier",)
+    FRONTIER_FIELD_NUMBER: _ClassVar[int]
+    frontier: int
+    def __init__(self, frontier: _Optional[int] = ...) -> None: ...
+
+class RetireWorkerRequest(_message.Message):
+    __slots__ = ("job", "rank", "incarnation")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    rank: int
+    incarnation: int
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class RetireWorkerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetShardStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WaitStatus(_message.Message):
+    __slots__ = ("rank", "clock", "bucket_count", "waiting_for", "reason", "waited")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    clock: int
+    bucket_count: int
+    waiting_for: _containers.RepeatedScalarFieldContainer[int]
+    reason: str
+    waited: _duration_pb2.Duration
+    def __init__(self, rank: _Optional[int] = ..., clock: _Optional[int] = ..., bucket_count: _Optional[int] = ..., waiting_for: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., waited: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class ShardJobStatus(_message.Message):
+    __slots__ = ("job", "bucket_count", "parameter_bytes", "optimizer_bytes", "staged_bytes", "version_min", "version_max", "clocks", "waits")
+    class ClocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STAGED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
+    CLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    bucket_count: int
+    parameter_bytes: int
+    optimizer_bytes: int
+    staged_bytes: int
+    version_min: int
+    version_max: int
+    clocks: _containers.ScalarMap[int, int]
+    waits: _containers.RepeatedCompositeFieldContainer[WaitStatus]
+    def __init__(self, job: _Optional[str] = ..., bucket_count: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., optimizer_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., clocks: _Optional[_Mapping[int, int]] = ..., waits: _Optional[_Iterable[_Union[WaitStatus, _Mapping]]] = ...) -> None: ...
+
+class GetShardStatusResponse(_message.Message):
+    __slots__ = ("jobs",)
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedCompositeFieldContainer[ShardJobStatus]
+    def __init__(self, jobs: _Optional[_Iterable[_Union[ShardJobStatus, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,107 @@
+from ps_protocol.v1 import job_pb2 as _job_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PushKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PUSH_KIND_UNSPECIFIED: _ClassVar[PushKind]
+    PUSH_KIND_GRADIENT: _ClassVar[PushKind]
+    PUSH_KIND_INITIAL_VALUE: _ClassVar[PushKind]
+    PUSH_KIND_SKIP: _ClassVar[PushKind]
+PUSH_KIND_UNSPECIFIED: PushKind
+PUSH_KIND_GRADIENT: PushKind
+PUSH_KIND_INITIAL_VALUE: PushKind
+PUSH_KIND_SKIP: PushKind
+
+class WorkerIdentity(_message.Message):
+    __slots__ = ("job", "rank", "incarnation")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    rank: int
+    incarnation: int
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class GroupUpdate(_message.Message):
+    __slots__ = ("group", "hyper_parameters")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    HYPER_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    hyper_parameters: _containers.RepeatedCompositeFieldContainer[_job_pb2.HyperParameter]
+    def __init__(self, group: _Optional[int] = ..., hyper_parameters: _Optional[_Iterable[_Union[_job_pb2.HyperParameter, _Mapping]]] = ...) -> None: ...
+
+class PushHeader(_message.Message):
+    __slots__ = ("worker", "bucket", "clock", "kind", "absent_segments", "groups")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerIdentity
+    bucket: int
+    clock: int
+    kind: PushKind
+    absent_segments: _containers.RepeatedScalarFieldContainer[int]
+    groups: _containers.RepeatedCompositeFieldContainer[GroupUpdate]
+    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., bucket: _Optional[int] = ..., clock: _Optional[int] = ..., kind: _Optional[_Union[PushKind, str]] = ..., absent_segments: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[_Union[GroupUpdate, _Mapping]]] = ...) -> None: ...
+
+class PushRequest(_message.Message):
+    __slots__ = ("header", "payload")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    header: PushHeader
+    payload: bytes
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class PushResponse(_message.Message):
+    __slots__ = ("version", "duplicate")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    duplicate: bool
+    def __init__(self, version: _Optional[int] = ..., duplicate: bool = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("worker", "clock", "buckets")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerIdentity
+    clock: int
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class WaitNotice(_message.Message):
+    __slots__ = ("ranks", "reason")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    reason: str
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class PullHeader(_message.Message):
+    __slots__ = ("bucket", "version", "waited_seconds", "waiting")
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    bucket: int
+    version: int
+    waited_seconds: float
+    waiting: WaitNotice
+    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., waited_seconds: _Optional[float] = ..., waiting: _Optional[_Union[WaitNotice, _Mapping]] = ...) -> None: ...
+
+class PullResponse(_message.Message):
+    __slots__ = ("header", "payload")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    header: PullHeader
+    payload: bytes
+    def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...

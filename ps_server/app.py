@@ -1,0 +1,191 @@
+"""One server process: a gRPC port, a metrics port, and behind them a coordinator, a shard, or both."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+import torch
+from prometheus_client import GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.registry import CollectorRegistry
+
+from ps_protocol.channel import open_channel, server_options
+from ps_protocol.errors import InvalidRequest, PSError, error_from
+from ps_protocol.v1 import control_pb2_grpc
+from ps_server import messages
+from ps_server.boundary import Boundary
+from ps_server.coordinator import DEFAULT_LEASE_SECONDS, SHARD_CALL_SECONDS, Coordinator
+from ps_server.engine import Engine
+from ps_server.gauges import coordinator_gauges, serve_metrics, shard_gauges
+from ps_server.metrics import ShardMetrics
+from ps_server.services import CONTROL_SERVICES, DATA_SERVICE, ClusterService, DataService, JobService, ShardService
+from ps_server.services import SENDER_THREADS, add_health
+
+log = logging.getLogger("ps_server")
+
+CONTROL_THREADS = 16
+STOP_GRACE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What one server process is.
+
+    shard_count: of the whole cluster; set where this process is the coordinator, None elsewhere
+    index:       of the shard that this process is; None where it is the coordinator alone
+    coordinator: HOST:PORT of the coordinator; None where it is this process
+    host, port:  where to listen; port 0 lets the system choose
+    advertise:   HOST:PORT under which the others reach this process; None: where it listens
+    lease:       seconds for which a worker counts as live without a heartbeat
+    apply_threads: threads that apply updates
+    """
+
+    shard_count: int | None = None
+    index: int | None = None
+    coordinator: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str | None = None
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0
+    lease: float = DEFAULT_LEASE_SECONDS
+    apply_threads: int = 1
+
+
+class Server:
+    """A running server process. `address` and `metrics_address` are how others reach it.
+
+    Raises InvalidRequest if a port cannot be bound, naming it.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        torch.set_num_threads(1)  # the apply threads are the parallelism; more would fight over the same cores
+        self._config = config
+        self._registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self._registry)
+        self._control_pool = ThreadPoolExecutor(CONTROL_THREADS, "control")
+        self._grpc = grpc.server(self._control_pool, interceptors=[Boundary(self._registry)], options=server_options())
+        port = _bind(self._grpc, config.host, config.port)
+        self.address = config.advertise or f"{_reachable(config.host)}:{port}"
+        self._stops: list[Callable[[], None]] = []
+        self.coordinator = self._make_coordinator() if config.shard_count is not None else None
+        self.metrics_address = self._serve_metrics(config)
+        names: list[str] = []
+        if self.coordinator is not None:
+            names += self._add_coordinator(self.coordinator)
+        if config.index is not None:
+            names += self._add_shard()
+        self.health = add_health(self._grpc, self._control_pool, names)
+        self._grpc.start()
+        self._registration: Registration | None = None
+        if config.index is not None:
+            coordinator = config.coordinator or f"{_reachable(config.host)}:{port}"
+            self._registration = Registration(coordinator, config.index, self.address, self.metrics_address)
+
+    def wait_ready(self, timeout: float) -> bool:
+        """Waits until the coordinator knows this shard; at once true for a coordinator alone."""
+        return self._registration is None or self._registration.known.wait(timeout)
+
+    def stop(self) -> None:
+        """Stops admitting calls, finishes what is staged, and ends every thread."""
+        self.health.enter_graceful_shutdown()
+        if self._registration is not None:
+            self._registration.stop()
+        stopped = self._grpc.stop(STOP_GRACE_SECONDS)
+        for stop in self._stops:
+            stop()
+        stopped.wait()
+        self._control_pool.shutdown(wait=True)
+
+    def _make_coordinator(self) -> Coordinator:
+        assert self._config.shard_count is not None
+        return Coordinator(self._config.shard_count, self._config.lease)
+
+    def _serve_metrics(self, config: ServerConfig) -> str:
+        try:
+            port, stop = serve_metrics(config.metrics_host, config.metrics_port, self._registry, self.coordinator)
+        except OSError as error:
+            raise InvalidRequest(
+                f"cannot serve metrics on {config.metrics_host}:{config.metrics_port} ({error.strerror}); "
+                "choose another --metrics-port"
+            ) from None
+        self._stops.append(stop)
+        host = self.address.rpartition(":")[0] if config.advertise else _reachable(config.metrics_host)
+        return f"{host}:{port}"
+
+    def _add_coordinator(self, coordinator: Coordinator) -> list[str]:
+        senders = ThreadPoolExecutor(SENDER_THREADS, "watch")
+        control_pb2_grpc.add_JobServiceServicer_to_server(JobService(coordinator, senders), self._grpc)
+        cluster = ClusterService(coordinator, self.address, self.metrics_address)
+        control_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, self._grpc)
+        self._registry.register(coordinator_gauges(coordinator))
+        self._stops += [coordinator.stop, senders.shutdown]
+        return [CONTROL_SERVICES["JobService"], CONTROL_SERVICES["ClusterService"]]
+
+    def _add_shard(self) -> list[str]:
+        engine = Engine(ShardMetrics(self._registry), messages.pull_response, self._config.apply_threads)
+        data = DataService(engine)
+        data.register(self._grpc)
+        control_pb2_grpc.add_ShardServiceServicer_to_server(ShardService(engine), self._grpc)
+        self._registry.register(shard_gauges(engine))
+        self._stops += [engine.stop, data.stop]
+        return [DATA_SERVICE, CONTROL_SERVICES["ShardService"]]
+
+
+class Registration:
+    """Tells the coordinator every few seconds that this shard is here, for as long as it is."""
+
+    def __init__(self, coordinator: str, index: int, address: str, metrics_address: str) -> None:
+        self.known = threading.Event()
+        self._coordinator = coordinator
+        process = secrets.randbits(63)
+        self._request = messages.register_shard_request(index, address, metrics_address, os.getpid(), process)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops telling."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        said = ""
+        with open_channel(self._coordinator) as channel:
+            register = control_pb2_grpc.ClusterServiceStub(channel).RegisterShard
+            while not self._stopping.is_set():
+                try:
+                    register(self._request, timeout=SHARD_CALL_SECONDS, wait_for_ready=True)
+                    self.known.set()
+                    said = ""
+                except grpc.RpcError as call:
+                    error: PSError = error_from(call, f"coordinator at {self._coordinator}")
+                    if type(error).__name__ != said:  # each trouble is said once, not every two seconds
+                        log.warning("%s; trying again", error)
+                        said = type(error).__name__
+                self._stopping.wait(SHARD_CALL_SECONDS)
+
+
+def _bind(server: grpc.Server, host: str, port: int) -> int:
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError:
+        bound = 0
+    if not bound:
+        raise InvalidRequest(
+            f"cannot listen on {host}:{port}: the port is in use, or the address is not this machine's"
+        )
+    return bound
+
+
+def _reachable(host: str) -> str:
+    """An address that others can use, for one to bind to: every-address binds are reached by this machine's name."""
+    return socket.gethostname() if host in ("0.0.0.0", "::", "[::]", "") else host

@@ -1,0 +1,153 @@
+"""The command `ps-server`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import NoReturn
+
+from ps_protocol.channel import DEFAULT_PORT
+from ps_protocol.errors import PSError
+from ps_protocol.settings import add_setting, count, host_port, index, port_number, seconds
+
+DEFAULT_METRICS_PORT = 9100
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of ps-server."""
+    root = argparse.ArgumentParser(
+        prog="ps-server",
+        description="Parameter servers for PyTorch. `ps-server up` is all that one machine needs; the other commands are "
+        "for several machines, and for looking in. Each flag has the PS_* variable that its help names.",
+    )
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    up = commands.add_parser("up", help="start a coordinator and shards on this machine")
+    add_setting(up, "--shards", "how many shard processes", default=2, kind=count, metavar="N")
+    _add_listening(up, "shard i listens on the next port but i")
+
+    coordinator = commands.add_parser("coordinator", help="start the coordinator alone")
+    add_setting(coordinator, "--shards", "how many shards the cluster has", default=2, kind=count, metavar="N")
+    _add_listening(coordinator)
+    _add_advertise(coordinator)
+
+    shard = commands.add_parser("shard", help="start one shard")
+    add_setting(shard, "--index", "which shard this is, from 0", kind=index, required=True, metavar="I")
+    add_setting(shard, "--coordinator", "where the coordinator is", kind=host_port, metavar="HOST:PORT")
+    shard.add_argument("--with-coordinator", action="store_true", help="be the coordinator too (needs --shards)")
+    add_setting(shard, "--shards", "how many shards the cluster has, with --with-coordinator", default=2, kind=count)
+    _add_listening(shard)
+    _add_advertise(shard)
+    shard.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+
+    for name, text in (
+        ("status", "say what is running, how far it is, and who waits for whom"),
+        ("health", "exit 0 if the server at the address serves, 1 if not"),
+        ("end", "end a job and give its memory back"),
+    ):
+        command = commands.add_parser(name, help=text)
+        add_setting(command, "--server", "the coordinator", default=f"127.0.0.1:{DEFAULT_PORT}", kind=host_port)
+        if name == "status":
+            command.add_argument("--json", action="store_true", help="for programs: one JSON object")
+        if name == "end":
+            add_setting(command, "--job", "the job to end", required=True, metavar="NAME")
+    return root
+
+
+def _add_listening(command: argparse.ArgumentParser, note: str = "0: any free one") -> None:
+    add_setting(command, "--host", "address to listen on", default="127.0.0.1")
+    add_setting(command, "--port", f"port to listen on; {note}", default=DEFAULT_PORT, kind=port_number)
+    add_setting(command, "--metrics-host", "address to serve metrics on", default="127.0.0.1")
+    add_setting(command, "--metrics-port", "port of /metrics", default=DEFAULT_METRICS_PORT, kind=port_number)
+    add_setting(command, "--lease", "seconds a silent worker counts as live", default=10.0, kind=seconds)
+    add_setting(command, "--apply-threads", "threads a shard applies updates with", default=1, kind=count)
+
+
+def _add_advertise(command: argparse.ArgumentParser) -> None:
+    add_setting(command, "--advertise", "how others reach this process", kind=host_port, metavar="HOST:PORT")
+
+
+def main() -> NoReturn:
+    """Runs the command and exits with its code."""
+    try:
+        arguments = parser().parse_args()
+        sys.exit(_run(arguments))
+    except PSError as error:
+        sys.exit(f"ps-server: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    # Imported here, because torch takes seconds to import and --help should not.
+    if arguments.command == "up":
+        from ps_server.supervisor import UpConfig, up
+
+        return up(UpConfig(**{name: getattr(arguments, name) for name in UpConfig.__dataclass_fields__}))
+    if arguments.command in ("coordinator", "shard"):
+        return _serve(arguments)
+    if arguments.command == "health":
+        from ps_server.probe import is_serving
+
+        return 0 if is_serving(arguments.server) else 1
+    from ps_server import status
+
+    if arguments.command == "end":
+        status.end_job(arguments.server, arguments.job)
+        return 0
+    found = status.fetch(arguments.server)
+    print(json.dumps(found, indent=2) if arguments.json else status.table(found))
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    """Runs one server process until it is told to stop."""
+    from ps_server.app import Server, ServerConfig
+    from ps_server.supervisor import await_coordinator, watch_lifeline
+
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    alone = arguments.command == "coordinator"
+    coordinates = alone or arguments.with_coordinator
+    where = None if coordinates else arguments.coordinator
+    if arguments.command == "shard" and arguments.supervised:
+        where = where or (None if coordinates else await_coordinator(sys.stdin))
+        watch_lifeline(sys.stdin, stop)
+    if not coordinates and not where:
+        raise PSError("a shard needs --coordinator HOST:PORT (or --with-coordinator, to be it)")
+    server = Server(
+        ServerConfig(
+            shard_count=arguments.shards if coordinates else None,
+            index=None if alone else arguments.index,
+            coordinator=where,
+            host=arguments.host,
+            port=arguments.port,
+            advertise=arguments.advertise,
+            metrics_host=arguments.metrics_host,
+            metrics_port=arguments.metrics_port,
+            lease=arguments.lease,
+            apply_threads=arguments.apply_threads,
+        )
+    )
+    while not stop.is_set() and not server.wait_ready(0.2):
+        pass
+    if not stop.is_set():
+        if not alone and arguments.supervised:
+            print(json.dumps({"address": server.address, "metrics": server.metrics_address}), flush=True)
+        else:
+            role = "coordinator" if alone else f"shard {arguments.index}"
+            print(f"ps-server: {role} ready at {server.address}", flush=True)
+            print(f"ps-server: metrics at http://{server.metrics_address}/metrics", flush=True)
+    stop.wait()
+    server.stop()
+    return 0

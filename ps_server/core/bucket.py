@@ -1,0 +1,173 @@
+"""One bucket's protocol: what may be staged, what is applied next, and which pull is admitted.
+
+Three verbs, and the rule between them:
+
+    stage   takes a worker's contribution for its next clock; a repeat is known by its clock and not taken again
+    next    says what to do with what is staged: add a contribution to the open update, or step the optimizer
+    admits  says whether a pull at some clock may be answered, and if not, whom it waits for
+
+With aggregation (sync), update number r is one step with the mean of one contribution of each live worker, added in
+rank order: one that comes early is held back, so that two runs add in the same order and agree to the bit. Without it
+(ssp, async), every contribution is an update of its own, in order of arrival.
+
+A contribution once staged is never dropped: if its worker dies before the update is complete, it is in the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from ps_protocol.errors import Backlogged, OutOfOrder
+from ps_protocol.modes import Consistency
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Live:
+    """A live worker as a shard counts it: updates after clock `start` need it."""
+
+    incarnation: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Add(Generic[T]):
+    """Add this contribution to the open update."""
+
+    rank: int
+    clock: int
+    contribution: T
+
+
+@dataclass(frozen=True)
+class Step:
+    """The open update is complete: step the optimizer with the mean over `ranks`, in the order they were added."""
+
+    ranks: tuple[int, ...]
+    staleness: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a pull is admitted; if not, which ranks it waits for, and why in words."""
+
+    admitted: bool
+    waiting_for: tuple[int, ...] = ()
+    reason: str = ""
+
+
+ADMITTED = Verdict(True)
+
+
+@dataclass
+class BucketProtocol(Generic[T]):
+    """The state of one bucket. `T` is what a contribution is; this class only passes it on.
+
+    roster:  the live workers by rank, shared by all buckets of the job on this shard
+    staged:  by rank, the highest clock taken: all that exactly-once needs, one number a worker
+    applied: by rank, the highest clock whose update is in the weights
+    version: updates applied
+    """
+
+    consistency: Consistency
+    roster: Mapping[int, Live]
+    initialised: bool = False
+    version: int = 0
+    staged: dict[int, int] = field(default_factory=dict)
+    applied: dict[int, int] = field(default_factory=dict)
+    waiting: dict[int, Add[T]] = field(default_factory=dict)
+    added: list[Add[None]] = field(default_factory=list)
+
+    def admit_worker(self, rank: int, clock: int) -> None:
+        """A worker takes part from `clock` on: what came before counts as done by it."""
+        self.staged[rank] = self.applied[rank] = clock
+
+    def frontier(self) -> int:
+        """The highest clock that any worker has reached here, live or not."""
+        return max([self.version if self.consistency.aggregate else 0, *self.staged.values()])
+
+    def is_repeat(self, rank: int, clock: int) -> bool:
+        """True for a push that was staged before. Raises OutOfOrder or Backlogged for one that cannot be staged now."""
+        staged = self.staged.get(rank, 0)
+        if clock <= staged:
+            return True
+        if clock != staged + 1:
+            raise OutOfOrder(f"worker {rank} pushed clock {clock} where {staged + 1} comes next")
+        if rank in self.waiting or any(add.rank == rank for add in self.added):
+            raise Backlogged(f"worker {rank}: the push of clock {staged} is not applied yet")
+        return False
+
+    def stage(self, rank: int, clock: int, contribution: T) -> None:
+        """Takes a contribution that `is_repeat` let pass."""
+        self.staged[rank] = clock
+        self.waiting[rank] = Add(rank, clock, contribution)
+
+    def next(self) -> Add[T] | Step | None:
+        """What to do now; None when nothing can be done before something is staged or the roster changes.
+
+        Do it, then call `done` with it. Nothing is added while the bucket is not initialised.
+        """
+        if not self.initialised:
+            return None
+        if not self.consistency.aggregate:
+            if self.added:
+                return Step((self.added[0].rank,), self._staleness(self.added[0]))
+            return next(iter(self.waiting.values()), None)
+        taken = {add.rank for add in self.added}
+        for rank in sorted(self.waiting.keys() | self.roster.keys()):
+            # A newcomer may stage its first clock while an earlier update is still open here: that one is not for it.
+            if rank in self.waiting and self.waiting[rank].clock <= self.version + 1:
+                return self.waiting[rank]
+            if rank not in taken and self._is_needed(rank):
+                return None
+        return Step(tuple(add.rank for add in self.added), 0) if self.added else None
+
+    def done(self, work: Add[T] | Step) -> None:
+        """Records that what `next` said has been done."""
+        if isinstance(work, Add):
+            del self.waiting[work.rank]
+            self.added.append(Add(work.rank, work.clock, None))
+            return
+        self.version += 1
+        for add in self.added:
+            self.applied[add.rank] = add.clock
+        self.added.clear()
+
+    def admits(self, rank: int, clock: int) -> Verdict:
+        """Whether a pull of worker `rank` at `clock` may be answered: the one rule of sync, ssp and async.
+
+        Its own updates up to `clock` must be in, and those of every other live worker up to clock - max_staleness
+        (Ho et al., NIPS 2013). The dead are not waited for: only the roster counts.
+        """
+        if not self.initialised:
+            return Verdict(False, (0,), "rank 0 has not sent the initial weights yet")
+        bound = self.consistency.max_staleness
+        late = [] if bound is None else [r for r in self.roster if r != rank and self.applied.get(r, 0) < clock - bound]
+        if self.applied.get(rank, 0) < clock:
+            if self.staged.get(rank, 0) < clock:
+                return Verdict(False, (rank,), f"its own push of clock {clock} has not come")
+            if not late:
+                return Verdict(False, (), "its own push is being applied")
+        if late:
+            behind = ", ".join(f"worker {r} is at clock {self.staged.get(r, 0)}" for r in sorted(late)[:8])
+            needed = clock - (bound or 0)
+            # Those whose push is staged are not late themselves: they wait in the same update.
+            blamed = tuple(sorted(r for r in late if self.staged.get(r, 0) < needed)) or tuple(sorted(late))
+            return Verdict(False, blamed, f"clock {needed} of every live worker is needed; {behind}")
+        return ADMITTED
+
+    def clocks(self) -> dict[int, int]:
+        """The clock of each live worker here."""
+        return {rank: self.applied.get(rank, 0) for rank in self.roster}
+
+    def _is_needed(self, rank: int) -> bool:
+        """Whether the open update waits for this worker."""
+        live = self.roster.get(rank)
+        return live is not None and live.start <= self.version and self.staged.get(rank, 0) <= self.version
+
+    def _staleness(self, add: Add[None]) -> int:
+        """How many clocks the weights that this gradient was taken at lay behind the fastest worker's."""
+        return max(0, max(self.applied.values(), default=0) - (add.clock - 1))

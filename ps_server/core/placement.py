@@ -1,0 +1,29 @@
+"""Which shard holds which bucket: by bytes, largest first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def place(sizes: Sequence[int], shard_count: int) -> list[int]:
+    """For each bucket, the index of its shard.
+
+    sizes: bytes of each bucket. The longest-processing-time rule (Graham, "Bounds on Multiprocessing Timing Anomalies",
+    1969): each bucket, largest first, goes to the shard with the fewest bytes; at most 4/3 of the best possible.
+    Ties go to the lower index, so equal arguments give equal placements.
+    """
+    loads = [0] * shard_count
+    placement = [0] * len(sizes)
+    for bucket in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        shard = min(range(shard_count), key=loads.__getitem__)
+        placement[bucket] = shard
+        loads[shard] += sizes[bucket]
+    return placement
+
+
+def imbalance(sizes: Sequence[int], placement: Sequence[int], shard_count: int) -> float:
+    """Most bytes on a shard over the mean of all shards: 1.0 is perfectly even."""
+    loads = [0] * shard_count
+    for size, shard in zip(sizes, placement, strict=True):
+        loads[shard] += size
+    return max(loads) * shard_count / sum(loads) if sum(loads) else 1.0

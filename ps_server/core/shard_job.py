@@ -1,0 +1,213 @@
+"""One job's buckets on one shard: roster, protocol and weights put together.
+
+Not thread-safe. `check` and `BucketWeights` methods are the heavy parts and touch nothing shared, so that the caller
+can run them outside of the lock that guards the rest.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ps_protocol.errors import InvalidRequest, NonFiniteGradient, NotFound
+from ps_protocol.framing import Buffer
+from ps_protocol.job import HyperParameters, JobSpec, NonFinite
+from ps_protocol.layout import Bucket, bucket_layout
+from ps_protocol.optimizers import check_hyper_parameters
+from ps_protocol.tensors import is_finite, tensor_from
+from ps_server.core.bucket import BucketProtocol, Live, Verdict
+from ps_server.core.membership import check_incarnation
+from ps_server.core.weights import BucketWeights, Gradient
+
+
+class PushKind(enum.Enum):
+    """What a push carries."""
+
+    GRADIENT = "gradient"
+    INITIAL_VALUE = "initial_value"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True)
+class Push:
+    """One bucket from a worker, as it came."""
+
+    job: str
+    rank: int
+    incarnation: int
+    bucket: int
+    clock: int
+    kind: PushKind
+    payload: Buffer
+    absent: frozenset[int] = frozenset()
+    groups: Mapping[int, HyperParameters] | None = None
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A push is staged: `duplicate` when it had been before."""
+
+    version: int
+    duplicate: bool
+    skipped: bool = False
+
+
+class ShardBucket:
+    """One bucket: its place in the layout, its protocol state, and its weights."""
+
+    def __init__(self, spec: JobSpec, bucket: Bucket, roster: Mapping[int, Live]) -> None:
+        self.layout = bucket
+        self.protocol: BucketProtocol[Gradient] = BucketProtocol(spec.consistency, roster)
+        self.weights = BucketWeights(spec, bucket)
+
+
+class ShardJob:
+    """The buckets of one job that this shard holds."""
+
+    def __init__(self, spec: JobSpec, indices: Iterable[int]) -> None:
+        layout = bucket_layout(spec.parameters, spec.bucket_bytes)
+        self.spec = spec
+        self.roster: dict[int, Live] = {}
+        self.buckets = {index: ShardBucket(spec, layout.buckets[index], self.roster) for index in indices}
+        self._checked: dict[int, HyperParameters] = {}
+
+    def bucket(self, index: int) -> ShardBucket:
+        """The bucket with this index. Raises NotFound when this shard does not hold it."""
+        if index not in self.buckets:
+            raise NotFound(f"this shard holds no bucket {index} of job {self.spec.name!r}")
+        return self.buckets[index]
+
+    def check_worker(self, rank: int, incarnation: int) -> None:
+        """Raises UnknownWorker or Fenced unless this is a live worker."""
+        live = self.roster.get(rank)
+        check_incarnation(rank, incarnation, live.incarnation if live else None)
+
+    # -- who takes part ----------------------------------------------------------------------------------------------
+
+    def admit(self, rank: int, incarnation: int, clock: int | None) -> int:
+        """Counts a worker as live from `clock` on (None: from this shard's frontier on); answers with the frontier.
+
+        An older incarnation of the rank is fenced at once. Repeating a call changes nothing.
+        """
+        live = self.roster.get(rank)
+        if live is not None and live.incarnation > incarnation:
+            check_incarnation(rank, incarnation, live.incarnation)
+        frontier = max((b.protocol.frontier() for b in self._trained()), default=0)
+        start = frontier if clock is None else clock
+        known = live is not None and live.incarnation == incarnation
+        if not (known and (clock is None or live == Live(incarnation, start))):
+            self.roster[rank] = Live(incarnation, start)
+            for bucket in self.buckets.values():
+                bucket.protocol.admit_worker(rank, start)
+        return frontier
+
+    def retire(self, rank: int, incarnation: int) -> None:
+        """Stops counting a worker as live; a newer incarnation is left alone."""
+        live = self.roster.get(rank)
+        if live is not None and live.incarnation <= incarnation:
+            del self.roster[rank]
+
+    # -- pushes ------------------------------------------------------------------------------------------------------
+
+    def check(self, push: Push) -> Gradient:
+        """What a push contributes. Raises InvalidRequest naming what was expected and what came. Changes nothing."""
+        bucket = self.bucket(push.bucket).layout
+        if push.kind is not PushKind.INITIAL_VALUE and bucket.held:
+            raise InvalidRequest(f"bucket {push.bucket} holds what no optimizer steps; a gradient came")
+        for position in push.absent:
+            if position >= len(bucket.segments):
+                raise InvalidRequest(
+                    f"bucket {push.bucket} has {len(bucket.segments)} segments, got segment {position}"
+                )
+        for group, values in (push.groups or {}).items():
+            if not 0 <= group < len(self.spec.groups):
+                raise InvalidRequest(f"expected a group below {len(self.spec.groups)}, got {group}")
+            if self._checked.get(group) != values:
+                check_hyper_parameters(self.spec.optimizer, values)
+                self._checked[group] = values
+        expected = 0 if push.kind is PushKind.SKIP else bucket.nbytes
+        if len(push.payload) != expected:
+            raise InvalidRequest(
+                f"bucket {push.bucket}: expected {expected} bytes ({bucket.numel} x {bucket.dtype}), "
+                f"got {len(push.payload)}"
+            )
+        if push.kind is PushKind.SKIP:
+            return Gradient(None, push.absent, push.groups)
+        values = tensor_from(push.payload, bucket.dtype)
+        if push.kind is PushKind.GRADIENT:
+            for position, segment in enumerate(bucket.segments):
+                if position not in push.absent and not is_finite(
+                    values[segment.offset : segment.offset + segment.length]
+                ):
+                    if self.spec.non_finite is NonFinite.SKIP:
+                        return Gradient(None, push.absent, push.groups)
+                    name = self.spec.parameters[segment.parameter].name
+                    raise NonFiniteGradient(f"the gradient of {name} from worker {push.rank} is not finite")
+        return Gradient(values, push.absent, push.groups)
+
+    def stage(self, push: Push, gradient: Gradient) -> Staged:
+        """Takes a checked push, once. Raises UnknownWorker, Fenced, OutOfOrder or Backlogged, and changes nothing then."""
+        self.check_worker(push.rank, push.incarnation)
+        bucket = self.bucket(push.bucket)
+        protocol = bucket.protocol
+        if push.kind is PushKind.INITIAL_VALUE:
+            return self._initialise(push, bucket, gradient)
+        if not protocol.initialised:
+            raise InvalidRequest(f"bucket {push.bucket} has no initial value yet: pull before the first push")
+        if protocol.is_repeat(push.rank, push.clock):
+            return Staged(protocol.version, duplicate=True)
+        protocol.stage(push.rank, push.clock, gradient)
+        return Staged(protocol.version, duplicate=False, skipped=gradient.values is None)
+
+    def _initialise(self, push: Push, bucket: ShardBucket, gradient: Gradient) -> Staged:
+        if push.rank != 0:
+            raise InvalidRequest(f"initial values are rank 0's to send, got them from rank {push.rank}")
+        if bucket.protocol.initialised:
+            return Staged(bucket.protocol.version, duplicate=True)
+        assert gradient.values is not None
+        bucket.weights.load(gradient.values)
+        bucket.protocol.initialised = True
+        return Staged(bucket.protocol.version, duplicate=False)
+
+    # -- pulls -------------------------------------------------------------------------------------------------------
+
+    def admits(self, index: int, rank: int, clock: int) -> Verdict:
+        """Whether this bucket may be sent to a worker at `clock`. What no optimizer steps only waits for rank 0."""
+        bucket = self.bucket(index)
+        return bucket.protocol.admits(rank, 0 if bucket.layout.held else clock)
+
+    # -- sizes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the weights on this shard."""
+        return sum(bucket.layout.nbytes for bucket in self.buckets.values())
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer state on this shard."""
+        return sum(bucket.weights.optimizer_bytes for bucket in self.buckets.values())
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes staged and not yet part of an update."""
+        return sum(
+            add.contribution.values.nbytes
+            for bucket in self.buckets.values()
+            for add in list(bucket.protocol.waiting.values())
+            if add.contribution.values is not None
+        )
+
+    def versions(self) -> tuple[int, int]:
+        """The lowest and the highest version of a bucket that trains."""
+        versions = [bucket.protocol.version for bucket in self._trained()]
+        return min(versions, default=0), max(versions, default=0)
+
+    def clocks(self) -> dict[int, int]:
+        """By live rank, the lowest clock over this shard's buckets."""
+        each = [bucket.protocol.clocks() for bucket in self._trained()]
+        return {rank: min((clocks[rank] for clocks in each), default=0) for rank in self.roster}
+
+    def _trained(self) -> Iterable[ShardBucket]:
+        return (bucket for bucket in self.buckets.values() if not bucket.layout.held)

@@ -1,0 +1,116 @@
+"""One bucket's tensors: its weights, its optimizer, and the gradients being added up for the open update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ps_protocol.job import HyperParameters, JobSpec
+from ps_protocol.layout import Bucket
+from ps_protocol.optimizers import ELEMENTWISE
+from ps_protocol.tensors import TORCH_DTYPES
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One worker's contribution to one bucket.
+
+    values: [numel of the bucket] in the bucket's dtype, read only; None when this step has no gradient (skipped)
+    absent: positions of segments that have no gradient in this step
+    groups: hyper-parameters to use from this update on, by group
+    """
+
+    values: torch.Tensor | None
+    absent: frozenset[int] = frozenset()
+    groups: Mapping[int, HyperParameters] | None = None
+
+
+class BucketWeights:
+    """Weights and optimizer of one bucket. Not thread-safe: one caller at a time.
+
+    The optimizer is the real one of torch.optim, over one tensor a segment, each a view into `flat`. A segment without
+    a gradient is left alone by it, as in a plain training loop.
+    """
+
+    def __init__(self, spec: JobSpec, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])  # [numel]
+        self._segments = [self.flat[s.offset : s.offset + s.length] for s in bucket.segments]  # each [length]
+        self._optimizer = None if bucket.held else _optimizer(spec, bucket, self._segments)
+        self._sum: torch.Tensor | None = None  # [numel], of the open update
+        self._count = 0
+        self._present: set[int] = set()
+        self._groups: dict[int, HyperParameters] = {}
+
+    def load(self, values: torch.Tensor) -> None:
+        """Sets the weights: [numel] in the bucket's dtype."""
+        self.flat.copy_(values)
+
+    def add(self, gradient: Gradient) -> None:
+        """Adds one contribution to the open update. The order of calls is the order of the sum."""
+        # The first contributor's hyper-parameters count: in sync that is the lowest rank's, whoever came first.
+        for group, values in (gradient.groups or {}).items():
+            self._groups.setdefault(group, values)
+        if gradient.values is None:
+            return
+        values = gradient.values
+        if gradient.absent:
+            values = values.clone()
+            for position in gradient.absent:
+                segment = self.bucket.segments[position]
+                values[segment.offset : segment.offset + segment.length] = 0
+        self._present.update(set(range(len(self._segments))) - gradient.absent)
+        self._count += 1
+        if self._sum is None:
+            self._sum = values  # not copied: with one contribution it is only read
+        elif self._count == 2:
+            wide = torch.float32 if values.itemsize < 4 else values.dtype  # half types would lose the small terms
+            self._sum = self._sum.to(wide) + values
+        else:
+            self._sum += values
+
+    def step(self) -> None:
+        """One optimizer step with the mean of what was added. Without any gradient, the weights stay as they are."""
+        if self._optimizer is not None and self._sum is not None:
+            mean = self._sum if self._count == 1 else self._sum.div_(self._count).to(self.flat.dtype)
+            for group in self._optimizer.param_groups:
+                group.update(self._groups.get(group["index"], {}))
+            for position in self._present:
+                segment = self.bucket.segments[position]
+                self._segments[position].grad = mean[segment.offset : segment.offset + segment.length]
+            self._optimizer.step()
+            for tensor in self._segments:
+                tensor.grad = None
+        self._sum = None
+        self._count = 0
+        self._present.clear()
+        self._groups.clear()
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's state."""
+        if self._optimizer is None:
+            return 0
+        # Copies of the dictionaries: the optimizer may be adding to them in another thread.
+        states = list(self._optimizer.state.values())
+        return sum(v.nbytes for state in states for v in list(state.values()) if isinstance(v, torch.Tensor))
+
+
+def _optimizer(spec: JobSpec, bucket: Bucket, segments: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """The job's optimizer over this bucket's segments, with the job's parameter groups."""
+    members: dict[int, list[torch.Tensor]] = {}
+    for segment, tensor in zip(bucket.segments, segments, strict=True):
+        group = spec.parameters[segment.parameter].group
+        assert group is not None
+        members.setdefault(group, []).append(tensor)
+    cls = ELEMENTWISE[spec.optimizer]
+    groups = [{"params": tensors, "index": group, **spec.groups[group]} for group, tensors in members.items()]
+    execution: dict[str, bool] = {}
+    if bucket.dtype == "float32" and spec.optimizer in _FUSED_ON_CPU:
+        execution["fused"] = True  # ten times faster than one tensor operation after the other
+    return cls(groups, **execution)  # type: ignore[arg-type]
+
+
+_FUSED_ON_CPU = frozenset({"SGD", "Adam", "AdamW", "Adagrad"})

@@ -1,0 +1,133 @@
+"""The gauges of a server process, read from its state when somebody scrapes; and /sd, where Prometheus finds everyone."""
+
+from __future__ import annotations
+
+import json
+import socketserver
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from ps_server.coordinator import Coordinator
+from ps_server.engine import Engine
+from ps_server.metrics import Gauges, Sample
+
+
+def shard_gauges(engine: Engine) -> Gauges:
+    """What a shard holds, how far it is, and how many wait."""
+
+    def each_job(read: Callable[[Any], float]) -> Callable[[], Iterable[Sample]]:
+        return lambda: [((name,), read(job)) for name, job in engine.jobs().items()]
+
+    def sizes() -> Iterable[Sample]:
+        for name, job in engine.jobs().items():
+            yield (name, "parameters"), job.state.parameter_bytes
+            yield (name, "optimizer"), job.state.optimizer_bytes
+
+    def clocks() -> Iterable[Sample]:
+        for name, job in engine.jobs().items():
+            with job.lock:
+                found = job.state.clocks()
+            yield from (((name, str(rank)), clock) for rank, clock in found.items())
+
+    return Gauges(
+        [
+            ("ps_job_bytes", "Bytes held, by kind.", ("job", "kind"), sizes),
+            ("ps_staged_bytes", "Bytes staged, not yet applied.", ("job",), each_job(lambda j: j.state.staged_bytes)),
+            ("ps_buckets", "Buckets held.", ("job",), each_job(lambda j: len(j.buckets))),
+            ("ps_bucket_version_min", "Lowest version here.", ("job",), each_job(lambda j: j.state.versions()[0])),
+            ("ps_bucket_version_max", "Highest version here.", ("job",), each_job(lambda j: j.state.versions()[1])),
+            (
+                "ps_waiting_pulls",
+                "Bucket pulls that wait.",
+                ("job",),
+                each_job(lambda j: sum(len(bucket.waiters) for bucket in j.buckets.values())),
+            ),
+            ("ps_shard_clock", "Steps of each live worker applied here.", ("job", "rank"), clocks),
+        ]
+    )
+
+
+def coordinator_gauges(coordinator: Coordinator) -> Gauges:
+    """Who takes part, and how evenly the buckets lie."""
+
+    def clocks() -> Iterable[Sample]:
+        for name, job in coordinator.jobs().items():
+            yield from (((name, str(member.rank)), member.clock) for member in job.members())
+
+    def each_job(read: Callable[[Any], float]) -> Callable[[], Iterable[Sample]]:
+        return lambda: [((name,), read(job)) for name, job in coordinator.jobs().items()]
+
+    return Gauges(
+        [
+            ("ps_shards", "Shards that have called in.", (), lambda: [((), len(coordinator.shards()))]),
+            ("ps_jobs", "Jobs that run.", (), lambda: [((), len(coordinator.jobs()))]),
+            ("ps_workers", "Live workers.", ("job",), each_job(lambda j: len(j.members()))),
+            ("ps_worker_clock", "Steps finished, as last heard.", ("job", "rank"), clocks),
+            (
+                "ps_placement_imbalance_ratio",
+                "Most bytes on a shard over the mean: 1 is even.",
+                ("job",),
+                each_job(lambda j: j.imbalance),
+            ),
+        ]
+    )
+
+
+def service_discovery(coordinator: Coordinator) -> list[dict[str, Any]]:
+    """Every live shard and worker that serves metrics, as Prometheus' http_sd_configs wants them."""
+    targets = [
+        {"targets": [shard.metrics_address], "labels": {"role": "shard", "index": str(index)}}
+        for index, shard in sorted(coordinator.shards().items())
+        if shard.metrics_address
+    ]
+    for name, job in sorted(coordinator.jobs().items()):
+        targets += [
+            {"targets": [m.metrics_address], "labels": {"role": "worker", "job_name": name, "rank": str(m.rank)}}
+            for m in job.members()
+            if m.metrics_address
+        ]
+    return targets
+
+
+class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Silent(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes every few seconds are no news."""
+
+
+def serve_metrics(
+    host: str, port: int, registry: CollectorRegistry, coordinator: Coordinator | None
+) -> tuple[int, Callable[[], None]]:
+    """Serves /metrics, and /sd where there is a coordinator. Returns the port and a function that stops serving.
+
+    Raises OSError if the port cannot be bound.
+    """
+    metrics = make_wsgi_app(registry)
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ.get("PATH_INFO") == "/sd" and coordinator is not None:
+            start_response("200 OK", [("Content-Type", "application/json")])
+            return [json.dumps(service_discovery(coordinator)).encode()]
+        if environ.get("PATH_INFO") not in ("/metrics", "/"):
+            start_response("404 Not Found", [("Content-Type", "text/plain")])
+            return [b"/metrics is here" + (b", and /sd\n" if coordinator else b"\n")]
+        found: Iterable[bytes] = metrics(environ, start_response)
+        return found
+
+    server = make_server(host, port, app, _ThreadingServer, handler_class=_Silent)
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return server.server_port, stop

@@ -1,0 +1,221 @@
+"""Where protobuf messages become the server's values, and back. No other module of the server reads a message's fields
+or knows the generated classes, but for the stubs and servicers that carry them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.framing import read_message, write_message
+from ps_protocol.job import HyperParameters, JobSpec
+from ps_protocol.job_messages import hyper_parameters, job_spec_message, known
+from ps_protocol.v1 import control_pb2, data_pb2, job_pb2
+from ps_server.core.bucket import Verdict
+from ps_server.core.shard_job import Push, PushKind, Staged
+
+_PUSH_KINDS = {
+    data_pb2.PUSH_KIND_GRADIENT: PushKind.GRADIENT,
+    data_pb2.PUSH_KIND_INITIAL_VALUE: PushKind.INITIAL_VALUE,
+    data_pb2.PUSH_KIND_SKIP: PushKind.SKIP,
+}
+
+
+# -- the data path ---------------------------------------------------------------------------------------------------
+
+
+def push(data: bytes) -> Push:
+    """The push that the bytes of a PushRequest hold; its payload is a view into them."""
+    raw, payload = read_message(data)
+    header = data_pb2.PushHeader()
+    _parse(header, raw)
+    groups: dict[int, HyperParameters] = {}
+    for update in header.groups:
+        if update.group in groups:
+            raise InvalidRequest(f"group {update.group} comes twice")
+        groups[update.group] = hyper_parameters(update.hyper_parameters)
+    return Push(
+        job=header.worker.job,
+        rank=header.worker.rank,
+        incarnation=header.worker.incarnation,
+        bucket=header.bucket,
+        clock=header.clock,
+        kind=known(_PUSH_KINDS, header.kind, "kind of push"),
+        payload=payload,
+        absent=frozenset(header.absent_segments),
+        groups=groups,
+    )
+
+
+def push_response(staged: Staged) -> bytes:
+    """The bytes of the answer to a push."""
+    return data_pb2.PushResponse(version=staged.version, duplicate=staged.duplicate).SerializeToString()
+
+
+def pull(data: bytes) -> tuple[str, int, int, int, list[int]]:
+    """Job, rank, incarnation, clock and buckets of a PullRequest."""
+    request = data_pb2.PullRequest()
+    _parse(request, data)
+    worker = request.worker
+    return worker.job, worker.rank, worker.incarnation, request.clock, list(request.buckets)
+
+
+def pull_response(
+    bucket: int, version: int, waited: float, waiting: Verdict | None, payload: memoryview | None
+) -> bytes:
+    """The bytes of one message of a pull's stream: a bucket, or the word that it is not admitted yet."""
+    header = data_pb2.PullHeader(bucket=bucket, version=version, waited_seconds=waited)
+    if waiting is not None:
+        header.waiting.CopyFrom(data_pb2.WaitNotice(ranks=waiting.waiting_for, reason=waiting.reason))
+    return write_message(header, payload)
+
+
+def _parse(message: Any, raw: bytes | memoryview) -> None:
+    try:
+        message.ParseFromString(bytes(raw))
+    except DecodeError as error:
+        raise InvalidRequest(f"the bytes are no {message.DESCRIPTOR.name}") from error
+
+
+# -- control ---------------------------------------------------------------------------------------------------------
+
+
+def create_job_request(spec: JobSpec, buckets: list[int]) -> control_pb2.CreateJobRequest:
+    """Asks a shard to make room."""
+    return control_pb2.CreateJobRequest(spec=job_spec_message(spec), buckets=buckets)
+
+
+def admit_request(job: str, rank: int, incarnation: int, clock: int | None) -> control_pb2.AdmitWorkerRequest:
+    """Asks a shard to count a worker."""
+    return control_pb2.AdmitWorkerRequest(job=job, rank=rank, incarnation=incarnation, clock=clock)
+
+
+def retire_request(job: str, rank: int, incarnation: int) -> control_pb2.RetireWorkerRequest:
+    """Asks a shard to stop counting a worker."""
+    return control_pb2.RetireWorkerRequest(job=job, rank=rank, incarnation=incarnation)
+
+
+def drop_job_request(job: str) -> control_pb2.DropJobRequest:
+    """Asks a shard to forget a job."""
+    return control_pb2.DropJobRequest(job=job)
+
+
+def register_shard_request(
+    index: int, address: str, metrics_address: str, pid: int, process: int
+) -> control_pb2.RegisterShardRequest:
+    """Makes a shard known."""
+    return control_pb2.RegisterShardRequest(
+        index=index, address=address, metrics_address=metrics_address, pid=pid, process=process
+    )
+
+
+def watch_response(ranks: list[int], world_size: int, started: bool) -> control_pb2.WatchJobResponse:
+    """Who takes part now."""
+    return control_pb2.WatchJobResponse(ranks=ranks, world_size=world_size, started=started)
+
+
+def shard_map(addresses: dict[int, str], placement: list[int]) -> job_pb2.ShardMap:
+    """Where the shards are, and which bucket is on which."""
+    return job_pb2.ShardMap(
+        shards=[job_pb2.ShardInfo(index=index, address=address) for index, address in sorted(addresses.items())],
+        bucket_shards=placement,
+    )
+
+
+def shard_status_request() -> control_pb2.GetShardStatusRequest:
+    """Asks a shard what it holds."""
+    return control_pb2.GetShardStatusRequest()
+
+
+def status_request() -> control_pb2.GetStatusRequest:
+    """Asks the coordinator what is running."""
+    return control_pb2.GetStatusRequest()
+
+
+def end_job_request(job: str) -> control_pb2.EndJobRequest:
+    """Asks the coordinator to end a job."""
+    return control_pb2.EndJobRequest(job=job)
+
+
+def status_data(response: control_pb2.GetStatusResponse) -> dict[str, Any]:
+    """A GetStatusResponse as plain data: an object each process, and one each job."""
+    processes: list[dict[str, Any]] = [
+        {
+            "role": "coordinator",
+            "index": 0,
+            "pid": response.pid,
+            "address": response.address,
+            "metrics": response.metrics_address,
+            "shards": response.shard_count,
+        }
+    ]
+    waits: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for shard in response.shards:
+        jobs = [_shard_job_data(job) for job in shard.jobs]
+        for job, message in zip(jobs, shard.jobs, strict=True):
+            for wait in message.waits:
+                waits.setdefault((job["job"], wait.rank), []).append(
+                    {
+                        "shard": shard.index,
+                        "clock": wait.clock,
+                        "buckets": wait.bucket_count,
+                        "waiting_for": list(wait.waiting_for),
+                        "reason": wait.reason,
+                        "seconds": wait.waited.ToNanoseconds() / 1e9,
+                    }
+                )
+        processes.append(
+            {
+                "role": "shard",
+                "index": shard.index,
+                "pid": shard.pid,
+                "address": shard.address,
+                "metrics": shard.metrics_address,
+                "reachable": shard.reachable,
+                "jobs": jobs,
+            }
+        )
+    for job in response.jobs:
+        processes += [
+            {
+                "role": "worker",
+                "index": worker.rank,
+                "pid": worker.pid,
+                "address": worker.host,
+                "metrics": worker.metrics_address,
+                "job": job.name,
+                "incarnation": worker.incarnation,
+                "clock": worker.clock,
+                "lease_left_seconds": worker.lease_left.ToNanoseconds() / 1e9,
+                "waits": waits.get((job.name, worker.rank), []),
+            }
+            for worker in job.workers
+        ]
+    return {"processes": processes, "jobs": [_job_data(job) for job in response.jobs]}
+
+
+def _shard_job_data(job: control_pb2.ShardJobStatus) -> dict[str, Any]:
+    return {
+        "job": job.job,
+        "buckets": job.bucket_count,
+        "parameter_bytes": job.parameter_bytes,
+        "optimizer_bytes": job.optimizer_bytes,
+        "staged_bytes": job.staged_bytes,
+        "version_min": job.version_min,
+        "version_max": job.version_max,
+        "clocks": {str(rank): clock for rank, clock in sorted(job.clocks.items())},
+    }
+
+
+def _job_data(job: control_pb2.JobStatus) -> dict[str, Any]:
+    return {
+        "name": job.name,
+        "mode": job.mode,
+        "world_size": job.world_size,
+        "started": job.started,
+        "ranks": [worker.rank for worker in job.workers],
+        "parameter_bytes": job.parameter_bytes,
+        "buckets": job.bucket_count,
+        "imbalance": job.imbalance,
+    }

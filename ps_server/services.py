@@ -1,0 +1,250 @@
+"""The gRPC methods: each checks, delegates, and answers. `messages` does the translating, `boundary` the errors."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from ps_protocol.errors import PSError
+from ps_protocol.job_messages import job_spec
+from ps_protocol.v1 import control_pb2, control_pb2_grpc, data_pb2
+from ps_server import messages
+from ps_server.coordinator import CoordinatedJob, Coordinator, Roster
+from ps_server.engine import Engine, RunningJob
+from ps_server.streams import Outbox, Send
+
+DATA_SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
+CONTROL_SERVICES = {name: service.full_name for name, service in control_pb2.DESCRIPTOR.services_by_name.items()}
+
+PUSH_THREADS = 32
+PULL_THREADS = 8
+SENDER_THREADS = 64
+
+
+class DataService:
+    """Push and Pull, with identity serializers: protobuf never sees a payload."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.senders = ThreadPoolExecutor(SENDER_THREADS, "send")
+        self._push_pool = ThreadPoolExecutor(PUSH_THREADS, "push")
+        self._pull_pool = ThreadPoolExecutor(PULL_THREADS, "pull")
+
+    def register(self, server: grpc.Server) -> None:
+        """Adds the methods to a server. Pushes and pulls have pools of their own, so neither can starve the other."""
+        push = _in_pool(self._push, self._push_pool)
+        pull = _in_pool(self._pull, self._pull_pool, non_blocking=True)
+        handlers = {
+            "Push": grpc.unary_unary_rpc_method_handler(push),
+            "Pull": grpc.unary_stream_rpc_method_handler(pull),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(DATA_SERVICE, handlers),))
+
+    def stop(self) -> None:
+        """Ends the pools after what they are doing."""
+        for pool in (self._push_pool, self._pull_pool, self.senders):
+            pool.shutdown(wait=True)
+
+    def _push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        return messages.push_response(self._engine.push(messages.push(request)))
+
+    def _pull(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
+        job, rank, incarnation, clock, buckets = messages.pull(request)
+        outbox = Outbox(send, context, self.senders)
+        self._engine.pull(job, rank, incarnation, clock, buckets, outbox)
+
+
+def _in_pool(behaviour: Callable[..., Any], pool: ThreadPoolExecutor, non_blocking: bool = False) -> Callable[..., Any]:
+    """A handler that runs in a pool of its own, and, if non-blocking, gives its thread back at once."""
+
+    def handler(*arguments: Any) -> Any:
+        return behaviour(*arguments)
+
+    handler.experimental_thread_pool = pool  # type: ignore[attr-defined]
+    handler.experimental_non_blocking = non_blocking  # type: ignore[attr-defined]
+    return handler
+
+
+class ShardService(control_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,unused-ignore]
+    """What the coordinator asks of a shard."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def CreateJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._engine.create_job(job_spec(request.spec), list(request.buckets))
+        return control_pb2.CreateJobResponse()
+
+    def DropJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._engine.drop_job(request.job)
+        return control_pb2.DropJobResponse()
+
+    def AdmitWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
+        clock = request.clock if request.HasField("clock") else None
+        frontier = self._engine.admit(request.job, request.rank, request.incarnation, clock)
+        return control_pb2.AdmitWorkerResponse(frontier=frontier)
+
+    def RetireWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._engine.retire(request.job, request.rank, request.incarnation)
+        return control_pb2.RetireWorkerResponse()
+
+    def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
+        jobs = [_shard_job_status(name, job) for name, job in sorted(self._engine.jobs().items())]
+        return control_pb2.GetShardStatusResponse(jobs=jobs)
+
+
+def _shard_job_status(name: str, job: RunningJob) -> Any:
+    now = time.monotonic()
+    with job.lock:
+        low, high = job.state.versions()
+        status = control_pb2.ShardJobStatus(
+            job=name,
+            bucket_count=len(job.buckets),
+            parameter_bytes=job.state.parameter_bytes,
+            optimizer_bytes=job.state.optimizer_bytes,
+            staged_bytes=job.state.staged_bytes,
+            version_min=low,
+            version_max=high,
+            clocks=job.state.clocks(),
+        )
+        waits: dict[int, Any] = {}
+        for bucket in job.buckets.values():
+            for waiter in bucket.waiters:
+                wait = waits.setdefault(waiter.pull.rank, control_pb2.WaitStatus(rank=waiter.pull.rank))
+                wait.clock = waiter.pull.clock
+                wait.bucket_count += 1
+                wait.waiting_for[:] = sorted({*wait.waiting_for, *waiter.verdict.waiting_for})
+                wait.reason = waiter.verdict.reason
+                wait.waited.FromTimedelta(timedelta(seconds=now - waiter.pull.since))
+    status.waits.extend(wait for _, wait in sorted(waits.items()))
+    return status
+
+
+class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-ignore]
+    """What workers ask of the coordinator."""
+
+    def __init__(self, coordinator: Coordinator, senders: ThreadPoolExecutor) -> None:
+        self._coordinator = coordinator
+        self._senders = senders
+        self.WatchJob = _in_pool(self._watch, senders, non_blocking=True)
+
+    def RegisterJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        job, created = self._coordinator.register_job(job_spec(request.spec))
+        addresses = {index: shard.client.address for index, shard in self._coordinator.shards().items()}
+        shard_map = messages.shard_map(addresses, job.placement)
+        return control_pb2.RegisterJobResponse(shard_map=shard_map, created=created)
+
+    def JoinJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        rank = request.rank if request.HasField("rank") else None
+        member, clock = self._coordinator.join(request.job, rank, request.pid, request.host, request.metrics_address)
+        response = control_pb2.JoinJobResponse(rank=member.rank, incarnation=member.incarnation, clock=clock)
+        response.lease.FromTimedelta(timedelta(seconds=self._coordinator.lease))
+        return response
+
+    def _watch(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
+        outbox = Outbox(send, context, self._senders)
+
+        def changed(roster: Roster | None) -> None:
+            if roster is None:
+                outbox.finish()
+            else:
+                outbox.put(lambda: messages.watch_response(*roster))
+
+        outbox.on_close(self._coordinator.watch(request.job, changed))
+
+    def Heartbeat(self, request: Any, context: grpc.ServicerContext) -> Any:
+        live = self._coordinator.heartbeat(request.job, request.rank, request.incarnation, request.clock)
+        return control_pb2.HeartbeatResponse(live_count=live)
+
+    def LeaveJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        ended = self._coordinator.leave(request.job, request.rank, request.incarnation)
+        return control_pb2.LeaveJobResponse(ended=ended)
+
+    def EndJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._coordinator.end_job(request.job)
+        return control_pb2.EndJobResponse()
+
+
+class ClusterService(control_pb2_grpc.ClusterServiceServicer):  # type: ignore[misc,unused-ignore]
+    """What shards and operators ask of the coordinator."""
+
+    def __init__(self, coordinator: Coordinator, address: str, metrics_address: str) -> None:
+        self._coordinator = coordinator
+        self._address = address
+        self._metrics_address = metrics_address
+        self._pool = ThreadPoolExecutor(max(4, coordinator.shard_count), "status")
+
+    def RegisterShard(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._coordinator.register_shard(
+            request.index, request.address, request.metrics_address, request.pid, request.process
+        )
+        return control_pb2.RegisterShardResponse(
+            shard_count=self._coordinator.shard_count, stopping=self._coordinator.stopping
+        )
+
+    def GetStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
+        shards = sorted(self._coordinator.shards().items())
+        answers = self._pool.map(lambda item: _ask_status(*item), shards)
+        return control_pb2.GetStatusResponse(
+            address=self._address,
+            metrics_address=self._metrics_address,
+            pid=os.getpid(),
+            shard_count=self._coordinator.shard_count,
+            shards=list(answers),
+            jobs=[_job_status(job) for _, job in sorted(self._coordinator.jobs().items())],
+        )
+
+
+def _ask_status(index: int, shard: Any) -> Any:
+    status = control_pb2.ShardStatus(
+        index=index, address=shard.client.address, metrics_address=shard.metrics_address, pid=shard.pid
+    )
+    try:
+        status.jobs.extend(shard.client.status().jobs)
+        status.reachable = True
+    except PSError:
+        status.reachable = False
+    return status
+
+
+def _job_status(job: CoordinatedJob) -> Any:
+    ranks, world_size, started = job.roster()
+    status = control_pb2.JobStatus(
+        name=job.spec.name,
+        mode=str(job.spec.consistency),
+        world_size=world_size,
+        started=started,
+        parameter_bytes=job.bytes,
+        bucket_count=len(job.placement),
+        imbalance=job.imbalance,
+    )
+    now = time.monotonic()
+    for member in job.members():
+        worker = status.workers.add(
+            rank=member.rank,
+            incarnation=member.incarnation,
+            clock=member.clock,
+            pid=member.pid,
+            host=member.host,
+            metrics_address=member.metrics_address,
+        )
+        worker.lease_left.FromTimedelta(timedelta(seconds=max(0.0, member.expires - now)))
+    return status
+
+
+def add_health(server: grpc.Server, pool: ThreadPoolExecutor, services: list[str]) -> health.HealthServicer:
+    """The standard health service in a pool of its own, so that a busy shard still answers its probes; and reflection."""
+    servicer = health.HealthServicer(experimental_non_blocking=True, experimental_thread_pool=pool)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    for name in ("", *services):
+        servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return servicer

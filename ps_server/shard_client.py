@@ -1,0 +1,69 @@
+"""How the coordinator calls the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import grpc
+
+from ps_protocol.channel import open_channel
+from ps_protocol.errors import error_from
+from ps_protocol.job import JobSpec
+from ps_protocol.v1.control_pb2_grpc import ShardServiceStub
+from ps_server import messages
+
+T = TypeVar("T")
+
+CALL_SECONDS = 10.0
+STATUS_SECONDS = 2.0
+
+
+class ShardClient:
+    """One shard, from the coordinator's side. Methods raise PSError; all are safe to repeat."""
+
+    def __init__(self, index: int, address: str) -> None:
+        self.index = index
+        self.address = address
+        self._channel = open_channel(address)
+        self._stub = ShardServiceStub(self._channel)
+
+    def create_job(self, spec: JobSpec, buckets: list[int]) -> None:
+        """Makes room for a job's buckets."""
+        self._call(self._stub.CreateJob, messages.create_job_request(spec, buckets))
+
+    def drop_job(self, job: str) -> None:
+        """Forgets a job."""
+        self._call(self._stub.DropJob, messages.drop_job_request(job))
+
+    def admit(self, job: str, rank: int, incarnation: int, clock: int | None) -> int:
+        """Counts a worker as live; answers with the shard's frontier."""
+        return int(self._call(self._stub.AdmitWorker, messages.admit_request(job, rank, incarnation, clock)).frontier)
+
+    def retire(self, job: str, rank: int, incarnation: int) -> None:
+        """Stops counting a worker as live."""
+        self._call(self._stub.RetireWorker, messages.retire_request(job, rank, incarnation))
+
+    def status(self) -> Any:
+        """What the shard holds, as its GetShardStatusResponse."""
+        return self._call(self._stub.GetShardStatus, messages.shard_status_request(), STATUS_SECONDS)
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._channel.close()
+
+    def _call(self, method: Callable[..., Any], request: Any, seconds: float = CALL_SECONDS) -> Any:
+        try:
+            return method(request, timeout=seconds)
+        except grpc.RpcError as error:
+            raise error_from(error, f"shard {self.index} at {self.address}") from None
+
+
+def on_all(pool: ThreadPoolExecutor, clients: list[ShardClient], call: Callable[[ShardClient], T]) -> list[T]:
+    """Calls every shard at the same time; raises the first error after all have answered."""
+    futures = [pool.submit(call, client) for client in clients]
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]

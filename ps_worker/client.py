@@ -1,0 +1,183 @@
+"""Calls to the coordinator and the shards, with the one retry loop that every call goes through.
+
+Retrying is safe because every mutating call can be repeated: the servers know a repeat by its clock and incarnation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import grpc
+
+from ps_protocol.channel import open_channel
+from ps_protocol.errors import PSError, Unreachable, error_from
+from ps_protocol.v1.control_pb2_grpc import JobServiceStub
+from ps_protocol.v1.data_pb2 import DESCRIPTOR as DATA
+from ps_worker import messages
+from ps_worker.messages import Identity, Place, Pulled, Roster, ShardMap
+
+T = TypeVar("T")
+
+log = logging.getLogger("ps_worker")
+
+DATA_SERVICE = DATA.services_by_name["DataService"].full_name
+CALL_SECONDS = 15.0
+PULL_SECONDS = 60.0
+PUSHES_IN_FLIGHT = 4
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
+
+
+class Retry:
+    """Repeats a call that failed for a passing reason, with growing pauses, for a stated time.
+
+    timeout: seconds without any progress after which the last error is raised as Unreachable
+    closing: once set, nothing is repeated
+    """
+
+    def __init__(self, peer: str, timeout: float, closing: threading.Event) -> None:
+        self._peer = peer
+        self._timeout = timeout
+        self._closing = closing
+        self.progressed()
+
+    def progressed(self) -> None:
+        """Something came: the time starts anew."""
+        self._since = time.monotonic()
+        self._pause = FIRST_PAUSE_SECONDS
+        self._said = False
+
+    def failed(self, error: PSError) -> None:
+        """Waits before the next try. Raises the error if it will not pass, Unreachable if the time is over."""
+        if not error.retryable or self._closing.is_set():
+            raise error
+        passed = time.monotonic() - self._since
+        if passed >= self._timeout:
+            raise Unreachable(f"gave up after {self._timeout:g} s: {error}") from None
+        if not self._said and passed > 1.0:
+            log.warning("%s; trying again for %g s", error, self._timeout)
+            self._said = True
+        # Random pauses, so that workers that lost the same server do not come back in step.
+        self._closing.wait(self._pause * random.uniform(0.5, 1.0))
+        self._pause = min(self._pause * 2, LONGEST_PAUSE_SECONDS)
+
+    def call(self, attempt: Callable[[], T]) -> T:
+        """The result of the first attempt that succeeds."""
+        while True:
+            try:
+                return attempt()
+            except grpc.RpcError as error:
+                self.failed(error_from(error, self._peer))
+
+
+class CoordinatorClient:
+    """The coordinator, from a worker's side. Methods block, retry, and raise PSError."""
+
+    def __init__(self, address: str, timeout: float) -> None:
+        self.address = address
+        self.closing = threading.Event()
+        self._timeout = timeout
+        self._channel = open_channel(address)
+        self._stub = JobServiceStub(self._channel)
+
+    def register(self, spec: Any) -> ShardMap:
+        """Registers a job, or finds the equal one that is there."""
+        return messages.shard_map(self._call(self._stub.RegisterJob, messages.register_request(spec)))
+
+    def join(self, job: str, rank: int | None, pid: int, host: str, metrics: str) -> Place:
+        """Makes this process a live worker of the job."""
+        request = messages.join_request(job, rank, pid, host, metrics)
+        return messages.place(job, self._call(self._stub.JoinJob, request))
+
+    def heartbeat(self, who: Identity, clock: int, timeout: float) -> None:
+        """Renews the lease; one attempt."""
+        try:
+            self._stub.Heartbeat(messages.heartbeat_request(who, clock), timeout=timeout)
+        except grpc.RpcError as error:
+            raise error_from(error, f"coordinator at {self.address}") from None
+
+    def leave(self, who: Identity) -> None:
+        """Leaves the job; one attempt, because the lease ends it anyway."""
+        with contextlib.suppress(grpc.RpcError):
+            self._stub.LeaveJob(messages.leave_request(who), timeout=CALL_SECONDS)
+
+    def watch(self, job: str) -> Iterable[Roster]:
+        """Who takes part, now and after every change, until the job ends or the connection breaks."""
+        with contextlib.suppress(grpc.RpcError):
+            for response in self._stub.WatchJob(messages.watch_request(job)):
+                yield messages.roster(response)
+
+    def close(self) -> None:
+        """Closes the connection; calls in flight end."""
+        self.closing.set()
+        self._channel.close()
+
+    def _call(self, method: Callable[..., Any], request: Any) -> Any:
+        retry = Retry(f"coordinator at {self.address}", self._timeout, self.closing)
+        return retry.call(lambda: method(request, timeout=CALL_SECONDS))
+
+
+class ShardConnection:
+    """One shard's data path: several pushes in flight, and pulls beside them. Thread-safe."""
+
+    def __init__(self, index: int, address: str, timeout: float) -> None:
+        self._peer = f"shard {index} at {address}"
+        self._timeout = timeout
+        self._closing = threading.Event()
+        self._channel = open_channel(address)
+        # Identity (de)serializers: what goes in and comes out is bytes.
+        self._push = self._channel.unary_unary(f"/{DATA_SERVICE}/Push")
+        self._pull = self._channel.unary_stream(f"/{DATA_SERVICE}/Pull")
+        self._pushers = ThreadPoolExecutor(PUSHES_IN_FLIGHT, f"push-{index}")
+        self._puller = ThreadPoolExecutor(1, f"pull-{index}")
+
+    def push(self, make: Callable[[], bytes]) -> Future[int]:
+        """Sends what `make` returns; the future is done when the shard has staged it, with the payload's size.
+
+        `make` is called when the push's turn has come, so that at most PUSHES_IN_FLIGHT messages are in memory.
+        """
+
+        def send() -> int:
+            message = make()
+            Retry(self._peer, self._timeout, self._closing).call(lambda: self._push(message, timeout=CALL_SECONDS))
+            return len(message)
+
+        return self._pushers.submit(send)
+
+    def pull(self, who: Identity, clock: int, buckets: Sequence[int], land: Callable[[Pulled], None]) -> Future[float]:
+        """Fetches buckets; `land` is called with each as it comes. The future's result: seconds held back at most."""
+
+        def fetch() -> float:
+            left = set(buckets)
+            longest = 0.0
+            retry = Retry(self._peer, self._timeout, self._closing)
+            while left:
+                try:
+                    request = messages.pull_request(who, clock, sorted(left))
+                    for message in self._pull(request, timeout=PULL_SECONDS):
+                        found = messages.pulled(message)
+                        retry.progressed()
+                        if found.waiting is not None:
+                            log.warning("waiting at clock %d: %s", clock, found.waiting[1])
+                            continue
+                        land(found)
+                        left.discard(found.bucket)
+                        longest = max(longest, found.waited)
+                except grpc.RpcError as error:
+                    retry.failed(error_from(error, self._peer))
+            return longest
+
+        return self._puller.submit(fetch)
+
+    def close(self) -> None:
+        """Closes the connection; calls in flight end."""
+        self._closing.set()
+        self._channel.close()
+        self._pushers.shutdown(wait=False, cancel_futures=True)
+        self._puller.shutdown(wait=False, cancel_futures=True)

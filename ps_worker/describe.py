@@ -1,0 +1,69 @@
+"""A model and its optimizer as a job: what is trained, in which groups, with what."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.job import JobSpec, NonFinite
+from ps_protocol.layout import ParameterSpec
+from ps_protocol.modes import Consistency
+from ps_protocol.optimizers import hyper_parameters, optimizer_name
+from ps_protocol.tensors import DTYPE_NAMES
+
+
+def describe(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    name: str,
+    consistency: Consistency,
+    bucket_bytes: int,
+    world_size: int,
+    non_finite: NonFinite,
+) -> tuple[JobSpec, list[torch.Tensor]]:
+    """The job that trains this model with this optimizer, and the model's tensors in the job's order.
+
+    Tied parameters appear once. Parameters that the optimizer does not have, and buffers, are held: every worker starts
+    with rank 0's and goes on with its own. Raises Unsupported for what a parameter server cannot do, naming it.
+    """
+    cls = optimizer_name(optimizer)
+    if optimizer.state:
+        raise Unsupported(
+            "the optimizer has taken steps already, and its state would stay behind; "
+            "call prepare before the first step, with a new optimizer"
+        )
+    _refuse_sparse(model)
+    groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    specs: list[ParameterSpec] = []
+    tensors: list[torch.Tensor] = []
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.dtype not in DTYPE_NAMES:
+            raise Unsupported(f"{key} has dtype {tensor.dtype}; known are {', '.join(DTYPE_NAMES.values())}")
+        specs.append(ParameterSpec(key, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], groups.pop(id(tensor), None)))
+        tensors.append(tensor)
+    if groups:
+        raise InvalidRequest(f"the optimizer holds {len(groups)} parameters that are not the model's")
+    trained = {tensor.device for spec, tensor in zip(specs, tensors, strict=True) if spec.group is not None}
+    if len(trained) > 1:
+        raise Unsupported(f"the parameters lie on several devices ({', '.join(map(str, trained))}); use one a worker")
+    spec = JobSpec(
+        name=name,
+        parameters=tuple(specs),
+        optimizer=cls,
+        groups=tuple(hyper_parameters(cls, group) for group in optimizer.param_groups),
+        consistency=consistency,
+        bucket_bytes=bucket_bytes,
+        world_size=world_size,
+        non_finite=non_finite,
+    )
+    return spec, tensors
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    for key, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise Unsupported(f"{key} makes sparse gradients; use sparse=False")
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise Unsupported("the model is wrapped in DistributedDataParallel; hand the plain model to prepare")

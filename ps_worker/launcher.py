@@ -1,0 +1,151 @@
+"""Starts worker processes on this machine and stays until all have ended.
+
+In the parameter-server modes a worker that dies takes nobody with it: the others go on, and the exit code tells at the
+end. In ddp the rest cannot go on, so they are stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+STOP_SECONDS = 15.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start; see `ps-worker run --help`."""
+
+    script: str
+    arguments: tuple[str, ...]
+    workers: int
+    first_rank: int
+    world_size: int
+    elastic: bool
+    mode: str
+    server: str | None
+    job: str
+    connect_timeout: float
+    metrics_host: str | None
+    metrics_port: int
+
+
+class _Stopped(Exception):
+    """A signal asked to stop."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def launch(what: Launch) -> int:
+    """Runs the workers to their end. Returns 0, or the first code other than 0, or 128 + the signal that stopped us."""
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    code = 0
+
+    def stop(number: int, frame: object) -> None:
+        raise _Stopped(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    try:
+        extra = _rendezvous() if what.mode == "ddp" else {}
+        guard = _die_with_parent()
+        for local in range(what.workers):
+            command = [sys.executable, what.script, *what.arguments]
+            # A session of its own: Ctrl-C on a terminal reaches this process alone, which stops the workers once.
+            running[local] = subprocess.Popen(
+                command, env=_environment(what, local, extra), start_new_session=True, preexec_fn=guard
+            )
+        while running:
+            local, ended = _wait_any(running)
+            if ended:
+                code = code or (128 - ended if ended < 0 else ended)
+                print(f"ps-worker: worker {what.first_rank + local} ended with code {ended}", file=sys.stderr)
+                if what.mode == "ddp":
+                    _stop(list(running.values()))
+                    break
+    except _Stopped as stopped:
+        code = 128 + stopped.number
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        _stop(list(running.values()))
+    return code
+
+
+def _environment(what: Launch, local: int, extra: dict[str, str]) -> dict[str, str]:
+    rank, world_size = what.first_rank + local, what.world_size
+    found = {
+        **os.environ,
+        **extra,
+        "PS_LAUNCHED": "1",
+        "PS_MODE": what.mode,
+        "PS_JOB": what.job,
+        "PS_CONNECT_TIMEOUT": str(what.connect_timeout),
+        "LOCAL_RANK": str(local),
+        "PYTHONUNBUFFERED": "1",
+    }
+    # Workers that share a machine share its cores; without this each would start a thread a core.
+    found.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // what.workers)))
+    if what.elastic:
+        found["PS_ELASTIC"] = "1"
+    else:
+        found |= {"PS_RANK": str(rank), "PS_WORLD_SIZE": str(world_size), "PS_ELASTIC": "0"}
+        if what.mode == "ddp":
+            found |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(what.workers)}
+    if what.server:
+        found["PS_SERVER"] = what.server
+    if what.metrics_host:
+        found["PS_METRICS_HOST"] = what.metrics_host
+    found["PS_METRICS_PORT"] = str(what.metrics_port)
+    return found
+
+
+def _rendezvous() -> dict[str, str]:
+    """Where DDP's processes meet: what the environment says, or a free port of this machine."""
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return {}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """What a worker does before it runs: have the kernel end it if this process is killed. Linux only."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _wait_any(running: dict[int, subprocess.Popen[bytes]]) -> tuple[int, int]:
+    """Waits for any worker to end; takes it off `running` and returns its local rank and code."""
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        for local, process in running.items():
+            if process.pid == pid:
+                process.returncode = os.waitstatus_to_exitcode(status)
+                del running[local]
+                return local, process.returncode
+
+
+def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + STOP_SECONDS
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+        if process.poll() is None:
+            process.kill()
+            process.wait()

@@ -1,0 +1,151 @@
+"""Where the worker's values become protobuf messages, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ps_protocol.framing import read_message, write_message
+from ps_protocol.job import HyperParameters, JobSpec
+from ps_protocol.job_messages import hyper_messages, job_spec_message
+from ps_protocol.v1 import control_pb2, data_pb2
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this worker is to the servers."""
+
+    job: str
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class ShardMap:
+    """Addresses of the shards by index, and the shard of each bucket."""
+
+    addresses: dict[int, str]
+    bucket_shards: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a worker got when it joined; lease in seconds."""
+
+    identity: Identity
+    clock: int
+    lease: float
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who takes part."""
+
+    ranks: tuple[int, ...]
+    world_size: int
+    started: bool
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """One message of a pull: a bucket's payload, or (`waiting`) whom the shard waits for and why."""
+
+    bucket: int
+    version: int
+    waited: float
+    payload: memoryview
+    waiting: tuple[tuple[int, ...], str] | None
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def gradient_push(
+    who: Identity,
+    bucket: int,
+    clock: int,
+    payload: memoryview | None,
+    absent: Sequence[int],
+    groups: Mapping[int, HyperParameters],
+) -> bytes:
+    """One bucket's gradient; without payload, the word that this step has none."""
+    header = data_pb2.PushHeader(
+        worker=_identity(who),
+        bucket=bucket,
+        clock=clock,
+        kind=data_pb2.PUSH_KIND_SKIP if payload is None else data_pb2.PUSH_KIND_GRADIENT,
+        absent_segments=absent,
+        groups=[
+            data_pb2.GroupUpdate(group=group, hyper_parameters=hyper_messages(values))
+            for group, values in groups.items()
+        ],
+    )
+    return write_message(header, payload)
+
+
+def initial_push(who: Identity, bucket: int, payload: memoryview) -> bytes:
+    """One bucket's initial value."""
+    kind = data_pb2.PUSH_KIND_INITIAL_VALUE
+    return write_message(data_pb2.PushHeader(worker=_identity(who), bucket=bucket, kind=kind), payload)
+
+
+def pull_request(who: Identity, clock: int, buckets: Sequence[int]) -> bytes:
+    """Asks a shard for buckets at a clock."""
+    return data_pb2.PullRequest(worker=_identity(who), clock=clock, buckets=buckets).SerializeToString()
+
+
+def pulled(data: bytes) -> Pulled:
+    """What one message of a pull's stream holds; its payload is a view into it."""
+    raw, payload = read_message(data)
+    header = data_pb2.PullHeader.FromString(bytes(raw))
+    waiting = (tuple(header.waiting.ranks), header.waiting.reason) if header.HasField("waiting") else None
+    return Pulled(header.bucket, header.version, header.waited_seconds, payload, waiting)
+
+
+def _identity(who: Identity) -> data_pb2.WorkerIdentity:
+    return data_pb2.WorkerIdentity(job=who.job, rank=who.rank, incarnation=who.incarnation)
+
+
+# -- control ---------------------------------------------------------------------------------------------------------
+
+
+def register_request(spec: JobSpec) -> control_pb2.RegisterJobRequest:
+    """Registers a job."""
+    return control_pb2.RegisterJobRequest(spec=job_spec_message(spec))
+
+
+def shard_map(response: control_pb2.RegisterJobResponse) -> ShardMap:
+    """Where a registered job's buckets are."""
+    found = response.shard_map
+    return ShardMap({shard.index: shard.address for shard in found.shards}, tuple(found.bucket_shards))
+
+
+def join_request(job: str, rank: int | None, pid: int, host: str, metrics: str) -> control_pb2.JoinJobRequest:
+    """Asks to take part."""
+    return control_pb2.JoinJobRequest(job=job, rank=rank, pid=pid, host=host, metrics_address=metrics)
+
+
+def place(job: str, response: control_pb2.JoinJobResponse) -> Place:
+    """What a worker got when it joined."""
+    lease = response.lease.ToNanoseconds() / 1e9
+    return Place(Identity(job, response.rank, response.incarnation), response.clock, lease)
+
+
+def watch_request(job: str) -> control_pb2.WatchJobRequest:
+    """Asks who takes part."""
+    return control_pb2.WatchJobRequest(job=job)
+
+
+def roster(response: control_pb2.WatchJobResponse) -> Roster:
+    """Who takes part."""
+    return Roster(tuple(response.ranks), response.world_size, response.started)
+
+
+def heartbeat_request(who: Identity, clock: int) -> control_pb2.HeartbeatRequest:
+    """A sign of life."""
+    return control_pb2.HeartbeatRequest(job=who.job, rank=who.rank, incarnation=who.incarnation, clock=clock)
+
+
+def leave_request(who: Identity) -> control_pb2.LeaveJobRequest:
+    """Says goodbye."""
+    return control_pb2.LeaveJobRequest(job=who.job, rank=who.rank, incarnation=who.incarnation)

@@ -1,0 +1,284 @@
+"""The public face of a worker: `connect`, `prepare`, and what a session is."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ipaddress
+import os
+import signal
+import socket
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.job import NonFinite
+from ps_protocol.layout import DEFAULT_BUCKET_BYTES
+from ps_worker.config import WorkerConfig, resolve
+from ps_worker.data import PreparedLoader, shard_loader
+from ps_worker.ddp import Ddp
+from ps_worker.metrics import WorkerMetrics
+from ps_worker.parameter_server import ParameterServer, ServerOptions
+from ps_worker.strategy import Single, Strategy
+
+
+def connect(
+    server: str | None = None,
+    mode: str | None = None,
+    job: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    elastic: bool | None = None,
+    connect_timeout: float | None = None,
+    metrics_host: str | None = None,
+    metrics_port: int | None = None,
+) -> Session:
+    """A worker's session. What is not given comes from PS_* variables, then from torchrun's, then from defaults.
+
+    server:          HOST:PORT of the coordinator (PS_SERVER)
+    mode:            single, ddp, sync, ssp:K or async (PS_MODE); by default sync with a server, else ddp under a
+                     launcher of several processes, else single
+    job:             the job's name (PS_JOB), "default"
+    rank:            from 0 (PS_RANK, RANK)
+    world_size:      how many workers the job has (PS_WORLD_SIZE, WORLD_SIZE)
+    elastic:         no fixed world size; ranks are given out, workers come and go (PS_ELASTIC)
+    connect_timeout: seconds to keep trying servers that do not answer (PS_CONNECT_TIMEOUT), 60
+    metrics_host, metrics_port: where to serve /metrics (PS_METRICS_HOST, PS_METRICS_PORT); any free port
+
+    Raises InvalidRequest for settings that contradict each other.
+    """
+    _report_errors_in_one_line()
+    given = resolve(server, mode, job, rank, world_size, elastic, connect_timeout, metrics_host, metrics_port)
+    return Session(given)
+
+
+class Session:
+    """One worker's part in one job, from `connect` to `close`; also a context manager."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._pid = os.getpid()
+        self._clock = 0
+        self._prepared = False
+        self._strategy: Strategy | None = None
+        self.mode = config.mode
+        self.device = _device(config.local_rank)
+        self._metrics = WorkerMetrics()
+        host = config.metrics_host or _own_address(config.server)
+        self._metrics.serve(host, config.metrics_port and config.metrics_port + config.local_rank)
+        self.metrics_address = self._metrics.address
+        if config.consistency is None:
+            self._strategy = self._local_strategy()
+        _close_at_exit(self)
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank. In an elastic job it is known once `prepare` has joined."""
+        return self._strategy.rank if self._strategy else self._config.rank or 0
+
+    @property
+    def world_size(self) -> int:
+        """How many workers take part: declared, or live now in an elastic job."""
+        return self._strategy.world_size if self._strategy else self._config.world_size or 1
+
+    @property
+    def clock(self) -> int:
+        """How many steps this worker has finished, counted from the job's beginning."""
+        return self._strategy.clock if isinstance(self._strategy, ParameterServer) else self._clock
+
+    def prepare(
+        self,
+        *things: Any,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        non_finite: str = "refuse",
+        seed: int = 0,
+        ddp_options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """A model, its optimizer and any number of loaders, ready to train; returned in the order given.
+
+        The model moves to `device` and starts from rank 0's weights; the optimizer steps wherever the mode says; a
+        loader yields this worker's share of the data, on `device`. Blocks until every declared worker is there.
+
+        bucket_bytes: size of a bucket, a multiple of 64
+        non_finite:   what to do with a gradient that holds an infinity or a NaN: "refuse" raises NonFiniteGradient and
+                      pushes nothing; "skip" leaves this worker's step out
+        seed:         of the loaders' shuffle, the same on all workers
+        ddp_options:  more arguments for DistributedDataParallel in mode ddp
+
+        Raises Unsupported, InvalidRequest, JobMismatch, or Unreachable; the model is unchanged then.
+        """
+        models = [thing for thing in things if isinstance(thing, nn.Module)]
+        optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
+        loaders = [thing for thing in things if isinstance(thing, DataLoader)]
+        if len(models) + len(optimizers) + len(loaders) != len(things):
+            known = (nn.Module, torch.optim.Optimizer, DataLoader)
+            odd = next(type(thing).__name__ for thing in things if not isinstance(thing, known))
+            raise InvalidRequest(f"prepare takes a model, its optimizer and DataLoaders, got {odd}")
+        if len(models) != len(optimizers) or len(models) > 1:
+            raise InvalidRequest(
+                f"prepare takes one model together with its one optimizer, got {len(models)} and {len(optimizers)}"
+            )
+        if self._pid != os.getpid():
+            raise InvalidRequest("this session belongs to the parent process; call connect after the fork")
+        made: dict[int, Any] = {}
+        if models:
+            made |= self._prepare_model(models[0], optimizers[0], bucket_bytes, _policy(non_finite), ddp_options or {})
+        for loader in loaders:
+            made[id(loader)] = self._prepare_loader(loader, seed)
+        found = tuple(made[id(thing)] for thing in things)
+        return found[0] if len(found) == 1 else found
+
+    def _prepare_model(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        bucket_bytes: int,
+        non_finite: NonFinite,
+        ddp_options: Mapping[str, Any],
+    ) -> dict[int, Any]:
+        if self._prepared:
+            raise InvalidRequest("this session has a model already; use another session, with another job, for another")
+        config = self._config
+        if config.consistency is not None:
+            assert config.server is not None
+            self._strategy = ParameterServer(
+                ServerOptions(
+                    server=config.server,
+                    job=config.job,
+                    consistency=config.consistency,
+                    rank=config.rank,
+                    world_size=config.world_size,
+                    timeout=config.connect_timeout,
+                    bucket_bytes=bucket_bytes,
+                    non_finite=non_finite,
+                ),
+                self._metrics,
+            )
+        elif ddp_options and isinstance(self._strategy, Ddp):
+            self._strategy.options = ddp_options
+        assert self._strategy is not None
+        model.to(self.device)
+        wrapped, stepper = self._strategy.prepare(model, optimizer)
+        self._prepared = True
+        self._metrics.timer.watch(wrapped)
+        if stepper is optimizer:
+            self._metrics.watch_optimizer(optimizer, self._count_step)
+        if not hasattr(wrapped, "no_sync"):
+            wrapped.no_sync = self.no_sync  # type: ignore[assignment]  # what scripts written for DDP call
+        return {id(model): wrapped, id(optimizer): stepper}
+
+    def _prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader:
+        if self._strategy is None:
+            raise InvalidRequest(
+                "prepare the model first, or together with its loaders: joining tells the share of data"
+            )
+        if not isinstance(self._strategy, Single):
+            loader = shard_loader(loader, self._strategy.share, seed)
+        return PreparedLoader(loader, self.device, self._metrics.timer)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only add to the gradients; the next `optimizer.step()` sends their sum."""
+        model = self._strategy.model if isinstance(self._strategy, Ddp) else None
+        with model.no_sync() if model is not None else contextlib.nullcontext():
+            yield
+
+    @staticmethod
+    def unwrap(model: nn.Module) -> nn.Module:
+        """The user's own module, whatever `prepare` returned: for state_dict and for saving."""
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def close(self) -> None:
+        """Leaves the job and closes every connection; may be called more than once."""
+        if self._pid != os.getpid():
+            return  # a forked child, of a DataLoader say: the session is its parent's
+        if self._strategy is not None:
+            self._strategy.close()
+        self._metrics.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _count_step(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _local_strategy(self) -> Strategy:
+        if self.mode == "single":
+            return Single()
+        assert self._config.rank is not None
+        return Ddp(self._config.rank, self._config.world_size, self.device)
+
+
+def _policy(name: str) -> NonFinite:
+    try:
+        return NonFinite(name)
+    except ValueError:
+        raise InvalidRequest(f"non_finite must be 'refuse' or 'skip', got {name!r}") from None
+
+
+def _device(local_rank: int) -> torch.device:
+    """A GPU of this worker's own where there is one; workers beyond the GPUs share them in turn."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def _own_address(server: str | None) -> str:
+    """The address by which this machine is seen from the server: where Prometheus can reach it too."""
+    if server is None:
+        return "127.0.0.1"
+    host, _, port = server.rpartition(":")
+    with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing: it only picks the route
+        return str(ipaddress.ip_address(probe.getsockname()[0]))
+    return "127.0.0.1"
+
+
+def _close_at_exit(session: Session) -> None:
+    """Leaves the job when the script ends, also by SIGTERM, which would skip atexit."""
+    reference = weakref.ref(session)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.close()
+
+    atexit.register(close)
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+
+        def terminate(number: int, frame: FrameType | None) -> None:
+            sys.exit(128 + number)
+
+        signal.signal(signal.SIGTERM, terminate)
+
+
+def _report_errors_in_one_line() -> None:
+    """Under `ps-worker run`, this project's errors and Ctrl-C end a script with one line instead of a stack trace."""
+    if os.environ.get("PS_LAUNCHED") != "1":
+        return
+    usual = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, PSError):
+            print(f"worker {os.environ.get('PS_RANK', '?')}: {error}", file=sys.stderr)
+        elif not isinstance(error, KeyboardInterrupt):
+            usual(kind, error, trace)
+
+    sys.excepthook = report

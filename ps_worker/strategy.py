@@ -1,0 +1,45 @@
+"""The three ways to train behind one face: alone, with DDP, or on a parameter server."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+class Strategy(Protocol):
+    """What a session asks of the way it trains."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+
+    @property
+    def world_size(self) -> int:
+        """How many workers take part now."""
+
+    def share(self) -> tuple[int, int]:
+        """Which share of the data is this worker's now, as (index, how many shares)."""
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The model and the optimizer to train with. Blocks until all declared workers are there."""
+
+    def close(self) -> None:
+        """Leaves cleanly; may be called more than once."""
+
+
+class Single:
+    """One process, nothing else: the reference that every other way is compared with."""
+
+    rank = 0
+    world_size = 1
+
+    def share(self) -> tuple[int, int]:
+        return 0, 1
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return model, optimizer
+
+    def close(self) -> None:
+        """Nothing is open."""

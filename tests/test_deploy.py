@@ -1,0 +1,425 @@
+"""The deployment files: what they say, read anywhere; and a real cluster of containers, where an engine answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPOSE = "docker-compose.yml"
+OVERLAYS = ("docker-compose.gpu.yml", "docker-compose.grafana.yml")
+SERVERS = ("coordinator", "shard-0", "shard-1")
+PROMETHEUS = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
+DASHBOARD = ROOT / "deploy/grafana/dashboards/parameter-server.json"
+DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
+
+
+def read(name: str) -> dict[str, Any]:
+    """A compose file with every ${VARIABLE:-default} at its default."""
+    return yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (ROOT / name).read_text()))
+
+
+def services() -> dict[str, dict[str, Any]]:
+    """Every service that any of the files describes on its own."""
+    found = read(COMPOSE)["services"]
+    return found | {name: it for file in OVERLAYS for name, it in read(file)["services"].items() if name not in found}
+
+
+@pytest.fixture
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PS_")]:
+        monkeypatch.delenv(name)
+
+
+# -- what the files say: no engine needed ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(services()))
+def test_every_container_is_locked_down(name: str) -> None:
+    service = services()[name]
+    user = str(service["user"])
+    assert int(user.split(":")[0]) > 0, "not root"
+    assert service["read_only"] is True
+    assert service["init"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert "mem_limit" in service
+    assert "privileged" not in service
+
+
+@pytest.mark.parametrize("name", sorted(services()))
+def test_ports_are_published_on_this_machine_only(name: str) -> None:
+    for port in services()[name].get("ports", []):
+        assert port.startswith("127.0.0.1:")
+
+
+def test_start_is_gated_by_health() -> None:
+    found = read(COMPOSE)["services"]
+    healthy = {"condition": "service_healthy"}
+    assert found["worker"]["depends_on"] == dict.fromkeys(SERVERS, healthy)
+    for name in ("shard-0", "shard-1", "prometheus"):
+        assert found[name]["depends_on"] == {"coordinator": healthy}
+    for name in (*SERVERS, "prometheus"):
+        assert found[name]["healthcheck"]["test"][0] == "CMD", "exec form: the image needs no shell"
+
+
+def test_nothing_is_killed_while_it_stops() -> None:
+    from ps_server.app import STOP_GRACE_SECONDS
+    from ps_worker.launcher import STOP_SECONDS
+
+    for name, takes in (*((name, 5 * STOP_GRACE_SECONDS) for name in SERVERS), ("worker", STOP_SECONDS)):
+        assert int(read(COMPOSE)["services"][name]["stop_grace_period"].removesuffix("s")) > takes
+
+
+@pytest.mark.usefixtures("no_settings")
+def test_the_servers_commands_are_ours() -> None:
+    from ps_server.cli import parser
+
+    found = read(COMPOSE)["services"]
+    arguments = {name: parser().parse_args(found[name]["command"]) for name in SERVERS}
+    assert arguments["coordinator"].command == "coordinator"
+    shards = [name for name in SERVERS if arguments[name].command == "shard"]
+    assert [arguments[name].index for name in shards] == list(range(arguments["coordinator"].shards))
+    for name, given in arguments.items():
+        assert given.advertise == f"{name}:{given.port}", "the others reach it by its service's name"
+        assert given.host == given.metrics_host == "0.0.0.0"
+        probe = parser().parse_args(found[name]["healthcheck"]["test"][2:])
+        assert (probe.command, probe.server) == ("health", f"127.0.0.1:{given.port}")
+    for name in shards:
+        assert arguments[name].coordinator == arguments["coordinator"].advertise
+
+
+@pytest.mark.usefixtures("no_settings")
+@pytest.mark.parametrize("file", [COMPOSE, "docker-compose.gpu.yml"])
+def test_the_workers_command_is_ours(file: str) -> None:
+    from ps_worker.cli import parser
+
+    base = read(COMPOSE)["services"]["worker"]
+    command = read(file)["services"]["worker"]["command"]
+    given = parser().parse_args(command)
+    assert base["entrypoint"] == ["ps-worker"]
+    assert given.server == read(COMPOSE)["services"]["coordinator"]["command"][4].removeprefix("--advertise=")
+    assert given.elastic
+    script = next(word for word in command if word.endswith(".py"))
+    assert (ROOT / script).is_file()
+    options = [word.split("=")[0] for word in command[command.index(script) + 1 :]]
+    told = subprocess.run(
+        [sys.executable, script, "--help"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert all(option in told for option in options), f"{script} knows {options}"
+
+
+def test_two_workers_by_default() -> None:
+    assert read(COMPOSE)["services"]["worker"]["deploy"]["replicas"] == 2
+    assert "container_name" not in read(COMPOSE)["services"]["worker"], "a name of its own could not be scaled"
+
+
+def test_one_service_builds_the_image_and_none_pulls_it() -> None:
+    found = read(COMPOSE)["services"]
+    assert [name for name in found if "build" in found[name]] == ["coordinator"]
+    assert {found[name]["pull_policy"] for name in (*SERVERS, "worker")} == {"never"}
+    assert len({found[name]["image"] for name in (*SERVERS, "worker")}) == 1
+
+
+def test_the_gpu_overlay_reserves_gpus_for_workers_and_nothing_else() -> None:
+    overlay = read("docker-compose.gpu.yml")["services"]
+    assert list(overlay) == ["worker"]
+    device = overlay["worker"]["deploy"]["resources"]["reservations"]["devices"][0]
+    assert device["capabilities"] == ["gpu"]
+    assert overlay["worker"]["build"]["args"]["TORCH"].startswith("torch")
+    assert overlay["worker"]["image"] != read(COMPOSE)["services"]["worker"]["image"]
+
+
+@pytest.mark.parametrize("file", [COMPOSE, *OVERLAYS])
+def test_every_file_that_is_named_exists(file: str) -> None:
+    described = read(file)
+    for service in described["services"].values():
+        if "build" in service:
+            assert (ROOT / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+            for argument in service["build"]["args"]:
+                assert re.search(rf"^ARG .*\b{argument}=", DOCKERFILE, re.MULTILINE)
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert (ROOT / source).is_dir() if source.startswith(".") else source in described["volumes"]
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if line.startswith("!"):
+            assert (ROOT / line[1:]).exists(), f"{line} lets nothing in"
+
+
+def test_the_image_runs_as_a_user_and_hears_sigterm() -> None:
+    lines = DOCKERFILE.splitlines()
+    user = [line.split()[1] for line in lines if line.startswith("USER ")][-1]
+    assert user == read(COMPOSE)["services"]["worker"]["user"]
+    entry = next(line for line in lines if line.startswith("ENTRYPOINT"))
+    assert json.loads(entry.removeprefix("ENTRYPOINT")) == ["ps-server"], "exec form"
+    assert "PYTHONUNBUFFERED=1" in DOCKERFILE
+
+
+def test_what_the_image_runs_is_installed_by_the_project() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r"^ps-server = ", project, re.MULTILINE)
+    assert re.search(r"^ps-worker = ", project, re.MULTILINE)
+    assert re.search(r"^demo = \[", project, re.MULTILINE)
+    assert "[demo]" in DOCKERFILE
+
+
+def test_prometheus_asks_the_coordinator_who_is_there() -> None:
+    compose = read(COMPOSE)["services"]
+    port = next(word for word in compose["coordinator"]["command"] if "--metrics-port" in word).partition("=")[2]
+    jobs = {job["job_name"]: job for job in PROMETHEUS["scrape_configs"]}
+    assert jobs["ps"]["http_sd_configs"][0]["url"] == f"http://coordinator:{port}/sd"
+    assert jobs["ps-coordinator"]["static_configs"][0]["targets"] == [f"coordinator:{port}"]
+    assert jobs["ps"]["honor_labels"], "else Prometheus renames our label `job`"
+    assert "./deploy/prometheus:/etc/prometheus:ro" in compose["prometheus"]["volumes"]
+    assert "--config.file=/etc/prometheus/prometheus.yml" in compose["prometheus"]["command"]
+    assert re.fullmatch(r"prom/prometheus:v\d+\.\d+\.\d+", compose["prometheus"]["image"]), "a pinned tag"
+
+
+def dashboard_queries() -> list[str]:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
+
+
+def test_the_dashboard_shows_metrics_that_exist() -> None:
+    source = "".join(path.read_text() for end in ("server", "worker") for path in (ROOT / f"ps_{end}").glob("*.py"))
+    used = {name for query in dashboard_queries() for name in re.findall(r"\b(?:ps|grpc_server)_\w+", query)}
+    assert len(used) > 15
+    for name in used:
+        assert f'"{re.sub("_(bucket|sum|count)$", "", name)}"' in source, f"nobody serves {name}"
+
+
+def test_grafana_finds_the_dashboard_and_prometheus() -> None:
+    grafana = read("docker-compose.grafana.yml")["services"]["grafana"]
+    mounts = {target: ROOT / source for source, target, *_ in (volume.split(":") for volume in grafana["volumes"])}
+    provisioning = mounts["/etc/grafana/provisioning"]
+    provider = yaml.safe_load((provisioning / "dashboards/dashboards.yml").read_text())["providers"][0]
+    home = Path(grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert str(home.parent) == provider["options"]["path"]
+    assert mounts[str(home.parent)] / home.name == DASHBOARD
+    source = yaml.safe_load((provisioning / "datasources/prometheus.yml").read_text())["datasources"][0]
+    assert source["url"] == "http://prometheus:9090"
+
+
+# -- promtool, where it is installed ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def promtool() -> Callable[..., None]:
+    found = shutil.which("promtool")
+    if found is None:
+        pytest.skip("promtool is not installed")
+
+    def check(*words: str | Path, text: str | None = None) -> None:
+        done = subprocess.run([found, "check", *words], input=text, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return check
+
+
+def test_promtool_accepts_the_configuration(promtool: Callable[..., None]) -> None:
+    promtool("config", ROOT / "deploy/prometheus/prometheus.yml")
+
+
+def test_promtool_parses_every_query_of_the_dashboard(promtool: Callable[..., None], tmp_path: Path) -> None:
+    queries = [query.replace("$__rate_interval", "1m").replace("$job", ".*") for query in dashboard_queries()]
+    rules = [{"record": f"panel:query:{number}", "expr": query} for number, query in enumerate(queries)]
+    file = tmp_path / "rules.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    promtool("rules", file)
+
+
+# -- a cluster of containers -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Cluster:
+    """The shipped compose file, up under a project name, an image tag and ports of its own."""
+
+    compose: list[str]
+    project: str
+    ports: dict[str, int]
+
+    def __call__(self, *words: str, check: bool = True, timeout: float = 900) -> str:
+        environment = os.environ | {
+            "COMPOSE_PROJECT_NAME": self.project,
+            "PS_IMAGE": f"{self.project}:test",
+            "PS_JOB": "compose",
+            "PS_MODE": "ssp:4",
+            "PS_STEPS": "100000",  # more than anybody waits for: the tests end it
+            **{f"PS_PUBLISH_{name}": str(port) for name, port in self.ports.items()},
+        }
+        done = subprocess.run(
+            [*self.compose, "-f", COMPOSE, *words],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert not check or done.returncode == 0, f"{words}: {done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        return done.stdout
+
+    def containers(self) -> dict[str, list[dict[str, Any]]]:
+        """What the engine says of each service's containers."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        label = "com.docker.compose.service"
+        ids = self("ps", "-a", "-q") if self.compose[-1] == "compose" else self("ps", "-q")
+        for it in json.loads(_docker("inspect", *ids.split())):
+            found.setdefault(it["Config"]["Labels"][label], []).append(it)
+        return found
+
+    def status(self) -> dict[str, Any]:
+        """`ps-server status --json`, run inside the coordinator's container."""
+        return json.loads(
+            self("exec", "-T", "coordinator", "ps-server", "status", "--server", "coordinator:50051", "--json")
+        )
+
+    def workers(self) -> dict[int, int]:
+        """Clock of each live worker, by rank."""
+        return {it["index"]: it["clock"] for it in self.status()["processes"] if it["role"] == "worker"}
+
+    def prometheus(self, path: str) -> Any:
+        """The data of an answer of Prometheus' API; None while it does not answer."""
+        try:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self.ports['PROMETHEUS_PORT']}/api/v1/{path}", timeout=10
+            ) as it:
+                return json.load(it)["data"]
+        except (urllib.error.URLError, ConnectionError):
+            return None
+
+    def targets(self) -> list[tuple[str, str]]:
+        """(role, health) of everything that Prometheus scrapes of ours."""
+        found = (self.prometheus("targets?state=active") or {}).get("activeTargets", [])
+        return sorted((it["labels"]["role"], it["health"]) for it in found if "role" in it["labels"])
+
+
+def _docker(*words: str) -> str:
+    return subprocess.run(["docker", *words], capture_output=True, text=True, check=True, timeout=900).stdout
+
+
+def _answers(*words: str) -> bool:
+    if shutil.which(words[0]) is None:
+        return False
+    return subprocess.run(words, capture_output=True, timeout=900).returncode == 0
+
+
+def _free_port() -> int:
+    with socket.socket() as it:
+        it.bind(("127.0.0.1", 0))
+        return int(it.getsockname()[1])
+
+
+def until(holds: Callable[[], bool], seconds: float = 120) -> bool:
+    """Waits for something that other processes bring about; False if they did not."""
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(1)
+    return True
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    if not _answers("docker", "info"):
+        pytest.skip("no Docker engine answers")
+    compose = next((c for c in (["docker", "compose"], ["docker-compose"]) if _answers(*c, "version")), None)
+    if compose is None:
+        pytest.skip("neither `docker compose` nor docker-compose is installed")
+    base = re.search(r"^ARG PYTHON_IMAGE=(\S+)", DOCKERFILE, re.MULTILINE)
+    assert base
+    for image in (base[1], read(COMPOSE)["services"]["prometheus"]["image"]):
+        if not _answers("docker", "image", "inspect", image) and not _answers("docker", "pull", "-q", image):
+            pytest.skip(f"the image {image} is not here and cannot be pulled")
+    ports = {name: _free_port() for name in ("PORT", "METRICS_PORT", "PROMETHEUS_PORT")}
+    found = Cluster(compose, f"ps-test-{os.getpid()}", ports)
+    try:
+        found("build")
+        found("up", "-d")
+        yield found
+    finally:
+        found("logs", "--no-color", "--tail=20", check=False)
+        found("down", "--volumes", "--timeout", "5", check=False)
+        _answers("docker", "image", "rm", "-f", f"{found.project}:test")
+
+
+# The tests below share one cluster, because building and starting one takes minutes; the last one stops it.
+with_docker = [pytest.mark.docker, pytest.mark.timeout(1800)]
+
+
+class TestContainers:
+    pytestmark = with_docker
+
+    def test_become_healthy_and_are_not_root(self, cluster: Cluster) -> None:
+        def healthy() -> bool:
+            states = {name: it[0]["State"] for name, it in cluster.containers().items() if name != "worker"}
+            return all(state["Health"]["Status"] == "healthy" for state in states.values())
+
+        assert until(healthy), cluster("ps")
+        for name, containers in cluster.containers().items():
+            for it in containers:
+                assert it["HostConfig"]["ReadonlyRootfs"], name
+                assert it["HostConfig"]["CapDrop"] == ["ALL"], name
+        assert cluster("exec", "-T", "coordinator", "id", "-u").strip() == "10001"
+
+    def test_workers_train(self, cluster: Cluster) -> None:
+        assert until(lambda: len(cluster.workers()) == 2), cluster("logs", "--tail=50")
+        before = cluster.workers()
+        assert until(lambda: all(clock > before[rank] + 2 for rank, clock in cluster.workers().items()))
+
+    def test_prometheus_scrapes_every_process(self, cluster: Cluster) -> None:
+        everyone = [("coordinator", "up"), ("shard", "up"), ("shard", "up"), ("worker", "up"), ("worker", "up")]
+        assert until(lambda: cluster.targets() == everyone), cluster.targets()
+
+        def seen(query: str) -> list[dict[str, str]]:
+            found = cluster.prometheus(f"query?query={urllib.parse.quote(query)}")
+            return [it["metric"] for it in (found or {}).get("result", [])]
+
+        assert until(lambda: len(seen("ps_push_total{job='compose', role='shard'}")) > 0), (
+            "the training job's own label"
+        )
+        assert until(lambda: {it["rank"] for it in seen("ps_worker_steps_total{job='compose'}")} == {"0", "1"})
+
+    def test_workers_come_and_go_by_scaling(self, cluster: Cluster) -> None:
+        cluster("up", "-d", "--scale", "worker=4")
+        assert until(lambda: len(cluster.workers()) == 4), cluster("logs", "--tail=50", "worker")
+        assert until(lambda: cluster.targets().count(("worker", "up")) == 4), cluster.targets()
+        before = cluster.workers()
+        assert until(lambda: all(clock > before[rank] for rank, clock in cluster.workers().items()))
+        cluster("up", "-d", "--scale", "worker=1")
+        assert until(lambda: len(cluster.workers()) == 1)
+        assert until(lambda: [role for role, _ in cluster.targets()].count("worker") == 1), cluster.targets()
+
+    def test_stop_cleanly(self, cluster: Cluster) -> None:
+        cluster("stop")
+        logs = cluster("logs", "--no-color")
+        for name, containers in cluster.containers().items():
+            for it in containers:
+                code = it["State"]["ExitCode"]
+                assert not it["State"]["Running"]
+                assert not it["State"]["OOMKilled"]
+                # 143: a worker's script ended by SIGTERM, after it had left the job.
+                assert code in ((0, 143) if name == "worker" else (0,)), f"{name} exits {code}"
+        assert "Traceback" not in logs
