@@ -119,10 +119,10 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
     ):
         if a != b:
             return f"the {what} is {a} in the registered job and {b} in this one"
-    for index, (a, b) in enumerate(zip(registered.groups, offered.groups, strict=True)):
-        for name in sorted(a.keys() | b.keys()):
+    for index, (ours, others) in enumerate(zip(registered.groups, offered.groups, strict=True)):
+        for name in sorted(ours.keys() | others.keys()):
             # A scheduler may already have moved the learning rate of a worker that joins late, so values of
             # hyper-parameters are no part of a job's identity: they ride with each push. Their names are.
-            if (name in a) != (name in b):
+            if (name in ours) != (name in others):
                 return f"hyper-parameter {name!r} of group {index} is known to one of the two jobs only"
     return None

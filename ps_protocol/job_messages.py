@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import HyperParameters, HyperValue, JobSpec, NonFinite
@@ -16,13 +16,13 @@ T = TypeVar("T")
 _DATA_TYPE_NAMES: dict[int, str] = {
     number: name.removeprefix("DATA_TYPE_").lower() for name, number in job_pb2.DataType.items() if number
 }
-_DATA_TYPES = {name: number for number, name in _DATA_TYPE_NAMES.items()}
+_DATA_TYPES: dict[str, Any] = {name: number for number, name in _DATA_TYPE_NAMES.items()}
 _NON_FINITE: dict[int, NonFinite] = {
     job_pb2.NON_FINITE_POLICY_UNSPECIFIED: NonFinite.REFUSE,
     job_pb2.NON_FINITE_POLICY_REFUSE: NonFinite.REFUSE,
     job_pb2.NON_FINITE_POLICY_SKIP: NonFinite.SKIP,
 }
-_NON_FINITE_NUMBERS = {policy: number for number, policy in _NON_FINITE.items()}
+_NON_FINITE_NUMBERS: dict[NonFinite, Any] = {policy: number for number, policy in _NON_FINITE.items()}
 
 
 def job_spec(message: job_pb2.JobSpec) -> JobSpec:
@@ -73,7 +73,7 @@ def hyper_parameters(messages: Iterable[job_pb2.HyperParameter]) -> HyperParamet
         if message.name in values:
             raise InvalidRequest(f"hyper-parameter {message.name!r} comes twice")
         kind = message.WhichOneof("value")
-        value = getattr(message, kind) if kind else None
+        value: Any = getattr(message, kind) if kind else None
         values[message.name] = tuple(value.values) if kind == "numbers" else value
     return values
 

@@ -1,4 +1,4 @@
-"""Bytes as tensors and tensors as bytes, without copying. Little-endian, contiguous, as every supported host stores them."""
+"""Bytes as tensors and tensors as bytes, without copying: little-endian and contiguous, as every host stores them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tensor_from(payload: Buffer, dtype: str) -> torch.Tensor:
 
 def bytes_of(flat: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor of one dimension, as bytes."""
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def is_finite(values: torch.Tensor) -> bool:

@@ -25,8 +25,16 @@ from ps_server.coordinator import DEFAULT_LEASE_SECONDS, SHARD_CALL_SECONDS, Coo
 from ps_server.engine import Engine
 from ps_server.gauges import coordinator_gauges, serve_metrics, shard_gauges
 from ps_server.metrics import ShardMetrics
-from ps_server.services import CONTROL_SERVICES, DATA_SERVICE, ClusterService, DataService, JobService, ShardService
-from ps_server.services import SENDER_THREADS, add_health
+from ps_server.services import (
+    CONTROL_SERVICES,
+    DATA_SERVICE,
+    SENDER_THREADS,
+    ClusterService,
+    DataService,
+    JobService,
+    ShardService,
+    add_health,
+)
 
 log = logging.getLogger("ps_server")
 
@@ -183,7 +191,7 @@ def _bind(server: grpc.Server, host: str, port: int) -> int:
         raise InvalidRequest(
             f"cannot listen on {host}:{port}: the port is in use, or the address is not this machine's"
         )
-    return bound
+    return int(bound)
 
 
 def _reachable(host: str) -> str:

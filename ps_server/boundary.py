@@ -37,7 +37,7 @@ class CallMetrics:
         )
 
 
-class Boundary(grpc.ServerInterceptor):
+class Boundary(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no types
     """Wraps every unary and server-streaming method that is registered.
 
     A PSError becomes its status; anything else is logged here and leaves as INTERNAL without its text, which may hold
@@ -142,7 +142,7 @@ def _observe_stream(behaviour: Callable[..., Any], labels: _Labels) -> Callable[
             send(message)
 
         def ended() -> None:
-            code = context.code()  # type: ignore[attr-defined]
+            code = context.code()
             labels.ended("CANCELLED" if not finished else code.name if code else "OK", begun)
 
         context.add_callback(ended)

@@ -22,8 +22,8 @@ def parser() -> argparse.ArgumentParser:
     """The command line of ps-server."""
     root = argparse.ArgumentParser(
         prog="ps-server",
-        description="Parameter servers for PyTorch. `ps-server up` is all that one machine needs; the other commands are "
-        "for several machines, and for looking in. Each flag has the PS_* variable that its help names.",
+        description="Parameter servers for PyTorch. `ps-server up` is all that one machine needs; the other commands "
+        "are for several machines, and for looking in. Each flag has the PS_* variable that its help names.",
     )
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

@@ -275,7 +275,7 @@ class Coordinator:
             watcher(job.roster())
 
     def _retire(self, job: CoordinatedJob, rank: int, incarnation: int) -> None:
-        """Has every shard that answers stop counting a worker; one that does not has lost its roster with its memory."""
+        """Has every shard that answers stop counting a worker; one that is gone has lost its roster anyway."""
         for shard in self.shards().values():
             try:
                 shard.client.retire(job.spec.name, rank, incarnation)

@@ -5,8 +5,8 @@
     sender threads   write buckets to the streams of admitted pulls
     one ticker       tells pulls that wait long whom they wait for
 
-Locks: a job's `lock` guards its protocol state and is held for microseconds. A bucket's `tensors` lock guards its weights
-while they are stepped or copied out. Where both are needed, `tensors` is taken first.
+Locks: a job's `lock` guards its protocol state and is held for microseconds. A bucket's `tensors` lock guards its
+weights while they are stepped or copied out. Where both are needed, `tensors` is taken first.
 """
 
 from __future__ import annotations
@@ -279,8 +279,8 @@ class Engine:
             bucket.waiters = staying
         for waiter, waited in admitted:
             self._send(job, bucket, waiter.pull, waited)
-        for pull, error in lost:
-            pull.outbox.fail(error)
+        for pull, reason in lost:
+            pull.outbox.fail(reason)
 
     def _forget(self, job: RunningJob, pull: Pull) -> None:
         with job.lock:

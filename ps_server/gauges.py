@@ -1,4 +1,4 @@
-"""The gauges of a server process, read from its state when somebody scrapes; and /sd, where Prometheus finds everyone."""
+"""A server process' gauges, read from its state when somebody scrapes; and /sd, where Prometheus finds everyone."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ps_protocol.v1 import control_pb2, data_pb2, job_pb2
 from ps_server.core.bucket import Verdict
 from ps_server.core.shard_job import Push, PushKind, Staged
 
-_PUSH_KINDS = {
+_PUSH_KINDS: dict[int, PushKind] = {
     data_pb2.PUSH_KIND_GRADIENT: PushKind.GRADIENT,
     data_pb2.PUSH_KIND_INITIAL_VALUE: PushKind.INITIAL_VALUE,
     data_pb2.PUSH_KIND_SKIP: PushKind.SKIP,
@@ -153,8 +153,8 @@ def status_data(response: control_pb2.GetStatusResponse) -> dict[str, Any]:
     waits: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for shard in response.shards:
         jobs = [_shard_job_data(job) for job in shard.jobs]
-        for job, message in zip(jobs, shard.jobs, strict=True):
-            for wait in message.waits:
+        for job, found in zip(jobs, shard.jobs, strict=True):
+            for wait in found.waits:
                 waits.setdefault((job["job"], wait.rank), []).append(
                     {
                         "shard": shard.index,
@@ -176,7 +176,7 @@ def status_data(response: control_pb2.GetStatusResponse) -> dict[str, Any]:
                 "jobs": jobs,
             }
         )
-    for job in response.jobs:
+    for status in response.jobs:
         processes += [
             {
                 "role": "worker",
@@ -184,13 +184,13 @@ def status_data(response: control_pb2.GetStatusResponse) -> dict[str, Any]:
                 "pid": worker.pid,
                 "address": worker.host,
                 "metrics": worker.metrics_address,
-                "job": job.name,
+                "job": status.name,
                 "incarnation": worker.incarnation,
                 "clock": worker.clock,
                 "lease_left_seconds": worker.lease_left.ToNanoseconds() / 1e9,
-                "waits": waits.get((job.name, worker.rank), []),
+                "waits": waits.get((status.name, worker.rank), []),
             }
-            for worker in job.workers
+            for worker in status.workers
         ]
     return {"processes": processes, "jobs": [_job_data(job) for job in response.jobs]}
 

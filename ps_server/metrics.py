@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from ps_protocol.errors import PSError
 from ps_server.core.bucket import Add, Step, Verdict
 from ps_server.core.shard_job import Staged
+from ps_server.core.weights import Gradient
 
 # Half a millisecond doubling up to half a minute: a bucket's apply is at one end, a wait for a straggler at the other.
 LATENCY_BUCKETS = tuple(0.0005 * 2**k for k in range(17))
@@ -68,7 +69,7 @@ class ShardMetrics:
         self._pull.labels(job).inc()
         self._pull_bytes.labels(job).inc(size)
 
-    def applied(self, job: str, work: Add[object] | Step, seconds: float) -> None:
+    def applied(self, job: str, work: Add[Gradient] | Step, seconds: float) -> None:
         """A contribution was added, or the optimizer was stepped."""
         if isinstance(work, Add):
             self._accumulate.labels(job).observe(seconds)

@@ -134,7 +134,7 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
     def __init__(self, coordinator: Coordinator, senders: ThreadPoolExecutor) -> None:
         self._coordinator = coordinator
         self._senders = senders
-        self.WatchJob = _in_pool(self._watch, senders, non_blocking=True)
+        setattr(self, "WatchJob", _in_pool(self._watch, senders, non_blocking=True))  # noqa: B010
 
     def RegisterJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         job, created = self._coordinator.register_job(job_spec(request.spec))
@@ -216,7 +216,7 @@ def _ask_status(index: int, shard: Any) -> Any:
 
 
 def _job_status(job: CoordinatedJob) -> Any:
-    ranks, world_size, started = job.roster()
+    _, world_size, started = job.roster()
     status = control_pb2.JobStatus(
         name=job.spec.name,
         mode=str(job.spec.consistency),
@@ -241,7 +241,7 @@ def _job_status(job: CoordinatedJob) -> Any:
 
 
 def add_health(server: grpc.Server, pool: ThreadPoolExecutor, services: list[str]) -> health.HealthServicer:
-    """The standard health service in a pool of its own, so that a busy shard still answers its probes; and reflection."""
+    """The standard health service, which answers while pushes and pulls keep their own pools busy; and reflection."""
     servicer = health.HealthServicer(experimental_non_blocking=True, experimental_thread_pool=pool)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     for name in ("", *services):

@@ -33,7 +33,7 @@ def _call(server: str, method: Any, request: Any) -> Any:
         except grpc.RpcError as error:
             found = error_from(error, server)
             if found.retryable:
-                raise Unreachable(f"no coordinator answers at {server} ({error.details()})") from None  # type: ignore[attr-defined]
+                raise Unreachable(f"no coordinator answers at {server} ({error.details()})") from None
             raise found from None
 
 

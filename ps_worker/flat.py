@@ -43,7 +43,7 @@ class FlatModel:
                 tensor.data = weights
                 self._gradient_views[index] = self._view(self._gradients[spec.dtype], index)
                 assert isinstance(tensor, nn.Parameter)
-                tensor.register_post_accumulate_grad_hook(lambda _, index=index: self.adopt(index))  # type: ignore[misc]
+                tensor.register_post_accumulate_grad_hook(lambda _, index=index: self.adopt(index))
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,8 @@
 """What a worker tells Prometheus: where its step's time goes, above all.
 
-A step is split into data (waiting for the loader), forward, backward (from the end of forward to `optimizer.step()`, the
-loss included), push (until the last gradient is staged), wait (held back for other workers) and pull (the rest, until
-the last weight is here). In single and ddp the optimizer's own step, and DDP's communication in backward, count where they
-happen.
+A step is split into data (waiting for the loader), forward, backward (from the end of forward to `optimizer.step()`,
+the loss included), push (until the last gradient is staged), wait (held back for other workers) and pull (the rest,
+until the last weight is here). In ddp, communication is part of backward, where it happens.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._wrapped = wrapped
         self._step_on_servers = step
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Ends this worker's step: every gradient is staged and every weight is as the mode promises when it returns."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Ends this worker's step: when it returns, gradients are staged and weights are as the mode promises."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

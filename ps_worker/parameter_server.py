@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ps_protocol.errors import NonFiniteGradient, PSError, UnknownWorker
-from ps_protocol.job import HyperParameters, JobSpec, NonFinite
+from ps_protocol.job import HyperParameters, NonFinite
 from ps_protocol.layout import Bucket, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import hyper_parameters
@@ -108,7 +108,7 @@ class ParameterServer:
     # -- prepare -----------------------------------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Joins the job with this model; returns it with rank 0's weights, and the optimizer that steps on the servers."""
+        """Joins the job; returns the model with rank 0's weights, and an optimizer that steps on the servers."""
         options = self._options
         spec, tensors = describe(
             model,
@@ -127,14 +127,19 @@ class ParameterServer:
         for bucket, shard in zip(self._flat.layout.buckets, shard_map.bucket_shards, strict=True):
             self._buckets[shard].append(bucket)
         if self.rank == 0:
-            self._finish([
-                self._shards[shard].push(lambda bucket=bucket: messages.initial_push(self._who, bucket.index, self._flat.initial(bucket)))
-                for shard, buckets in self._buckets.items()
-                for bucket in buckets
-            ])  # fmt: skip
+            self._send_initial_values()
         self._finish(self._pull(held=True))
         self._await_workers()
         return model, ServerOptimizer(optimizer, lambda: self._step(optimizer))
+
+    def _send_initial_values(self) -> None:
+        """Sends the model as it is; the shards take it if they have none yet."""
+
+        def maker(bucket: Bucket) -> Callable[[], bytes]:
+            return lambda: messages.initial_push(self._who, bucket.index, self._flat.initial(bucket))
+
+        each = [(shard, bucket) for shard, buckets in self._buckets.items() for bucket in buckets]
+        self._finish([self._shards[shard].push(maker(bucket)) for shard, bucket in each])
 
     def _join(self, addresses: dict[int, str]) -> None:
         self._place = self._coordinator.join(

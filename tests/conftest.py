@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -68,14 +69,11 @@ def in_order(count: int) -> Callable[[int], threading.Event]:
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable of the caller's shell reaches a test, and each starts from the same random state."""
-    import os
-
     for name in [name for name in os.environ if name.startswith("PS_")] + ["RANK", "WORLD_SIZE", "LOCAL_RANK"]:
         monkeypatch.delenv(name, raising=False)
     torch.manual_seed(0)
-    yield
 
 
 @pytest.fixture

@@ -120,12 +120,12 @@ class ShardJob:
                 raise InvalidRequest(
                     f"bucket {push.bucket} has {len(bucket.segments)} segments, got segment {position}"
                 )
-        for group, values in (push.groups or {}).items():
+        for group, hyper_parameters in (push.groups or {}).items():
             if not 0 <= group < len(self.spec.groups):
                 raise InvalidRequest(f"expected a group below {len(self.spec.groups)}, got {group}")
-            if self._checked.get(group) != values:
-                check_hyper_parameters(self.spec.optimizer, values)
-                self._checked[group] = values
+            if self._checked.get(group) != hyper_parameters:
+                check_hyper_parameters(self.spec.optimizer, hyper_parameters)
+                self._checked[group] = hyper_parameters
         expected = 0 if push.kind is PushKind.SKIP else bucket.nbytes
         if len(push.payload) != expected:
             raise InvalidRequest(
@@ -147,7 +147,7 @@ class ShardJob:
         return Gradient(values, push.absent, push.groups)
 
     def stage(self, push: Push, gradient: Gradient) -> Staged:
-        """Takes a checked push, once. Raises UnknownWorker, Fenced, OutOfOrder or Backlogged, and changes nothing then."""
+        """Takes a checked push, once. Changes nothing if it raises UnknownWorker, Fenced, OutOfOrder or Backlogged."""
         self.check_worker(push.rank, push.incarnation)
         bucket = self.bucket(push.bucket)
         protocol = bucket.protocol

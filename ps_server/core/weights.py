@@ -51,8 +51,8 @@ class BucketWeights:
     def add(self, gradient: Gradient) -> None:
         """Adds one contribution to the open update. The order of calls is the order of the sum."""
         # The first contributor's hyper-parameters count: in sync that is the lowest rank's, whoever came first.
-        for group, values in (gradient.groups or {}).items():
-            self._groups.setdefault(group, values)
+        for group, hyper_parameters in (gradient.groups or {}).items():
+            self._groups.setdefault(group, hyper_parameters)
         if gradient.values is None:
             return
         values = gradient.values
