@@ -18,12 +18,14 @@ from prometheus_client.registry import CollectorRegistry
 
 from ps_protocol.channel import open_channel, server_options
 from ps_protocol.errors import InvalidRequest, PSError, error_from
+from ps_protocol.optimizers import ELEMENTWISE
+from ps_protocol.scrape import serve_metrics
 from ps_protocol.v1 import control_pb2_grpc
 from ps_server import messages
 from ps_server.boundary import Boundary
 from ps_server.coordinator import DEFAULT_LEASE_SECONDS, SHARD_CALL_SECONDS, Coordinator
 from ps_server.engine import Engine
-from ps_server.gauges import coordinator_gauges, serve_metrics, shard_gauges
+from ps_server.gauges import coordinator_gauges, service_discovery, shard_gauges
 from ps_server.metrics import ShardMetrics
 from ps_server.services import (
     CONTROL_SERVICES,
@@ -74,6 +76,8 @@ class Server:
     """
 
     def __init__(self, config: ServerConfig) -> None:
+        # torch imports much of itself when the first optimizer is made: now, not while the first job waits.
+        ELEMENTWISE["SGD"]([torch.zeros(1)], lr=0.0)  # type: ignore[call-arg]
         torch.set_num_threads(1)  # the apply threads are the parallelism; more would fight over the same cores
         self._config = config
         self._registry = CollectorRegistry()
@@ -118,13 +122,9 @@ class Server:
         return Coordinator(self._config.shard_count, self._config.lease)
 
     def _serve_metrics(self, config: ServerConfig) -> str:
-        try:
-            port, stop = serve_metrics(config.metrics_host, config.metrics_port, self._registry, self.coordinator)
-        except OSError as error:
-            raise InvalidRequest(
-                f"cannot serve metrics on {config.metrics_host}:{config.metrics_port} ({error.strerror}); "
-                "choose another --metrics-port"
-            ) from None
+        coordinator = self.coordinator
+        pages = {} if coordinator is None else {"/sd": lambda: service_discovery(coordinator)}
+        port, stop = serve_metrics(config.metrics_host, config.metrics_port, self._registry, pages)
         self._stops.append(stop)
         host = self.address.rpartition(":")[0] if config.advertise else _reachable(config.metrics_host)
         return f"{host}:{port}"

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import socketserver
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
-
-from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from ps_server.coordinator import Coordinator
 from ps_server.engine import Engine
@@ -77,9 +72,9 @@ def coordinator_gauges(coordinator: Coordinator) -> Gauges:
     )
 
 
-def service_discovery(coordinator: Coordinator) -> list[dict[str, Any]]:
-    """Every live shard and worker that serves metrics, as Prometheus' http_sd_configs wants them."""
-    targets = [
+def service_discovery(coordinator: Coordinator) -> bytes:
+    """Every live shard and worker that serves metrics, in the JSON of Prometheus' http_sd_configs."""
+    targets: list[dict[str, Any]] = [
         {"targets": [shard.metrics_address], "labels": {"role": "shard", "index": str(index)}}
         for index, shard in sorted(coordinator.shards().items())
         if shard.metrics_address
@@ -90,44 +85,4 @@ def service_discovery(coordinator: Coordinator) -> list[dict[str, Any]]:
             for m in job.members()
             if m.metrics_address
         ]
-    return targets
-
-
-class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-
-class _Silent(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes every few seconds are no news."""
-
-
-def serve_metrics(
-    host: str, port: int, registry: CollectorRegistry, coordinator: Coordinator | None
-) -> tuple[int, Callable[[], None]]:
-    """Serves /metrics, and /sd where there is a coordinator. Returns the port and a function that stops serving.
-
-    Raises OSError if the port cannot be bound.
-    """
-    metrics = make_wsgi_app(registry)
-
-    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if environ.get("PATH_INFO") == "/sd" and coordinator is not None:
-            start_response("200 OK", [("Content-Type", "application/json")])
-            return [json.dumps(service_discovery(coordinator)).encode()]
-        if environ.get("PATH_INFO") not in ("/metrics", "/"):
-            start_response("404 Not Found", [("Content-Type", "text/plain")])
-            return [b"/metrics is here" + (b", and /sd\n" if coordinator else b"\n")]
-        found: Iterable[bytes] = metrics(environ, start_response)
-        return found
-
-    server = make_server(host, port, app, _ThreadingServer, handler_class=_Silent)
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
-    thread.start()
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return server.server_port, stop
+    return json.dumps(targets).encode()

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from torch import nn
 
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.scrape import serve_metrics
 
 LATENCY_BUCKETS = tuple(0.0005 * 2**k for k in range(17))
 PHASES = ("data", "forward", "backward", "push", "pull", "wait")
@@ -92,18 +92,8 @@ class WorkerMetrics:
 
     def serve(self, host: str, port: int) -> None:
         """Serves /metrics; `address` says where. Raises InvalidRequest if the port cannot be bound."""
-        try:
-            server, thread = start_http_server(port, host, self.registry)
-        except OSError as error:
-            raise InvalidRequest(f"cannot serve metrics on {host}:{port} ({error.strerror})") from None
-        self.address = f"{host}:{server.server_port}"
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        self._stop = stop
+        bound, self._stop = serve_metrics(host, port, self.registry)
+        self.address = f"{host}:{bound}"
 
     def close(self) -> None:
         """Stops serving."""
