@@ -22,6 +22,8 @@ def describe(
     bucket_bytes: int,
     world_size: int,
     non_finite: NonFinite,
+    gradient_wire: str,
+    weight_wire: str,
 ) -> tuple[JobSpec, list[torch.Tensor]]:
     """The job that trains this model with this optimizer, and the model's tensors in the job's order.
 
@@ -57,6 +59,8 @@ def describe(
         bucket_bytes=bucket_bytes,
         world_size=world_size,
         non_finite=non_finite,
+        gradient_wire=gradient_wire,
+        weight_wire=weight_wire,
     )
     return spec, tensors
 

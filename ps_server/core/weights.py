@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,11 +20,19 @@ class Gradient:
     values: [numel of the bucket] in the bucket's dtype, read only; None when this step has no gradient (skipped)
     absent: positions of segments that have no gradient in this step
     groups: hyper-parameters to use from this update on, by group
+    borrowed: the values lie in the worker's own memory, which it may write again once it is told that it was fenced
     """
 
     values: torch.Tensor | None
     absent: frozenset[int] = frozenset()
     groups: Mapping[int, HyperParameters] | None = None
+    borrowed: bool = False
+
+    def owned(self) -> Gradient:
+        """The same contribution in memory of this process."""
+        if not self.borrowed or self.values is None:
+            return self
+        return replace(self, values=self.values.clone(), borrowed=False)
 
 
 class BucketWeights:
@@ -74,7 +82,7 @@ class BucketWeights:
     def step(self) -> None:
         """One optimizer step with the mean of what was added. Without any gradient, the weights stay as they are."""
         if self._optimizer is not None and self._sum is not None:
-            mean = self._sum if self._count == 1 else self._sum.div_(self._count).to(self.flat.dtype)
+            mean = (self._sum if self._count == 1 else self._sum.div_(self._count)).to(self.flat.dtype)
             for group in self._optimizer.param_groups:
                 group.update(self._groups.get(group["index"], {}))
             for position in self._present:
@@ -87,6 +95,11 @@ class BucketWeights:
         self._count = 0
         self._present.clear()
         self._groups.clear()
+
+    def own(self) -> None:
+        """Copies what the open update borrowed of a worker's memory."""
+        if self._sum is not None and self._count == 1:
+            self._sum = self._sum.clone()
 
     @property
     def optimizer_bytes(self) -> int:
