@@ -88,7 +88,7 @@ class Fenced(UnknownWorker):
 
 
 class NotShared(PSError):
-    """A shard cannot see this worker's memory, or has none of it attached; pushes and pulls go over the network then."""
+    """A shard cannot see this worker's memory, or has none of it attached: the network is what is left."""
 
     reason = "NOT_SHARED"
     code = grpc.StatusCode.FAILED_PRECONDITION

@@ -23,6 +23,7 @@ from ps_protocol.tensors import TORCH_DTYPES
 NONCE_BYTES = 32
 PAGE_BYTES = 4096
 NAME_PREFIX = "ps-torch-"
+MEMORY_FILE = "/memfd:ps-torch "  # how /proc shows a memory file of that name, before "(deleted)"
 DEFAULT_SHARED_DIRECTORY = Path("/dev/shm")
 
 

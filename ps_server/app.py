@@ -92,6 +92,7 @@ class Server:
         port = _bind(self._grpc, config.host, config.port)
         self.address = config.advertise or f"{_reachable(config.host)}:{port}"
         self._stops: list[Callable[[], None]] = []
+        self.engine: Engine | None = None  # set where this process is a shard
         self.coordinator = self._make_coordinator() if config.shard_count is not None else None
         self.metrics_address = self._serve_metrics(config)
         names: list[str] = []
@@ -150,6 +151,7 @@ class Server:
             self._config.apply_threads,
             self._config.shared_directory,
         )
+        self.engine = engine
         data = DataService(engine)
         data.register(self._grpc)
         control_pb2_grpc.add_ShardServiceServicer_to_server(ShardService(engine), self._grpc)

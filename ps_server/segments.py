@@ -11,14 +11,14 @@ import stat
 from pathlib import Path
 
 from ps_protocol.errors import NotShared
-from ps_protocol.segments import NAME_PREFIX, NONCE_BYTES, SegmentMap, SegmentPlan
+from ps_protocol.segments import MEMORY_FILE, NAME_PREFIX, NONCE_BYTES, SegmentMap, SegmentPlan
 
 _MEMORY_FILE = re.compile(r"(\d{1,10})/(\d{1,10})")
 _NAME = re.compile(re.escape(NAME_PREFIX) + r"[0-9a-f]{32}")
 
 
 def attach(location: str, nonce: bytes, plan: SegmentPlan, directory: Path) -> SegmentMap:
-    """Maps the segment at a location, after checking that it is the caller's, ours alone, and as large as the job needs.
+    """Maps the segment at a location, if it is the caller's, this user's alone, and as large as the job needs.
 
     location: "PID/FD" or a bare file name in `directory`; anything else is refused, so that no peer can have another
     file opened. Raises NotShared saying what was expected and what came.
@@ -27,6 +27,7 @@ def attach(location: str, nonce: bytes, plan: SegmentPlan, directory: Path) -> S
     if number:
         path = Path(f"/proc/{number[1]}/fd/{number[2]}")
         flags = os.O_RDWR | os.O_NONBLOCK
+        _refuse_other_files(path, location)
     elif _NAME.fullmatch(location):
         path = directory / location
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -50,6 +51,16 @@ def attach(location: str, nonce: bytes, plan: SegmentPlan, directory: Path) -> S
         memory.close()
         raise NotShared(f"the segment {location} is another one: its first {NONCE_BYTES} bytes differ")
     return SegmentMap(memory, plan)
+
+
+def _refuse_other_files(path: Path, location: str) -> None:
+    """In another PID namespace the number may be of any process: nothing but a memory file of ours is even opened."""
+    try:
+        found = path.readlink()
+    except OSError as error:
+        raise NotShared(f"the segment {location} is not to be seen from here ({error.strerror})") from None
+    if not str(found).startswith(MEMORY_FILE):
+        raise NotShared(f"the segment {location} is no memory file of a worker")
 
 
 def _refuse_shrinking(descriptor: int, location: str, sealed: bool) -> None:

@@ -86,7 +86,7 @@ class FlatModel:
         self._on_ready(index)
 
     def _adopt(self, index: int) -> bool:
-        """Moves a gradient into the flat buffer, wherever it was made, and frees the memory it came in; True if moved."""
+        """Moves a gradient into the flat buffer, and frees the memory it was made in; True if it was elsewhere."""
         tensor, view = self._tensors[index], self._gradient_views[index]
         gradient = tensor.grad
         if gradient is None or gradient.data_ptr() == view.data_ptr():
@@ -117,7 +117,7 @@ class FlatModel:
     def not_finite(self, absent: set[int], changed: bool) -> str | None:
         """The name of a parameter whose gradient holds an infinity or a NaN, if there is one.
 
-        changed: gradients were changed after backward, so that what was seen then does not count. Forgets what was seen.
+        changed: gradients were changed after backward, so what was seen then does not count. Forgets what was seen.
         """
         seen, self._finite = ({} if changed else self._finite), {}
         if not self._check:

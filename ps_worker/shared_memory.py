@@ -47,7 +47,7 @@ class LocalSegment:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
-            # Takes the pages now: without this, a full directory would end the process with SIGBUS in the middle of a step.
+            # Takes the pages now: a full directory would otherwise end the process with SIGBUS in the middle of a step.
             os.posix_fallocate(self._descriptor, 0, size)
             if directory is None:
                 fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
