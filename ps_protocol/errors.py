@@ -12,7 +12,10 @@
     ├── OutOfOrder            a push that skips a clock
     ├── TryLater              nothing is wrong; come back in a moment
     ├── LimitExceeded         past a named limit
+    ├── Unauthenticated       the caller has not said who it is, or nobody here knows it
+    ├── Forbidden             the caller may not do this, or speaks for another
     └── Unreachable           nobody answers at the address, or no server of this kind
+        └── Untrusted         the two ends of a TLS connection do not trust each other
 
 A server raises one of these; `status_of` turns it into a gRPC code and an ErrorInfo reason; `error_from` turns these
 back into the same class at the worker. Nothing is ever recognised by the text of a message.
@@ -123,11 +126,31 @@ class Backlogged(LimitExceeded):
     retryable = True
 
 
+class Unauthenticated(PSError, PermissionError):
+    """The caller has shown neither a token nor a certificate that is known here."""
+
+    reason = "UNAUTHENTICATED"
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class Forbidden(PSError, PermissionError):
+    """The caller's roles do not let it do this, or it speaks for a worker that it is not."""
+
+    reason = "FORBIDDEN"
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
 class Unreachable(PSError, ConnectionError):
     """Nobody answers at the address, or what answers is no server of this project."""
 
     reason = "UNREACHABLE"
     code = grpc.StatusCode.UNAVAILABLE
+
+
+class Untrusted(Unreachable):
+    """A TLS connection does not come about: a certificate, a CA or a host name is wrong; the message says which."""
+
+    reason = "UNTRUSTED"
 
 
 def _all_errors(root: type[PSError]) -> list[type[PSError]]:

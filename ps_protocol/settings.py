@@ -45,6 +45,20 @@ def add_setting(
     )
 
 
+def add_access_settings(parser: argparse.ArgumentParser, serves: bool = False) -> None:
+    """Adds the flags of ps_protocol.credentials: --tls-cert, --tls-key, --tls-ca, --insecure, and a client's token."""
+    whose = "this process" if serves else "this client, if servers ask for one"
+    add_setting(parser, "--tls-cert", f"certificate of {whose}, as PEM", metavar="FILE")
+    add_setting(parser, "--tls-key", "its private key", metavar="FILE")
+    note = "; with it, a server demands a certificate of every client" if serves else ""
+    add_setting(parser, "--tls-ca", f"the CA that the other end's certificate is verified by{note}", metavar="FILE")
+    if serves:
+        add_setting(parser, "--insecure", "listen beyond this machine without TLS, and say so in the log", kind=bool)
+    else:
+        add_setting(parser, "--token-file", "file with this client's bearer token", metavar="FILE")
+        add_setting(parser, "--insecure", "let a token travel to another machine in plaintext", kind=bool)
+
+
 def _switch(name: str, given: str | None) -> bool:
     value = (given or "").lower()
     if value not in _TRUE | _FALSE:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import resource
 import secrets
 import socket
 import threading
@@ -18,16 +20,22 @@ from prometheus_client import GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.registry import CollectorRegistry
 
 from ps_protocol.channel import open_channel, server_options
-from ps_protocol.errors import InvalidRequest, PSError, error_from
+from ps_protocol.credentials import Access, Tls, server_credentials
+from ps_protocol.errors import InvalidRequest, PSError, TryLater, error_from
+from ps_protocol.exposure import is_exposed
+from ps_protocol.handshake import refusal
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.scrape import serve_metrics
 from ps_protocol.segments import DEFAULT_SHARED_DIRECTORY
 from ps_protocol.v1 import control_pb2_grpc
 from ps_server import messages
 from ps_server.boundary import Boundary
+from ps_server.callers import Callers
 from ps_server.coordinator import DEFAULT_LEASE_SECONDS, SHARD_CALL_SECONDS, Coordinator
 from ps_server.engine import Engine
-from ps_server.gauges import coordinator_gauges, service_discovery, shard_gauges
+from ps_server.gate import Gate
+from ps_server.gauges import coordinator_gauges, security_gauges, service_discovery, shard_gauges
+from ps_server.limits import DEFAULTS, Limits
 from ps_server.metrics import ShardMetrics
 from ps_server.services import (
     CONTROL_SERVICES,
@@ -42,7 +50,7 @@ from ps_server.services import (
 
 log = logging.getLogger("ps_server")
 
-CONTROL_THREADS = 16
+CONTROL_THREADS = 1024  # more than one caller may have in flight; they are made when they are needed
 STOP_GRACE_SECONDS = 2.0
 
 
@@ -58,6 +66,10 @@ class ServerConfig:
     lease:       seconds for which a worker counts as live without a heartbeat
     apply_threads: threads that apply updates
     shared_directory: where workers on this host leave segments that are files
+    tls:         certificates to serve with, and to call the other servers with; None: plaintext, on loopback
+    tokens:      file that says who may do what; None: whoever can connect may do everything
+    insecure:    plaintext may be served beyond this machine; metrics_insecure: metrics may
+    limits:      how much anyone may take
     """
 
     shard_count: int | None = None
@@ -71,6 +83,11 @@ class ServerConfig:
     lease: float = DEFAULT_LEASE_SECONDS
     apply_threads: int = 1
     shared_directory: Path = DEFAULT_SHARED_DIRECTORY
+    tls: Tls | None = None
+    tokens: Path | None = None
+    insecure: bool = False
+    metrics_insecure: bool = False
+    limits: Limits = DEFAULTS
 
 
 class Server:
@@ -84,14 +101,26 @@ class Server:
         ELEMENTWISE["SGD"]([torch.zeros(1)], lr=0.0)  # type: ignore[call-arg]
         torch.set_num_threads(1)  # the apply threads are the parallelism; more would fight over the same cores
         self._config = config
+        exposed = is_exposed(config.host, config.tls is not None, config.insecure, "this server", "--insecure")
+        _allow_many_files(config.limits.connections)
+        self._callers = Callers(config.tokens)
+        self._access = Access(config.tls, self._callers.cluster_token if self._callers.asks else None, config.insecure)
+        self._gate = Gate(self._callers, config.limits)
         self._registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
         self._control_pool = ThreadPoolExecutor(CONTROL_THREADS, "control")
-        self._grpc = grpc.server(self._control_pool, interceptors=[Boundary(self._registry)], options=server_options())
-        port = _bind(self._grpc, config.host, config.port)
+        self._grpc = grpc.server(
+            self._control_pool,
+            interceptors=[Boundary(self._registry, self._gate)],
+            options=server_options() + config.limits.options(),
+        )
+        port = _bind(self._grpc, config.host, config.port, config.tls)
         self.address = config.advertise or f"{_reachable(config.host)}:{port}"
-        self._stops: list[Callable[[], None]] = []
+        self._stops: list[Callable[[], None]] = [self._gate.stop]
+        self._registry.register(security_gauges(self._gate, exposed, config.tls is not None, self._callers.asks))
+        if exposed:
+            log.warning("insecure: %s serves plaintext beyond this machine, as --insecure says", self.address)
         self.engine: Engine | None = None  # set where this process is a shard
         self.coordinator = self._make_coordinator() if config.shard_count is not None else None
         self.metrics_address = self._serve_metrics(config)
@@ -105,7 +134,9 @@ class Server:
         self._registration: Registration | None = None
         if config.index is not None:
             coordinator = config.coordinator or f"{_reachable(config.host)}:{port}"
-            self._registration = Registration(coordinator, config.index, self.address, self.metrics_address)
+            self._registration = Registration(
+                coordinator, config.index, self.address, self.metrics_address, self._access
+            )
 
     def wait_ready(self, timeout: float) -> bool:
         """Waits until the coordinator knows this shard; at once true for a coordinator alone."""
@@ -124,12 +155,14 @@ class Server:
 
     def _make_coordinator(self) -> Coordinator:
         assert self._config.shard_count is not None
-        return Coordinator(self._config.shard_count, self._config.lease)
+        return Coordinator(self._config.shard_count, self._config.lease, self._access, self._config.limits)
 
     def _serve_metrics(self, config: ServerConfig) -> str:
         coordinator = self.coordinator
-        pages = {} if coordinator is None else {"/sd": lambda: service_discovery(coordinator)}
-        port, stop = serve_metrics(config.metrics_host, config.metrics_port, self._registry, pages)
+        pages = {} if coordinator is None else {"/sd": lambda: service_discovery(coordinator, config.tls is not None)}
+        allowed = config.metrics_insecure or config.insecure
+        is_exposed(config.metrics_host, config.tls is not None, allowed, "metrics", "--metrics-insecure")
+        port, stop = serve_metrics(config.metrics_host, config.metrics_port, self._registry, pages, config.tls)
         self._stops.append(stop)
         host = self.address.rpartition(":")[0] if config.advertise else _reachable(config.metrics_host)
         return f"{host}:{port}"
@@ -163,8 +196,9 @@ class Server:
 class Registration:
     """Tells the coordinator every few seconds that this shard is here, for as long as it is."""
 
-    def __init__(self, coordinator: str, index: int, address: str, metrics_address: str) -> None:
+    def __init__(self, coordinator: str, index: int, address: str, metrics_address: str, access: Access) -> None:
         self.known = threading.Event()
+        self._access = access
         self._coordinator = coordinator
         process = secrets.randbits(63)
         self._request = messages.register_shard_request(index, address, metrics_address, os.getpid(), process)
@@ -179,7 +213,7 @@ class Registration:
 
     def _run(self) -> None:
         said = ""
-        with open_channel(self._coordinator) as channel:
+        with open_channel(self._coordinator, self._access) as channel:
             register = control_pb2_grpc.ClusterServiceStub(channel).RegisterShard
             while not self._stopping.is_set():
                 try:
@@ -188,15 +222,20 @@ class Registration:
                     said = ""
                 except grpc.RpcError as call:
                     error: PSError = error_from(call, f"coordinator at {self._coordinator}")
+                    if isinstance(error, TryLater):
+                        error = refusal(self._coordinator, self._access) or error
                     if type(error).__name__ != said:  # each trouble is said once, not every two seconds
                         log.warning("%s; trying again", error)
                         said = type(error).__name__
                 self._stopping.wait(SHARD_CALL_SECONDS)
 
 
-def _bind(server: grpc.Server, host: str, port: int) -> int:
+def _bind(server: grpc.Server, host: str, port: int, tls: Tls | None) -> int:
+    where = f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        bound = (
+            server.add_insecure_port(where) if tls is None else server.add_secure_port(where, server_credentials(tls))
+        )
     except RuntimeError:
         bound = 0
     if not bound:
@@ -204,6 +243,16 @@ def _bind(server: grpc.Server, host: str, port: int) -> int:
             f"cannot listen on {host}:{port}: the port is in use, or the address is not this machine's"
         )
     return int(bound)
+
+
+def _allow_many_files(wanted: int) -> None:
+    """Each connection is an open file, and shells often allow few: takes what the system lets this process have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted += 1024  # for everything else
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _reachable(host: str) -> str:

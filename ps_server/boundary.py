@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from ps_protocol.errors import PSError
+from ps_protocol.errors import InvalidRequest, PSError
+from ps_server.core.roles import Caller
+from ps_server.gate import Gate
 from ps_server.metrics import LATENCY_BUCKETS
 from ps_server.streams import set_error
 
@@ -38,14 +41,16 @@ class CallMetrics:
 
 
 class Boundary(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no types
-    """Wraps every unary and server-streaming method that is registered.
+    """Wraps every method that is registered: nobody gets to one past the gate.
 
     A PSError becomes its status; anything else is logged here and leaves as INTERNAL without its text, which may hold
-    what is none of the caller's business.
+    what is none of the caller's business. A unary request is read as a stream of one message (the same bytes): so the
+    caller is known, and counted, before its request is read, and the request is not parsed on gRPC's polling thread.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, gate: Gate) -> None:
         self._metrics = CallMetrics(registry)
+        self._gate = gate
         self._wrapped: dict[str, grpc.RpcMethodHandler | None] = {}
 
     def intercept_service(
@@ -63,19 +68,50 @@ class Boundary(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no
 
     def _wrap(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
         _, service, name = method.split("/")
+        read = _Reader(self._gate, method, handler.request_deserializer)
         if handler.unary_unary:
-            wrapped = _observe_unary(handler.unary_unary, _Labels(self._metrics, "unary", service, name))
-            return grpc.unary_unary_rpc_method_handler(
-                wrapped, handler.request_deserializer, handler.response_serializer
+            labels = _Labels(self._metrics, "unary", service, name)
+            return grpc.stream_unary_rpc_method_handler(
+                _observe_unary(handler.unary_unary, labels, read), None, handler.response_serializer
             )
-        if handler.unary_stream and getattr(handler.unary_stream, "experimental_non_blocking", False):
+        if handler.unary_stream:
+            if not getattr(handler.unary_stream, "experimental_non_blocking", False):
+                raise TypeError(f"{method} would hold a thread while it streams")
             labels = _Labels(self._metrics, "server_stream", service, name)
-            return grpc.unary_stream_rpc_method_handler(
-                _observe_stream(handler.unary_stream, labels),
-                handler.request_deserializer,
-                handler.response_serializer,
+            return grpc.stream_stream_rpc_method_handler(
+                _observe_stream(handler.unary_stream, labels, read), None, handler.response_serializer
             )
-        return handler  # reflection's streams: not ours, and never on the data path
+        if not handler.stream_stream:
+            raise TypeError(f"{method} is of a kind that nothing here guards")
+        return grpc.stream_stream_rpc_method_handler(
+            _guard(handler.stream_stream, read), handler.request_deserializer, handler.response_serializer
+        )
+
+
+class _Reader:
+    """Lets a call in, and reads its one request."""
+
+    def __init__(self, gate: Gate, method: str, parse: Callable[[bytes], Any] | None) -> None:
+        self.gate = gate
+        self.method = method
+        self._parse = parse
+
+    def enter(self, context: grpc.ServicerContext) -> Caller:
+        """Who calls; see Gate.enter."""
+        return self.gate.enter(self.method, context)
+
+    def one(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        """The request. Raises InvalidRequest if it does not come or cannot be parsed."""
+        with self.gate.receiving(context):
+            raw = next(requests, None)
+        if raw is None:
+            raise InvalidRequest("the call ended before its request came")
+        if self._parse is None:
+            return raw
+        try:
+            return self._parse(raw)
+        except DecodeError:
+            raise InvalidRequest(f"the bytes are no request of {self.method.rpartition('/')[2]}") from None
 
 
 class _Labels:
@@ -107,13 +143,19 @@ def _error_of(error: Exception) -> PSError:
     return PSError("internal error; the server's log says more")
 
 
-def _observe_unary(behaviour: Callable[..., Any], labels: _Labels) -> Callable[..., Any]:
-    def wrapped(request: Any, context: grpc.ServicerContext) -> Any:
+def _observe_unary(behaviour: Callable[..., Any], labels: _Labels, read: _Reader) -> Callable[..., Any]:
+    def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
         begun = time.perf_counter()
         labels.started.inc()
-        labels.received.inc()
         try:
-            response = behaviour(request, context)
+            caller = read.enter(context)
+            request = read.one(requests, context)
+            labels.received.inc()
+            with read.gate.running(caller, read.method):
+                response = behaviour(request, context)
+        except grpc.RpcError:  # the caller is gone, or was too slow
+            labels.ended("CANCELLED", begun)
+            raise
         except Exception as error:
             known = _error_of(error)
             labels.ended(known.code.name, begun)
@@ -127,30 +169,62 @@ def _observe_unary(behaviour: Callable[..., Any], labels: _Labels) -> Callable[.
     return wrapped
 
 
-def _observe_stream(behaviour: Callable[..., Any], labels: _Labels) -> Callable[..., Any]:
-    def wrapped(request: Any, context: grpc.ServicerContext, send: Callable[[Any], None]) -> None:
+def _observe_stream(behaviour: Callable[..., Any], labels: _Labels, read: _Reader) -> Callable[..., Any]:
+    def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext, send: Callable[[Any], None]) -> None:
         begun = time.perf_counter()
         finished = False
         labels.started.inc()
-        labels.received.inc()
 
         def counted(message: Any) -> None:
             nonlocal finished
             finished = finished or message is None
-            if message is not None:
-                labels.sent.inc()
-            send(message)
+            if message is None:
+                send(None)
+                return
+            labels.sent.inc()
+            with read.gate.sending(context):
+                send(message)
 
         def ended() -> None:
             code = context.code()
             labels.ended("CANCELLED" if not finished else code.name if code else "OK", begun)
 
-        context.add_callback(ended)
+        if not context.add_callback(ended):
+            return
         try:
-            behaviour(request, context, counted)
+            caller = read.enter(context)
+            request = read.one(requests, context)
+            labels.received.inc()
+            with read.gate.running(caller, read.method):
+                behaviour(request, context, counted)
+        except grpc.RpcError:  # the caller is gone, or was too slow
+            return
         except Exception as error:
             set_error(context, _error_of(error))
             counted(None)
 
     _keep_pool(wrapped, behaviour)
+    return wrapped
+
+
+def _guard(behaviour: Callable[..., Any], read: _Reader) -> Callable[..., Any]:
+    """Reflection: a stream each way, which nobody may leave open for long."""
+
+    def wrapped(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        try:
+            read.enter(context)
+        except PSError as error:
+            set_error(context, error)
+            context.abort(error.code, str(error))
+
+        def timely() -> Iterator[Any]:
+            while True:
+                with read.gate.receiving(context):
+                    request = next(requests, None)
+                if request is None:
+                    return
+                yield request
+
+        yield from behaviour(timely(), context)
+
     return wrapped

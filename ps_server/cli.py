@@ -14,7 +14,8 @@ from typing import NoReturn
 
 from ps_protocol.channel import DEFAULT_PORT
 from ps_protocol.errors import PSError
-from ps_protocol.settings import add_setting, count, host_port, index, port_number, seconds
+from ps_protocol.settings import add_access_settings, add_setting, count, host_port, index, port_number, seconds
+from ps_server.limits import add_limits, limits_of
 
 DEFAULT_METRICS_PORT = 9100
 
@@ -52,11 +53,17 @@ def parser() -> argparse.ArgumentParser:
         ("end", "end a job and give its memory back"),
     ):
         command = commands.add_parser(name, help=text)
+        add_access_settings(command)
         add_setting(command, "--server", "the coordinator", default=f"127.0.0.1:{DEFAULT_PORT}", kind=host_port)
         if name == "status":
             command.add_argument("--json", action="store_true", help="for programs: one JSON object")
         if name == "end":
             add_setting(command, "--job", "the job to end", required=True, metavar="NAME")
+
+    certs = commands.add_parser("dev-certs", help="make a small CA with certificates for servers and clients")
+    certs.add_argument("directory", metavar="DIR", help="gets ca.pem, server.pem, client.pem, their keys, and roles")
+    certs.add_argument("--host", action="append", default=[], metavar="NAME", help="a server's name; may be repeated")
+    certs.add_argument("--days", type=count, default=365, help="for which they are valid [default 365]")
     return root
 
 
@@ -70,6 +77,10 @@ def _add_listening(command: argparse.ArgumentParser, note: str = "0: any free on
         command, "--shared-directory", "where workers on this host may share memory as files", default="/dev/shm"
     )
     add_setting(command, "--apply-threads", "threads a shard applies updates with", default=1, kind=count)
+    add_access_settings(command, serves=True)
+    add_setting(command, "--tokens", "who may do what: lines ROLE[:JOB] TOKEN and cn:NAME ROLE[:JOB]", metavar="FILE")
+    add_setting(command, "--metrics-insecure", "serve metrics beyond this machine without TLS", kind=bool)
+    add_limits(command)
 
 
 def _add_advertise(command: argparse.ArgumentParser) -> None:
@@ -95,25 +106,37 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "up":
         from ps_server.supervisor import UpConfig, up
 
-        return up(UpConfig(**{name: getattr(arguments, name) for name in UpConfig.__dataclass_fields__}))
+        given = {name: getattr(arguments, name) for name in UpConfig.__dataclass_fields__ if name != "limits"}
+        return up(UpConfig(**given, limits=limits_of(arguments)))
     if arguments.command in ("coordinator", "shard"):
         return _serve(arguments)
+    if arguments.command == "dev-certs":
+        from ps_server.dev_certs import write
+
+        made = write(Path(arguments.directory), arguments.host, arguments.days)
+        print(f"ps-server: {arguments.directory} {'has certificates now' if made else 'has certificates already'}")
+        return 0
+    from ps_protocol.credentials import access
+
+    files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca
+    mine = access(*files, arguments.token_file, arguments.insecure)
     if arguments.command == "health":
         from ps_server.probe import is_serving
 
-        return 0 if is_serving(arguments.server) else 1
+        return 0 if is_serving(arguments.server, mine) else 1
     from ps_server import status
 
     if arguments.command == "end":
-        status.end_job(arguments.server, arguments.job)
+        status.end_job(arguments.server, arguments.job, mine)
         return 0
-    found = status.fetch(arguments.server)
+    found = status.fetch(arguments.server, mine)
     print(json.dumps(found, indent=2) if arguments.json else status.table(found))
     return 0
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     """Runs one server process until it is told to stop."""
+    from ps_protocol.credentials import tls
     from ps_server.app import Server, ServerConfig
     from ps_server.supervisor import await_coordinator, watch_lifeline
 
@@ -142,6 +165,11 @@ def _serve(arguments: argparse.Namespace) -> int:
             lease=arguments.lease,
             apply_threads=arguments.apply_threads,
             shared_directory=Path(arguments.shared_directory),
+            tls=tls(arguments.tls_cert, arguments.tls_key, arguments.tls_ca),
+            tokens=Path(arguments.tokens) if arguments.tokens else None,
+            insecure=arguments.insecure,
+            metrics_insecure=arguments.metrics_insecure,
+            limits=limits_of(arguments),
         )
     )
     while not stop.is_set() and not server.wait_ready(0.2):
@@ -152,7 +180,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         else:
             role = "coordinator" if alone else f"shard {arguments.index}"
             print(f"ps-server: {role} ready at {server.address}", flush=True)
-            print(f"ps-server: metrics at http://{server.metrics_address}/metrics", flush=True)
+            scheme = "https" if arguments.tls_cert else "http"
+            print(f"ps-server: metrics at {scheme}://{server.metrics_address}/metrics", flush=True)
     stop.wait()
     server.stop()
     return 0

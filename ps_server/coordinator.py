@@ -11,6 +11,7 @@ two rounds over the shards, so that every shard counts the newcomer from the sam
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -18,17 +19,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ps_protocol.channel import MAX_BUCKET_BYTES
-from ps_protocol.errors import InvalidRequest, JobMismatch, NotFound, PSError, TryLater
+from ps_protocol.credentials import PLAINTEXT, Access
+from ps_protocol.errors import InvalidRequest, JobMismatch, LimitExceeded, NotFound, PSError, TryLater
 from ps_protocol.job import JobSpec, difference, validate
 from ps_protocol.layout import bucket_layout
 from ps_protocol.optimizers import check_hyper_parameters
-from ps_server.core.membership import Member, Membership
+from ps_server.core.membership import Member, Membership, check_key
 from ps_server.core.placement import imbalance, place
+from ps_server.limits import DEFAULTS, Limits, check_job_limits
 from ps_server.shard_client import ShardClient, on_all
 
 log = logging.getLogger("ps_server")
 
 DEFAULT_LEASE_SECONDS = 10.0
+LEASE_KEY_BYTES = 16
 # A shard calls in every SHARD_CALL_SECONDS; one that was silent for SHARD_LOST_SECONDS may be replaced.
 SHARD_CALL_SECONDS = 2.0
 SHARD_LOST_SECONDS = 10.0
@@ -80,12 +84,21 @@ class CoordinatedJob:
 class Coordinator:
     """All jobs of a cluster. Methods may be called from any thread and raise PSError.
 
-    lease: seconds for which a worker counts as live without a heartbeat
+    lease:  seconds for which a worker counts as live without a heartbeat
+    access: what the shards are called with
     """
 
-    def __init__(self, shard_count: int, lease: float = DEFAULT_LEASE_SECONDS) -> None:
+    def __init__(
+        self,
+        shard_count: int,
+        lease: float = DEFAULT_LEASE_SECONDS,
+        access: Access = PLAINTEXT,
+        limits: Limits = DEFAULTS,
+    ) -> None:
         self.shard_count = shard_count
         self.lease = lease
+        self._access = access
+        self._limits = limits
         self._shards: dict[int, Shard] = {}
         self._jobs: dict[str, CoordinatedJob] = {}
         self._lock = threading.Lock()
@@ -124,7 +137,7 @@ class Coordinator:
                 raise TryLater(f"shard {index} is already served by process {known.pid} at {known.client.address}")
             if known is None or known.process != process:
                 log.info("shard %d at %s", index, address)
-                client = ShardClient(index, address)
+                client = ShardClient(index, address, self._access)
             else:
                 client = known.client
             self._shards[index] = Shard(client, metrics_address, pid, process, now)
@@ -146,6 +159,7 @@ class Coordinator:
     def register_job(self, spec: JobSpec) -> tuple[CoordinatedJob, bool]:
         """The job with this spec, and whether this call made it. Raises JobMismatch naming what differs."""
         validate(spec, MAX_BUCKET_BYTES)
+        check_job_limits(spec, self._limits)
         for group in spec.groups:
             check_hyper_parameters(spec.optimizer, group)
         clients = self._clients()
@@ -156,6 +170,8 @@ class Coordinator:
                 if found is not None:
                     raise JobMismatch(f"job {spec.name!r} exists and differs: {found}")
                 return known, False
+            if len(self._jobs) >= self._limits.jobs:
+                raise LimitExceeded(f"there are {self._limits.jobs} jobs already: that is the limit max-jobs")
             job = self._make_job(spec, clients)
             with self._lock:
                 self._jobs[spec.name] = job
@@ -213,36 +229,42 @@ class Coordinator:
                 raise NotFound(f"job {name!r} ended")
             with job.guard:
                 rank = job.membership.claim(rank)
-                incarnation = job.membership.next_incarnation()
+                others = len(job.membership.members.keys() - {rank})
+                if others >= self._limits.workers:
+                    raise LimitExceeded(f"job {name!r} has {others} workers already: that is the limit max-workers")
+                incarnation, key = job.membership.next_incarnation(), secrets.token_bytes(LEASE_KEY_BYTES)
             try:
-                frontiers = on_all(self._pool, clients, lambda c: c.admit(name, rank, incarnation, None))
+                frontiers = on_all(self._pool, clients, lambda c: c.admit(name, rank, incarnation, None, key))
                 clock = max(frontiers)
-                on_all(self._pool, clients, lambda c: c.admit(name, rank, incarnation, clock))
+                on_all(self._pool, clients, lambda c: c.admit(name, rank, incarnation, clock, key))
             except PSError:
                 self._retire(job, rank, incarnation)
                 raise
             expires = time.monotonic() + self.lease
-            member = Member(rank, incarnation, expires, clock, pid, host, metrics_address)
+            member = Member(rank, incarnation, expires, clock, pid, host, metrics_address, key)
             with job.guard:
                 job.membership.join(member)
             self._announce(job)
         log.info("job %s: worker %d joins at clock %d (incarnation %d)", name, rank, clock, incarnation)
         return member, clock
 
-    def heartbeat(self, name: str, rank: int, incarnation: int, clock: int) -> int:
+    def heartbeat(self, name: str, rank: int, incarnation: int, clock: int, key: bytes = b"") -> int:
         """Renews a lease; answers with the number of live workers."""
         job = self._job(name)
         with job.guard:
-            job.membership.heartbeat(rank, incarnation, clock, time.monotonic())
+            job.membership.heartbeat(rank, incarnation, clock, time.monotonic(), key)
             return len(job.membership.members)
 
-    def leave(self, name: str, rank: int, incarnation: int) -> bool:
+    def leave(self, name: str, rank: int, incarnation: int, key: bytes = b"") -> bool:
         """Takes a worker off; True when it was the last one and the job ended."""
         job = self._jobs.get(name)
         if job is None:
             return True
         with job.lock:
             with job.guard:
+                member = job.membership.members.get(rank)
+                if member is not None and member.incarnation == incarnation:
+                    check_key(rank, key, member.key)
                 left, empty = job.membership.leave(rank, incarnation), not job.membership.members
             if not left:
                 return job.ended

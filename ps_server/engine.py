@@ -151,11 +151,11 @@ class Engine:
             self._metrics.forget(name)
             log.info("job %s: dropped", name)
 
-    def admit(self, name: str, rank: int, incarnation: int, clock: int | None) -> int:
+    def admit(self, name: str, rank: int, incarnation: int, clock: int | None, key: bytes = b"") -> int:
         """Counts a worker as live; see ShardJob.admit."""
         job = self._job(name)
         with job.lock:
-            frontier = job.state.admit(rank, incarnation, clock)
+            frontier = job.state.admit(rank, incarnation, clock, key)
         self._detach(job, rank, incarnation)
         self._roster_changed(job)
         return frontier
@@ -207,6 +207,9 @@ class Engine:
         """Checks all, then stages each: a push that is refused for what it holds leaves none of them behind."""
         name, found = job.state.spec.name, []
         try:
+            with job.lock:
+                for push in pushes[:1]:  # all come from one worker
+                    job.state.check_worker(push.rank, push.incarnation, push.key)
             gradients = [job.state.check(push) for push in pushes]
             for push, gradient in zip(pushes, gradients, strict=True):
                 with job.lock:
@@ -223,20 +226,20 @@ class Engine:
             raise
         return found
 
-    def attach(self, name: str, rank: int, incarnation: int, location: str, nonce: bytes) -> None:
+    def attach(self, name: str, rank: int, incarnation: int, location: str, nonce: bytes, key: bytes = b"") -> None:
         """Maps the segment that a live worker made. Raises NotShared if it is not to be seen from here."""
         job = self._job(name)
         with job.lock:
-            job.state.check_worker(rank, incarnation)
+            job.state.check_worker(rank, incarnation, key)
         segment = attach(location, nonce, job.plan, self._shared_directory)
         with job.lock:
-            job.state.check_worker(rank, incarnation)
+            job.state.check_worker(rank, incarnation, key)
             job.segments[rank] = Attached(incarnation, segment)
 
     def push_shared(self, push: SharedPush) -> int:
         """As `push`, for buckets whose gradients lie in the worker's segment; answers how many were repeats."""
         job = self._job(push.job)
-        segment = self._segment(job, push.rank, push.incarnation)
+        segment = self._segment(job, push.rank, push.incarnation, push.key)
         pushes = [
             Push(
                 job=push.job,
@@ -249,14 +252,15 @@ class Engine:
                 absent=bucket.absent,
                 groups=push.groups,
                 borrowed=True,
+                key=push.key,
             )
             for bucket in push.buckets
         ]
         return sum(staged.duplicate for staged in self._push_all(job, pushes))
 
-    def _segment(self, job: RunningJob, rank: int, incarnation: int) -> SegmentMap:
+    def _segment(self, job: RunningJob, rank: int, incarnation: int, key: bytes) -> SegmentMap:
         with job.lock:
-            job.state.check_worker(rank, incarnation)
+            job.state.check_worker(rank, incarnation, key)
             attached = job.segments.get(rank)
         if attached is None or attached.incarnation != incarnation:
             raise NotShared(f"worker {rank} has attached no segment here")
@@ -308,13 +312,14 @@ class Engine:
         indices: list[int],
         outbox: Outbox,
         shared: bool = False,
+        key: bytes = b"",
     ) -> None:
         """Sends each bucket on the outbox as soon as it is admitted, then ends the stream. Returns at once.
 
         shared: the buckets go into the worker's segment, and only the word of it on the outbox
         """
         job = self._job(name)
-        segment = self._segment(job, rank, incarnation) if shared else None
+        segment = self._segment(job, rank, incarnation, key) if shared else None
         if len(set(indices)) != len(indices):
             raise InvalidRequest("a pull names each bucket at most once")
         now = time.monotonic()
@@ -323,7 +328,7 @@ class Engine:
             for index in indices:
                 job.state.trained(index)
         with job.lock:
-            job.state.check_worker(rank, incarnation)
+            job.state.check_worker(rank, incarnation, key)
             verdicts = {index: job.state.admits(index, rank, clock) for index in indices}
             for index, verdict in verdicts.items():
                 if not verdict.admitted:

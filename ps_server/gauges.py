@@ -8,6 +8,7 @@ from typing import Any
 
 from ps_server.coordinator import Coordinator
 from ps_server.engine import Engine
+from ps_server.gate import Gate
 from ps_server.metrics import Gauges, Sample
 
 
@@ -72,16 +73,41 @@ def coordinator_gauges(coordinator: Coordinator) -> Gauges:
     )
 
 
-def service_discovery(coordinator: Coordinator) -> bytes:
+def security_gauges(gate: Gate, exposed: bool, encrypted: bool, asks: bool) -> Gauges:
+    """What this process is open to, and what its callers have in flight."""
+
+    def flag(value: bool) -> Callable[[], Iterable[Sample]]:
+        return lambda: [((), float(value))]
+
+    def count(name: str) -> Callable[[], Iterable[Sample]]:
+        return lambda: [((), gate.statistics()[name])]
+
+    return Gauges(
+        [
+            ("ps_insecure", "1: plaintext is served beyond this machine, as --insecure says.", (), flag(exposed)),
+            ("ps_tls", "1: connections are encrypted.", (), flag(encrypted)),
+            ("ps_identity_required", "1: callers must say who they are.", (), flag(asks)),
+            ("ps_calls_in_flight", "Calls in flight.", (), count("calls")),
+            ("ps_callers", "Callers with calls in flight.", (), count("callers")),
+            ("ps_slow_peer_waits", "Waits for a peer to send or to read.", (), count("waits")),
+        ]
+    )
+
+
+def service_discovery(coordinator: Coordinator, encrypted: bool = False) -> bytes:
     """Every live shard and worker that serves metrics, in the JSON of Prometheus' http_sd_configs."""
+    scheme = {"__scheme__": "https"} if encrypted else {}
     targets: list[dict[str, Any]] = [
-        {"targets": [shard.metrics_address], "labels": {"role": "shard", "index": str(index)}}
+        {"targets": [shard.metrics_address], "labels": {"role": "shard", "index": str(index)} | scheme}
         for index, shard in sorted(coordinator.shards().items())
         if shard.metrics_address
     ]
     for name, job in sorted(coordinator.jobs().items()):
         targets += [
-            {"targets": [m.metrics_address], "labels": {"role": "worker", "job_name": name, "rank": str(m.rank)}}
+            {
+                "targets": [m.metrics_address],
+                "labels": {"role": "worker", "job_name": name, "rank": str(m.rank)} | scheme,
+            }
             for m in job.members()
             if m.metrics_address
         ]

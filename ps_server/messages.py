@@ -40,6 +40,7 @@ def push(data: bytes) -> Push:
         payload=payload,
         absent=frozenset(header.absent_segments),
         groups=_group_updates(header.groups),
+        key=header.worker.lease_key,
     )
 
 
@@ -48,12 +49,12 @@ def push_response(staged: Staged) -> bytes:
     return data_pb2.PushResponse(version=staged.version, duplicate=staged.duplicate).SerializeToString()
 
 
-def attach_request(data: bytes) -> tuple[str, int, int, str, bytes]:
-    """Job, rank, incarnation, location and nonce of an AttachSegmentRequest."""
+def attach_request(data: bytes) -> tuple[str, int, int, str, bytes, bytes]:
+    """Job, rank, incarnation, location, nonce and lease key of an AttachSegmentRequest."""
     request = data_pb2.AttachSegmentRequest()
     _parse(request, data)
     worker = request.worker
-    return worker.job, worker.rank, worker.incarnation, request.location, request.nonce
+    return worker.job, worker.rank, worker.incarnation, request.location, request.nonce, worker.lease_key
 
 
 def shared_push(data: bytes) -> SharedPush:
@@ -65,7 +66,13 @@ def shared_push(data: bytes) -> SharedPush:
         raise InvalidRequest("a push names each bucket at most once")
     worker = request.worker
     return SharedPush(
-        worker.job, worker.rank, worker.incarnation, request.clock, buckets, _group_updates(request.groups)
+        worker.job,
+        worker.rank,
+        worker.incarnation,
+        request.clock,
+        buckets,
+        _group_updates(request.groups),
+        worker.lease_key,
     )
 
 
@@ -83,12 +90,12 @@ def _group_updates(updates: Any) -> dict[int, HyperParameters]:
     return groups
 
 
-def pull(data: bytes) -> tuple[str, int, int, int, list[int]]:
-    """Job, rank, incarnation, clock and buckets of a PullRequest."""
+def pull(data: bytes) -> tuple[str, int, int, int, list[int], bytes]:
+    """Job, rank, incarnation, clock, buckets and lease key of a PullRequest."""
     request = data_pb2.PullRequest()
     _parse(request, data)
     worker = request.worker
-    return worker.job, worker.rank, worker.incarnation, request.clock, list(request.buckets)
+    return worker.job, worker.rank, worker.incarnation, request.clock, list(request.buckets), worker.lease_key
 
 
 def pull_response(
@@ -127,9 +134,11 @@ def create_job_request(spec: JobSpec, buckets: list[int]) -> control_pb2.CreateJ
     return control_pb2.CreateJobRequest(spec=job_spec_message(spec), buckets=buckets)
 
 
-def admit_request(job: str, rank: int, incarnation: int, clock: int | None) -> control_pb2.AdmitWorkerRequest:
+def admit_request(
+    job: str, rank: int, incarnation: int, clock: int | None, key: bytes
+) -> control_pb2.AdmitWorkerRequest:
     """Asks a shard to count a worker."""
-    return control_pb2.AdmitWorkerRequest(job=job, rank=rank, incarnation=incarnation, clock=clock)
+    return control_pb2.AdmitWorkerRequest(job=job, rank=rank, incarnation=incarnation, clock=clock, lease_key=key)
 
 
 def retire_request(job: str, rank: int, incarnation: int) -> control_pb2.RetireWorkerRequest:

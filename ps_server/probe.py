@@ -6,15 +6,23 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ps_protocol.channel import open_channel
+from ps_protocol.credentials import PLAINTEXT, Access
+from ps_protocol.handshake import refusal
 
 CALL_SECONDS = 5.0
 
 
-def is_serving(address: str) -> bool:
-    """True when the server at HOST:PORT answers SERVING within five seconds."""
-    with open_channel(address) as channel:
+def is_serving(address: str, access: Access = PLAINTEXT) -> bool:
+    """True when the server at HOST:PORT answers SERVING within five seconds.
+
+    Raises Untrusted, saying why, if the two ends do not trust each other.
+    """
+    with open_channel(address, access) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=CALL_SECONDS)
         except grpc.RpcError:
+            untrusted = refusal(address, access)
+            if untrusted is not None:
+                raise untrusted from None
             return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

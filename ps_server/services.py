@@ -19,14 +19,15 @@ from ps_protocol.v1 import control_pb2, control_pb2_grpc, data_pb2
 from ps_server import messages
 from ps_server.coordinator import CoordinatedJob, Coordinator, Roster
 from ps_server.engine import Engine, RunningJob
+from ps_server.gate import check_job
 from ps_server.streams import Outbox, Send
 
 DATA_SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 CONTROL_SERVICES = {name: service.full_name for name, service in control_pb2.DESCRIPTOR.services_by_name.items()}
 
-PUSH_THREADS = 32
-PULL_THREADS = 8
-SENDER_THREADS = 64
+# More than one caller may have in flight (Limits.calls), so that none who dawdles holds them all. Threads are made when
+# they are needed: ordinary traffic makes a few.
+PUSH_THREADS = PULL_THREADS = SENDER_THREADS = 1024
 
 
 class DataService:
@@ -59,24 +60,33 @@ class DataService:
             pool.shutdown(wait=True)
 
     def _push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        return messages.push_response(self._engine.push(messages.push(request)))
+        push = messages.push(request)
+        check_job(push.job)
+        return messages.push_response(self._engine.push(push))
 
     def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        self._engine.attach(*messages.attach_request(request))
+        found = messages.attach_request(request)
+        check_job(found[0])
+        self._engine.attach(*found)
         return b""
 
     def _push_shared(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        return messages.shared_push_response(self._engine.push_shared(messages.shared_push(request)))
+        push = messages.shared_push(request)
+        check_job(push.job)
+        return messages.shared_push_response(self._engine.push_shared(push))
 
     def _pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         # What is ready at the same time goes in one message: a header is not worth a message of its own.
+        job, rank, incarnation, clock, buckets, key = messages.pull(request)
+        check_job(job)
         outbox = Outbox(send, context, self.senders, join=True)
-        self._engine.pull(*messages.pull(request), outbox, shared=True)
+        self._engine.pull(job, rank, incarnation, clock, buckets, outbox, shared=True, key=key)
 
     def _pull(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
-        job, rank, incarnation, clock, buckets = messages.pull(request)
+        job, rank, incarnation, clock, buckets, key = messages.pull(request)
+        check_job(job)
         outbox = Outbox(send, context, self.senders)
-        self._engine.pull(job, rank, incarnation, clock, buckets, outbox)
+        self._engine.pull(job, rank, incarnation, clock, buckets, outbox, key=key)
 
 
 def _in_pool(behaviour: Callable[..., Any], pool: ThreadPoolExecutor, non_blocking: bool = False) -> Callable[..., Any]:
@@ -106,7 +116,7 @@ class ShardService(control_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,
 
     def AdmitWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
         clock = request.clock if request.HasField("clock") else None
-        frontier = self._engine.admit(request.job, request.rank, request.incarnation, clock)
+        frontier = self._engine.admit(request.job, request.rank, request.incarnation, clock, request.lease_key)
         return control_pb2.AdmitWorkerResponse(frontier=frontier)
 
     def RetireWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -154,19 +164,23 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
         setattr(self, "WatchJob", _in_pool(self._watch, senders, non_blocking=True))  # noqa: B010
 
     def RegisterJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        check_job(request.spec.name)
         job, created = self._coordinator.register_job(job_spec(request.spec))
         addresses = {index: shard.client.address for index, shard in self._coordinator.shards().items()}
         shard_map = messages.shard_map(addresses, job.placement)
         return control_pb2.RegisterJobResponse(shard_map=shard_map, created=created)
 
     def JoinJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        check_job(request.job)
         rank = request.rank if request.HasField("rank") else None
         member, clock = self._coordinator.join(request.job, rank, request.pid, request.host, request.metrics_address)
         response = control_pb2.JoinJobResponse(rank=member.rank, incarnation=member.incarnation, clock=clock)
+        response.lease_key = member.key
         response.lease.FromTimedelta(timedelta(seconds=self._coordinator.lease))
         return response
 
     def _watch(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
+        check_job(request.job)
         outbox = Outbox(send, context, self._senders)
 
         def changed(roster: Roster | None) -> None:
@@ -178,11 +192,14 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
         outbox.on_close(self._coordinator.watch(request.job, changed))
 
     def Heartbeat(self, request: Any, context: grpc.ServicerContext) -> Any:
-        live = self._coordinator.heartbeat(request.job, request.rank, request.incarnation, request.clock)
+        check_job(request.job)
+        who = request.rank, request.incarnation
+        live = self._coordinator.heartbeat(request.job, *who, request.clock, request.lease_key)
         return control_pb2.HeartbeatResponse(live_count=live)
 
     def LeaveJob(self, request: Any, context: grpc.ServicerContext) -> Any:
-        ended = self._coordinator.leave(request.job, request.rank, request.incarnation)
+        check_job(request.job)
+        ended = self._coordinator.leave(request.job, request.rank, request.incarnation, request.lease_key)
         return control_pb2.LeaveJobResponse(ended=ended)
 
     def EndJob(self, request: Any, context: grpc.ServicerContext) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import grpc
 
 from ps_protocol.channel import open_channel
+from ps_protocol.credentials import PLAINTEXT, Access
 from ps_protocol.errors import error_from
 from ps_protocol.job import JobSpec
 from ps_protocol.v1.control_pb2_grpc import ShardServiceStub
@@ -23,10 +24,10 @@ STATUS_SECONDS = 2.0
 class ShardClient:
     """One shard, from the coordinator's side. Methods raise PSError; all are safe to repeat."""
 
-    def __init__(self, index: int, address: str) -> None:
+    def __init__(self, index: int, address: str, access: Access = PLAINTEXT) -> None:
         self.index = index
         self.address = address
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, access)
         self._stub = ShardServiceStub(self._channel)
 
     def create_job(self, spec: JobSpec, buckets: list[int]) -> None:
@@ -37,9 +38,10 @@ class ShardClient:
         """Forgets a job."""
         self._call(self._stub.DropJob, messages.drop_job_request(job))
 
-    def admit(self, job: str, rank: int, incarnation: int, clock: int | None) -> int:
+    def admit(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes) -> int:
         """Counts a worker as live; answers with the shard's frontier."""
-        return int(self._call(self._stub.AdmitWorker, messages.admit_request(job, rank, incarnation, clock)).frontier)
+        request = messages.admit_request(job, rank, incarnation, clock, key)
+        return int(self._call(self._stub.AdmitWorker, request).frontier)
 
     def retire(self, job: str, rank: int, incarnation: int) -> None:
         """Stops counting a worker as live."""

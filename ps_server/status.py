@@ -7,32 +7,37 @@ from typing import Any
 import grpc
 
 from ps_protocol.channel import open_channel
+from ps_protocol.credentials import PLAINTEXT, Access
 from ps_protocol.errors import Unreachable, error_from
+from ps_protocol.handshake import refusal
 from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
 from ps_server import messages
 
 CALL_SECONDS = 10.0
 
 
-def fetch(server: str) -> dict[str, Any]:
+def fetch(server: str, access: Access = PLAINTEXT) -> dict[str, Any]:
     """The cluster's state as plain data: `processes`, an object each, and `jobs`. Raises Unreachable or PSError."""
     return messages.status_data(
-        _call(server, lambda channel: ClusterServiceStub(channel).GetStatus, messages.status_request())
+        _call(server, access, lambda channel: ClusterServiceStub(channel).GetStatus, messages.status_request())
     )
 
 
-def end_job(server: str, job: str) -> None:
+def end_job(server: str, job: str, access: Access = PLAINTEXT) -> None:
     """Ends a job whoever takes part in it. Raises Unreachable, NotFound or PSError."""
-    _call(server, lambda channel: JobServiceStub(channel).EndJob, messages.end_job_request(job))
+    _call(server, access, lambda channel: JobServiceStub(channel).EndJob, messages.end_job_request(job))
 
 
-def _call(server: str, method: Any, request: Any) -> Any:
-    with open_channel(server) as channel:
+def _call(server: str, access: Access, method: Any, request: Any) -> Any:
+    with open_channel(server, access) as channel:
         try:
             return method(channel)(request, timeout=CALL_SECONDS)
         except grpc.RpcError as error:
             found = error_from(error, server)
             if found.retryable:
+                untrusted = refusal(server, access)
+                if untrusted is not None:
+                    raise untrusted from None
                 raise Unreachable(f"no coordinator answers at {server} ({error.details()})") from None
             raise found from None
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from ps_protocol.errors import PSError
+from ps_server.limits import DEFAULTS, Limits, limit_flags
 
 START_SECONDS = 60.0
 STOP_SECONDS = 20.0
@@ -34,6 +35,13 @@ class UpConfig:
     lease: float
     apply_threads: int
     shared_directory: str
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
+    tokens: str | None = None
+    insecure: bool = False
+    metrics_insecure: bool = False
+    limits: Limits = DEFAULTS
 
 
 class Stopped(Exception):
@@ -57,8 +65,9 @@ def up(config: UpConfig) -> int:
             _tell(child, first["address"])
         rest = [_ready(child, index) for index, child in enumerate(children) if index]
         print(f"ps-server: ready at {first['address']} ({config.shards} shards)", flush=True)
+        scheme = "https" if config.tls_cert else "http"
         for process in (first, *rest):
-            print(f"ps-server: metrics at http://{process['metrics']}/metrics", flush=True)
+            print(f"ps-server: metrics at {scheme}://{process['metrics']}/metrics", flush=True)
         index = _first_to_end(children)
         print(f"ps-server: shard {index} ended with code {children[index].returncode}; stopping", file=sys.stderr)
         code = 1
@@ -80,6 +89,11 @@ def _start(config: UpConfig, index: int) -> subprocess.Popen[str]:
     command += ["--metrics-host", config.metrics_host]
     command += ["--metrics-port", str(config.metrics_port and config.metrics_port + index)]
     command += ["--apply-threads", str(config.apply_threads), "--shared-directory", config.shared_directory]
+    for flag in ("tls_cert", "tls_key", "tls_ca", "tokens"):
+        if getattr(config, flag):
+            command += ["--" + flag.replace("_", "-"), getattr(config, flag)]
+    command += ["--insecure"] * config.insecure + ["--metrics-insecure"] * config.metrics_insecure
+    command += limit_flags(config.limits)
     if index == 0:
         command += ["--with-coordinator", "--shards", str(config.shards), "--lease", str(config.lease)]
     # What a parent was told by its environment is in the flags; a variable must not tell a child otherwise.

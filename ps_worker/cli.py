@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.modes import parse_mode
-from ps_protocol.settings import add_setting, count, host_port, index, port_number, seconds
+from ps_protocol.settings import add_access_settings, add_setting, count, host_port, index, port_number, seconds
 from ps_worker.config import TRANSPORTS
 
 
@@ -38,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
     add_setting(run, "--metrics-port", "first worker's port of /metrics; 0: any", default=0, kind=port_number)
     add_setting(run, "--transport", "auto, shm or grpc: shared memory with shards on this host", default="auto")
     add_setting(run, "--shared-directory", "where memory is shared as files if it must be", default="/dev/shm")
+    add_access_settings(run)
+    add_setting(run, "--metrics-insecure", "serve metrics beyond this machine without TLS", kind=bool)
     run.add_argument("script", metavar="SCRIPT", help="a Python file")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="are handed to the script")
     return root
@@ -49,6 +51,17 @@ def _mode(text: str) -> str:
     except InvalidRequest as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def _access_variables(arguments: argparse.Namespace) -> dict[str, str]:
+    """The workers' certificates and token as variables, checked here, where one line says what is wrong for all."""
+    from ps_protocol.credentials import access
+
+    given = {name: getattr(arguments, name) for name in ("tls_cert", "tls_key", "tls_ca", "token_file")}
+    access(given["tls_cert"], given["tls_key"], given["tls_ca"], given["token_file"], arguments.insecure)
+    found = {"PS_" + name.upper(): str(Path(path).absolute()) for name, path in given.items() if path}
+    switches = {"PS_INSECURE": arguments.insecure, "PS_METRICS_INSECURE": arguments.metrics_insecure}
+    return found | {name: "1" for name, on in switches.items() if on}
 
 
 def main() -> NoReturn:
@@ -89,6 +102,7 @@ def main() -> NoReturn:
                     metrics_port=arguments.metrics_port,
                     transport=arguments.transport,
                     shared_directory=arguments.shared_directory,
+                    access=_access_variables(arguments),
                 )
             )
         )

@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 import grpc
 
 from ps_protocol.channel import open_channel
-from ps_protocol.errors import PSError, Unreachable, error_from
+from ps_protocol.credentials import PLAINTEXT, Access
+from ps_protocol.errors import PSError, TryLater, Unreachable, error_from
+from ps_protocol.handshake import refusal
 from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 from ps_worker import messages
 from ps_worker.messages import Identity, Place, Roster, ShardMap
@@ -32,12 +34,16 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 class Retry:
     """Repeats a call that failed for a passing reason, with growing pauses, for a stated time.
 
+    peer:    who is called, for messages, ending in its address
     timeout: seconds without any progress after which the last error is raised as Unreachable
     closing: once set, nothing is repeated
+    access:  what the peer is called with: where the two ends do not trust each other, that is said at once
     """
 
-    def __init__(self, peer: str, timeout: float, closing: threading.Event) -> None:
+    def __init__(self, peer: str, timeout: float, closing: threading.Event, access: Access = PLAINTEXT) -> None:
         self._peer = peer
+        self._access = access
+        self._asked = False
         self._timeout = timeout
         self._closing = closing
         self.progressed()
@@ -52,6 +58,11 @@ class Retry:
         """Waits before the next try. Raises the error if it will not pass, Unreachable if the time is over."""
         if not error.retryable or self._closing.is_set():
             raise error
+        if isinstance(error, TryLater) and not self._asked:
+            self._asked = True
+            untrusted = refusal(self._peer.rpartition(" ")[2], self._access)
+            if untrusted is not None:
+                raise untrusted from None
         passed = time.monotonic() - self._since
         if passed >= self._timeout:
             raise Unreachable(f"gave up after {self._timeout:g} s: {error}") from None
@@ -74,11 +85,12 @@ class Retry:
 class CoordinatorClient:
     """The coordinator, from a worker's side. Methods block, retry, and raise PSError."""
 
-    def __init__(self, address: str, timeout: float) -> None:
+    def __init__(self, address: str, timeout: float, access: Access = PLAINTEXT) -> None:
         self.address = address
         self.closing = threading.Event()
         self._timeout = timeout
-        self._channel = open_channel(address)
+        self._access = access
+        self._channel = open_channel(address, access)
         self._stub = JobServiceStub(self._channel)
 
     def register(self, spec: Any) -> ShardMap:
@@ -114,5 +126,5 @@ class CoordinatorClient:
         self._channel.close()
 
     def _call(self, method: Callable[..., Any], request: Any) -> Any:
-        retry = Retry(f"coordinator at {self.address}", self._timeout, self.closing)
+        retry = Retry(f"coordinator at {self.address}", self._timeout, self.closing, self._access)
         return retry.call(lambda: method(request, timeout=CALL_SECONDS))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ps_protocol.credentials import PLAINTEXT, Access, access
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.modes import Consistency, parse_mode
 from ps_protocol.segments import DEFAULT_SHARED_DIRECTORY
@@ -31,6 +32,8 @@ class WorkerConfig:
     connect_timeout: seconds to keep trying an address that does not answer
     transport:       auto, shm or grpc: how buckets travel to shards on the same host
     shared_directory: where segments are made when shards cannot open this process' memory files
+    access:          certificates and token that servers are called with
+    metrics_insecure: metrics may be served beyond this machine without TLS
     """
 
     server: str | None
@@ -45,6 +48,8 @@ class WorkerConfig:
     metrics_port: int
     transport: str
     shared_directory: Path
+    access: Access = PLAINTEXT
+    metrics_insecure: bool = False
 
 
 def resolve(
@@ -59,6 +64,12 @@ def resolve(
     metrics_port: int | None = None,
     transport: str | None = None,
     shared_directory: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    tls_ca: str | None = None,
+    token_file: str | None = None,
+    insecure: bool | None = None,
+    metrics_insecure: bool | None = None,
 ) -> WorkerConfig:
     """Puts arguments and environment together. Raises InvalidRequest naming what is wrong and where it came from."""
     server = _first(server, str, "PS_SERVER")
@@ -88,6 +99,14 @@ def resolve(
     transport = _first(transport, str, "PS_TRANSPORT") or "auto"
     if transport not in TRANSPORTS:
         raise InvalidRequest(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+    insecure = _first(insecure, _switch, "PS_INSECURE") or False
+    found = access(
+        _first(tls_cert, str, "PS_TLS_CERT"),
+        _first(tls_key, str, "PS_TLS_KEY"),
+        _first(tls_ca, str, "PS_TLS_CA"),
+        _first(token_file, str, "PS_TOKEN_FILE"),
+        insecure,
+    )
     return WorkerConfig(
         server=server,
         mode=mode,
@@ -101,6 +120,8 @@ def resolve(
         metrics_port=_first(metrics_port, _whole, "PS_METRICS_PORT") or 0,
         transport=transport,
         shared_directory=Path(_first(shared_directory, str, "PS_SHARED_DIRECTORY") or DEFAULT_SHARED_DIRECTORY),
+        access=found,
+        metrics_insecure=insecure or _first(metrics_insecure, _switch, "PS_METRICS_INSECURE") or False,
     )
 
 

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 STOP_SECONDS = 15.0
@@ -39,6 +39,7 @@ class Launch:
     metrics_port: int
     transport: str
     shared_directory: str
+    access: Mapping[str, str]
 
 
 class _Stopped(Exception):
@@ -111,6 +112,7 @@ def _environment(what: Launch, local: int, extra: dict[str, str]) -> dict[str, s
     found["PS_METRICS_PORT"] = str(what.metrics_port)
     found["PS_TRANSPORT"] = what.transport
     found["PS_SHARED_DIRECTORY"] = what.shared_directory
+    found |= what.access
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ps_protocol.framing import read_message, write_message
 from ps_protocol.job import HyperParameters, JobSpec
@@ -14,11 +14,12 @@ from ps_protocol.v1 import control_pb2, data_pb2
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this worker is to the servers."""
+    """Who this worker is to the servers; `key` proves it."""
 
     job: str
     rank: int
     incarnation: int
+    key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class BucketPush:
     """One bucket's part of a step.
 
     absent: positions of segments without a gradient in this step
-    empty:  none of them has one, so nothing is sent; if `absent` names all it counts as zero in a mean, if it names none
-            this worker's step is left out of it
+    empty:  none of them has one, so nothing is sent; if `absent` names all it counts as zero in a mean, if it names
+            none this worker's step is left out of it
     groups: hyper-parameters of the groups that have parameters in the bucket
     """
 
@@ -144,7 +145,7 @@ def _pulled(header: data_pb2.PullHeader, payload: memoryview) -> Pulled:
 
 
 def _identity(who: Identity) -> data_pb2.WorkerIdentity:
-    return data_pb2.WorkerIdentity(job=who.job, rank=who.rank, incarnation=who.incarnation)
+    return data_pb2.WorkerIdentity(job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key)
 
 
 # -- control ---------------------------------------------------------------------------------------------------------
@@ -169,7 +170,8 @@ def join_request(job: str, rank: int | None, pid: int, host: str, metrics: str) 
 def place(job: str, response: control_pb2.JoinJobResponse) -> Place:
     """What a worker got when it joined."""
     lease = response.lease.ToNanoseconds() / 1e9
-    return Place(Identity(job, response.rank, response.incarnation), response.clock, lease)
+    who = Identity(job, response.rank, response.incarnation, response.lease_key)
+    return Place(who, response.clock, lease)
 
 
 def watch_request(job: str) -> control_pb2.WatchJobRequest:
@@ -184,9 +186,11 @@ def roster(response: control_pb2.WatchJobResponse) -> Roster:
 
 def heartbeat_request(who: Identity, clock: int) -> control_pb2.HeartbeatRequest:
     """A sign of life."""
-    return control_pb2.HeartbeatRequest(job=who.job, rank=who.rank, incarnation=who.incarnation, clock=clock)
+    return control_pb2.HeartbeatRequest(
+        job=who.job, rank=who.rank, incarnation=who.incarnation, clock=clock, lease_key=who.key
+    )
 
 
 def leave_request(who: Identity) -> control_pb2.LeaveJobRequest:
     """Says goodbye."""
-    return control_pb2.LeaveJobRequest(job=who.job, rank=who.rank, incarnation=who.incarnation)
+    return control_pb2.LeaveJobRequest(job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key)

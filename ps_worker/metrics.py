@@ -15,6 +15,7 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from torch import nn
 
+from ps_protocol.credentials import Tls
 from ps_protocol.scrape import serve_metrics
 
 LATENCY_BUCKETS = tuple(0.0005 * 2**k for k in range(17))
@@ -73,6 +74,7 @@ class WorkerMetrics:
     def __init__(self) -> None:
         self.timer = StepTimer()
         self.address = ""
+        self.announced = ""
         self.registry = CollectorRegistry()
         self._stop: Callable[[], None] = lambda: None
         self._phase = Histogram(
@@ -90,10 +92,14 @@ class WorkerMetrics:
         )
         self._clock = Gauge("ps_worker_clock", "Steps finished since the job began.", registry=self.registry)
 
-    def serve(self, host: str, port: int) -> None:
-        """Serves /metrics; `address` says where. Raises InvalidRequest if the port cannot be bound."""
-        bound, self._stop = serve_metrics(host, port, self.registry)
+    def serve(self, host: str, port: int, tls: Tls | None = None, known: bool = True) -> None:
+        """Serves /metrics; `address` says where. Raises InvalidRequest if the port cannot be bound.
+
+        known: whether scrapers elsewhere can reach it; `announced` stays empty if not.
+        """
+        bound, self._stop = serve_metrics(host, port, self.registry, tls=tls)
         self.address = f"{host}:{bound}"
+        self.announced = self.address if known else ""
 
     def close(self) -> None:
         """Stops serving."""

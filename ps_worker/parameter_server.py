@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ps_protocol.credentials import PLAINTEXT, Access
 from ps_protocol.errors import NonFiniteGradient, PSError, UnknownWorker
 from ps_protocol.job import HyperParameters, NonFinite
 from ps_protocol.layout import Bucket, bucket_layout
@@ -66,6 +67,7 @@ class ServerOptions:
     transport: str
     shared_directory: Path
     overlap: bool | None
+    access: Access = PLAINTEXT
 
 
 class ParameterServer:
@@ -74,7 +76,7 @@ class ParameterServer:
     def __init__(self, options: ServerOptions, metrics: WorkerMetrics) -> None:
         self._options = options
         self._metrics = metrics
-        self._coordinator = CoordinatorClient(options.server, options.timeout)
+        self._coordinator = CoordinatorClient(options.server, options.timeout, options.access)
         self._place: Place | None = None
         self._transports: dict[int, Transport] = {}
         self._network: dict[int, NetworkTransport] = {}
@@ -139,7 +141,10 @@ class ParameterServer:
         shard_map = self._coordinator.register(spec)
         self._join()
         layout = bucket_layout(spec.parameters, spec.bucket_bytes)
-        calls = {i: ShardCalls(i, address, options.timeout) for i, address in shard_map.addresses.items()}
+        calls = {
+            index: ShardCalls(index, address, options.timeout, options.access)
+            for index, address in shard_map.addresses.items()
+        }
         segment, sharing = share_memory(spec, layout, calls, self._who, options.transport, options.shared_directory)
         self._spec, self._optimizer = spec, optimizer
         check = options.non_finite is not NonFinite.ALLOW
@@ -169,7 +174,7 @@ class ParameterServer:
 
     def _join(self) -> None:
         self._place = self._coordinator.join(
-            self._options.job, self._options.rank, os.getpid(), socket.gethostname(), self._metrics.address
+            self._options.job, self._options.rank, os.getpid(), socket.gethostname(), self._metrics.announced
         )
         self._clock = self._place.clock
         for name, run in (("heartbeat", self._heartbeat), ("watch", self._watch)):

@@ -20,7 +20,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from ps_protocol.credentials import is_loopback
 from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.exposure import is_exposed
 from ps_protocol.job import WIRE_FORMATS, NonFinite
 from ps_protocol.layout import DEFAULT_BUCKET_BYTES
 from ps_worker.config import WorkerConfig, resolve
@@ -44,6 +46,12 @@ def connect(
     metrics_port: int | None = None,
     transport: str | None = None,
     shared_directory: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    tls_ca: str | None = None,
+    token_file: str | None = None,
+    insecure: bool | None = None,
+    metrics_insecure: bool | None = None,
 ) -> Session:
     """A worker's session. What is not given comes from PS_* variables, then from torchrun's, then from defaults.
 
@@ -60,7 +68,13 @@ def connect(
                      "auto", shared memory with those shards that can see it
     shared_directory: where that memory is a file if it must be, between containers (PS_SHARED_DIRECTORY), /dev/shm
 
-    Raises InvalidRequest for settings that contradict each other.
+    tls_ca:          file of the CA that servers are verified by (PS_TLS_CA); without it they are called in plaintext
+    tls_cert, tls_key: this worker's own certificate and its key (PS_TLS_CERT, PS_TLS_KEY), where servers ask for one
+    token_file:      file with this worker's bearer token (PS_TOKEN_FILE), where servers ask for one
+    insecure:        a token may leave this machine in plaintext, and metrics may be served so (PS_INSECURE)
+    metrics_insecure: metrics may be served beyond this machine without TLS (PS_METRICS_INSECURE)
+
+    Raises InvalidRequest for settings that contradict each other, and for files that do not fit together.
     """
     _report_errors_in_one_line()
     given = resolve(
@@ -75,6 +89,12 @@ def connect(
         metrics_port,
         transport,
         shared_directory,
+        tls_cert,
+        tls_key,
+        tls_ca,
+        token_file,
+        insecure,
+        metrics_insecure,
     )
     return Session(given)
 
@@ -91,12 +111,22 @@ class Session:
         self.mode = config.mode
         self.device = _device(config.local_rank)
         self._metrics = WorkerMetrics()
-        host = config.metrics_host or _own_address(config.server)
-        self._metrics.serve(host, config.metrics_port and config.metrics_port + config.local_rank)
+        self._serve_metrics(config)
         self.metrics_address = self._metrics.address
         if config.consistency is None:
             self._strategy = self._local_strategy()
         _close_at_exit(self)
+
+    def _serve_metrics(self, config: WorkerConfig) -> None:
+        """Where the servers' side can reach them, if they may be served there; else for this machine alone."""
+        tls = config.access.tls if config.access.tls is not None and config.access.tls.cert is not None else None
+        host, known = config.metrics_host, True
+        if host is None:
+            host = _own_address(config.server)
+            known = tls is not None or config.metrics_insecure or is_loopback(host)
+            host = host if known else "127.0.0.1"
+        is_exposed(host, tls is not None, config.metrics_insecure, "metrics", "--metrics-insecure")
+        self._metrics.serve(host, config.metrics_port and config.metrics_port + config.local_rank, tls, known)
 
     @property
     def rank(self) -> int:
@@ -190,6 +220,7 @@ class Session:
                     timeout=config.connect_timeout,
                     transport=config.transport,
                     shared_directory=config.shared_directory,
+                    access=config.access,
                     **options,
                 ),
                 self._metrics,

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import grpc
 
 from ps_protocol.channel import open_channel
+from ps_protocol.credentials import PLAINTEXT, Access
 from ps_protocol.errors import error_from
 from ps_protocol.layout import Bucket
 from ps_protocol.v1.data_pb2 import DESCRIPTOR as DATA
@@ -33,16 +34,18 @@ PUSHES_IN_FLIGHT = 4
 class ShardCalls:
     """The calls to one shard, each with the one retry loop. Identity (de)serializers: what goes in and out is bytes."""
 
-    def __init__(self, index: int, address: str, timeout: float) -> None:
+    def __init__(self, index: int, address: str, timeout: float, access: Access = PLAINTEXT) -> None:
         self.peer = f"shard {index} at {address}"
         self.closing = threading.Event()
         self._timeout = timeout
-        self._channel = open_channel(address)
+        self._access = access
+        self._channel = open_channel(address, access)
 
     def unary(self, method: str, request: bytes) -> bytes:
         """The answer of one method of the data service."""
         call = self._channel.unary_unary(f"/{DATA_SERVICE}/{method}")
-        found: bytes = Retry(self.peer, self._timeout, self.closing).call(lambda: call(request, timeout=CALL_SECONDS))
+        retry = Retry(self.peer, self._timeout, self.closing, self._access)
+        found: bytes = retry.call(lambda: call(request, timeout=CALL_SECONDS))
         return found
 
     def pull(
@@ -58,7 +61,7 @@ class ShardCalls:
         stream = self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")
         left = {bucket.index: bucket for bucket in buckets}
         longest = 0.0
-        retry = Retry(self.peer, self._timeout, self.closing)
+        retry = Retry(self.peer, self._timeout, self.closing, self._access)
         while left:
             try:
                 for message in stream(messages.pull_request(who, clock, list(left)), timeout=PULL_SECONDS):

@@ -23,9 +23,13 @@ TEST_SECONDS = 120.0
 class Cluster:
     """A coordinator inside shard 0, and more shards, all on free ports."""
 
-    def __init__(self, shards: int = 2, lease: float = 10.0) -> None:
-        first = Server(ServerConfig(shard_count=shards, index=0, lease=lease))
-        rest = [Server(ServerConfig(index=index, coordinator=first.address)) for index in range(1, shards)]
+    def __init__(self, shards: int = 2, lease: float = 10.0, **more: object) -> None:
+        """more: fields of ServerConfig that all servers share."""
+        first = Server(ServerConfig(shard_count=shards, index=0, lease=lease, **more))  # type: ignore[arg-type]
+        rest = [
+            Server(ServerConfig(index=index, coordinator=first.address, **more))  # type: ignore[arg-type]
+            for index in range(1, shards)
+        ]
         self.servers = [first, *rest]
         self.address = first.address
         for server in self.servers:

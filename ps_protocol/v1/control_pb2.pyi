@@ -36,16 +36,18 @@ class JoinJobRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
 class JoinJobResponse(_message.Message):
-    __slots__ = ("rank", "incarnation", "clock", "lease")
+    __slots__ = ("rank", "incarnation", "clock", "lease", "lease_key")
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_KEY_FIELD_NUMBER: _ClassVar[int]
     rank: int
     incarnation: int
     clock: int
     lease: _duration_pb2.Duration
-    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., lease: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    lease_key: bytes
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., lease: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., lease_key: _Optional[bytes] = ...) -> None: ...
 
 class WatchJobRequest(_message.Message):
     __slots__ = ("job",)
@@ -64,16 +66,18 @@ class WatchJobResponse(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[int]] = ..., world_size: _Optional[int] = ..., started: bool = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("job", "rank", "incarnation", "clock")
+    __slots__ = ("job", "rank", "incarnation", "clock", "lease_key")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    LEASE_KEY_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
     incarnation: int
     clock: int
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
+    lease_key: bytes
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., lease_key: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("live_count",)
@@ -82,14 +86,16 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, live_count: _Optional[int] = ...) -> None: ...
 
 class LeaveJobRequest(_message.Message):
-    __slots__ = ("job", "rank", "incarnation")
+    __slots__ = ("job", "rank", "incarnation", "lease_key")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_KEY_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
     incarnation: int
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    lease_key: bytes
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., lease_key: _Optional[bytes] = ...) -> None: ...
 
 class LeaveJobResponse(_message.Message):
     __slots__ = ("ended",)
@@ -226,16 +232,18 @@ class DropJobResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class AdmitWorkerRequest(_message.Message):
-    __slots__ = ("job", "rank", "incarnation", "clock")
+    __slots__ = ("job", "rank", "incarnation", "clock", "lease_key")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    LEASE_KEY_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
     incarnation: int
     clock: int
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
+    lease_key: bytes
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., lease_key: _Optional[bytes] = ...) -> None: ...
 
 class AdmitWorkerResponse(_message.Message):
     __slots__ = ("frontier",)

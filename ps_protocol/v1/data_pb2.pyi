@@ -67,14 +67,16 @@ class PullSharedResponse(_message.Message):
     def __init__(self, headers: _Optional[_Iterable[_Union[PullHeader, _Mapping]]] = ...) -> None: ...
 
 class WorkerIdentity(_message.Message):
-    __slots__ = ("job", "rank", "incarnation")
+    __slots__ = ("job", "rank", "incarnation", "lease_key")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_KEY_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
     incarnation: int
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    lease_key: bytes
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., lease_key: _Optional[bytes] = ...) -> None: ...
 
 class GroupUpdate(_message.Message):
     __slots__ = ("group", "hyper_parameters")

@@ -27,10 +27,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Live:
-    """A live worker as a shard counts it: updates after clock `start` need it."""
+    """A live worker as a shard counts it: updates after clock `start` need it, and `key` proves its calls."""
 
     incarnation: int
     start: int
+    key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)

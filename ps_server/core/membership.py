@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
 from dataclasses import dataclass, field, replace
 
-from ps_protocol.errors import Fenced, InvalidRequest, UnknownWorker
+from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, UnknownWorker
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,7 @@ class Member:
     incarnation: rises with every join in the job, and fences whoever held the rank before
     expires:     when its lease runs out unless a heartbeat comes
     clock:       steps finished, as last heard
+    key:         the secret that proves the incarnation: numbers can be guessed
     """
 
     rank: int
@@ -23,6 +25,7 @@ class Member:
     pid: int = 0
     host: str = ""
     metrics_address: str = ""
+    key: bytes = field(default=b"", repr=False)
 
 
 @dataclass
@@ -60,9 +63,9 @@ class Membership:
         self.ever_joined = True
         self.started = self.started or len(self.members) >= self.world_size
 
-    def heartbeat(self, rank: int, incarnation: int, clock: int, now: float) -> None:
-        """Renews a lease. Raises UnknownWorker or Fenced if the caller lost its place."""
-        member = self.check(rank, incarnation)
+    def heartbeat(self, rank: int, incarnation: int, clock: int, now: float, key: bytes = b"") -> None:
+        """Renews a lease. Raises UnknownWorker, Fenced or Forbidden if the caller lost its place or never had it."""
+        member = self.check(rank, incarnation, key)
         self.members[rank] = replace(member, expires=now + self.lease, clock=max(clock, member.clock))
 
     def leave(self, rank: int, incarnation: int) -> bool:
@@ -77,11 +80,12 @@ class Membership:
         """Whose lease has run out."""
         return [member for member in self.members.values() if member.expires <= now]
 
-    def check(self, rank: int, incarnation: int) -> Member:
-        """The live worker with this rank and incarnation. Raises UnknownWorker or Fenced."""
+    def check(self, rank: int, incarnation: int, key: bytes = b"") -> Member:
+        """The live worker with this rank, incarnation and key. Raises UnknownWorker, Fenced or Forbidden."""
         member = self.members.get(rank)
         check_incarnation(rank, incarnation, member.incarnation if member else None)
         assert member is not None
+        check_key(rank, key, member.key)
         return member
 
 
@@ -91,3 +95,9 @@ def check_incarnation(rank: int, incarnation: int, live: int | None) -> None:
         raise UnknownWorker(f"worker {rank} is not a live member of the job: its lease ran out, or it never joined")
     if incarnation != live:
         raise Fenced(f"worker {rank} was replaced: incarnation {live} is live, the call came from {incarnation}")
+
+
+def check_key(rank: int, key: bytes, issued: bytes) -> None:
+    """Raises Forbidden unless `key` is the one that was issued with a live incarnation; in constant time."""
+    if not hmac.compare_digest(key, issued):
+        raise Forbidden(f"the call does not come from worker {rank}: its lease_key is not the one that JoinJob gave")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ps_protocol.errors import InvalidRequest, NonFiniteGradient, NotFound
 from ps_protocol.framing import Buffer
@@ -17,7 +17,7 @@ from ps_protocol.layout import DATA_TYPES, Bucket, bucket_layout
 from ps_protocol.optimizers import check_hyper_parameters
 from ps_protocol.tensors import is_finite, tensor_from
 from ps_server.core.bucket import BucketProtocol, Live, Verdict
-from ps_server.core.membership import check_incarnation
+from ps_server.core.membership import check_incarnation, check_key
 from ps_server.core.weights import BucketWeights, Gradient
 
 
@@ -43,6 +43,7 @@ class Push:
     absent: frozenset[int] = frozenset()
     groups: Mapping[int, HyperParameters] | None = None
     borrowed: bool = False
+    key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class SharedPush:
     clock: int
     buckets: tuple[SharedBucket, ...]
     groups: Mapping[int, HyperParameters]
+    key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
@@ -108,14 +110,16 @@ class ShardJob:
             raise InvalidRequest(f"bucket {index} holds what no optimizer steps: it is not in a segment")
         return bucket
 
-    def check_worker(self, rank: int, incarnation: int) -> None:
-        """Raises UnknownWorker or Fenced unless this is a live worker."""
+    def check_worker(self, rank: int, incarnation: int, key: bytes | None = None) -> None:
+        """Raises UnknownWorker or Fenced unless this is a live worker, Forbidden if a key is given and not its own."""
         live = self.roster.get(rank)
         check_incarnation(rank, incarnation, live.incarnation if live else None)
+        if live is not None and key is not None:
+            check_key(rank, key, live.key)
 
     # -- who takes part ----------------------------------------------------------------------------------------------
 
-    def admit(self, rank: int, incarnation: int, clock: int | None) -> int:
+    def admit(self, rank: int, incarnation: int, clock: int | None, key: bytes = b"") -> int:
         """Counts a worker as live from `clock` on (None: from this shard's frontier on); answers with the frontier.
 
         An older incarnation of the rank is fenced at once. Repeating a call changes nothing.
@@ -126,9 +130,9 @@ class ShardJob:
         frontier = max((b.protocol.frontier() for b in self._trained()), default=0)
         start = frontier if clock is None else clock
         known = live is not None and live.incarnation == incarnation
-        if not (known and (clock is None or live == Live(incarnation, start))):
+        if not (known and (clock is None or live == Live(incarnation, start, key))):
             self._own(rank)
-            self.roster[rank] = Live(incarnation, start)
+            self.roster[rank] = Live(incarnation, start, key)
             for bucket in self.buckets.values():
                 bucket.protocol.admit_worker(rank, start)
         return frontier
@@ -190,7 +194,7 @@ class ShardJob:
 
     def stage(self, push: Push, gradient: Gradient) -> Staged:
         """Takes a checked push, once. Changes nothing if it raises UnknownWorker, Fenced, OutOfOrder or Backlogged."""
-        self.check_worker(push.rank, push.incarnation)
+        self.check_worker(push.rank, push.incarnation, push.key)
         bucket = self.bucket(push.bucket)
         protocol = bucket.protocol
         if push.kind is PushKind.INITIAL_VALUE:

@@ -1,0 +1,102 @@
+"""Who may call what: one table of every method, and callers as values.
+
+A caller has grants, each a role for every job or for one. A method names the roles that may call it; one that is not in
+the table may be called by nobody.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ps_protocol.errors import Forbidden, InvalidRequest
+
+
+class Role(enum.Enum):
+    """worker: trains. reader: looks. admin: also ends jobs. cluster: shards and the coordinator among themselves."""
+
+    WORKER = "worker"
+    READER = "reader"
+    ADMIN = "admin"
+    CLUSTER = "cluster"
+
+
+Roles = frozenset[Role]
+
+EVERYONE: Roles = frozenset()  # nobody is asked who it is: probes cannot say
+_WORKERS: Roles = frozenset({Role.WORKER})
+_LOOKING: Roles = frozenset({Role.READER, Role.ADMIN, Role.CLUSTER})
+_CLUSTER: Roles = frozenset({Role.CLUSTER})
+
+_V1 = "/ps_protocol.v1."
+METHODS: dict[str, Roles] = {
+    _V1 + "DataService/Push": _WORKERS,
+    _V1 + "DataService/Pull": _WORKERS | {Role.READER},
+    _V1 + "DataService/AttachSegment": _WORKERS,
+    _V1 + "DataService/PushShared": _WORKERS,
+    _V1 + "DataService/PullShared": _WORKERS,
+    _V1 + "JobService/RegisterJob": _WORKERS,
+    _V1 + "JobService/JoinJob": _WORKERS,
+    _V1 + "JobService/WatchJob": _WORKERS | _LOOKING,
+    _V1 + "JobService/Heartbeat": _WORKERS,
+    _V1 + "JobService/LeaveJob": _WORKERS,
+    _V1 + "JobService/EndJob": frozenset({Role.ADMIN}),
+    _V1 + "ClusterService/RegisterShard": _CLUSTER,
+    _V1 + "ClusterService/GetStatus": _LOOKING,
+    _V1 + "ShardService/CreateJob": _CLUSTER,
+    _V1 + "ShardService/DropJob": _CLUSTER,
+    _V1 + "ShardService/AdmitWorker": _CLUSTER,
+    _V1 + "ShardService/RetireWorker": _CLUSTER,
+    _V1 + "ShardService/GetShardStatus": _LOOKING,
+    "/grpc.health.v1.Health/Check": EVERYONE,
+    "/grpc.health.v1.Health/Watch": _LOOKING,
+    "/grpc.health.v1.Health/List": _LOOKING,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _LOOKING,
+}
+
+
+@dataclass(frozen=True)
+class Grant:
+    """A role, for one job or (None) for all."""
+
+    role: Role
+    job: str | None = None
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who calls, by a name that may be logged, and what it may do."""
+
+    name: str
+    grants: frozenset[Grant]
+
+    def check(self, method: str, job: str | None = None) -> None:
+        """Raises Forbidden unless this caller may call the method; with a job, unless it may for that job."""
+        allowed = METHODS.get(method)
+        if allowed is None:
+            raise Forbidden(f"{method} is not in the table of roles")
+        if allowed == EVERYONE:
+            return
+        mine = [grant for grant in self.grants if grant.role in allowed]
+        if not mine:
+            names = " or ".join(sorted(role.value for role in allowed))
+            raise Forbidden(f"{self.name} may not call {method.rpartition('/')[2]}: that takes the role {names}")
+        if job is not None and not any(grant.job in (None, job) for grant in mine):
+            own = ", ".join(sorted({str(grant.job) for grant in mine}))
+            raise Forbidden(f"{self.name} may call {method.rpartition('/')[2]} for job {own} only")
+
+
+ALL_GRANTS = frozenset(Grant(role) for role in Role)
+
+
+def parse_grant(text: str, where: str) -> Grant:
+    """`ROLE` or `ROLE:JOB`. Raises InvalidRequest saying where it stands; not what, which may be a misplaced secret."""
+    name, colon, job = text.partition(":")
+    roles: Iterable[Role] = (role for role in Role if role.value == name)
+    role = next(iter(roles), None)
+    if role is None or (colon and not job):
+        raise InvalidRequest(f"{where}: expected ROLE or ROLE:JOB with a role out of worker, reader, admin and cluster")
+    if job and role is not Role.WORKER and role is not Role.READER:
+        raise InvalidRequest(f"{where}: {name} is for all jobs; only worker and reader can be for one")
+    return Grant(role, job or None)
