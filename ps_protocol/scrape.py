@@ -27,6 +27,8 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
     """A thread for each connection, up to a limit; more are closed at once. `secure` wraps each in TLS, or not."""
 
     daemon_threads = True
+    block_on_close = False  # a connection that lies idle does not hold up the end of the process
+    request_queue_size = 128
     secure: Callable[[socket.socket], socket.socket] = staticmethod(lambda plain: plain)
 
     def server_activate(self) -> None:

@@ -142,6 +142,10 @@ class Server:
         """Waits until the coordinator knows this shard; at once true for a coordinator alone."""
         return self._registration is None or self._registration.known.wait(timeout)
 
+    def calls_in_flight(self) -> int:
+        """How many calls this process is answering now."""
+        return self._gate.statistics()["calls"]
+
     def stop(self) -> None:
         """Stops admitting calls, finishes what is staged, and ends every thread."""
         self.health.enter_graceful_shutdown()

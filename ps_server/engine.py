@@ -33,6 +33,7 @@ log = logging.getLogger("ps_server")
 
 NOTICE_AFTER_SECONDS = 1.0
 NOTICE_EVERY_SECONDS = 5.0
+READER = 0  # the incarnation of who is no worker
 
 # Writes one message of a pull stream: (bucket, version, seconds waited, notice, payload). Without payload, and without
 # notice, the bucket is in the worker's segment.
@@ -328,7 +329,10 @@ class Engine:
             for index in indices:
                 job.state.trained(index)
         with job.lock:
-            job.state.check_worker(rank, incarnation, key)
+            if incarnation != READER:
+                job.state.check_worker(rank, incarnation, key)
+            elif clock or shared:
+                raise InvalidRequest(f"who has not joined may only Pull at clock 0, got clock {clock}")
             verdicts = {index: job.state.admits(index, rank, clock) for index in indices}
             for index, verdict in verdicts.items():
                 if not verdict.admitted:
@@ -379,7 +383,8 @@ class Engine:
             for waiter in bucket.waiters:
                 pull = waiter.pull
                 try:
-                    job.state.check_worker(pull.rank, pull.incarnation)
+                    if pull.incarnation != READER:
+                        job.state.check_worker(pull.rank, pull.incarnation)
                 except UnknownWorker as error:
                     lost.append((pull, error))
                     continue

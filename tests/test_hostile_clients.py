@@ -1,0 +1,237 @@
+"""Clients that dawdle, hoard or overreach take nothing from the others, and are told which limit they passed."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from conftest import Cluster
+from torch import nn
+
+from ps_protocol.channel import open_channel
+from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError, error_from
+from ps_protocol.job import JobSpec
+from ps_protocol.job_messages import job_spec_message
+from ps_protocol.layout import ParameterSpec
+from ps_protocol.modes import Consistency
+from ps_protocol.v1 import control_pb2, data_pb2
+from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
+from ps_server.app import Server
+from ps_server.limits import Limits, limit_flags, limits_of
+
+MakeCluster = Callable[..., Cluster]
+
+SECONDS = 20.0
+STEPS = 30
+# A step of this model takes milliseconds. What a hostile client could take is many seconds, or for ever.
+SLOWEST_STEP_SECONDS = 2.0
+
+
+def worst_step(cluster: Cluster, job: str) -> float:
+    """The slowest of a worker's steps, in seconds."""
+    model = nn.Linear(64, 64)
+    with cluster.connect("sync", job=job, transport="grpc") as session:
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_bytes=1024)
+        slowest = 0.0
+        for _ in range(STEPS):
+            begun = time.perf_counter()
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            slowest = max(slowest, time.perf_counter() - begun)
+    return slowest
+
+
+@contextlib.contextmanager
+def slow_uploads(cluster: Cluster, count: int) -> Iterator[None]:
+    """Calls whose request never comes: a stream of one message, of which not even the first byte is sent."""
+    release = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        release.wait()
+        yield b""
+
+    with contextlib.ExitStack() as stack:
+        calls = []
+        for server in cluster.servers:
+            channel = stack.enter_context(open_channel(server.address))
+            for path in ("DataService/Push", "DataService/Pull", "JobService/Heartbeat"):
+                call = channel.stream_stream(f"/ps_protocol.v1.{path}")
+                calls += [call(nothing(), timeout=600) for _ in range(count)]
+        await_calls(cluster.servers[0], 3 * count)
+        try:
+            yield
+        finally:
+            release.set()
+
+
+def await_calls(server: Server, count: int) -> None:
+    """Until the server has let that many calls in."""
+    deadline = time.monotonic() + SECONDS
+    while server.calls_in_flight() < count:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+
+
+def test_a_hundred_requests_that_never_arrive_delay_nobody(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    alone = worst_step(cluster, "alone")
+    with slow_uploads(cluster, 100):
+        beside = worst_step(cluster, "beside")
+    print(f"slowest step alone {alone * 1e3:.1f} ms, beside 600 requests that never arrive {beside * 1e3:.1f} ms")
+    assert beside < SLOWEST_STEP_SECONDS
+
+
+def test_a_request_that_does_not_arrive_in_time_is_cut_off(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(upload_seconds=0.2))
+    server = cluster.servers[0]
+    with slow_uploads(cluster, 4):
+        deadline = time.monotonic() + SECONDS
+        while server.calls_in_flight():
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.02)
+
+
+def test_a_reader_that_never_reads_delays_nobody_and_is_cut_off(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(stall_seconds=1.0))
+    server = cluster.servers[0]
+    big = nn.Linear(1024, 2048)
+    with cluster.connect("async", job="big", transport="grpc") as session:
+        session.prepare(big, torch.optim.SGD(big.parameters(), lr=0.1))
+        pull = data_pb2.PullRequest(worker=data_pb2.WorkerIdentity(job="big"), buckets=[0, 1, 2]).SerializeToString()
+        with open_channel(cluster.address) as channel:
+            call = channel.unary_stream("/ps_protocol.v1.DataService/Pull")
+            unread = [call(pull, timeout=600) for _ in range(80)]  # their answers are never asked for
+            await_calls(server, 80)
+            assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
+            deadline = time.monotonic() + SECONDS
+            while server.calls_in_flight() > 10:  # what is left are the session's own
+                assert time.monotonic() < deadline
+                threading.Event().wait(0.02)
+            assert len(unread) == 80
+
+
+def test_a_thousand_connections_that_say_nothing_delay_nobody_and_are_closed(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(handshake_seconds=2.0))
+    host, port = cluster.address.split(":")
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(1000)]
+        assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
+        for one in opened:
+            one.settimeout(SECONDS)
+            with contextlib.suppress(ConnectionResetError):
+                while one.recv(4096):  # the server's settings come first; then it hangs up
+                    pass
+
+
+def test_a_thousand_connections_to_the_metrics_leave_the_cluster_alone(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1)
+    host, port = cluster.servers[0].metrics_address.split(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(1000):
+            stack.enter_context(socket.create_connection((host, int(port)), SECONDS))
+        assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
+        assert sum(thread.name.startswith("Thread-") for thread in threading.enumerate()) < 100
+
+
+def test_calls_in_flight_are_limited_by_caller(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(calls=12))
+    with open_channel(cluster.address) as channel:
+        with contextlib.suppress(PSError):
+            _register(channel, _spec())
+        call = JobServiceStub(channel).WatchJob
+        watching = [call(control_pb2.WatchJobRequest(job="job"), timeout=600) for _ in range(12)]
+        for stream in watching[:8]:
+            next(stream)
+        with open_channel(cluster.address) as another:  # a connection more is no caller more
+            errors = set()
+            for _ in range(20):
+                try:
+                    next(JobServiceStub(another).WatchJob(control_pb2.WatchJobRequest(job="job"), timeout=1))
+                except grpc.RpcError as error:
+                    errors.add(type(error_from(error, "it")))
+            assert LimitExceeded in errors
+
+
+# -- limits by name --------------------------------------------------------------------------------------------------
+
+
+def _spec(name: str = "job", count: int = 1, size: int = 16, bucket: int = 64, label: str = "p") -> JobSpec:
+    parameters = tuple(ParameterSpec(f"{label}{index}", (size,), "float32", 0) for index in range(count))
+    return JobSpec(name, parameters, "SGD", ({"lr": 1.0},), Consistency(None), bucket, 1)
+
+
+def _register(channel: grpc.Channel, spec: JobSpec) -> Any:
+    try:
+        request = control_pb2.RegisterJobRequest(spec=job_spec_message(spec))
+        return JobServiceStub(channel).RegisterJob(request, timeout=SECONDS)
+    except grpc.RpcError as error:
+        raise error_from(error, "the server") from None
+
+
+@pytest.mark.parametrize(
+    ("limits", "specs", "says"),
+    [
+        (Limits(parameters=3), [_spec(count=4)], "max-parameters is 3"),
+        (Limits(buckets=3), [_spec(size=1024)], "max-buckets is 3"),
+        (Limits(name_length=8), [_spec(label="weights.")], "max-name-length is 8"),
+        (Limits(jobs=1), [_spec("one"), _spec("two")], "max-jobs"),
+    ],
+)
+def test_a_job_past_a_limit_is_told_which(
+    make_cluster: MakeCluster, limits: Limits, specs: list[JobSpec], says: str
+) -> None:
+    cluster = make_cluster(shards=1, limits=limits)
+    with open_channel(cluster.address) as channel:
+        for spec in specs[:-1]:
+            _register(channel, spec)
+        with pytest.raises(LimitExceeded, match=says):
+            _register(channel, specs[-1])
+        jobs = ClusterServiceStub(channel).GetStatus(control_pb2.GetStatusRequest(), timeout=SECONDS).jobs
+        assert len(jobs) == len(specs) - 1
+
+
+def test_a_worker_past_the_limit_is_told(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(workers=1))
+    with open_channel(cluster.address) as channel:
+        spec = JobSpec("job", _spec().parameters, "SGD", ({"lr": 1.0},), Consistency(None), 64, 0)
+        _register(channel, spec)
+        JobServiceStub(channel).JoinJob(control_pb2.JoinJobRequest(job="job"), timeout=SECONDS)
+        with pytest.raises(grpc.RpcError) as caught:
+            JobServiceStub(channel).JoinJob(control_pb2.JoinJobRequest(job="job"), timeout=SECONDS)
+        assert isinstance(error_from(caught.value, "it"), LimitExceeded)
+
+
+@pytest.mark.parametrize("sends", ["message", "metadata"])
+def test_what_is_too_long_is_refused_before_it_is_read(make_cluster: MakeCluster, sends: str) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(message_bytes=2**16, metadata_bytes=4096))
+    body = bytes(2**17) if sends == "message" else b""
+    metadata = (("x-long", "x" * 65536),) if sends == "metadata" else None
+    with open_channel(cluster.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/ps_protocol.v1.DataService/Push")(body, timeout=SECONDS, metadata=metadata)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_call_without_a_request_is_told_so(cluster: Cluster) -> None:
+    with open_channel(cluster.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.stream_unary("/ps_protocol.v1.DataService/Push")(iter(()), timeout=SECONDS)
+    assert isinstance(error_from(caught.value, "it"), InvalidRequest)
+
+
+def test_every_limit_has_a_flag_that_reaches_the_servers() -> None:
+    import argparse
+
+    from ps_server.limits import add_limits
+
+    parser = argparse.ArgumentParser()
+    add_limits(parser)
+    assert limits_of(parser.parse_args([])) == Limits()
+    wanted = Limits(jobs=3, calls=7, handshake_seconds=1.5)
+    assert limits_of(parser.parse_args(limit_flags(wanted))) == wanted
