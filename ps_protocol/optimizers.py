@@ -86,5 +86,5 @@ def check_hyper_parameters(name: str, values: HyperParameters) -> None:
             raise InvalidRequest(f"{name} takes {', '.join(known)}, got {key!r}")
     try:
         ELEMENTWISE[name]([torch.zeros(1)], **values)  # type: ignore[arg-type]
-    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError) as error:
         raise InvalidRequest(f"{name} refuses {dict(values)}: {error}") from error

@@ -191,7 +191,7 @@ class Server:
         self.engine = engine
         data = DataService(engine)
         data.register(self._grpc)
-        control_pb2_grpc.add_ShardServiceServicer_to_server(ShardService(engine), self._grpc)
+        control_pb2_grpc.add_ShardServiceServicer_to_server(ShardService(engine, self._config.limits), self._grpc)
         self._registry.register(shard_gauges(engine))
         self._stops += [engine.stop, data.stop]
         return [DATA_SERVICE, CONTROL_SERVICES["ShardService"]]

@@ -84,7 +84,7 @@ class Boundary(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no
         if not handler.stream_stream:
             raise TypeError(f"{method} is of a kind that nothing here guards")
         return grpc.stream_stream_rpc_method_handler(
-            _guard(handler.stream_stream, read), handler.request_deserializer, handler.response_serializer
+            _guard(handler.stream_stream, read), None, handler.response_serializer
         )
 
 
@@ -102,10 +102,18 @@ class _Reader:
 
     def one(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
         """The request. Raises InvalidRequest if it does not come or cannot be parsed."""
-        with self.gate.receiving(context):
-            raw = next(requests, None)
+        raw = self.next(requests, context)
         if raw is None:
             raise InvalidRequest("the call ended before its request came")
+        return self.parse(raw)
+
+    def next(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
+        """The bytes that come next; None at the end. A call that keeps them back for too long is cancelled."""
+        with self.gate.receiving(context):
+            return next(requests, None)
+
+    def parse(self, raw: bytes) -> Any:
+        """What the bytes of a request say. Raises InvalidRequest if they are none."""
         if self._parse is None:
             return raw
         try:
@@ -210,21 +218,16 @@ def _observe_stream(behaviour: Callable[..., Any], labels: _Labels, read: _Reade
 def _guard(behaviour: Callable[..., Any], read: _Reader) -> Callable[..., Any]:
     """Reflection: a stream each way, which nobody may leave open for long."""
 
-    def wrapped(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+    def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
+        def timely() -> Iterator[Any]:
+            while (raw := read.next(requests, context)) is not None:
+                yield read.parse(raw)
+
         try:
             read.enter(context)
+            yield from behaviour(timely(), context)
         except PSError as error:
             set_error(context, error)
             context.abort(error.code, str(error))
-
-        def timely() -> Iterator[Any]:
-            while True:
-                with read.gate.receiving(context):
-                    request = next(requests, None)
-                if request is None:
-                    return
-                yield request
-
-        yield from behaviour(timely(), context)
 
     return wrapped

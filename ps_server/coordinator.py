@@ -18,15 +18,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from ps_protocol.channel import MAX_BUCKET_BYTES
 from ps_protocol.credentials import PLAINTEXT, Access
 from ps_protocol.errors import InvalidRequest, JobMismatch, LimitExceeded, NotFound, PSError, TryLater
-from ps_protocol.job import JobSpec, difference, validate
+from ps_protocol.job import JobSpec, difference
 from ps_protocol.layout import bucket_layout
-from ps_protocol.optimizers import check_hyper_parameters
 from ps_server.core.membership import Member, Membership, check_key
 from ps_server.core.placement import imbalance, place
-from ps_server.limits import DEFAULTS, Limits, check_job_limits
+from ps_server.limits import DEFAULTS, Limits, check_address, check_host, check_job_spec
 from ps_server.shard_client import ShardClient, on_all
 
 log = logging.getLogger("ps_server")
@@ -130,6 +128,9 @@ class Coordinator:
         """Makes a shard known, or renews it."""
         if not 0 <= index < self.shard_count:
             raise InvalidRequest(f"shard index must be below {self.shard_count}, got {index}")
+        check_address(address, "a shard's address")
+        if metrics_address:
+            check_address(metrics_address, "where metrics are served")
         now = time.monotonic()
         with self._lock:
             known = self._shards.get(index)
@@ -158,10 +159,7 @@ class Coordinator:
 
     def register_job(self, spec: JobSpec) -> tuple[CoordinatedJob, bool]:
         """The job with this spec, and whether this call made it. Raises JobMismatch naming what differs."""
-        validate(spec, MAX_BUCKET_BYTES)
-        check_job_limits(spec, self._limits)
-        for group in spec.groups:
-            check_hyper_parameters(spec.optimizer, group)
+        check_job_spec(spec, self._limits)
         clients = self._clients()
         with self._registering:
             known = self._jobs.get(spec.name)
@@ -223,6 +221,9 @@ class Coordinator:
     def join(self, name: str, rank: int | None, pid: int, host: str, metrics_address: str) -> tuple[Member, int]:
         """Makes the caller a live worker; answers with its place and the clock it starts from."""
         job = self._job(name)
+        check_host(host)
+        if metrics_address:
+            check_address(metrics_address, "where metrics are served")
         clients = self._clients()
         with job.lock:
             if job.ended:

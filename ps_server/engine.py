@@ -321,6 +321,10 @@ class Engine:
         """
         job = self._job(name)
         segment = self._segment(job, rank, incarnation, key) if shared else None
+        if len(indices) > len(job.buckets):
+            raise InvalidRequest(
+                f"this shard holds {len(job.buckets)} buckets of the job, got {len(indices)} in one pull"
+            )
         if len(set(indices)) != len(indices):
             raise InvalidRequest("a pull names each bucket at most once")
         now = time.monotonic()

@@ -20,6 +20,7 @@ from ps_server import messages
 from ps_server.coordinator import CoordinatedJob, Coordinator, Roster
 from ps_server.engine import Engine, RunningJob
 from ps_server.gate import check_job
+from ps_server.limits import DEFAULTS, Limits, check_job_spec
 from ps_server.streams import Outbox, Send
 
 DATA_SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
@@ -103,11 +104,14 @@ def _in_pool(behaviour: Callable[..., Any], pool: ThreadPoolExecutor, non_blocki
 class ShardService(control_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,unused-ignore]
     """What the coordinator asks of a shard."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, limits: Limits = DEFAULTS) -> None:
         self._engine = engine
+        self._limits = limits
 
     def CreateJob(self, request: Any, context: grpc.ServicerContext) -> Any:
-        self._engine.create_job(job_spec(request.spec), list(request.buckets))
+        spec = job_spec(request.spec)
+        check_job_spec(spec, self._limits)
+        self._engine.create_job(spec, list(request.buckets))
         return control_pb2.CreateJobResponse()
 
     def DropJob(self, request: Any, context: grpc.ServicerContext) -> Any:

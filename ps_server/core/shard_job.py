@@ -91,6 +91,10 @@ class ShardJob:
 
     def __init__(self, spec: JobSpec, indices: Iterable[int]) -> None:
         layout = bucket_layout(spec.parameters, spec.bucket_bytes)
+        indices = list(indices)
+        odd = next((index for index in indices if not 0 <= index < len(layout.buckets)), None)
+        if odd is not None or len(set(indices)) != len(indices):
+            raise InvalidRequest(f"expected buckets below {len(layout.buckets)}, each once, got {odd}")
         self.spec = spec
         self.roster: dict[int, Live] = {}
         self.buckets = {index: ShardBucket(spec, layout.buckets[index], self.roster) for index in indices}

@@ -1,0 +1,203 @@
+"""One shard and one coordinator to throw bytes at, without a network; and what they hold, as a hash.
+
+The shard has a job in sync mode with two live workers. The bytes may speak for rank 1, whose lease key they know: what
+it pushes is staged and, since rank 0 never pushes, changes no weight, whenever the hash is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from google.protobuf.message import DecodeError
+from prometheus_client import CollectorRegistry
+
+from ps_protocol.errors import PSError
+from ps_protocol.framing import write_message
+from ps_protocol.job import JobSpec
+from ps_protocol.job_messages import job_spec_message
+from ps_protocol.layout import ParameterSpec
+from ps_protocol.modes import Consistency
+from ps_protocol.v1 import control_pb2, data_pb2
+from ps_server import messages
+from ps_server.coordinator import Coordinator
+from ps_server.core.shard_job import Push, PushKind
+from ps_server.engine import Engine
+from ps_server.metrics import ShardMetrics
+from ps_server.services import ClusterService, DataService, JobService, ShardService
+
+JOB, KEY = "job", b"sixteen bytes 01"
+SPEC = JobSpec(
+    JOB,
+    (ParameterSpec("w", (24,), "float32", 0), ParameterSpec("buffer", (3,), "int64", None)),
+    "AdamW",
+    ({"lr": 0.1},),
+    Consistency(0, True),
+    64,
+    2,
+)
+WORKER = data_pb2.WorkerIdentity(job=JOB, rank=1, incarnation=2, lease_key=KEY)
+
+
+class Finding(AssertionError):
+    """Something came of bytes that should not."""
+
+
+class _Context:
+    """A call that is never over."""
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        return True
+
+    def set_code(self, code: Any) -> None: ...
+
+    def set_details(self, details: str) -> None: ...
+
+    def set_trailing_metadata(self, metadata: Any) -> None: ...
+
+
+class _Inline:
+    """Does at once what a pool would do later."""
+
+    def submit(self, task: Callable[..., None], *arguments: Any) -> None:
+        task(*arguments)
+
+    def map(self, task: Callable[..., Any], items: Any) -> Any:
+        return map(task, items)
+
+
+class Target:
+    """What bytes are thrown at: every handler of every service by name, as the boundary calls them."""
+
+    def __init__(self) -> None:
+        logging.getLogger("ps_server").setLevel(logging.CRITICAL)
+        self.engine = Engine(ShardMetrics(CollectorRegistry()), messages.pull_response, messages.shared_pull_response)
+        self.coordinator = Coordinator(1)
+        self._fill()
+        data = DataService(self.engine)
+        data.senders = _Inline()  # type: ignore[assignment]
+        pool: Any = _Inline()
+        self.handlers: dict[str, Callable[[bytes], Any]] = {
+            "Push": lambda raw: data._push(raw, _Context()),  # type: ignore[arg-type]
+            "AttachSegment": lambda raw: data._attach(raw, _Context()),  # type: ignore[arg-type]
+            "PushShared": lambda raw: data._push_shared(raw, _Context()),  # type: ignore[arg-type]
+            "Pull": lambda raw: data._pull(raw, _Context(), _ignore),  # type: ignore[arg-type]
+            "PullShared": lambda raw: data._pull_shared(raw, _Context(), _ignore),  # type: ignore[arg-type]
+        }
+        jobs = JobService(self.coordinator, pool)
+        cluster = ClusterService(self.coordinator, "127.0.0.1:1", "")
+        shard = ShardService(self.engine)
+        for service in (jobs, cluster, shard):
+            described = control_pb2.DESCRIPTOR.services_by_name[type(service).__name__]
+            for method in described.methods:
+                self.handlers[method.name] = _handler(service, method)
+
+    def _fill(self) -> None:
+        engine = self.engine
+        engine.create_job(SPEC, [0, 1, 2])
+        engine.admit(JOB, 0, 1, 0, b"another key of 1")
+        engine.admit(JOB, 1, 2, 0, KEY)
+        for index, bucket in engine.jobs()[JOB].buckets.items():
+            layout = bucket.state.layout
+            payload = torch.arange(layout.nbytes, dtype=torch.uint8).numpy().tobytes()
+            if layout.dtype == "float32":
+                payload = torch.arange(layout.numel, dtype=torch.float32).numpy().tobytes()
+            initial = PushKind.INITIAL_VALUE
+            engine.push(Push(JOB, 0, 1, index, 0, initial, payload, key=b"another key of 1"))
+
+    def throw(self, name: str, raw: bytes) -> PSError | None:
+        """Has a handler answer these bytes; the error that it refuses them with, None if it takes them.
+
+        Raises Finding for any other error, and for a refusal that left something changed.
+        """
+        before = self.fingerprint()
+        try:
+            self.handlers[name](raw)
+        except PSError as error:
+            if self.fingerprint() != before:
+                raise Finding(f"{name} refused bytes ({error}) and changed something") from error
+            return error
+        except Exception as error:
+            raise Finding(f"{name} failed with {type(error).__name__}: {error}") from error
+        return None
+
+    def fingerprint(self) -> bytes:
+        """A hash of all that a shard and a coordinator remember."""
+        found = hashlib.sha256(repr(sorted(self.coordinator.jobs())).encode())
+        found.update(repr(sorted(self.coordinator.shards())).encode())
+        for name, job in sorted(self.engine.jobs().items()):
+            state = job.state
+            found.update(repr((name, state.spec, sorted(state.roster.items()), sorted(job.segments))).encode())
+            for index, bucket in sorted(job.buckets.items()):
+                protocol = bucket.state.protocol
+                numbers = protocol.initialised, protocol.version, protocol.staged, protocol.applied, protocol.added
+                found.update(repr((index, numbers, sorted(protocol.waiting), bucket.busy)).encode())
+                found.update(bucket.state.weights.flat.view(torch.uint8).numpy().tobytes())
+        return found.digest()
+
+    def stop(self) -> None:
+        """Ends the threads."""
+        self.engine.stop()
+        self.coordinator.stop()
+
+
+def _ignore(message: Any) -> None:
+    """Where answers go."""
+
+
+def _handler(service: Any, method: Any) -> Callable[[bytes], Any]:
+    behaviour = getattr(service, method.name)
+    parse = getattr(control_pb2, method.input_type.name).FromString
+
+    def handle(raw: bytes) -> None:
+        try:
+            request = parse(raw)
+        except DecodeError:
+            return  # the boundary refuses these
+        if method.server_streaming:
+            behaviour(request, _Context(), _ignore)
+        else:
+            behaviour(request, _Context())
+
+    return handle
+
+
+def seeds() -> dict[str, list[bytes]]:
+    """Well-formed requests by method: what a fuzzer starts from."""
+    header = data_pb2.PushHeader(worker=WORKER, clock=1, kind=data_pb2.PUSH_KIND_GRADIENT, bucket=0)
+    group = header.groups.add(group=0).hyper_parameters
+    group.add(name="lr", number=0.5)
+    group.add(name="betas").numbers.values.extend([0.9, 0.99])
+    shared = data_pb2.PushSharedRequest(worker=WORKER, clock=1)
+    shared.buckets.add(bucket=0, skip=True)
+    skip = data_pb2.PushHeader(worker=WORKER, clock=1, kind=data_pb2.PUSH_KIND_SKIP, bucket=1)
+    pull = data_pb2.PullRequest(worker=WORKER, clock=0, buckets=[0, 1, 2])
+    attach = data_pb2.AttachSegmentRequest(worker=WORKER, location="1/2", nonce=bytes(32))
+    spec = job_spec_message(SPEC)
+    spec.name = "new"
+    who = {"job": JOB, "rank": 1, "incarnation": 2}
+    found: dict[str, list[Any]] = {
+        "PushShared": [shared],
+        "Pull": [pull],
+        "PullShared": [pull],
+        "AttachSegment": [attach],
+        "RegisterJob": [control_pb2.RegisterJobRequest(spec=spec)],
+        "CreateJob": [control_pb2.CreateJobRequest(spec=spec, buckets=[0, 1])],
+        "JoinJob": [control_pb2.JoinJobRequest(job=JOB, rank=1, metrics_address="h:1", pid=1, host="h")],
+        "WatchJob": [control_pb2.WatchJobRequest(job=JOB)],
+        "Heartbeat": [control_pb2.HeartbeatRequest(**who, clock=1, lease_key=KEY)],
+        "LeaveJob": [control_pb2.LeaveJobRequest(**who, lease_key=KEY)],
+        "EndJob": [control_pb2.EndJobRequest(job=JOB)],
+        "RegisterShard": [control_pb2.RegisterShardRequest(index=1, address="h:1", process=1)],
+        "DropJob": [control_pb2.DropJobRequest(job="new")],
+        "AdmitWorker": [control_pb2.AdmitWorkerRequest(job="new", rank=1, incarnation=3)],
+        "RetireWorker": [control_pb2.RetireWorkerRequest(job="new", rank=1, incarnation=3)],
+        "GetStatus": [control_pb2.GetStatusRequest()],
+        "GetShardStatus": [control_pb2.GetShardStatusRequest()],
+    }
+    return {"Push": [write_message(header, bytes(64)), write_message(skip)]} | {
+        name: [message.SerializeToString() for message in list_of] for name, list_of in found.items()
+    }
