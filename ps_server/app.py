@@ -187,6 +187,7 @@ class Server:
             messages.shared_pull_response,
             self._config.apply_threads,
             self._config.shared_directory,
+            self._config.limits.staged_bytes,
         )
         self.engine = engine
         data = DataService(engine)

@@ -220,10 +220,10 @@ class Coordinator:
 
     def join(self, name: str, rank: int | None, pid: int, host: str, metrics_address: str) -> tuple[Member, int]:
         """Makes the caller a live worker; answers with its place and the clock it starts from."""
-        job = self._job(name)
         check_host(host)
         if metrics_address:
             check_address(metrics_address, "where metrics are served")
+        job = self._job(name)
         clients = self._clients()
         with job.lock:
             if job.ended:

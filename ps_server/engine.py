@@ -19,7 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ps_protocol.errors import InvalidRequest, JobMismatch, NotFound, NotShared, PSError, TryLater, UnknownWorker
+from ps_protocol.errors import (
+    InvalidRequest,
+    JobMismatch,
+    LimitExceeded,
+    NotFound,
+    NotShared,
+    PSError,
+    TryLater,
+    UnknownWorker,
+)
 from ps_protocol.job import JobSpec, difference, travels_as
 from ps_protocol.segments import DEFAULT_SHARED_DIRECTORY, SegmentMap, segment_plan
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of
@@ -84,8 +93,8 @@ class RunningBucket:
 class RunningJob:
     """A job on this shard."""
 
-    def __init__(self, spec: JobSpec, buckets: Iterable[int]) -> None:
-        self.state = ShardJob(spec, buckets)
+    def __init__(self, spec: JobSpec, buckets: Iterable[int], staged_limit: int = 2**63) -> None:
+        self.state = ShardJob(spec, buckets, staged_limit)
         self.mode = str(spec.consistency)
         self.lock = threading.Lock()
         self.buckets = {index: RunningBucket(state) for index, state in self.state.buckets.items()}
@@ -100,6 +109,7 @@ class Engine:
     write_pull, write_shared: how a pull's messages are written, over the network and by way of a segment
     apply_threads: threads that add gradients and step optimizers; buckets go in parallel, one bucket in order
     shared_directory: where workers on this host leave segments that are files
+    staged_limit: bytes that one worker of a job may have staged
     """
 
     def __init__(
@@ -109,7 +119,9 @@ class Engine:
         write_shared: WritePull,
         apply_threads: int = 1,
         shared_directory: Path = DEFAULT_SHARED_DIRECTORY,
+        staged_limit: int = 2**63,
     ) -> None:
+        self._staged_limit = staged_limit
         self._metrics = metrics
         self._write_pull = write_pull
         self._write_shared = write_shared
@@ -136,7 +148,10 @@ class Engine:
         with self._lock:
             known = self._jobs.get(spec.name)
             if known is None:
-                self._jobs[spec.name] = RunningJob(spec, buckets)
+                try:
+                    self._jobs[spec.name] = RunningJob(spec, buckets, self._staged_limit)
+                except (RuntimeError, MemoryError):  # what torch raises where there is no memory
+                    raise LimitExceeded(f"job {spec.name!r} does not fit into this shard's memory") from None
                 log.info("job %s: %d buckets", spec.name, len(self._jobs[spec.name].buckets))
                 return
         found = difference(known.state.spec, spec)

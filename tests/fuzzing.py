@@ -65,6 +65,8 @@ class _Inline:
     def submit(self, task: Callable[..., None], *arguments: Any) -> None:
         task(*arguments)
 
+    def shutdown(self, wait: bool = True) -> None: ...
+
     def map(self, task: Callable[..., Any], items: Any) -> Any:
         return map(task, items)
 
@@ -75,6 +77,8 @@ class Target:
     def __init__(self) -> None:
         logging.getLogger("ps_server").setLevel(logging.CRITICAL)
         self.engine = Engine(ShardMetrics(CollectorRegistry()), messages.pull_response, messages.shared_pull_response)
+        self.engine._apply.shutdown()
+        self.engine._apply = _Inline()  # type: ignore[assignment]  # so that nothing changes between two inputs
         self.coordinator = Coordinator(1)
         self._fill()
         data = DataService(self.engine)

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ps_protocol.errors import InvalidRequest, NonFiniteGradient, NotFound
+from ps_protocol.errors import Backlogged, InvalidRequest, NonFiniteGradient, NotFound
 from ps_protocol.framing import Buffer
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite, travels_as
 from ps_protocol.layout import DATA_TYPES, Bucket, bucket_layout
@@ -89,7 +89,8 @@ class ShardBucket:
 class ShardJob:
     """The buckets of one job that this shard holds."""
 
-    def __init__(self, spec: JobSpec, indices: Iterable[int]) -> None:
+    def __init__(self, spec: JobSpec, indices: Iterable[int], staged_limit: int = 2**63) -> None:
+        """staged_limit: bytes that one worker may have staged here; past it, its pushes are told to try again."""
         layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         indices = list(indices)
         odd = next((index for index in indices if not 0 <= index < len(layout.buckets)), None)
@@ -100,6 +101,7 @@ class ShardJob:
         self.buckets = {index: ShardBucket(spec, layout.buckets[index], self.roster) for index in indices}
         self.layout = layout
         self._checked: dict[int, HyperParameters] = {}
+        self._staged_limit = staged_limit
 
     def bucket(self, index: int) -> ShardBucket:
         """The bucket with this index. Raises NotFound when this shard does not hold it."""
@@ -207,8 +209,22 @@ class ShardJob:
             raise InvalidRequest(f"bucket {push.bucket} has no initial value yet: pull before the first push")
         if protocol.is_repeat(push.rank, push.clock):
             return Staged(protocol.version, duplicate=True)
+        self._check_budget(push)
         protocol.stage(push.rank, push.clock, gradient)
         return Staged(protocol.version, duplicate=False, skipped=gradient.values is None)
+
+    def _check_budget(self, push: Push) -> None:
+        # One contribution a bucket is the most a worker can stage: where all buckets fit, there is nothing to count.
+        if push.borrowed or self.parameter_bytes <= self._staged_limit:
+            return
+        waiting = (bucket.protocol.waiting.get(push.rank) for bucket in self.buckets.values())
+        values = (add.contribution.values for add in waiting if add is not None and not add.contribution.borrowed)
+        staged = sum(tensor.nbytes for tensor in values if tensor is not None)
+        if staged and staged + len(push.payload) > self._staged_limit:
+            raise Backlogged(
+                f"worker {push.rank} has {staged} bytes staged that are not applied yet, "
+                f"and max-staged-bytes is {self._staged_limit}"
+            )
 
     def _initialise(self, push: Push, bucket: ShardBucket, gradient: Gradient) -> Staged:
         if push.rank != 0:

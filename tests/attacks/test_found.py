@@ -1,0 +1,140 @@
+"""What was found by fuzzing and by reading, one test each: the sentence says what it did before it was closed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import grpc
+import pytest
+from fuzzing import JOB, KEY, SPEC, WORKER, Target
+
+from ps_protocol.channel import open_channel
+from ps_protocol.errors import Backlogged, Forbidden, InvalidRequest, LimitExceeded, PSError
+from ps_protocol.framing import read_message, write_message
+from ps_protocol.job_messages import job_spec_message
+from ps_protocol.v1 import control_pb2, data_pb2
+from ps_server.app import Server, ServerConfig
+from ps_server.core.shard_job import Push, PushKind, ShardJob
+
+
+def create(**changes: Any) -> bytes:
+    spec = job_spec_message(SPEC)
+    spec.name = "another"
+    for name, value in changes.items():
+        setattr(spec, name, value)
+    return control_pb2.CreateJobRequest(spec=spec, buckets=[0]).SerializeToString()
+
+
+def refused(target: Target, method: str, raw: bytes) -> PSError:
+    found = target.throw(method, raw)
+    assert found is not None
+    return found
+
+
+def test_buckets_of_no_bytes_sent_straight_to_a_shard_divided_by_zero(target: Target) -> None:
+    assert isinstance(refused(target, "CreateJob", create(bucket_bytes=0)), InvalidRequest)
+
+
+def test_an_optimizer_that_does_not_exist_sent_straight_to_a_shard_was_looked_up_unchecked(target: Target) -> None:
+    assert isinstance(refused(target, "CreateJob", create(optimizer="__import__")), InvalidRequest)
+
+
+def test_a_bucket_beyond_the_layout_was_an_index_error_on_the_shard(target: Target) -> None:
+    spec = job_spec_message(SPEC)
+    spec.name = "another"
+    for buckets in ([2**32 - 1], [0, 0]):
+        raw = control_pb2.CreateJobRequest(spec=spec, buckets=buckets).SerializeToString()
+        assert isinstance(refused(target, "CreateJob", raw), InvalidRequest)
+
+
+def test_a_job_larger_than_any_memory_was_laid_out_before_it_was_refused(target: Target) -> None:
+    spec = job_spec_message(SPEC)
+    spec.name = "another"
+    spec.parameters[0].shape[:] = [2**25, 2**25]
+    spec.bucket_bytes = 64
+    raw = control_pb2.CreateJobRequest(spec=spec, buckets=[0]).SerializeToString()
+    assert isinstance(refused(target, "CreateJob", raw), LimitExceeded)
+
+
+def test_one_beta_instead_of_two_was_an_index_error_inside_torch(target: Target) -> None:
+    header = data_pb2.PushHeader(worker=WORKER, clock=1, kind=data_pb2.PUSH_KIND_SKIP)
+    header.groups.add(group=0).hyper_parameters.add(name="betas").numbers.values.append(0.9)
+    assert isinstance(refused(target, "Push", write_message(header)), InvalidRequest)
+
+
+def test_a_guessed_incarnation_let_one_worker_push_for_another(target: Target) -> None:
+    victim = data_pb2.WorkerIdentity(job=JOB, rank=0, incarnation=1, lease_key=KEY)
+    header = data_pb2.PushHeader(worker=victim, clock=1, kind=data_pb2.PUSH_KIND_SKIP)
+    assert isinstance(refused(target, "Push", write_message(header)), Forbidden)
+
+
+def test_a_stranger_learnt_about_a_gradient_before_it_was_asked_who_it_is(target: Target) -> None:
+    stranger = data_pb2.WorkerIdentity(job=JOB, rank=1, incarnation=2, lease_key=bytes(16))
+    header = data_pb2.PushHeader(worker=stranger, clock=1, kind=data_pb2.PUSH_KIND_GRADIENT)
+    assert isinstance(refused(target, "Push", write_message(header, b"not 64 bytes")), Forbidden)
+
+
+def test_a_pull_could_name_millions_of_buckets_and_have_each_looked_at(target: Target) -> None:
+    raw = data_pb2.PullRequest(worker=WORKER, buckets=range(100_000)).SerializeToString()
+    assert isinstance(refused(target, "Pull", raw), InvalidRequest)
+
+
+@pytest.mark.parametrize("host", ["\x1b]0;owned\x07", "a" * 300, "name\nps-server: all is well"])
+def test_a_host_name_with_control_characters_reached_the_terminal_of_who_asked_for_the_status(
+    target: Target, host: str
+) -> None:
+    request = control_pb2.JoinJobRequest(job=JOB, host=host)
+    assert isinstance(refused(target, "JoinJob", request.SerializeToString()), InvalidRequest)
+
+
+@pytest.mark.parametrize("address", ["http://169.254.0.1/x?", "h:1/../secrets", "h:1\nother:2", ":", "h:"])
+def test_an_address_of_metrics_that_is_none_was_handed_to_prometheus(target: Target, address: str) -> None:
+    request = control_pb2.RegisterShardRequest(index=0, address="127.0.0.1:1", metrics_address=address, process=1)
+    assert isinstance(refused(target, "RegisterShard", request.SerializeToString()), InvalidRequest)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x0a\xff\xff\xff\xff\x0f",  # a header of 4 GiB
+        b"\x0a\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80\x01",  # a length of more than 64 bits
+        b"\x0a\x00\x0a\x00",  # two headers
+        b"\x0a\x00\x7a\x01a\x7a\x01b",  # two payloads: which one was checked?
+        b"\x0a\x00\x7a\x05abc",  # a payload that is cut off
+        b"\x0b",  # a group, which nothing here sends
+    ],
+)
+def test_lengths_that_lie_and_fields_that_come_twice_are_refused_by_the_decoder(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        read_message(raw)
+
+
+def test_bytes_that_are_no_request_of_reflection_kept_a_server_from_ever_stopping() -> None:
+    server = Server(ServerConfig(shard_count=1))
+    with open_channel(server.address) as channel:
+        call = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        for raw in (b"\xff", b"\x0a\x05ab", b"\x9a\x9a\x9a"):
+            with pytest.raises(grpc.RpcError) as caught:
+                next(call(iter([raw]), timeout=20.0))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    stopping = threading.Thread(target=server.stop, daemon=True)
+    stopping.start()
+    stopping.join(20.0)
+    assert not stopping.is_alive()
+
+
+def test_a_worker_could_stage_as_much_as_the_whole_model_whatever_the_shard_can_hold() -> None:
+    job = ShardJob(SPEC, [0, 1], staged_limit=64)
+    job.admit(0, 1, 0)
+    job.admit(1, 2, 0)
+    for index in (0, 1):
+        job.bucket(index).protocol.initialised = True
+
+    def push(index: int, size: int) -> None:
+        one = Push(JOB, 1, 2, index, 1, PushKind.GRADIENT, bytes(size))
+        job.stage(one, job.check(one))
+
+    push(0, 64)
+    with pytest.raises(Backlogged, match="max-staged-bytes is 64"):
+        push(1, 32 if job.bucket(1).layout.nbytes == 32 else job.bucket(1).layout.nbytes)
