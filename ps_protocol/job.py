@@ -13,9 +13,11 @@ from ps_protocol.modes import Consistency
 
 MAX_NAME_LENGTH = 512
 MAX_PARAMETERS = 100_000
+MAX_BUCKETS = 100_000  # 400 GB in buckets of 4 MiB
 MAX_ELEMENTS = 2**50  # keeps every product of sizes far from 64 bits
 MAX_WORLD_SIZE = 65_536
 MAX_DIMENSIONS = 64
+MAX_BUCKETS = 2**18  # 1 TiB in buckets of 4 MiB; every server and worker makes a list of them
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -71,6 +73,14 @@ def validate(spec: JobSpec, max_bucket_bytes: int) -> None:
         if parameter.name in names:
             raise InvalidRequest(f"parameter names must be unique, got {parameter.name!r} twice")
         names.add(parameter.name)
+    size = sum(parameter.nbytes for parameter in spec.parameters)
+    if size // spec.bucket_bytes > MAX_BUCKETS:
+        raise LimitExceeded(
+            f"a job may have up to {MAX_BUCKETS} buckets, got {size} bytes in buckets of {spec.bucket_bytes}"
+        )
+    buckets = sum(parameter.nbytes for parameter in spec.parameters) // spec.bucket_bytes
+    if buckets > MAX_BUCKETS:
+        raise LimitExceeded(f"a job may have up to {MAX_BUCKETS} buckets, got {buckets}: use larger bucket_bytes")
     if all(parameter.group is None for parameter in spec.parameters):
         raise InvalidRequest("a job needs at least one parameter that the optimizer steps, got none")
 

@@ -88,6 +88,7 @@ class Server:
         port = _bind(self._grpc, config.host, config.port)
         self.address = config.advertise or f"{_reachable(config.host)}:{port}"
         self._stops: list[Callable[[], None]] = []
+        self.engine: Engine | None = None  # set where this process is a shard
         self.coordinator = self._make_coordinator() if config.shard_count is not None else None
         self.metrics_address = self._serve_metrics(config)
         names: list[str] = []
@@ -140,6 +141,7 @@ class Server:
 
     def _add_shard(self) -> list[str]:
         engine = Engine(ShardMetrics(self._registry), messages.pull_response, self._config.apply_threads)
+        self.engine = engine
         data = DataService(engine)
         data.register(self._grpc)
         control_pb2_grpc.add_ShardServiceServicer_to_server(ShardService(engine), self._grpc)

@@ -22,7 +22,7 @@ from ps_protocol.errors import InvalidRequest, JobMismatch, NotFound, PSError, T
 from ps_protocol.job import JobSpec, difference
 from ps_protocol.tensors import bytes_of
 from ps_server.core.bucket import Add, Step, Verdict
-from ps_server.core.shard_job import Push, PushKind, ShardBucket, ShardJob, Staged
+from ps_server.core.shard_job import Push, ShardBucket, ShardJob, Staged
 from ps_server.metrics import ShardMetrics
 from ps_server.streams import Outbox
 
@@ -50,11 +50,12 @@ class Pull:
 
 @dataclass
 class Waiter:
-    """One bucket of a pull that is not admitted yet; `since` is when only other workers kept it waiting."""
+    """One bucket of a pull that is not admitted: why, since when for that reason, and how long for others so far."""
 
     pull: Pull
     verdict: Verdict
     since: float
+    waited: float = 0.0
 
 
 @dataclass
@@ -167,14 +168,12 @@ class Engine:
             gradient = job.state.check(push)
             with job.lock:
                 staged = job.state.stage(push, gradient)
-                started = push.kind is PushKind.INITIAL_VALUE and not staged.duplicate
         except PSError as error:
             self._metrics.refused(push.job, error)
             raise
         self._metrics.pushed(push.job, len(push.payload), staged)
-        if started:
-            self._admit_waiters(job, job.buckets[push.bucket])
         if not staged.duplicate:
+            self._admit_waiters(job, job.buckets[push.bucket])  # or they learn whom they wait for now
             self._schedule(job, push.bucket)
         return staged
 
@@ -253,11 +252,11 @@ class Engine:
 
     def _admit_waiters(self, job: RunningJob, bucket: RunningBucket) -> None:
         """Sends the bucket to every waiting pull that is admitted now, and ends those whose worker lost its place."""
-        admitted: list[tuple[Waiter, float]] = []
+        admitted: list[Waiter] = []
         lost: list[tuple[Pull, UnknownWorker]] = []
         index, now = bucket.state.layout.index, time.monotonic()
         with job.lock:
-            staying = []
+            staying: list[Waiter] = []
             for waiter in bucket.waiters:
                 pull = waiter.pull
                 try:
@@ -266,21 +265,25 @@ class Engine:
                     lost.append((pull, error))
                     continue
                 verdict = job.state.admits(index, pull.rank, pull.clock)
-                blamed = waiter.verdict.waiting_for
-                waited = now - waiter.since if blamed and blamed != (pull.rank,) else 0.0
-                if verdict.admitted:
-                    self._metrics.waited(job.state.spec.name, job.mode, waited, waiter.verdict)
-                    admitted.append((waiter, waited))
-                    continue
-                if verdict.waiting_for != blamed and (not blamed or blamed == (pull.rank,)):
-                    waiter.since = now  # until now it waited for its own push; from here on for others
-                waiter.verdict = verdict
-                staying.append(waiter)
+                self._account(job, waiter, verdict, now)
+                (admitted if verdict.admitted else staying).append(waiter)
             bucket.waiters = staying
-        for waiter, waited in admitted:
-            self._send(job, bucket, waiter.pull, waited)
+        for waiter in admitted:
+            self._send(job, bucket, waiter.pull, waiter.waited)
         for pull, reason in lost:
             pull.outbox.fail(reason)
+
+    def _account(self, job: RunningJob, waiter: Waiter, verdict: Verdict, now: float) -> None:
+        """Books the time that a pull waited on whom it waited for; called whenever its verdict may have changed."""
+        blamed = waiter.verdict.waiting_for
+        if verdict.waiting_for != blamed or verdict.admitted:
+            if blamed and blamed != (waiter.pull.rank,):  # the time until its own push is nobody's
+                waiter.waited += now - waiter.since
+                self._metrics.waited_for(job.state.spec.name, now - waiter.since, blamed)
+            waiter.since = now
+        if verdict.admitted and waiter.waited:
+            self._metrics.waited(job.state.spec.name, job.mode, waiter.waited)
+        waiter.verdict = verdict
 
     def _forget(self, job: RunningJob, pull: Pull) -> None:
         with job.lock:

@@ -29,7 +29,7 @@ def describe(
     with rank 0's and goes on with its own. Raises Unsupported for what a parameter server cannot do, naming it.
     """
     cls = optimizer_name(optimizer)
-    if optimizer.state:
+    if _has_stepped(optimizer):
         raise Unsupported(
             "the optimizer has taken steps already, and its state would stay behind; "
             "call prepare before the first step, with a new optimizer"
@@ -59,6 +59,13 @@ def describe(
         non_finite=non_finite,
     )
     return spec, tensors
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether there is state that a step made: Adagrad's is there, at step 0, from the beginning."""
+    return any(
+        any(v is not None for v in state.values()) and state.get("step") != 0 for state in optimizer.state.values()
+    )
 
 
 def _refuse_sparse(model: nn.Module) -> None:

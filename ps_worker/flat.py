@@ -43,7 +43,10 @@ class FlatModel:
                 tensor.data = weights
                 self._gradient_views[index] = self._view(self._gradients[spec.dtype], index)
                 assert isinstance(tensor, nn.Parameter)
+                frozen = not tensor.requires_grad
+                tensor.requires_grad_()  # a frozen one takes no hook, and may be thawed later
                 tensor.register_post_accumulate_grad_hook(lambda _, index=index: self.adopt(index))
+                tensor.requires_grad_(not frozen)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

@@ -243,7 +243,7 @@ class ParameterServer:
 
         def make() -> bytes:
             payload = None if empty else self._flat.gradient(bucket)
-            return messages.gradient_push(self._who, bucket.index, clock, payload, [] if empty else missing, updates)
+            return messages.gradient_push(self._who, bucket.index, clock, payload, [] if skip else missing, updates)
 
         return make
 

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ps_protocol.errors import InvalidRequest, NonFiniteGradient, NotFound
+from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotFound
 from ps_protocol.framing import Buffer
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite
 from ps_protocol.layout import Bucket, bucket_layout
@@ -70,6 +70,7 @@ class ShardJob:
         self.spec = spec
         self.roster: dict[int, Live] = {}
         self.buckets = {index: ShardBucket(spec, layout.buckets[index], self.roster) for index in indices}
+        self._retired: dict[int, int] = {}  # by rank, the highest incarnation that was retired
         self._checked: dict[int, HyperParameters] = {}
 
     def bucket(self, index: int) -> ShardBucket:
@@ -88,9 +89,12 @@ class ShardJob:
     def admit(self, rank: int, incarnation: int, clock: int | None) -> int:
         """Counts a worker as live from `clock` on (None: from this shard's frontier on); answers with the frontier.
 
-        An older incarnation of the rank is fenced at once. Repeating a call changes nothing.
+        An older incarnation of the rank is fenced at once. Repeating a call changes nothing. A call that comes after its
+        worker was retired (the coordinator had given up on it) raises Fenced: nobody would ever retire it again.
         """
         live = self.roster.get(rank)
+        if incarnation <= self._retired.get(rank, 0):
+            raise Fenced(f"worker {rank}: incarnation {incarnation} was retired before it was admitted")
         if live is not None and live.incarnation > incarnation:
             check_incarnation(rank, incarnation, live.incarnation)
         frontier = max((b.protocol.frontier() for b in self._trained()), default=0)
@@ -103,7 +107,8 @@ class ShardJob:
         return frontier
 
     def retire(self, rank: int, incarnation: int) -> None:
-        """Stops counting a worker as live; a newer incarnation is left alone."""
+        """Stops counting a worker as live, for good; a newer incarnation is left alone."""
+        self._retired[rank] = max(incarnation, self._retired.get(rank, 0))
         live = self.roster.get(rank)
         if live is not None and live.incarnation <= incarnation:
             del self.roster[rank]
