@@ -164,7 +164,9 @@ class ParameterServer:
             self._finish([self._network[self._shard_of[b.index]].push_initial(b) for b in buckets])
         held = {index: [b for b in buckets if b.held] for index, buckets in self._buckets.items()}
         self._finish([self._network[index].pull(self._clock, found) for index, found in held.items() if found])
+        self._flat.begin_pull()
         self._finish(self._pull())
+        self._flat.end_pull()
         self._await_workers()
 
     def _join(self) -> None:
@@ -248,6 +250,7 @@ class ParameterServer:
         changed, left = self._overlap.finish(self._flat.versions())
         skip = self._refuse_or_skip(absent, changed)
         groups = self._hyper_parameters()
+        self._flat.begin_pull()
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         pulls = self._pull(ahead=1)
         pushes, self._pushed = self._pushed, []
@@ -258,6 +261,7 @@ class ParameterServer:
         sent = sum(self._finish(pushes, beside=pulls))
         pushed = timer.now()
         pulled = self._finish(pulls)
+        self._flat.end_pull()
         waited = max((seconds for _, seconds in pulled), default=0.0)
         self._metrics.stepped(sent, sum(size for size, _ in pulled), pushed, waited, self._clock)
 
@@ -288,6 +292,7 @@ class ParameterServer:
             empty=skip or len(missing) == len(bucket.segments),
             groups={group: groups[group] for group in mine if group is not None},
         )
+        self._flat.leaving(bucket)
         return self._transports[self._shard_of[bucket.index]].push(push)
 
     def _pull(self, ahead: int = 0) -> list[Future[tuple[int, float]]]:
