@@ -8,6 +8,7 @@
     ├── NotFound              no such job, bucket or shard
     ├── UnknownWorker         the caller is no live worker of the job: join first
     │   └── Fenced            a newer incarnation took the caller's place, or its lease ran out
+    ├── NotShared             a shard cannot see a worker's memory: use the network
     ├── OutOfOrder            a push that skips a clock
     ├── TryLater              nothing is wrong; come back in a moment
     ├── LimitExceeded         past a named limit
@@ -84,6 +85,13 @@ class Fenced(UnknownWorker):
     """A newer incarnation took the caller's place, or its lease ran out."""
 
     reason = "FENCED"
+
+
+class NotShared(PSError):
+    """A shard cannot see this worker's memory, or has none of it attached: the network is what is left."""
+
+    reason = "NOT_SHARED"
+    code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class OutOfOrder(PSError):

@@ -30,6 +30,15 @@ class NonFinite(enum.Enum):
 
     REFUSE = "refuse"
     SKIP = "skip"
+    ALLOW = "allow"
+
+
+WIRE_FORMATS = ("float32", "bfloat16", "float16")
+
+
+def travels_as(dtype: str, wire: str) -> str:
+    """The element type in which a tensor of `dtype` travels: only float32 is ever narrowed."""
+    return wire if dtype == "float32" else dtype
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,7 @@ class JobSpec:
     groups:       the hyper-parameters of its parameter groups when the job began
     bucket_bytes: bytes of a full bucket, a multiple of 64
     world_size:   how many workers take part; 0 is elastic: whoever is there
+    gradient_wire, weight_wire: the element types in which float32 gradients and weights travel
     """
 
     name: str
@@ -51,6 +61,8 @@ class JobSpec:
     bucket_bytes: int
     world_size: int
     non_finite: NonFinite = NonFinite.REFUSE
+    gradient_wire: str = "float32"
+    weight_wire: str = "float32"
 
 
 def validate(spec: JobSpec, max_bucket_bytes: int) -> None:
@@ -126,6 +138,8 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
         ("bucket_bytes", registered.bucket_bytes, offered.bucket_bytes),
         ("world_size", registered.world_size or "elastic", offered.world_size or "elastic"),
         ("policy for gradients that are not finite", registered.non_finite.value, offered.non_finite.value),
+        ("wire format of gradients", registered.gradient_wire, offered.gradient_wire),
+        ("wire format of weights", registered.weight_wire, offered.weight_wire),
     ):
         if a != b:
             return f"the {what} is {a} in the registered job and {b} in this one"

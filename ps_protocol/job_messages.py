@@ -21,7 +21,15 @@ _NON_FINITE: dict[int, NonFinite] = {
     job_pb2.NON_FINITE_POLICY_UNSPECIFIED: NonFinite.REFUSE,
     job_pb2.NON_FINITE_POLICY_REFUSE: NonFinite.REFUSE,
     job_pb2.NON_FINITE_POLICY_SKIP: NonFinite.SKIP,
+    job_pb2.NON_FINITE_POLICY_ALLOW: NonFinite.ALLOW,
 }
+_WIRE_FORMATS: dict[int, str] = {
+    job_pb2.WIRE_FORMAT_UNSPECIFIED: "float32",
+    job_pb2.WIRE_FORMAT_FLOAT32: "float32",
+    job_pb2.WIRE_FORMAT_BFLOAT16: "bfloat16",
+    job_pb2.WIRE_FORMAT_FLOAT16: "float16",
+}
+_WIRE_FORMAT_NUMBERS: dict[str, Any] = {name: number for number, name in _WIRE_FORMATS.items()}
 _NON_FINITE_NUMBERS: dict[NonFinite, Any] = {policy: number for number, policy in _NON_FINITE.items()}
 
 
@@ -37,6 +45,8 @@ def job_spec(message: job_pb2.JobSpec) -> JobSpec:
         bucket_bytes=message.bucket_bytes,
         world_size=message.world_size,
         non_finite=known(_NON_FINITE, message.non_finite, "policy for gradients that are not finite"),
+        gradient_wire=known(_WIRE_FORMATS, message.gradient_wire, "wire format of gradients"),
+        weight_wire=known(_WIRE_FORMATS, message.weight_wire, "wire format of weights"),
     )
 
 
@@ -58,6 +68,8 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
         bucket_bytes=spec.bucket_bytes,
         world_size=spec.world_size,
         non_finite=_NON_FINITE_NUMBERS[spec.non_finite],
+        gradient_wire=_WIRE_FORMAT_NUMBERS[spec.gradient_wire],
+        weight_wire=_WIRE_FORMAT_NUMBERS[spec.weight_wire],
     )
 
 

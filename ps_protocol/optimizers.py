@@ -7,6 +7,7 @@ tensors (norms, matrices, closures over the loss) are refused by name.
 from __future__ import annotations
 
 import inspect
+import math
 
 import torch
 
@@ -81,9 +82,12 @@ def check_hyper_parameters(name: str, values: HyperParameters) -> None:
     if name not in ELEMENTWISE:
         raise InvalidRequest(f"expected an optimizer out of {', '.join(ELEMENTWISE)}, got {name!r}")
     known = hyper_parameter_names(name)
-    for key in values:
+    for key, value in values.items():
         if key not in known:
             raise InvalidRequest(f"{name} takes {', '.join(known)}, got {key!r}")
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):  # torch lets a NaN pass
+                raise InvalidRequest(f"hyper-parameter {key!r} of {name} must be finite, got {value}")
     try:
         ELEMENTWISE[name]([torch.zeros(1)], **values)  # type: ignore[arg-type]
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import torch
@@ -20,6 +21,7 @@ from ps_protocol.channel import open_channel, server_options
 from ps_protocol.errors import InvalidRequest, PSError, error_from
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.scrape import serve_metrics
+from ps_protocol.segments import DEFAULT_SHARED_DIRECTORY
 from ps_protocol.v1 import control_pb2_grpc
 from ps_server import messages
 from ps_server.boundary import Boundary
@@ -55,6 +57,7 @@ class ServerConfig:
     advertise:   HOST:PORT under which the others reach this process; None: where it listens
     lease:       seconds for which a worker counts as live without a heartbeat
     apply_threads: threads that apply updates
+    shared_directory: where workers on this host leave segments that are files
     """
 
     shard_count: int | None = None
@@ -67,6 +70,7 @@ class ServerConfig:
     metrics_port: int = 0
     lease: float = DEFAULT_LEASE_SECONDS
     apply_threads: int = 1
+    shared_directory: Path = DEFAULT_SHARED_DIRECTORY
 
 
 class Server:
@@ -140,7 +144,13 @@ class Server:
         return [CONTROL_SERVICES["JobService"], CONTROL_SERVICES["ClusterService"]]
 
     def _add_shard(self) -> list[str]:
-        engine = Engine(ShardMetrics(self._registry), messages.pull_response, self._config.apply_threads)
+        engine = Engine(
+            ShardMetrics(self._registry),
+            messages.pull_response,
+            messages.shared_pull_response,
+            self._config.apply_threads,
+            self._config.shared_directory,
+        )
         self.engine = engine
         data = DataService(engine)
         data.register(self._grpc)

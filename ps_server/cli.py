@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import NoReturn
 
 from ps_protocol.channel import DEFAULT_PORT
@@ -65,6 +66,9 @@ def _add_listening(command: argparse.ArgumentParser, note: str = "0: any free on
     add_setting(command, "--metrics-host", "address to serve metrics on", default="127.0.0.1")
     add_setting(command, "--metrics-port", "port of /metrics", default=DEFAULT_METRICS_PORT, kind=port_number)
     add_setting(command, "--lease", "seconds a silent worker counts as live", default=10.0, kind=seconds)
+    add_setting(
+        command, "--shared-directory", "where workers on this host may share memory as files", default="/dev/shm"
+    )
     add_setting(command, "--apply-threads", "threads a shard applies updates with", default=1, kind=count)
 
 
@@ -137,6 +141,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             metrics_port=arguments.metrics_port,
             lease=arguments.lease,
             apply_threads=arguments.apply_threads,
+            shared_directory=Path(arguments.shared_directory),
         )
     )
     while not stop.is_set() and not server.wait_ready(0.2):

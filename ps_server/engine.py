@@ -17,13 +17,16 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from ps_protocol.errors import InvalidRequest, JobMismatch, NotFound, PSError, TryLater, UnknownWorker
-from ps_protocol.job import JobSpec, difference
-from ps_protocol.tensors import bytes_of
+from ps_protocol.errors import InvalidRequest, JobMismatch, NotFound, NotShared, PSError, TryLater, UnknownWorker
+from ps_protocol.job import JobSpec, difference, travels_as
+from ps_protocol.segments import DEFAULT_SHARED_DIRECTORY, SegmentMap, segment_plan
+from ps_protocol.tensors import TORCH_DTYPES, bytes_of
 from ps_server.core.bucket import Add, Step, Verdict
-from ps_server.core.shard_job import Push, ShardBucket, ShardJob, Staged
+from ps_server.core.shard_job import Push, PushKind, ShardBucket, ShardJob, SharedPush, Staged
 from ps_server.metrics import ShardMetrics
+from ps_server.segments import attach
 from ps_server.streams import Outbox
 
 log = logging.getLogger("ps_server")
@@ -31,13 +34,22 @@ log = logging.getLogger("ps_server")
 NOTICE_AFTER_SECONDS = 1.0
 NOTICE_EVERY_SECONDS = 5.0
 
-# Writes one message of a pull stream: (bucket, version, seconds waited, notice, payload).
+# Writes one message of a pull stream: (bucket, version, seconds waited, notice, payload). Without payload, and without
+# notice, the bucket is in the worker's segment.
 WritePull = Callable[[int, int, float, Verdict | None, memoryview | None], bytes]
+
+
+@dataclass(frozen=True)
+class Attached:
+    """The segment of one incarnation of a worker."""
+
+    incarnation: int
+    segment: SegmentMap
 
 
 @dataclass
 class Pull:
-    """One Pull call: who asks, and how many of its buckets are still to be sent."""
+    """One Pull call: who asks, how many of its buckets are still to be sent, and where to if not over the network."""
 
     rank: int
     incarnation: int
@@ -45,6 +57,7 @@ class Pull:
     outbox: Outbox
     left: int
     since: float
+    segment: SegmentMap | None = None
     notified: float = 0.0
 
 
@@ -76,18 +89,31 @@ class RunningJob:
         self.mode = str(spec.consistency)
         self.lock = threading.Lock()
         self.buckets = {index: RunningBucket(state) for index, state in self.state.buckets.items()}
+        self.segments: dict[int, Attached] = {}
+        self.plan = segment_plan(spec, self.state.layout)
         self.failure: PSError | None = None
 
 
 class Engine:
     """Everything one shard holds and does. All methods may be called from any thread; none waits for a worker.
 
+    write_pull, write_shared: how a pull's messages are written, over the network and by way of a segment
     apply_threads: threads that add gradients and step optimizers; buckets go in parallel, one bucket in order
+    shared_directory: where workers on this host leave segments that are files
     """
 
-    def __init__(self, metrics: ShardMetrics, write_pull: WritePull, apply_threads: int = 1) -> None:
+    def __init__(
+        self,
+        metrics: ShardMetrics,
+        write_pull: WritePull,
+        write_shared: WritePull,
+        apply_threads: int = 1,
+        shared_directory: Path = DEFAULT_SHARED_DIRECTORY,
+    ) -> None:
         self._metrics = metrics
         self._write_pull = write_pull
+        self._write_shared = write_shared
+        self._shared_directory = shared_directory
         self._jobs: dict[str, RunningJob] = {}
         self._lock = threading.Lock()
         self._apply = ThreadPoolExecutor(apply_threads, "apply")
@@ -131,6 +157,7 @@ class Engine:
         job = self._job(name)
         with job.lock:
             frontier = job.state.admit(rank, incarnation, clock)
+        self._detach(job, rank, incarnation)
         self._roster_changed(job)
         return frontier
 
@@ -139,6 +166,7 @@ class Engine:
         job = self._job(name)
         with job.lock:
             job.state.retire(rank, incarnation)
+        self._detach(job, rank, incarnation + 1)
         self._roster_changed(job)
 
     def jobs(self) -> dict[str, RunningJob]:
@@ -154,6 +182,17 @@ class Engine:
             raise job.failure
         return job
 
+    def _detach(self, job: RunningJob, rank: int, before: int) -> None:
+        """Lets go of the segment of a worker of an incarnation before this one, and of what updates borrowed of it."""
+        with job.lock:
+            attached = job.segments.get(rank)
+            if attached is None or attached.incarnation >= before:
+                return
+            del job.segments[rank]
+        for bucket in job.buckets.values():
+            with bucket.tensors:
+                bucket.state.weights.own()
+
     def _roster_changed(self, job: RunningJob) -> None:
         for index, bucket in job.buckets.items():
             self._admit_waiters(job, bucket)
@@ -163,19 +202,64 @@ class Engine:
 
     def push(self, push: Push) -> Staged:
         """Checks and stages one push, and has it applied as soon as the protocol lets it."""
-        job = self._job(push.job)
+        return self._push_all(self._job(push.job), [push])[0]
+
+    def _push_all(self, job: RunningJob, pushes: list[Push]) -> list[Staged]:
+        """Checks all, then stages each: a push that is refused for what it holds leaves none of them behind."""
+        name, found = job.state.spec.name, []
         try:
-            gradient = job.state.check(push)
-            with job.lock:
-                staged = job.state.stage(push, gradient)
+            gradients = [job.state.check(push) for push in pushes]
+            for push, gradient in zip(pushes, gradients, strict=True):
+                with job.lock:
+                    staged = job.state.stage(push, gradient)
+                found.append(staged)
+                self._metrics.pushed(name, len(push.payload), staged)
+                if not staged.duplicate:
+                    self._admit_waiters(job, job.buckets[push.bucket])  # or they learn whom they wait for now
+                    self._schedule(job, push.bucket)
         except PSError as error:
-            self._metrics.refused(push.job, error)
+            self._metrics.refused(name, error)
             raise
-        self._metrics.pushed(push.job, len(push.payload), staged)
-        if not staged.duplicate:
-            self._admit_waiters(job, job.buckets[push.bucket])  # or they learn whom they wait for now
-            self._schedule(job, push.bucket)
-        return staged
+        return found
+
+    def attach(self, name: str, rank: int, incarnation: int, location: str, nonce: bytes) -> None:
+        """Maps the segment that a live worker made. Raises NotShared if it is not to be seen from here."""
+        job = self._job(name)
+        with job.lock:
+            job.state.check_worker(rank, incarnation)
+        segment = attach(location, nonce, job.plan, self._shared_directory)
+        with job.lock:
+            job.state.check_worker(rank, incarnation)
+            job.segments[rank] = Attached(incarnation, segment)
+
+    def push_shared(self, push: SharedPush) -> int:
+        """As `push`, for buckets whose gradients lie in the worker's segment; answers how many were repeats."""
+        job = self._job(push.job)
+        segment = self._segment(job, push.rank, push.incarnation)
+        pushes = [
+            Push(
+                job=push.job,
+                rank=push.rank,
+                incarnation=push.incarnation,
+                bucket=bucket.index,
+                clock=push.clock,
+                kind=PushKind.SKIP if bucket.skip else PushKind.GRADIENT,
+                payload=b"" if bucket.skip else bytes_of(segment.gradient(job.state.trained(bucket.index))),
+                absent=bucket.absent,
+                groups=push.groups,
+                borrowed=True,
+            )
+            for bucket in push.buckets
+        ]
+        return sum(staged.duplicate for staged in self._push_all(job, pushes))
+
+    def _segment(self, job: RunningJob, rank: int, incarnation: int) -> SegmentMap:
+        with job.lock:
+            job.state.check_worker(rank, incarnation)
+            attached = job.segments.get(rank)
+        if attached is None or attached.incarnation != incarnation:
+            raise NotShared(f"worker {rank} has attached no segment here")
+        return attached.segment
 
     def _schedule(self, job: RunningJob, index: int) -> None:
         """Has an apply thread do what comes next on a bucket, unless one is at it already."""
@@ -214,13 +298,29 @@ class Engine:
 
     # -- pulls -------------------------------------------------------------------------------------------------------
 
-    def pull(self, name: str, rank: int, incarnation: int, clock: int, indices: list[int], outbox: Outbox) -> None:
-        """Sends each bucket on the outbox as soon as it is admitted, then ends the stream. Returns at once."""
+    def pull(
+        self,
+        name: str,
+        rank: int,
+        incarnation: int,
+        clock: int,
+        indices: list[int],
+        outbox: Outbox,
+        shared: bool = False,
+    ) -> None:
+        """Sends each bucket on the outbox as soon as it is admitted, then ends the stream. Returns at once.
+
+        shared: the buckets go into the worker's segment, and only the word of it on the outbox
+        """
         job = self._job(name)
+        segment = self._segment(job, rank, incarnation) if shared else None
         if len(set(indices)) != len(indices):
             raise InvalidRequest("a pull names each bucket at most once")
         now = time.monotonic()
-        pull = Pull(rank, incarnation, clock, outbox, len(indices), now)
+        pull = Pull(rank, incarnation, clock, outbox, len(indices), now, segment)
+        if shared:
+            for index in indices:
+                job.state.trained(index)
         with job.lock:
             job.state.check_worker(rank, incarnation)
             verdicts = {index: job.state.admits(index, rank, clock) for index in indices}
@@ -235,20 +335,33 @@ class Engine:
                 self._send(job, job.buckets[index], pull, 0.0)
 
     def _send(self, job: RunningJob, bucket: RunningBucket, pull: Pull, waited: float) -> None:
-        def make() -> bytes:
+        layout, weights = bucket.state.layout, bucket.state.weights
+        if pull.segment is not None:
+            # Written here and now, by the thread that stepped the bucket: it is still in the cache.
+            target = pull.segment.weight(layout)
             with bucket.tensors:
                 version = bucket.state.protocol.version
-                index, payload = bucket.state.layout.index, bytes_of(bucket.state.weights.flat)
-                message = self._write_pull(index, version, waited, None, payload)
-            self._metrics.pulled(job.state.spec.name, len(payload))
-            return message
-
-        pull.outbox.put(make)
+                target.copy_(weights.flat)
+            self._metrics.pulled(job.state.spec.name, target.nbytes)
+            message = self._write_shared(layout.index, version, waited, None, None)
+            pull.outbox.put(lambda: message)
+        else:
+            pull.outbox.put(lambda: self._read_out(job, bucket, waited))
         with job.lock:
             pull.left -= 1
             last = pull.left == 0
         if last:
             pull.outbox.finish()
+
+    def _read_out(self, job: RunningJob, bucket: RunningBucket, waited: float) -> bytes:
+        """One bucket as a message, in the wire format of the job's weights."""
+        layout = bucket.state.layout
+        wire = layout.dtype if layout.held else travels_as(layout.dtype, job.state.spec.weight_wire)
+        with bucket.tensors:
+            payload = bytes_of(bucket.state.weights.flat.to(TORCH_DTYPES[wire]))
+            message = self._write_pull(layout.index, bucket.state.protocol.version, waited, None, payload)
+        self._metrics.pulled(job.state.spec.name, len(payload))
+        return message
 
     def _admit_waiters(self, job: RunningJob, bucket: RunningBucket) -> None:
         """Sends the bucket to every waiting pull that is admitted now, and ends those whose worker lost its place."""
@@ -313,5 +426,6 @@ class Engine:
                     for waiter, _ in due.values():
                         waiter.pull.notified = now
                 for waiter, index in due.values():
-                    message = self._write_pull(index, 0, 0.0, waiter.verdict, None)
+                    write = self._write_pull if waiter.pull.segment is None else self._write_shared
+                    message = write(index, 0, 0.0, waiter.verdict, None)
                     waiter.pull.outbox.put(lambda message=message: message)  # type: ignore[misc]

@@ -13,7 +13,7 @@ from ps_protocol.job import HyperParameters, JobSpec
 from ps_protocol.job_messages import hyper_parameters, job_spec_message, known
 from ps_protocol.v1 import control_pb2, data_pb2, job_pb2
 from ps_server.core.bucket import Verdict
-from ps_server.core.shard_job import Push, PushKind, Staged
+from ps_server.core.shard_job import Push, PushKind, SharedBucket, SharedPush, Staged
 
 _PUSH_KINDS: dict[int, PushKind] = {
     data_pb2.PUSH_KIND_GRADIENT: PushKind.GRADIENT,
@@ -30,11 +30,6 @@ def push(data: bytes) -> Push:
     raw, payload = read_message(data)
     header = data_pb2.PushHeader()
     _parse(header, raw)
-    groups: dict[int, HyperParameters] = {}
-    for update in header.groups:
-        if update.group in groups:
-            raise InvalidRequest(f"group {update.group} comes twice")
-        groups[update.group] = hyper_parameters(update.hyper_parameters)
     return Push(
         job=header.worker.job,
         rank=header.worker.rank,
@@ -44,13 +39,48 @@ def push(data: bytes) -> Push:
         kind=known(_PUSH_KINDS, header.kind, "kind of push"),
         payload=payload,
         absent=frozenset(header.absent_segments),
-        groups=groups,
+        groups=_group_updates(header.groups),
     )
 
 
 def push_response(staged: Staged) -> bytes:
     """The bytes of the answer to a push."""
     return data_pb2.PushResponse(version=staged.version, duplicate=staged.duplicate).SerializeToString()
+
+
+def attach_request(data: bytes) -> tuple[str, int, int, str, bytes]:
+    """Job, rank, incarnation, location and nonce of an AttachSegmentRequest."""
+    request = data_pb2.AttachSegmentRequest()
+    _parse(request, data)
+    worker = request.worker
+    return worker.job, worker.rank, worker.incarnation, request.location, request.nonce
+
+
+def shared_push(data: bytes) -> SharedPush:
+    """What the bytes of a PushSharedRequest hold. Raises InvalidRequest for a bucket or a group that comes twice."""
+    request = data_pb2.PushSharedRequest()
+    _parse(request, data)
+    buckets = tuple(SharedBucket(b.bucket, b.skip, frozenset(b.absent_segments)) for b in request.buckets)
+    if len({bucket.index for bucket in buckets}) != len(buckets):
+        raise InvalidRequest("a push names each bucket at most once")
+    worker = request.worker
+    return SharedPush(
+        worker.job, worker.rank, worker.incarnation, request.clock, buckets, _group_updates(request.groups)
+    )
+
+
+def shared_push_response(duplicates: int) -> bytes:
+    """The bytes of the answer to a shared push."""
+    return data_pb2.PushSharedResponse(duplicate_count=duplicates).SerializeToString()
+
+
+def _group_updates(updates: Any) -> dict[int, HyperParameters]:
+    groups: dict[int, HyperParameters] = {}
+    for update in updates:
+        if update.group in groups:
+            raise InvalidRequest(f"group {update.group} comes twice")
+        groups[update.group] = hyper_parameters(update.hyper_parameters)
+    return groups
 
 
 def pull(data: bytes) -> tuple[str, int, int, int, list[int]]:
@@ -65,10 +95,21 @@ def pull_response(
     bucket: int, version: int, waited: float, waiting: Verdict | None, payload: memoryview | None
 ) -> bytes:
     """The bytes of one message of a pull's stream: a bucket, or the word that it is not admitted yet."""
+    return write_message(_pull_header(bucket, version, waited, waiting), payload)
+
+
+def shared_pull_response(
+    bucket: int, version: int, waited: float, waiting: Verdict | None, payload: memoryview | None
+) -> bytes:
+    """A PullSharedResponse with one header. Joined bytes of several are one response with all of their headers."""
+    return data_pb2.PullSharedResponse(headers=[_pull_header(bucket, version, waited, waiting)]).SerializeToString()
+
+
+def _pull_header(bucket: int, version: int, waited: float, waiting: Verdict | None) -> data_pb2.PullHeader:
     header = data_pb2.PullHeader(bucket=bucket, version=version, waited_seconds=waited)
     if waiting is not None:
         header.waiting.CopyFrom(data_pb2.WaitNotice(ranks=waiting.waiting_for, reason=waiting.reason))
-    return write_message(header, payload)
+    return header
 
 
 def _parse(message: Any, raw: bytes | memoryview) -> None:

@@ -40,11 +40,16 @@ class DataService:
 
     def register(self, server: grpc.Server) -> None:
         """Adds the methods to a server. Pushes and pulls have pools of their own, so neither can starve the other."""
-        push = _in_pool(self._push, self._push_pool)
-        pull = _in_pool(self._pull, self._pull_pool, non_blocking=True)
         handlers = {
-            "Push": grpc.unary_unary_rpc_method_handler(push),
-            "Pull": grpc.unary_stream_rpc_method_handler(pull),
+            name: grpc.unary_unary_rpc_method_handler(_in_pool(method, self._push_pool))
+            for name, method in (
+                ("Push", self._push),
+                ("PushShared", self._push_shared),
+                ("AttachSegment", self._attach),
+            )
+        } | {
+            name: grpc.unary_stream_rpc_method_handler(_in_pool(method, self._pull_pool, non_blocking=True))
+            for name, method in (("Pull", self._pull), ("PullShared", self._pull_shared))
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(DATA_SERVICE, handlers),))
 
@@ -55,6 +60,18 @@ class DataService:
 
     def _push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         return messages.push_response(self._engine.push(messages.push(request)))
+
+    def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        self._engine.attach(*messages.attach_request(request))
+        return b""
+
+    def _push_shared(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        return messages.shared_push_response(self._engine.push_shared(messages.shared_push(request)))
+
+    def _pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
+        # What is ready at the same time goes in one message: a header is not worth a message of its own.
+        outbox = Outbox(send, context, self.senders, join=True)
+        self._engine.pull(*messages.pull(request), outbox, shared=True)
 
     def _pull(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         job, rank, incarnation, clock, buckets = messages.pull(request)

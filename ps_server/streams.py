@@ -34,7 +34,11 @@ def set_error(context: grpc.ServicerContext, error: PSError) -> None:
 class Outbox:
     """One server stream: messages are put by any thread without waiting, and sent one after the other by the pool."""
 
-    def __init__(self, send: Send, context: grpc.ServicerContext, senders: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, send: Send, context: grpc.ServicerContext, senders: ThreadPoolExecutor, join: bool = False
+    ) -> None:
+        """join: messages are bytes of which several, joined, are one message; those queued together are sent so."""
+        self._join = join
         self._send = send
         self._context = context
         self._senders = senders
@@ -81,15 +85,22 @@ class Outbox:
                 if self.closed or not self._queue:
                     self._draining = False
                     return
-                make = self._queue.popleft()
+                makes = [self._queue.popleft()]
+                if self._join:
+                    makes += self._queue
+                    self._queue.clear()
             try:
-                message = make()
+                found = [make() for make in makes]
+                ended = found[-1] is None  # only the last can be the end of the stream
+                message = b"".join(found[:-1] if ended else found) if self._join else found[0]
             except Exception:
                 log.exception("a message of a stream cannot be made")
                 set_error(self._context, PSError("internal error; the server's log says more"))
-                message = None
-            self._send(message)
-            if message is None:
+                message, ended = None, True
+            if message or not ended:
+                self._send(message)
+            if ended:
+                self._send(None)
                 self._closed()
 
     def _closed(self) -> None:

@@ -33,6 +33,7 @@ class UpConfig:
     metrics_port: int
     lease: float
     apply_threads: int
+    shared_directory: str
 
 
 class Stopped(Exception):
@@ -78,7 +79,7 @@ def _start(config: UpConfig, index: int) -> subprocess.Popen[str]:
     command += ["--host", config.host, "--port", str(config.port and config.port + index)]
     command += ["--metrics-host", config.metrics_host]
     command += ["--metrics-port", str(config.metrics_port and config.metrics_port + index)]
-    command += ["--apply-threads", str(config.apply_threads)]
+    command += ["--apply-threads", str(config.apply_threads), "--shared-directory", config.shared_directory]
     if index == 0:
         command += ["--with-coordinator", "--shards", str(config.shards), "--lease", str(config.lease)]
     # What a parent was told by its environment is in the flags; a variable must not tell a child otherwise.

@@ -10,6 +10,7 @@ from typing import NoReturn
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.modes import parse_mode
 from ps_protocol.settings import add_setting, count, host_port, index, port_number, seconds
+from ps_worker.config import TRANSPORTS
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,6 +36,8 @@ def parser() -> argparse.ArgumentParser:
     add_setting(run, "--connect-timeout", "seconds to keep trying a server", default=60.0, kind=seconds, metavar="S")
     add_setting(run, "--metrics-host", "address to serve metrics on; default: the one that faces the server")
     add_setting(run, "--metrics-port", "first worker's port of /metrics; 0: any", default=0, kind=port_number)
+    add_setting(run, "--transport", "auto, shm or grpc: shared memory with shards on this host", default="auto")
+    add_setting(run, "--shared-directory", "where memory is shared as files if it must be", default="/dev/shm")
     run.add_argument("script", metavar="SCRIPT", help="a Python file")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="are handed to the script")
     return root
@@ -57,6 +60,8 @@ def main() -> NoReturn:
         mode = arguments.mode or ("sync" if arguments.server else "single")
         if parse_mode(mode) is not None and not arguments.server:
             raise InvalidRequest(f"mode {mode} needs --server HOST:PORT")
+        if arguments.transport not in TRANSPORTS:
+            raise InvalidRequest(f"--transport must be one of {', '.join(TRANSPORTS)}, got {arguments.transport!r}")
         if not Path(arguments.script).is_file():
             raise InvalidRequest(f"there is no script {arguments.script}")
         if mode == "single" and arguments.workers > 1:
@@ -82,6 +87,8 @@ def main() -> NoReturn:
                     connect_timeout=arguments.connect_timeout,
                     metrics_host=arguments.metrics_host,
                     metrics_port=arguments.metrics_port,
+                    transport=arguments.transport,
+                    shared_directory=arguments.shared_directory,
                 )
             )
         )

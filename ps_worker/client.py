@@ -1,4 +1,4 @@
-"""Calls to the coordinator and the shards, with the one retry loop that every call goes through.
+"""Calls to the coordinator, and the one retry loop that every call goes through.
 
 Retrying is safe because every mutating call can be repeated: the servers know a repeat by its clock and incarnation.
 """
@@ -10,8 +10,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import grpc
@@ -19,18 +18,14 @@ import grpc
 from ps_protocol.channel import open_channel
 from ps_protocol.errors import PSError, Unreachable, error_from
 from ps_protocol.v1.control_pb2_grpc import JobServiceStub
-from ps_protocol.v1.data_pb2 import DESCRIPTOR as DATA
 from ps_worker import messages
-from ps_worker.messages import Identity, Place, Pulled, Roster, ShardMap
+from ps_worker.messages import Identity, Place, Roster, ShardMap
 
 T = TypeVar("T")
 
 log = logging.getLogger("ps_worker")
 
-DATA_SERVICE = DATA.services_by_name["DataService"].full_name
 CALL_SECONDS = 15.0
-PULL_SECONDS = 60.0
-PUSHES_IN_FLIGHT = 4
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 
 
@@ -120,64 +115,4 @@ class CoordinatorClient:
 
     def _call(self, method: Callable[..., Any], request: Any) -> Any:
         retry = Retry(f"coordinator at {self.address}", self._timeout, self.closing)
-        return retry.call(lambda: method(request, timeout=CALL_SECONDS))
-
-
-class ShardConnection:
-    """One shard's data path: several pushes in flight, and pulls beside them. Thread-safe."""
-
-    def __init__(self, index: int, address: str, timeout: float) -> None:
-        self._peer = f"shard {index} at {address}"
-        self._timeout = timeout
-        self._closing = threading.Event()
-        self._channel = open_channel(address)
-        # Identity (de)serializers: what goes in and comes out is bytes.
-        self._push = self._channel.unary_unary(f"/{DATA_SERVICE}/Push")
-        self._pull = self._channel.unary_stream(f"/{DATA_SERVICE}/Pull")
-        self._pushers = ThreadPoolExecutor(PUSHES_IN_FLIGHT, f"push-{index}")
-        self._puller = ThreadPoolExecutor(1, f"pull-{index}")
-
-    def push(self, make: Callable[[], bytes]) -> Future[int]:
-        """Sends what `make` returns; the future is done when the shard has staged it, with the payload's size.
-
-        `make` is called when the push's turn has come, so that at most PUSHES_IN_FLIGHT messages are in memory.
-        """
-
-        def send() -> int:
-            message = make()
-            Retry(self._peer, self._timeout, self._closing).call(lambda: self._push(message, timeout=CALL_SECONDS))
-            return len(message)
-
-        return self._pushers.submit(send)
-
-    def pull(self, who: Identity, clock: int, buckets: Sequence[int], land: Callable[[Pulled], None]) -> Future[float]:
-        """Fetches buckets; `land` is called with each as it comes. The future's result: seconds held back at most."""
-
-        def fetch() -> float:
-            left = set(buckets)
-            longest = 0.0
-            retry = Retry(self._peer, self._timeout, self._closing)
-            while left:
-                try:
-                    request = messages.pull_request(who, clock, sorted(left))
-                    for message in self._pull(request, timeout=PULL_SECONDS):
-                        found = messages.pulled(message)
-                        retry.progressed()
-                        if found.waiting is not None:
-                            log.warning("waiting at clock %d: %s", clock, found.waiting[1])
-                            continue
-                        land(found)
-                        left.discard(found.bucket)
-                        longest = max(longest, found.waited)
-                except grpc.RpcError as error:
-                    retry.failed(error_from(error, self._peer))
-            return longest
-
-        return self._puller.submit(fetch)
-
-    def close(self) -> None:
-        """Closes the connection; calls in flight end."""
-        self._closing.set()
-        self._channel.close()
-        self._pushers.shutdown(wait=False, cancel_futures=True)
-        self._puller.shutdown(wait=False, cancel_futures=True)
+        return retry.call(lambda: method(request, timeout=min(CALL_SECONDS, self._timeout)))

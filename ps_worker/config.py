@@ -6,14 +6,17 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.modes import Consistency, parse_mode
+from ps_protocol.segments import DEFAULT_SHARED_DIRECTORY
 
 T = TypeVar("T")
 
 DEFAULT_CONNECT_SECONDS = 60.0
+TRANSPORTS = ("auto", "shm", "grpc")
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class WorkerConfig:
     rank:            this worker's rank; None: the coordinator gives one
     world_size:      how many workers the job has; 0: elastic
     connect_timeout: seconds to keep trying an address that does not answer
+    transport:       auto, shm or grpc: how buckets travel to shards on the same host
+    shared_directory: where segments are made when shards cannot open this process' memory files
     """
 
     server: str | None
@@ -38,6 +43,8 @@ class WorkerConfig:
     connect_timeout: float
     metrics_host: str | None
     metrics_port: int
+    transport: str
+    shared_directory: Path
 
 
 def resolve(
@@ -50,6 +57,8 @@ def resolve(
     connect_timeout: float | None = None,
     metrics_host: str | None = None,
     metrics_port: int | None = None,
+    transport: str | None = None,
+    shared_directory: str | None = None,
 ) -> WorkerConfig:
     """Puts arguments and environment together. Raises InvalidRequest naming what is wrong and where it came from."""
     server = _first(server, str, "PS_SERVER")
@@ -76,6 +85,9 @@ def resolve(
             raise InvalidRequest(f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
     elif consistency is None:
         raise InvalidRequest(f"an elastic job needs a server; mode {mode} has a fixed world size")
+    transport = _first(transport, str, "PS_TRANSPORT") or "auto"
+    if transport not in TRANSPORTS:
+        raise InvalidRequest(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
     return WorkerConfig(
         server=server,
         mode=mode,
@@ -87,6 +99,8 @@ def resolve(
         connect_timeout=_first(connect_timeout, float, "PS_CONNECT_TIMEOUT") or DEFAULT_CONNECT_SECONDS,
         metrics_host=_first(metrics_host, str, "PS_METRICS_HOST"),
         metrics_port=_first(metrics_port, _whole, "PS_METRICS_PORT") or 0,
+        transport=transport,
+        shared_directory=Path(_first(shared_directory, str, "PS_SHARED_DIRECTORY") or DEFAULT_SHARED_DIRECTORY),
     )
 
 

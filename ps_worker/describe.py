@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ps_protocol.channel import MAX_BUCKET_BYTES
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.job import JobSpec, NonFinite
+from ps_protocol.job import JobSpec, NonFinite, validate
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import hyper_parameters, optimizer_name
@@ -22,6 +23,8 @@ def describe(
     bucket_bytes: int,
     world_size: int,
     non_finite: NonFinite,
+    gradient_wire: str,
+    weight_wire: str,
 ) -> tuple[JobSpec, list[torch.Tensor]]:
     """The job that trains this model with this optimizer, and the model's tensors in the job's order.
 
@@ -57,7 +60,10 @@ def describe(
         bucket_bytes=bucket_bytes,
         world_size=world_size,
         non_finite=non_finite,
+        gradient_wire=gradient_wire,
+        weight_wire=weight_wire,
     )
+    validate(spec, MAX_BUCKET_BYTES)
     return spec, tensors
 
 

@@ -37,6 +37,8 @@ class Launch:
     connect_timeout: float
     metrics_host: str | None
     metrics_port: int
+    transport: str
+    shared_directory: str
 
 
 class _Stopped(Exception):
@@ -107,6 +109,8 @@ def _environment(what: Launch, local: int, extra: dict[str, str]) -> dict[str, s
     if what.metrics_host:
         found["PS_METRICS_HOST"] = what.metrics_host
     found["PS_METRICS_PORT"] = str(what.metrics_port)
+    found["PS_TRANSPORT"] = what.transport
+    found["PS_SHARED_DIRECTORY"] = what.shared_directory
     return found
 
 

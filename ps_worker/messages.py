@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ps_protocol.framing import read_message, write_message
 from ps_protocol.job import HyperParameters, JobSpec
 from ps_protocol.job_messages import hyper_messages, job_spec_message
+from ps_protocol.layout import Bucket
 from ps_protocol.v1 import control_pb2, data_pb2
 
 
@@ -57,30 +58,62 @@ class Pulled:
     waiting: tuple[tuple[int, ...], str] | None
 
 
+@dataclass(frozen=True)
+class BucketPush:
+    """One bucket's part of a step.
+
+    absent: positions of segments without a gradient in this step
+    empty:  none of them has one: nothing is sent; with `absent` naming all it counts as zero in a mean, with none named
+            the worker's step is left out of it
+    groups: hyper-parameters of the groups that have parameters in the bucket
+    """
+
+    bucket: Bucket
+    clock: int
+    empty: bool
+    absent: Sequence[int]
+    groups: dict[int, HyperParameters]
+
+
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def gradient_push(
-    who: Identity,
-    bucket: int,
-    clock: int,
-    payload: memoryview | None,
-    absent: Sequence[int],
-    groups: Mapping[int, HyperParameters],
-) -> bytes:
+def gradient_push(who: Identity, push: BucketPush, payload: memoryview | None) -> bytes:
     """One bucket's gradient; without payload, the word that this step has none."""
     header = data_pb2.PushHeader(
         worker=_identity(who),
-        bucket=bucket,
-        clock=clock,
+        bucket=push.bucket.index,
+        clock=push.clock,
         kind=data_pb2.PUSH_KIND_SKIP if payload is None else data_pb2.PUSH_KIND_GRADIENT,
-        absent_segments=absent,
-        groups=[
-            data_pb2.GroupUpdate(group=group, hyper_parameters=hyper_messages(values))
-            for group, values in groups.items()
-        ],
+        absent_segments=push.absent,
+        groups=_group_updates(push.groups),
     )
     return write_message(header, payload)
+
+
+def attach_request(who: Identity, location: str, nonce: bytes) -> bytes:
+    """Asks a shard to map a segment."""
+    return data_pb2.AttachSegmentRequest(worker=_identity(who), location=location, nonce=nonce).SerializeToString()
+
+
+def shared_push(who: Identity, clock: int, pushes: Sequence[BucketPush]) -> bytes:
+    """Several buckets whose gradients lie in the segment."""
+    groups = {group: values for push in pushes for group, values in push.groups.items()}
+    return data_pb2.PushSharedRequest(
+        worker=_identity(who),
+        clock=clock,
+        buckets=[
+            data_pb2.SharedBucket(bucket=push.bucket.index, skip=push.empty, absent_segments=push.absent)
+            for push in pushes
+        ],
+        groups=_group_updates(groups),
+    ).SerializeToString()
+
+
+def _group_updates(groups: Mapping[int, HyperParameters]) -> list[data_pb2.GroupUpdate]:
+    return [
+        data_pb2.GroupUpdate(group=group, hyper_parameters=hyper_messages(values)) for group, values in groups.items()
+    ]
 
 
 def initial_push(who: Identity, bucket: int, payload: memoryview) -> bytes:
@@ -97,7 +130,15 @@ def pull_request(who: Identity, clock: int, buckets: Sequence[int]) -> bytes:
 def pulled(data: bytes) -> Pulled:
     """What one message of a pull's stream holds; its payload is a view into it."""
     raw, payload = read_message(data)
-    header = data_pb2.PullHeader.FromString(bytes(raw))
+    return _pulled(data_pb2.PullHeader.FromString(bytes(raw)), payload)
+
+
+def shared_pulled(data: bytes) -> list[Pulled]:
+    """What one message of a shared pull's stream holds: buckets that are in the segment now."""
+    return [_pulled(header, memoryview(b"")) for header in data_pb2.PullSharedResponse.FromString(data).headers]
+
+
+def _pulled(header: data_pb2.PullHeader, payload: memoryview) -> Pulled:
     waiting = (tuple(header.waiting.ranks), header.waiting.reason) if header.HasField("waiting") else None
     return Pulled(header.bucket, header.version, header.waited_seconds, payload, waiting)
 

@@ -105,19 +105,16 @@ class WorkerMetrics:
         optimizer.register_step_pre_hook(lambda *_: self.timer.stepping())
         optimizer.register_step_post_hook(lambda *_: self._observe(stepped()))
 
-    def stepped(self, sent: int, pushed: float, waited: float, clock: int) -> None:
-        """A step on the servers is over: bytes sent, when the last push was staged, and seconds held back at most."""
+    def stepped(self, sent: int, received: int, pushed: float, waited: float, clock: int) -> None:
+        """A step on the servers is over: its bytes, when the last push was staged, and seconds held back at most."""
         rest = max(0.0, self.timer.now() - pushed)
         seconds = self.timer.seconds
         seconds["wait"] = min(waited, rest)
         seconds["pull"] = rest - seconds["wait"]
         seconds["push"] = self.timer.since_mark(pushed)
         self._push_bytes.inc(sent)
+        self._pull_bytes.inc(received)
         self._observe(clock)
-
-    def pulled(self, size: int) -> None:
-        """A bucket has landed."""
-        self._pull_bytes.inc(size)
 
     def not_finite(self) -> None:
         """A step's gradient held an infinity or a NaN."""

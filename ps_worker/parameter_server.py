@@ -7,14 +7,16 @@ beside    a heartbeat keeps the lease; a watcher knows who takes part
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,14 +26,16 @@ from ps_protocol.errors import NonFiniteGradient, PSError, UnknownWorker
 from ps_protocol.job import HyperParameters, NonFinite
 from ps_protocol.layout import Bucket, bucket_layout
 from ps_protocol.modes import Consistency
-from ps_protocol.optimizers import hyper_parameters
-from ps_worker import messages
-from ps_worker.client import CoordinatorClient, ShardConnection
+from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters
+from ps_worker.client import CoordinatorClient
 from ps_worker.describe import describe
 from ps_worker.flat import FlatModel
-from ps_worker.messages import Identity, Place, Pulled, Roster
+from ps_worker.messages import BucketPush, Identity, Place, Roster
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.optimizer import ServerOptimizer
+from ps_worker.overlap import Overlap
+from ps_worker.shared_memory import share_memory
+from ps_worker.transports import NetworkTransport, ShardCalls, SharedTransport, Transport
 
 T = TypeVar("T")
 
@@ -43,7 +47,11 @@ NOTICE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What a job on a parameter server is, besides model and optimizer."""
+    """What a job on a parameter server is, besides model and optimizer.
+
+    transport: "shm", "grpc", or "auto": shared memory with every shard that can see this worker's
+    overlap:   whether full buckets leave while backward runs; None: once the script was seen to allow it
+    """
 
     server: str
     job: str
@@ -53,6 +61,11 @@ class ServerOptions:
     timeout: float
     bucket_bytes: int
     non_finite: NonFinite
+    gradient_wire: str
+    weight_wire: str
+    transport: str
+    shared_directory: Path
+    overlap: bool | None
 
 
 class ParameterServer:
@@ -63,7 +76,10 @@ class ParameterServer:
         self._metrics = metrics
         self._coordinator = CoordinatorClient(options.server, options.timeout)
         self._place: Place | None = None
-        self._shards: dict[int, ShardConnection] = {}
+        self._transports: dict[int, Transport] = {}
+        self._network: dict[int, NetworkTransport] = {}
+        self._pushed: list[Future[int]] = []  # of the buckets that left during backward
+        self._checked: list[HyperParameters] = []
         self._clock = 0
         self._error: PSError | None = None
         self._roster = Roster((), options.world_size, False)
@@ -99,11 +115,13 @@ class ParameterServer:
         if self._closing.is_set():
             return
         self._closing.set()
+        with self._changed:
+            self._changed.notify_all()  # `prepare` in another thread may be waiting
         if self._place is not None and not isinstance(self._error, UnknownWorker):
             self._coordinator.leave(self._place.identity)
         self._coordinator.close()
-        for shard in self._shards.values():
-            shard.close()
+        for transport in [*self._network.values(), *self._transports.values()]:
+            transport.close()
 
     # -- prepare -----------------------------------------------------------------------------------------------------
 
@@ -118,37 +136,47 @@ class ParameterServer:
             bucket_bytes=options.bucket_bytes,
             world_size=options.world_size,
             non_finite=options.non_finite,
+            gradient_wire=options.gradient_wire,
+            weight_wire=options.weight_wire,
         )
         shard_map = self._coordinator.register(spec)
-        self._join(shard_map.addresses)
-        self._spec = spec
-        self._flat = FlatModel(spec.parameters, tensors, bucket_layout(spec.parameters, spec.bucket_bytes))
-        self._buckets: dict[int, list[Bucket]] = {index: [] for index in shard_map.addresses}
-        for bucket, shard in zip(self._flat.layout.buckets, shard_map.bucket_shards, strict=True):
+        self._join()
+        layout = bucket_layout(spec.parameters, spec.bucket_bytes)
+        calls = {i: ShardCalls(i, address, options.timeout) for i, address in shard_map.addresses.items()}
+        segment, sharing = share_memory(spec, layout, calls, self._who, options.transport, options.shared_directory)
+        self._spec, self._optimizer = spec, optimizer
+        check = options.non_finite is not NonFinite.ALLOW
+        self._flat = FlatModel(spec, tensors, layout, segment, check, self._gradient_ready)
+        self._buckets: dict[int, list[Bucket]] = {index: [] for index in calls}
+        for bucket, shard in zip(layout.buckets, shard_map.bucket_shards, strict=True):
             self._buckets[shard].append(bucket)
-        if self.rank == 0:
-            self._send_initial_values()
-        self._finish(self._pull(held=True))
+        self._shard_of = shard_map.bucket_shards
+        trained = [bucket for bucket in layout.buckets if not bucket.held]
+        self._overlap = Overlap(trained, options.overlap)
+        self._network = {index: NetworkTransport(call, self._who, self._flat) for index, call in calls.items()}
+        self._transports = {
+            index: SharedTransport(call, self._who, self._flat) if index in sharing else self._network[index]
+            for index, call in calls.items()
+        }
+        self._start(layout.buckets)
+        return model, ServerOptimizer(optimizer, self._step)
+
+    def _start(self, buckets: Sequence[Bucket]) -> None:
+        """Begins with rank 0's weights, when every declared worker is there."""
+        if self.rank == 0:  # the shards take its values if they have none yet
+            self._finish([self._network[self._shard_of[b.index]].push_initial(b) for b in buckets])
+        held = {index: [b for b in buckets if b.held] for index, buckets in self._buckets.items()}
+        self._finish([self._network[index].pull(self._clock, found) for index, found in held.items() if found])
+        self._flat.begin_pull()
+        self._finish(self._pull())
+        self._flat.end_pull()
         self._await_workers()
-        return model, ServerOptimizer(optimizer, lambda: self._step(optimizer))
 
-    def _send_initial_values(self) -> None:
-        """Sends the model as it is; the shards take it if they have none yet."""
-
-        def maker(bucket: Bucket) -> Callable[[], bytes]:
-            return lambda: messages.initial_push(self._who, bucket.index, self._flat.initial(bucket))
-
-        each = [(shard, bucket) for shard, buckets in self._buckets.items() for bucket in buckets]
-        self._finish([self._shards[shard].push(maker(bucket)) for shard, bucket in each])
-
-    def _join(self, addresses: dict[int, str]) -> None:
+    def _join(self) -> None:
         self._place = self._coordinator.join(
             self._options.job, self._options.rank, os.getpid(), socket.gethostname(), self._metrics.address
         )
         self._clock = self._place.clock
-        self._shards = {
-            index: ShardConnection(index, address, self._options.timeout) for index, address in addresses.items()
-        }
         for name, run in (("heartbeat", self._heartbeat), ("watch", self._watch)):
             threading.Thread(target=run, name=name, daemon=True).start()
 
@@ -156,13 +184,15 @@ class ParameterServer:
         """Waits until every declared worker has joined: a job that starts without some trains another model."""
         said = time.monotonic()
         with self._changed:
-            while not self._roster.started and self._error is None:
+            while not self._roster.started and self._error is None and not self._closing.is_set():
                 self._changed.wait(NOTICE_SECONDS)
                 if time.monotonic() - said >= NOTICE_SECONDS and not self._roster.started:
                     missing = sorted(set(range(self._options.world_size)) - set(self._roster.ranks))
                     log.warning("waiting for ranks %s to join", ", ".join(map(str, missing)))
                     said = time.monotonic() + 4 * NOTICE_SECONDS
         self._raise_lost()
+        if self._closing.is_set():
+            raise UnknownWorker("the session was closed while it waited for the other workers to join")
 
     def _heartbeat(self) -> None:
         assert self._place is not None
@@ -197,74 +227,96 @@ class ParameterServer:
 
     # -- step --------------------------------------------------------------------------------------------------------
 
-    def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        """One step: nothing is pushed unless every gradient is fit to be."""
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients made inside only add up; nothing leaves before the next backward outside, or `step`."""
+        before, self._overlap.paused = self._overlap.paused, True
+        try:
+            yield
+        finally:
+            self._overlap.paused = before
+
+    def _gradient_ready(self, parameter: int) -> None:
+        """Backward has finished one gradient: full buckets leave now, if they may. Runs on autograd's thread."""
+        ready = self._overlap.ready(parameter, self._flat.versions())
+        # One that is not finite stays, and all after it: `step` will refuse them.
+        if ready and not any(self._flat.saw_not_finite(bucket) for bucket in ready):
+            groups = self._hyper_parameters()
+            self._pushed += [self._push(bucket, frozenset(), groups, False) for bucket in ready]
+        else:
+            self._overlap.left -= {bucket.index for bucket in ready}
+
+    def _step(self) -> None:
+        """One step. Of what has not left during backward, nothing is pushed unless every gradient is fit to be."""
         self._raise_lost()
         timer = self._metrics.timer
         timer.stepping()
         absent = self._flat.gather()
-        skip = self._refuse_or_skip(absent)
-        groups = [hyper_parameters(self._spec.optimizer, group) for group in optimizer.param_groups]
-        self._clock += 1
+        changed, left = self._overlap.finish(self._flat.versions())
+        skip = self._refuse_or_skip(absent, changed)
+        groups = self._hyper_parameters()
+        self._flat.begin_pull()
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
-        pulls = self._pull(held=False)
-        pushes = [
-            self._shards[shard].push(self._push_maker(bucket, absent, groups, skip))
-            for shard, buckets in self._buckets.items()
-            for bucket in buckets
-            if not bucket.held
-        ]
+        pulls = self._pull(ahead=1)
+        pushes, self._pushed = self._pushed, []
+        for bucket in self._flat.layout.buckets:
+            if not bucket.held and bucket.index not in left:
+                pushes.append(self._push(bucket, absent, groups, skip))
+        self._clock += 1
         sent = sum(self._finish(pushes, beside=pulls))
         pushed = timer.now()
-        waited = max(self._finish(pulls), default=0.0)
-        self._metrics.stepped(sent, pushed, waited, self._clock)
+        pulled = self._finish(pulls)
+        self._flat.end_pull()
+        waited = max((seconds for _, seconds in pulled), default=0.0)
+        self._metrics.stepped(sent, sum(size for size, _ in pulled), pushed, waited, self._clock)
 
-    def _refuse_or_skip(self, absent: set[int]) -> bool:
-        name = self._flat.not_finite(absent)
+    def _hyper_parameters(self) -> list[HyperParameters]:
+        """The groups' hyper-parameters now. Raises InvalidRequest for what the shards would refuse, before a push."""
+        found = [hyper_parameters(self._spec.optimizer, group) for group in self._optimizer.param_groups]
+        if found != self._checked:
+            for values in found:
+                check_hyper_parameters(self._spec.optimizer, values)
+            self._checked = found
+        return found
+
+    def _refuse_or_skip(self, absent: set[int], changed: bool) -> bool:
+        name = self._flat.not_finite(absent, changed)
         if name is None:
             return False
         self._metrics.not_finite()
         if self._options.non_finite is NonFinite.REFUSE:
             raise NonFiniteGradient(
-                f"the gradient of {name} is not finite; nothing was pushed "
+                f"the gradient of {name} is not finite; it was not pushed "
                 "(prepare(..., non_finite='skip') leaves out such steps instead)"
             )
         log.warning("the gradient of %s is not finite; this step is skipped", name)
         return True
 
-    def _push_maker(
-        self, bucket: Bucket, absent: set[int], groups: list[HyperParameters], skip: bool
-    ) -> Callable[[], bytes]:
-        clock, parameters = self._clock, self._spec.parameters
+    def _push(self, bucket: Bucket, absent: Set[int], groups: list[HyperParameters], skip: bool) -> Future[int]:
+        parameters = self._spec.parameters
         missing = [position for position, segment in enumerate(bucket.segments) if segment.parameter in absent]
         mine = {parameters[segment.parameter].group for segment in bucket.segments}
-        updates = {group: groups[group] for group in mine if group is not None}
-        empty = skip or len(missing) == len(bucket.segments)
+        push = BucketPush(
+            bucket=bucket,
+            clock=self._clock + 1,
+            absent=[] if skip else missing,
+            empty=skip or len(missing) == len(bucket.segments),
+            groups={group: groups[group] for group in mine if group is not None},
+        )
+        self._flat.leaving(bucket)
+        return self._transports[self._shard_of[bucket.index]].push(push)
 
-        def make() -> bytes:
-            payload = None if empty else self._flat.gradient(bucket)
-            return messages.gradient_push(self._who, bucket.index, clock, payload, [] if skip else missing, updates)
+    def _pull(self, ahead: int = 0) -> list[Future[tuple[int, float]]]:
+        """Asks every shard for its weights at this worker's clock, or that of the step being made."""
+        trained = {index: [b for b in buckets if not b.held] for index, buckets in self._buckets.items()}
+        return [
+            self._transports[index].pull(self._clock + ahead, buckets) for index, buckets in trained.items() if buckets
+        ]
 
-        return make
-
-    def _pull(self, held: bool) -> list[Future[float]]:
-        """Asks every shard for its buckets at this worker's clock; with or without those that no optimizer steps."""
-        futures = []
-        for shard, buckets in self._buckets.items():
-            wanted = {bucket.index: bucket for bucket in buckets if held or not bucket.held}
-
-            def land(found: Pulled, wanted: dict[int, Bucket] = wanted) -> None:
-                self._flat.land(wanted[found.bucket], found.payload)
-                self._metrics.pulled(len(found.payload))
-
-            if wanted:
-                futures.append(self._shards[shard].pull(self._who, self._clock, list(wanted), land))
-        return futures
-
-    def _finish(self, futures: list[Future[T]], beside: list[Future[float]] | None = None) -> list[T]:
+    def _finish(self, futures: list[Future[T]], beside: Sequence[Future[Any]] = ()) -> list[T]:
         """The results of all futures, as soon as they are there; the first error of any, of `beside` too."""
         waiting: set[Future[Any]] = set(futures)
-        watched: set[Future[Any]] = {*futures, *(beside or ())}
+        watched: set[Future[Any]] = {*futures, *beside}
         while waiting:
             done, watched = wait(watched, return_when=FIRST_COMPLETED)
             for future in done:

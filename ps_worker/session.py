@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ps_protocol.errors import InvalidRequest, PSError
-from ps_protocol.job import NonFinite
+from ps_protocol.job import WIRE_FORMATS, NonFinite
 from ps_protocol.layout import DEFAULT_BUCKET_BYTES
 from ps_worker.config import WorkerConfig, resolve
 from ps_worker.data import PreparedLoader, shard_loader
@@ -42,6 +42,8 @@ def connect(
     connect_timeout: float | None = None,
     metrics_host: str | None = None,
     metrics_port: int | None = None,
+    transport: str | None = None,
+    shared_directory: str | None = None,
 ) -> Session:
     """A worker's session. What is not given comes from PS_* variables, then from torchrun's, then from defaults.
 
@@ -54,11 +56,26 @@ def connect(
     elastic:         no fixed world size; ranks are given out, workers come and go (PS_ELASTIC)
     connect_timeout: seconds to keep trying servers that do not answer (PS_CONNECT_TIMEOUT), 60
     metrics_host, metrics_port: where to serve /metrics (PS_METRICS_HOST, PS_METRICS_PORT); any free port
+    transport:       how buckets travel (PS_TRANSPORT): "grpc"; "shm", through memory shared with shards on this host;
+                     "auto", shared memory with those shards that can see it
+    shared_directory: where that memory is a file if it must be, between containers (PS_SHARED_DIRECTORY), /dev/shm
 
     Raises InvalidRequest for settings that contradict each other.
     """
     _report_errors_in_one_line()
-    given = resolve(server, mode, job, rank, world_size, elastic, connect_timeout, metrics_host, metrics_port)
+    given = resolve(
+        server,
+        mode,
+        job,
+        rank,
+        world_size,
+        elastic,
+        connect_timeout,
+        metrics_host,
+        metrics_port,
+        transport,
+        shared_directory,
+    )
     return Session(given)
 
 
@@ -101,6 +118,9 @@ class Session:
         *things: Any,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         non_finite: str = "refuse",
+        gradient_wire: str = "float32",
+        weight_wire: str = "float32",
+        overlap: bool | None = None,
         seed: int = 0,
         ddp_options: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -111,7 +131,10 @@ class Session:
 
         bucket_bytes: size of a bucket, a multiple of 64
         non_finite:   what to do with a gradient that holds an infinity or a NaN: "refuse" raises NonFiniteGradient and
-                      pushes nothing; "skip" leaves this worker's step out
+                      pushes nothing more; "skip" leaves this worker's step out; "allow" does not look
+        gradient_wire, weight_wire: how float32 tensors travel: float32, bfloat16 or float16; shards keep float32
+        overlap:      whether buckets leave while backward still runs; by default once the script was seen not to change
+                      gradients between backward and step
         seed:         of the loaders' shuffle, the same on all workers
         ddp_options:  more arguments for DistributedDataParallel in mode ddp
 
@@ -132,7 +155,14 @@ class Session:
             raise InvalidRequest("this session belongs to the parent process; call connect after the fork")
         made: dict[int, Any] = {}
         if models:
-            made |= self._prepare_model(models[0], optimizers[0], bucket_bytes, _policy(non_finite), ddp_options or {})
+            options = {
+                "bucket_bytes": bucket_bytes,
+                "non_finite": _policy(non_finite),
+                "gradient_wire": _wire(gradient_wire),
+                "weight_wire": _wire(weight_wire),
+                "overlap": overlap,
+            }
+            made |= self._prepare_model(models[0], optimizers[0], options, ddp_options or {})
         for loader in loaders:
             made[id(loader)] = self._prepare_loader(loader, seed)
         found = tuple(made[id(thing)] for thing in things)
@@ -142,8 +172,7 @@ class Session:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        bucket_bytes: int,
-        non_finite: NonFinite,
+        options: dict[str, Any],
         ddp_options: Mapping[str, Any],
     ) -> dict[int, Any]:
         if self._prepared:
@@ -159,8 +188,9 @@ class Session:
                     rank=config.rank,
                     world_size=config.world_size,
                     timeout=config.connect_timeout,
-                    bucket_bytes=bucket_bytes,
-                    non_finite=non_finite,
+                    transport=config.transport,
+                    shared_directory=config.shared_directory,
+                    **options,
                 ),
                 self._metrics,
             )
@@ -189,8 +219,12 @@ class Session:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only add to the gradients; the next `optimizer.step()` sends their sum."""
-        model = self._strategy.model if isinstance(self._strategy, Ddp) else None
-        with model.no_sync() if model is not None else contextlib.nullcontext():
+        inner: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if isinstance(self._strategy, Ddp) and self._strategy.model is not None:
+            inner = self._strategy.model.no_sync()
+        elif isinstance(self._strategy, ParameterServer):
+            inner = self._strategy.no_sync()
+        with inner:
             yield
 
     @staticmethod
@@ -229,7 +263,13 @@ def _policy(name: str) -> NonFinite:
     try:
         return NonFinite(name)
     except ValueError:
-        raise InvalidRequest(f"non_finite must be 'refuse' or 'skip', got {name!r}") from None
+        raise InvalidRequest(f"non_finite must be 'refuse', 'skip' or 'allow', got {name!r}") from None
+
+
+def _wire(name: str) -> str:
+    if name not in WIRE_FORMATS:
+        raise InvalidRequest(f"a wire format is one of {', '.join(WIRE_FORMATS)}, got {name!r}")
+    return name
 
 
 def _device(local_rank: int) -> torch.device:

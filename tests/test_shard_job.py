@@ -287,6 +287,10 @@ class Simulation:
 
     def __init__(self, mode: str, seed: int) -> None:
         self.random = random.Random(seed)
+        # Some clusters apply slowly, some join slowly, in some everybody dies.
+        self.pace = {"worker": 40, "repeat": 4, "haunt": 2}
+        self.pace |= {"apply": self.random.choice([4, 40]), "coordinate": self.random.choice([4, 20])}
+        self.pace |= {"die": self.random.choice([1, 4]), "join": self.random.choice([1, 4])}
         self.spec = job_spec(mode)
         self.bound = self.spec.consistency.max_staleness
         self.shards = [ShardJob(self.spec, [0, HELD]), ShardJob(self.spec, [1])]
@@ -432,9 +436,7 @@ class Simulation:
         return any(move() for move in moves)
 
     def event(self) -> None:
-        kind = self.random.choices(
-            ["worker", "apply", "coordinate", "repeat", "haunt", "die", "join"], [40, 30, 20, 4, 2, 2, 2]
-        )[0]
+        kind = self.random.choices(list(self.pace), list(self.pace.values()))[0]
         worker = self.random.choice(sorted(self.live.values(), key=lambda w: w.rank)) if self.live else None
         if kind == "worker" and worker is not None:
             self.advance(worker)

@@ -18,6 +18,54 @@ PUSH_KIND_GRADIENT: PushKind
 PUSH_KIND_INITIAL_VALUE: PushKind
 PUSH_KIND_SKIP: PushKind
 
+class AttachSegmentRequest(_message.Message):
+    __slots__ = ("worker", "location", "nonce")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerIdentity
+    location: str
+    nonce: bytes
+    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., location: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+
+class AttachSegmentResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SharedBucket(_message.Message):
+    __slots__ = ("bucket", "skip", "absent_segments")
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    bucket: int
+    skip: bool
+    absent_segments: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, bucket: _Optional[int] = ..., skip: bool = ..., absent_segments: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PushSharedRequest(_message.Message):
+    __slots__ = ("worker", "clock", "buckets", "groups")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerIdentity
+    clock: int
+    buckets: _containers.RepeatedCompositeFieldContainer[SharedBucket]
+    groups: _containers.RepeatedCompositeFieldContainer[GroupUpdate]
+    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[SharedBucket, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupUpdate, _Mapping]]] = ...) -> None: ...
+
+class PushSharedResponse(_message.Message):
+    __slots__ = ("duplicate_count",)
+    DUPLICATE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    duplicate_count: int
+    def __init__(self, duplicate_count: _Optional[int] = ...) -> None: ...
+
+class PullSharedResponse(_message.Message):
+    __slots__ = ("headers",)
+    HEADERS_FIELD_NUMBER: _ClassVar[int]
+    headers: _containers.RepeatedCompositeFieldContainer[PullHeader]
+    def __init__(self, headers: _Optional[_Iterable[_Union[PullHeader, _Mapping]]] = ...) -> None: ...
+
 class WorkerIdentity(_message.Message):
     __slots__ = ("job", "rank", "incarnation")
     JOB_FIELD_NUMBER: _ClassVar[int]

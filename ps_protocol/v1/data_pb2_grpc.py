@@ -52,6 +52,21 @@ class DataServiceStub(object):
                 request_serializer=ps__protocol_dot_v1_dot_data__pb2.PullRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullResponse.FromString,
                 _registered_method=True)
+        self.AttachSegment = channel.unary_unary(
+                '/ps_protocol.v1.DataService/AttachSegment',
+                request_serializer=ps__protocol_dot_v1_dot_data__pb2.AttachSegmentRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_data__pb2.AttachSegmentResponse.FromString,
+                _registered_method=True)
+        self.PushShared = channel.unary_unary(
+                '/ps_protocol.v1.DataService/PushShared',
+                request_serializer=ps__protocol_dot_v1_dot_data__pb2.PushSharedRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_data__pb2.PushSharedResponse.FromString,
+                _registered_method=True)
+        self.PullShared = channel.unary_stream(
+                '/ps_protocol.v1.DataService/PullShared',
+                request_serializer=ps__protocol_dot_v1_dot_data__pb2.PullRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullSharedResponse.FromString,
+                _registered_method=True)
 
 
 class DataServiceServicer(object):
@@ -80,6 +95,31 @@ class DataServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AttachSegment(self, request, context):
+        """Maps a memory segment that the worker made, if both are on one host. Where each bucket's gradient and weights lie in
+        it follows from the job alone (ps_protocol/segments.py), so no later message names an offset. Safe to repeat.
+        FAILED_PRECONDITION, reason NOT_SHARED: this shard cannot see that memory; use Push and Pull.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PushShared(self, request, context):
+        """Push for gradients that lie in the attached segment: several buckets at once. All are checked before any is staged.
+        The worker leaves them untouched until a pull at this clock has answered. Errors as for Push, and
+        FAILED_PRECONDITION, reason NOT_SHARED, without a segment.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PullShared(self, request, context):
+        """Pull into the attached segment: each bucket is written there before its header is sent. Errors as for PushShared.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DataServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +132,21 @@ def add_DataServiceServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_data__pb2.PullResponse.SerializeToString,
+            ),
+            'AttachSegment': grpc.unary_unary_rpc_method_handler(
+                    servicer.AttachSegment,
+                    request_deserializer=ps__protocol_dot_v1_dot_data__pb2.AttachSegmentRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_data__pb2.AttachSegmentResponse.SerializeToString,
+            ),
+            'PushShared': grpc.unary_unary_rpc_method_handler(
+                    servicer.PushShared,
+                    request_deserializer=ps__protocol_dot_v1_dot_data__pb2.PushSharedRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_data__pb2.PushSharedResponse.SerializeToString,
+            ),
+            'PullShared': grpc.unary_stream_rpc_method_handler(
+                    servicer.PullShared,
+                    request_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_data__pb2.PullSharedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -151,6 +206,87 @@ class DataService(object):
             '/ps_protocol.v1.DataService/Pull',
             ps__protocol_dot_v1_dot_data__pb2.PullRequest.SerializeToString,
             ps__protocol_dot_v1_dot_data__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttachSegment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps_protocol.v1.DataService/AttachSegment',
+            ps__protocol_dot_v1_dot_data__pb2.AttachSegmentRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_data__pb2.AttachSegmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PushShared(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps_protocol.v1.DataService/PushShared',
+            ps__protocol_dot_v1_dot_data__pb2.PushSharedRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_data__pb2.PushSharedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullShared(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ps_protocol.v1.DataService/PullShared',
+            ps__protocol_dot_v1_dot_data__pb2.PullRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_data__pb2.PullSharedResponse.FromString,
             options,
             channel_credentials,
             insecure,

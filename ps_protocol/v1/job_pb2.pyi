@@ -18,11 +18,19 @@ class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_TYPE_BOOL: _ClassVar[DataType]
     DATA_TYPE_UINT8: _ClassVar[DataType]
 
+class WireFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WIRE_FORMAT_UNSPECIFIED: _ClassVar[WireFormat]
+    WIRE_FORMAT_FLOAT32: _ClassVar[WireFormat]
+    WIRE_FORMAT_BFLOAT16: _ClassVar[WireFormat]
+    WIRE_FORMAT_FLOAT16: _ClassVar[WireFormat]
+
 class NonFinitePolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     NON_FINITE_POLICY_UNSPECIFIED: _ClassVar[NonFinitePolicy]
     NON_FINITE_POLICY_REFUSE: _ClassVar[NonFinitePolicy]
     NON_FINITE_POLICY_SKIP: _ClassVar[NonFinitePolicy]
+    NON_FINITE_POLICY_ALLOW: _ClassVar[NonFinitePolicy]
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_BFLOAT16: DataType
@@ -32,9 +40,14 @@ DATA_TYPE_INT64: DataType
 DATA_TYPE_INT32: DataType
 DATA_TYPE_BOOL: DataType
 DATA_TYPE_UINT8: DataType
+WIRE_FORMAT_UNSPECIFIED: WireFormat
+WIRE_FORMAT_FLOAT32: WireFormat
+WIRE_FORMAT_BFLOAT16: WireFormat
+WIRE_FORMAT_FLOAT16: WireFormat
 NON_FINITE_POLICY_UNSPECIFIED: NonFinitePolicy
 NON_FINITE_POLICY_REFUSE: NonFinitePolicy
 NON_FINITE_POLICY_SKIP: NonFinitePolicy
+NON_FINITE_POLICY_ALLOW: NonFinitePolicy
 
 class ParameterSpec(_message.Message):
     __slots__ = ("name", "shape", "data_type", "group", "held")
@@ -83,7 +96,7 @@ class Consistency(_message.Message):
     def __init__(self, max_staleness: _Optional[int] = ..., aggregate: bool = ...) -> None: ...
 
 class JobSpec(_message.Message):
-    __slots__ = ("name", "parameters", "optimizer", "groups", "consistency", "bucket_bytes", "world_size", "non_finite")
+    __slots__ = ("name", "parameters", "optimizer", "groups", "consistency", "bucket_bytes", "world_size", "non_finite", "gradient_wire", "weight_wire")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +105,8 @@ class JobSpec(_message.Message):
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     NON_FINITE_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_WIRE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_WIRE_FIELD_NUMBER: _ClassVar[int]
     name: str
     parameters: _containers.RepeatedCompositeFieldContainer[ParameterSpec]
     optimizer: str
@@ -100,7 +115,9 @@ class JobSpec(_message.Message):
     bucket_bytes: int
     world_size: int
     non_finite: NonFinitePolicy
-    def __init__(self, name: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[ParameterSpec, _Mapping]]] = ..., optimizer: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., bucket_bytes: _Optional[int] = ..., world_size: _Optional[int] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ...) -> None: ...
+    gradient_wire: WireFormat
+    weight_wire: WireFormat
+    def __init__(self, name: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[ParameterSpec, _Mapping]]] = ..., optimizer: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., bucket_bytes: _Optional[int] = ..., world_size: _Optional[int] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., gradient_wire: _Optional[_Union[WireFormat, str]] = ..., weight_wire: _Optional[_Union[WireFormat, str]] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
     __slots__ = ("index", "address")

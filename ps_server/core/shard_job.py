@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotFound
 from ps_protocol.framing import Buffer
-from ps_protocol.job import HyperParameters, JobSpec, NonFinite
-from ps_protocol.layout import Bucket, bucket_layout
+from ps_protocol.job import HyperParameters, JobSpec, NonFinite, travels_as
+from ps_protocol.layout import DATA_TYPES, Bucket, bucket_layout
 from ps_protocol.optimizers import check_hyper_parameters
 from ps_protocol.tensors import is_finite, tensor_from
 from ps_server.core.bucket import BucketProtocol, Live, Verdict
@@ -39,9 +39,31 @@ class Push:
     bucket: int
     clock: int
     kind: PushKind
-    payload: Buffer
+    payload: Buffer  # in the job's wire format for gradients; initial values in the bucket's own type
     absent: frozenset[int] = frozenset()
     groups: Mapping[int, HyperParameters] | None = None
+    borrowed: bool = False
+
+
+@dataclass(frozen=True)
+class SharedBucket:
+    """One bucket of a SharedPush; `skip` when this step has no gradient for it."""
+
+    index: int
+    skip: bool
+    absent: frozenset[int]
+
+
+@dataclass(frozen=True)
+class SharedPush:
+    """Several buckets from a worker, whose gradients lie in its segment."""
+
+    job: str
+    rank: int
+    incarnation: int
+    clock: int
+    buckets: tuple[SharedBucket, ...]
+    groups: Mapping[int, HyperParameters]
 
 
 @dataclass(frozen=True)
@@ -71,6 +93,7 @@ class ShardJob:
         self.roster: dict[int, Live] = {}
         self.buckets = {index: ShardBucket(spec, layout.buckets[index], self.roster) for index in indices}
         self._retired: dict[int, int] = {}  # by rank, the highest incarnation that was retired
+        self.layout = layout
         self._checked: dict[int, HyperParameters] = {}
 
     def bucket(self, index: int) -> ShardBucket:
@@ -78,6 +101,13 @@ class ShardJob:
         if index not in self.buckets:
             raise NotFound(f"this shard holds no bucket {index} of job {self.spec.name!r}")
         return self.buckets[index]
+
+    def trained(self, index: int) -> Bucket:
+        """The layout of a bucket that an optimizer steps. Raises InvalidRequest for one that is held."""
+        bucket = self.bucket(index).layout
+        if bucket.held:
+            raise InvalidRequest(f"bucket {index} holds what no optimizer steps: it is not in a segment")
+        return bucket
 
     def check_worker(self, rank: int, incarnation: int) -> None:
         """Raises UnknownWorker or Fenced unless this is a live worker."""
@@ -89,8 +119,8 @@ class ShardJob:
     def admit(self, rank: int, incarnation: int, clock: int | None) -> int:
         """Counts a worker as live from `clock` on (None: from this shard's frontier on); answers with the frontier.
 
-        An older incarnation of the rank is fenced at once. Repeating a call changes nothing. A call that comes after its
-        worker was retired (the coordinator had given up on it) raises Fenced: nobody would ever retire it again.
+        An older incarnation of the rank is fenced at once. Repeating a call changes nothing. A call that comes after
+        its worker was retired (the coordinator had given up on it) raises Fenced: nobody would ever retire it again.
         """
         live = self.roster.get(rank)
         if incarnation <= self._retired.get(rank, 0):
@@ -101,25 +131,36 @@ class ShardJob:
         start = frontier if clock is None else clock
         known = live is not None and live.incarnation == incarnation
         if not (known and (clock is None or live == Live(incarnation, start))):
+            self._own(rank)
             self.roster[rank] = Live(incarnation, start)
             for bucket in self.buckets.values():
                 bucket.protocol.admit_worker(rank, start)
         return frontier
 
     def retire(self, rank: int, incarnation: int) -> None:
-        """Stops counting a worker as live, for good; a newer incarnation is left alone."""
+        """Stops counting a worker as live, for good; a newer incarnation is left alone.
+
+        What it had staged stays staged, in memory of our own: from here on it may write its own again.
+        """
         self._retired[rank] = max(incarnation, self._retired.get(rank, 0))
         live = self.roster.get(rank)
         if live is not None and live.incarnation <= incarnation:
             del self.roster[rank]
+            self._own(rank)
+
+    def _own(self, rank: int) -> None:
+        for bucket in self.buckets.values():
+            waiting = bucket.protocol.waiting.get(rank)
+            if waiting is not None:
+                bucket.protocol.waiting[rank] = replace(waiting, contribution=waiting.contribution.owned())
 
     # -- pushes ------------------------------------------------------------------------------------------------------
 
     def check(self, push: Push) -> Gradient:
         """What a push contributes. Raises InvalidRequest naming what was expected and what came. Changes nothing."""
         bucket = self.bucket(push.bucket).layout
-        if push.kind is not PushKind.INITIAL_VALUE and bucket.held:
-            raise InvalidRequest(f"bucket {push.bucket} holds what no optimizer steps; a gradient came")
+        if push.kind is not PushKind.INITIAL_VALUE:
+            self.trained(push.bucket)
         for position in push.absent:
             if position >= len(bucket.segments):
                 raise InvalidRequest(
@@ -131,16 +172,17 @@ class ShardJob:
             if self._checked.get(group) != hyper_parameters:
                 check_hyper_parameters(self.spec.optimizer, hyper_parameters)
                 self._checked[group] = hyper_parameters
-        expected = 0 if push.kind is PushKind.SKIP else bucket.nbytes
+        wire = travels_as(bucket.dtype, self.spec.gradient_wire)
+        dtype = bucket.dtype if push.kind is PushKind.INITIAL_VALUE else wire
+        expected = 0 if push.kind is PushKind.SKIP else bucket.numel * DATA_TYPES[dtype].itemsize
         if len(push.payload) != expected:
             raise InvalidRequest(
-                f"bucket {push.bucket}: expected {expected} bytes ({bucket.numel} x {bucket.dtype}), "
-                f"got {len(push.payload)}"
+                f"bucket {push.bucket}: expected {expected} bytes ({bucket.numel} x {dtype}), got {len(push.payload)}"
             )
         if push.kind is PushKind.SKIP:
             return Gradient(None, push.absent, push.groups)
-        values = tensor_from(push.payload, bucket.dtype)
-        if push.kind is PushKind.GRADIENT:
+        values = tensor_from(push.payload, dtype)
+        if push.kind is PushKind.GRADIENT and self.spec.non_finite is not NonFinite.ALLOW:
             for position, segment in enumerate(bucket.segments):
                 if position not in push.absent and not is_finite(
                     values[segment.offset : segment.offset + segment.length]
@@ -149,7 +191,7 @@ class ShardJob:
                         return Gradient(None, push.absent, push.groups)
                     name = self.spec.parameters[segment.parameter].name
                     raise NonFiniteGradient(f"the gradient of {name} from worker {push.rank} is not finite")
-        return Gradient(values, push.absent, push.groups)
+        return Gradient(values, push.absent, push.groups, push.borrowed)
 
     def stage(self, push: Push, gradient: Gradient) -> Staged:
         """Takes a checked push, once. Changes nothing if it raises UnknownWorker, Fenced, OutOfOrder or Backlogged."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,11 +21,19 @@ class Gradient:
     absent: positions of segments that have no gradient in this step; without values, all of them or, where the whole
             step was left out, none
     groups: hyper-parameters to use from this update on, by group
+    borrowed: the values lie in the worker's own memory, which it may write again once it is told that it was fenced
     """
 
     values: torch.Tensor | None
     absent: frozenset[int] = frozenset()
     groups: Mapping[int, HyperParameters] | None = None
+    borrowed: bool = False
+
+    def owned(self) -> Gradient:
+        """The same contribution in memory of this process."""
+        if not self.borrowed or self.values is None:
+            return self
+        return replace(self, values=self.values.clone(), borrowed=False)
 
 
 class BucketWeights:
@@ -80,9 +88,11 @@ class BucketWeights:
     def step(self) -> None:
         """One optimizer step with the mean of what was added. Without any gradient, the weights stay as they are."""
         if self._optimizer is not None and self._sum is not None:
-            mean = self._sum if self._terms == 1 else self._sum.div_(self._count).to(self.flat.dtype)
-            if self._terms == 1 < self._count:
-                mean = mean / self._count
+            if self._terms > 1:
+                mean = self._sum.div_(self._count).to(self.flat.dtype)
+            else:  # the sum is the contribution itself, and perhaps another's memory: not to be written
+                mean = self._sum.to(self.flat.dtype)
+                mean = mean / self._count if self._count > 1 else mean
             for group in self._optimizer.param_groups:
                 group.update(self._groups.get(group["index"], {}))
             for positions in self._rounds(self._optimizer):
@@ -108,6 +118,11 @@ class BucketWeights:
         states = {position: optimizer.state.get(self._segments[position], {}) for position in self._present}
         fresh = {position for position, state in states.items() if state.get("momentum_buffer") is None}
         return [positions for positions in (self._present - fresh, fresh) if positions]
+
+    def own(self) -> None:
+        """Copies what the open update borrowed of a worker's memory."""
+        if self._sum is not None and self._terms == 1:
+            self._sum = self._sum.clone()
 
     @property
     def optimizer_bytes(self) -> int:

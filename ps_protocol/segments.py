@@ -1,0 +1,82 @@
+"""Memory that a worker shares with the shards on its host: what lies where in it.
+
+    0      nonce, 32 bytes, then padding up to one page
+    4096   gradients of the first space in their wire format, then of the next, each on a page of its own
+    ...    weights of the first space in their wire format, then of the next, likewise
+
+Both ends compute the same places from the job, so no message can name a wrong one. The worker writes gradients and
+reads weights; a shard reads the gradients and writes the weights of its own buckets, and touches nothing else.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ps_protocol.job import JobSpec, travels_as
+from ps_protocol.layout import DATA_TYPES, Bucket, Layout
+from ps_protocol.tensors import TORCH_DTYPES
+
+NONCE_BYTES = 32
+PAGE_BYTES = 4096
+NAME_PREFIX = "ps-torch-"
+MEMORY_FILE = "/memfd:ps-torch "  # how /proc shows a memory file of that name, before "(deleted)"
+DEFAULT_SHARED_DIRECTORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Region:
+    """One space in one direction: `numel` elements of `dtype` from byte `offset` on."""
+
+    offset: int
+    dtype: str
+    numel: int
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """Where everything lies, by space; `size` in bytes."""
+
+    gradients: dict[str, Region]
+    weights: dict[str, Region]
+    size: int
+
+
+def segment_plan(spec: JobSpec, layout: Layout) -> SegmentPlan:
+    """The places of a job's gradients and weights in a segment."""
+    spaces = {bucket.space: bucket.dtype for bucket in layout.buckets if not bucket.held}
+    end = PAGE_BYTES
+    found: list[dict[str, Region]] = []
+    for wire in (spec.gradient_wire, spec.weight_wire):
+        regions: dict[str, Region] = {}
+        for space, dtype in spaces.items():
+            region = Region(end, travels_as(dtype, wire), layout.space_sizes[space])
+            regions[space] = region
+            size = region.numel * DATA_TYPES[region.dtype].itemsize
+            end += -(-size // PAGE_BYTES) * PAGE_BYTES
+        found.append(regions)
+    return SegmentPlan(found[0], found[1], end)
+
+
+class SegmentMap:
+    """A mapped segment as tensors, by space: `gradients` and `weights`, each [size of the space] in its wire format."""
+
+    def __init__(self, memory: mmap.mmap, plan: SegmentPlan) -> None:
+        self._memory = memory  # the tensors below keep it mapped
+        self.gradients = {space: _tensor(memory, region) for space, region in plan.gradients.items()}
+        self.weights = {space: _tensor(memory, region) for space, region in plan.weights.items()}
+
+    def gradient(self, bucket: Bucket) -> torch.Tensor:
+        """A bucket's gradient: [numel]."""
+        return self.gradients[bucket.space][bucket.start : bucket.start + bucket.numel]
+
+    def weight(self, bucket: Bucket) -> torch.Tensor:
+        """A bucket's weights: [numel]."""
+        return self.weights[bucket.space][bucket.start : bucket.start + bucket.numel]
+
+
+def _tensor(memory: mmap.mmap, region: Region) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=TORCH_DTYPES[region.dtype], count=region.numel, offset=region.offset)

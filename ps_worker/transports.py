@@ -1,0 +1,218 @@
+"""The two ways that buckets travel between a worker and one shard: over the network, or through shared memory.
+
+Both follow the same rules, because both end in the same calls on the shard; only the payload takes another way.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import grpc
+
+from ps_protocol.channel import open_channel
+from ps_protocol.errors import error_from
+from ps_protocol.layout import Bucket
+from ps_protocol.v1.data_pb2 import DESCRIPTOR as DATA
+from ps_worker import messages
+from ps_worker.client import CALL_SECONDS, Retry
+from ps_worker.flat import FlatModel
+from ps_worker.messages import BucketPush, Identity, Pulled
+
+log = logging.getLogger("ps_worker")
+
+DATA_SERVICE = DATA.services_by_name["DataService"].full_name
+PULL_SECONDS = 60.0
+PUSHES_IN_FLIGHT = 4
+
+
+class ShardCalls:
+    """The calls to one shard, each with the one retry loop. Identity (de)serializers: what goes in and out is bytes."""
+
+    def __init__(self, index: int, address: str, timeout: float) -> None:
+        self.peer = f"shard {index} at {address}"
+        self.closing = threading.Event()
+        self._timeout = timeout
+        self._channel = open_channel(address)
+
+    def unary(self, method: str, request: bytes) -> bytes:
+        """The answer of one method of the data service."""
+        call = self._channel.unary_unary(f"/{DATA_SERVICE}/{method}")
+        found: bytes = Retry(self.peer, self._timeout, self.closing).call(lambda: call(request, timeout=CALL_SECONDS))
+        return found
+
+    def pull(
+        self,
+        method: str,
+        who: Identity,
+        clock: int,
+        buckets: Sequence[Bucket],
+        read: Callable[[bytes], list[Pulled]],
+        land: Callable[[Bucket, Pulled], None],
+    ) -> float:
+        """Fetches buckets, landing each as it comes; returns for how many seconds one was held back at most."""
+        stream = self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")
+        left = {bucket.index: bucket for bucket in buckets}
+        longest = 0.0
+        retry = Retry(self.peer, self._timeout, self.closing)
+        while left:
+            try:
+                for message in stream(messages.pull_request(who, clock, list(left)), timeout=PULL_SECONDS):
+                    retry.progressed()
+                    for found in read(message):
+                        if found.waiting is not None:
+                            log.warning("waiting at clock %d: %s", clock, found.waiting[1])
+                            continue
+                        land(left.pop(found.bucket), found)
+                        longest = max(longest, found.waited)
+            except grpc.RpcError as error:
+                retry.failed(error_from(error, self.peer))
+        return longest
+
+    def close(self) -> None:
+        """Closes the connection; calls in flight end."""
+        self.closing.set()
+        self._channel.close()
+
+
+class Transport(Protocol):
+    """Moves buckets between this worker and one shard. Methods return at once; futures raise PSError."""
+
+    name: str
+
+    def push(self, push: BucketPush) -> Future[int]:
+        """Done when the shard has staged it; the result is the payload's size in bytes."""
+
+    def pull(self, clock: int, buckets: Sequence[Bucket]) -> Future[tuple[int, float]]:
+        """Done when all have landed; the result is their size in bytes, and seconds that one was held back at most."""
+
+    def close(self) -> None:
+        """Ends the threads and the connection."""
+
+
+class NetworkTransport:
+    """Buckets as gRPC messages, several in flight."""
+
+    name = "grpc"
+
+    def __init__(self, calls: ShardCalls, who: Identity, flat: FlatModel) -> None:
+        self._calls = calls
+        self._who = who
+        self._flat = flat
+        self._pushers = ThreadPoolExecutor(PUSHES_IN_FLIGHT, "push")
+        self._puller = ThreadPoolExecutor(1, "pull")
+
+    def push_initial(self, bucket: Bucket) -> Future[int]:
+        """Sends a bucket's initial value; over the network whatever the transport, because it happens once."""
+
+        def send() -> int:
+            payload = self._flat.initial(bucket)
+            self._calls.unary("Push", messages.initial_push(self._who, bucket.index, payload))
+            return len(payload)
+
+        return self._pushers.submit(send)
+
+    def push(self, push: BucketPush) -> Future[int]:
+        """The message is made when its turn has come, so that only those in flight are in memory."""
+
+        def send() -> int:
+            payload = None if push.empty else self._flat.gradient(push.bucket)
+            message = messages.gradient_push(self._who, push, payload)
+            size = 0 if payload is None else len(payload)
+            del payload
+            self._calls.unary("Push", message)
+            return size
+
+        return self._pushers.submit(send)
+
+    def pull(self, clock: int, buckets: Sequence[Bucket]) -> Future[tuple[int, float]]:
+        """One stream for all buckets."""
+
+        def fetch() -> tuple[int, float]:
+            size = 0
+
+            def land(bucket: Bucket, found: Pulled) -> None:
+                nonlocal size
+                size += len(found.payload)
+                self._flat.land(bucket, found.payload)
+
+            waited = self._calls.pull("Pull", self._who, clock, buckets, lambda m: [messages.pulled(m)], land)
+            return size, waited
+
+        return self._puller.submit(fetch)
+
+    def close(self) -> None:
+        """Ends the threads and the connection."""
+        self._calls.close()
+        self._pushers.shutdown(wait=False, cancel_futures=True)
+        self._puller.shutdown(wait=False, cancel_futures=True)
+
+
+class SharedTransport:
+    """Buckets in a segment that worker and shard both map; only headers travel, as many at a time as there are."""
+
+    name = "shm"
+
+    def __init__(self, calls: ShardCalls, who: Identity, flat: FlatModel) -> None:
+        self._calls = calls
+        self._who = who
+        self._flat = flat
+        self._pushes: queue.SimpleQueue[tuple[BucketPush, Future[int]] | None] = queue.SimpleQueue()
+        self._puller = ThreadPoolExecutor(1, "pull")
+        threading.Thread(target=self._run, name="push", daemon=True).start()
+
+    def push(self, push: BucketPush) -> Future[int]:
+        """Joins the next message."""
+        future: Future[int] = Future()
+        self._pushes.put((push, future))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            waiting = [self._pushes.get()]
+            while not self._pushes.empty():
+                waiting.append(self._pushes.get())
+            batch = [item for item in waiting if item is not None]
+            by_clock: dict[int, list[tuple[BucketPush, Future[int]]]] = {}
+            for item in batch:
+                by_clock.setdefault(item[0].clock, []).append(item)
+            for clock, items in by_clock.items():
+                self._send(clock, items)
+            if len(batch) < len(waiting):
+                return
+
+    def _send(self, clock: int, items: list[tuple[BucketPush, Future[int]]]) -> None:
+        pushes = [push for push, _ in items]
+        try:
+            for push in pushes:
+                if not push.empty:
+                    self._flat.share_gradient(push.bucket)
+            self._calls.unary("PushShared", messages.shared_push(self._who, clock, pushes))
+        except Exception as error:
+            for _, future in items:
+                future.set_exception(error)
+        else:
+            for push, future in items:
+                future.set_result(0 if push.empty else self._flat.gradient_bytes(push.bucket))
+
+    def pull(self, clock: int, buckets: Sequence[Bucket]) -> Future[tuple[int, float]]:
+        """One stream for all buckets; the shard writes them into the segment."""
+
+        def fetch() -> tuple[int, float]:
+            def land(bucket: Bucket, found: Any) -> None:
+                self._flat.land_shared(bucket)
+
+            waited = self._calls.pull("PullShared", self._who, clock, buckets, messages.shared_pulled, land)
+            return sum(self._flat.weight_bytes(bucket) for bucket in buckets), waited
+
+        return self._puller.submit(fetch)
+
+    def close(self) -> None:
+        """Ends the threads and the connection."""
+        self._calls.close()
+        self._pushes.put(None)
+        self._puller.shutdown(wait=False, cancel_futures=True)

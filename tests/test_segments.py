@@ -1,0 +1,205 @@
+"""Memory shared between a worker and the shards on its host: who may map what, and what is left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Cluster
+from torch import nn
+
+from ps_protocol.errors import NotShared
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import ParameterSpec, bucket_layout
+from ps_protocol.modes import Consistency
+from ps_protocol.segments import NAME_PREFIX, SegmentMap, SegmentPlan, segment_plan
+from ps_server.segments import attach
+from ps_worker.shared_memory import LocalSegment, remove_leftovers
+
+
+@pytest.fixture
+def plan() -> SegmentPlan:
+    """Of a job with one parameter of 1000 floats."""
+    parameter = ParameterSpec("w", (1000,), "float32", 0)
+    spec = JobSpec("job", (parameter,), "SGD", ({"lr": 1.0},), Consistency(0, True), 1024, 1)
+    return segment_plan(spec, bucket_layout(spec.parameters, spec.bucket_bytes))
+
+
+@pytest.mark.parametrize("as_file", [False, True], ids=["memory file", "file in a directory"])
+def test_both_ends_see_the_same_memory(plan: SegmentPlan, tmp_path: Path, as_file: bool) -> None:
+    segment = LocalSegment(plan.size, tmp_path if as_file else None)
+    there = attach(segment.location, segment.nonce, plan, tmp_path)
+    segment.hide()
+    here = SegmentMap(segment.memory, plan)
+    here.gradients["float32"][:1000] = 3.0
+    there.weights["float32"][:1000] = there.gradients["float32"][:1000] + 1
+    assert torch.equal(here.weights["float32"][:1000], torch.full((1000,), 4.0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gradients_and_weights_do_not_overlap(plan: SegmentPlan) -> None:
+    gradients, weights = plan.gradients["float32"], plan.weights["float32"]
+    assert gradients.offset >= 4096
+    assert weights.offset >= gradients.offset + 4 * gradients.numel
+    assert plan.size >= weights.offset + 4 * weights.numel
+
+
+def _shorter(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
+    segment = LocalSegment(plan.size - 4096, path)
+    return segment.location, segment.nonce
+
+
+def _other_nonce(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
+    return LocalSegment(plan.size, path).location, bytes(32)
+
+
+def _readable_by_others(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
+    segment = LocalSegment(plan.size, path)
+    (path / segment.location).chmod(0o644)
+    return segment.location, segment.nonce
+
+
+def _outside(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
+    return "../" + NAME_PREFIX + "0" * 32, bytes(32)
+
+
+def _link(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
+    (path / (NAME_PREFIX + "0" * 32)).symlink_to("/etc/passwd")
+    return NAME_PREFIX + "0" * 32, bytes(32)
+
+
+def _gone(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
+    segment = LocalSegment(plan.size, path)
+    segment.hide()
+    return segment.location, segment.nonce
+
+
+def _unsealed(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
+    descriptor = os.memfd_create("ps-torch")
+    os.ftruncate(descriptor, plan.size)
+    os.fchmod(descriptor, 0o600)
+    return f"{os.getpid()}/{descriptor}", bytes(32)
+
+
+def _another_file_of_the_process(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
+    (path / "secret").write_bytes(bytes(plan.size))
+    descriptor = os.open(path / "secret", os.O_RDWR)
+    return f"{os.getpid()}/{descriptor}", bytes(32)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (_shorter, "bytes where this job needs"),
+        (_other_nonce, "another one"),
+        (_readable_by_others, "mode 0600"),
+        (_outside, "PID/FD or"),
+        (_link, "cannot be opened"),
+        (_gone, "cannot be opened"),
+        (_unsealed, "sealed"),
+        (_another_file_of_the_process, "no memory file"),
+    ],
+)
+def test_what_is_no_segment_of_this_worker_is_refused(
+    plan: SegmentPlan, tmp_path: Path, make: Callable[[SegmentPlan, Path], tuple[str, bytes]], says: str
+) -> None:
+    location, nonce = make(plan, tmp_path)
+    with pytest.raises(NotShared, match=says):
+        attach(location, nonce, plan, tmp_path)
+
+
+def test_a_segment_cannot_shrink_under_a_shard_that_reads_it(plan: SegmentPlan, tmp_path: Path) -> None:
+    segment = LocalSegment(plan.size, None)
+    descriptor = os.open(f"/proc/{segment.location.replace('/', '/fd/')}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 0)
+    os.close(descriptor)
+
+
+def test_files_of_workers_that_were_killed_are_removed_and_those_of_living_ones_are_not(
+    plan: SegmentPlan, tmp_path: Path
+) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from ps_worker.shared_memory import LocalSegment\n"
+        "segment = LocalSegment(8192, Path(sys.argv[1])); print(segment.location, flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdin is not None
+    location = child.stdout.readline().strip()
+    remove_leftovers(tmp_path)
+    assert (tmp_path / location).exists()
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdin.close()
+    child.stdout.close()
+    remove_leftovers(tmp_path)
+    assert not (tmp_path / location).exists()
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
+def test_every_transport_and_wire_format_trains_alike(cluster: Cluster, transport: str, wire: str) -> None:
+    # One worker: what differs from plain PyTorch is the rounding of the wire, 8 bits of precision in bfloat16.
+    plain = nn.Linear(16, 8)
+    model = nn.Linear(16, 8)
+    model.load_state_dict(plain.state_dict())
+    data = torch.randn(20, 32, 16)
+    with cluster.connect("sync", transport=transport) as session:
+        ours, optimizer = session.prepare(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            bucket_bytes=128,
+            gradient_wire=wire,
+            weight_wire=wire,
+        )
+        reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+        for batch in data:
+            for net, stepper in ((ours, optimizer), (plain, reference)):
+                net(batch).square().mean().backward()
+                stepper.step()
+                stepper.zero_grad()
+    tolerance = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 2e-3}[wire]
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
+
+
+def test_shm_is_refused_where_shards_cannot_see_the_memory(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Another process' view: a PID that is not this one, and a directory that is not the shards'.
+    monkeypatch.setattr(os, "getpid", lambda: 2**22)
+    model = nn.Linear(2, 2)
+    session = cluster.connect("sync", transport="shm", shared_directory=str(tmp_path))
+    with pytest.raises(NotShared):
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    session.close()
+
+
+def test_auto_falls_back_to_the_network(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 2**22)
+    model = nn.Linear(2, 2)
+    with cluster.connect("sync", transport="auto", shared_directory=str(tmp_path)) as session:
+        ours, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        ours(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert session.clock == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_lock_that_marks_a_living_maker_is_exclusive(plan: SegmentPlan, tmp_path: Path) -> None:
+    segment = LocalSegment(plan.size, tmp_path)
+    descriptor = os.open(tmp_path / segment.location, os.O_RDWR)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
+    segment.hide()
