@@ -252,7 +252,7 @@ class ParameterServer:
         timer = self._metrics.timer
         timer.stepping()
         absent = self._flat.gather()
-        changed, left = self._overlap.finish(self._flat.versions())
+        changed, left = self._overlap.finish(self._flat.versions(), absent)
         skip = self._refuse_or_skip(absent, changed)
         groups = self._hyper_parameters()
         self._flat.begin_pull()

@@ -19,11 +19,8 @@ from raw_worker import RawWorker, vector_job
 from torch import nn
 
 from ps_protocol.errors import Fenced, UnknownWorker
-from ps_protocol.job import NonFinite
-from ps_protocol.modes import parse_mode
 from ps_server import status
 from ps_worker import Session
-from ps_worker.describe import describe
 
 WORKERS = 3
 STEPS = 16
@@ -200,23 +197,19 @@ def test_a_pull_that_is_cancelled_is_forgotten(shared: Cluster, job: str) -> Non
 def test_a_dead_worker_is_waited_for_no_longer_than_its_lease(make_cluster: Callable[..., Cluster], mode: str) -> None:
     lease = 1.0
     cluster = make_cluster(lease=lease)
-    model = Cells()
-    rule = parse_mode(mode)
-    assert rule is not None
-    spec, _ = describe(
-        *(model, model.optimizer()),
-        name="default", consistency=rule, bucket_bytes=BUCKET_BYTES, world_size=2, non_finite=NonFinite.REFUSE,
-    )  # fmt: skip
 
-    def live(rank: int) -> float:
+    def live() -> float:
         with cluster.connect(mode, 0, 2) as session:
-            worker = Marker(session)
+            worker = Marker(session)  # returns when rank 1 has joined
             begun = time.monotonic()
             assert worker.step() == [1, 0, 0], "whoever is left steps alone"
             return time.monotonic() - begun
 
-    with ThreadPoolExecutor(1) as pool, RawWorker(cluster.address, spec, 1):  # joins, and never shows a sign of life
-        waited = pool.submit(live, 0).result(60)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(live)
+        spec = until(lambda: cluster.coordinator.jobs().get("default")).spec
+        with RawWorker(cluster.address, spec, 1):  # joins, and never shows a sign of life
+            waited = waiting.result(60)
     assert waited < lease + 1.5, f"waited {waited:.1f} s for a dead worker with a lease of {lease} s"
 
 

@@ -267,6 +267,7 @@ class Cluster:
             "PS_JOB": "compose",
             "PS_MODE": "ssp:4",
             "PS_STEPS": "100000",  # more than anybody waits for: the tests end it
+            "COMPOSE_HTTP_TIMEOUT": "600",  # of 1.29: an engine that copies whole layers takes its time to answer
             **{f"PS_PUBLISH_{name}": str(port) for name, port in self.ports.items()},
         }
         done = subprocess.run(

@@ -71,13 +71,15 @@ def alone(make: Make, dtype: torch.dtype = torch.float32) -> State:
     return model.state_dict()
 
 
-def together(cluster: Cluster, job: str, make: Make, dtype: torch.dtype = torch.float32) -> list[State]:
+def together(
+    cluster: Cluster, job: str, make: Make, dtype: torch.dtype = torch.float32, transport: str = "auto"
+) -> list[State]:
     """The weights of each of WORKERS workers in sync mode. Only rank 0 begins with the weights that count."""
     models = [Everything(seed=rank).to(dtype) for rank in range(WORKERS)]
 
     def work(rank: int) -> State:
         model = models[rank]
-        with cluster.connect("sync", rank, WORKERS, job=job) as session:
+        with cluster.connect("sync", rank, WORKERS, job=job, transport=transport) as session:
             optimizer, scheduler = make(model)
             model, optimizer = session.prepare(model, optimizer, bucket_bytes=BUCKET_BYTES)
             for step in range(STEPS):
@@ -118,6 +120,12 @@ def test_every_supported_optimizer_is_compared() -> None:
 def test_in_float64_only_rounding_is_left(shared: Cluster, job: str) -> None:
     found = together(shared, job, maker("AdamW"), torch.float64)[0]
     assert distance(found, alone(maker("AdamW"), torch.float64)) < 1e-12
+
+
+def test_shared_memory_and_the_network_give_the_same_bits(shared: Cluster, job: str) -> None:
+    through_memory = together(shared, f"{job}-shm", maker("Adam"), transport="shm")
+    for rank, over_the_network in enumerate(together(shared, f"{job}-grpc", maker("Adam"), transport="grpc")):
+        assert_identical(through_memory[rank], over_the_network)
 
 
 def test_a_scheduler_moves_every_hyper_parameter_that_it_owns(shared: Cluster, job: str) -> None:

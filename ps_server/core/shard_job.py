@@ -18,7 +18,7 @@ from ps_protocol.optimizers import check_hyper_parameters
 from ps_protocol.tensors import is_finite, tensor_from
 from ps_server.core.bucket import BucketProtocol, Live, Verdict
 from ps_server.core.membership import check_incarnation
-from ps_server.core.weights import BucketWeights, Gradient
+from ps_server.core.weights import BucketWeights, Gradient, Scratch
 
 
 class PushKind(enum.Enum):
@@ -78,10 +78,10 @@ class Staged:
 class ShardBucket:
     """One bucket: its place in the layout, its protocol state, and its weights."""
 
-    def __init__(self, spec: JobSpec, bucket: Bucket, roster: Mapping[int, Live]) -> None:
+    def __init__(self, spec: JobSpec, bucket: Bucket, roster: Mapping[int, Live], scratch: Scratch) -> None:
         self.layout = bucket
         self.protocol: BucketProtocol[Gradient] = BucketProtocol(spec.consistency, roster)
-        self.weights = BucketWeights(spec, bucket)
+        self.weights = BucketWeights(spec, bucket, scratch)
 
 
 class ShardJob:
@@ -91,7 +91,8 @@ class ShardJob:
         layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         self.spec = spec
         self.roster: dict[int, Live] = {}
-        self.buckets = {index: ShardBucket(spec, layout.buckets[index], self.roster) for index in indices}
+        scratch = Scratch()
+        self.buckets = {i: ShardBucket(spec, layout.buckets[i], self.roster, scratch) for i in indices}
         self._retired: dict[int, int] = {}  # by rank, the highest incarnation that was retired
         self.layout = layout
         self._checked: dict[int, HyperParameters] = {}

@@ -36,6 +36,22 @@ class Gradient:
         return replace(self, values=self.values.clone(), borrowed=False)
 
 
+class Scratch:
+    """Memory for sums, used again and again: to touch fresh memory costs as much as to sum in it."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of [numel] with anything in it."""
+        free = self._free.get((numel, dtype))
+        return free.pop() if free else torch.empty(numel, dtype=dtype)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Takes a tensor back."""
+        self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+
+
 class BucketWeights:
     """Weights and optimizer of one bucket. Not thread-safe: one caller at a time.
 
@@ -43,8 +59,9 @@ class BucketWeights:
     a gradient is left alone by it, as in a plain training loop.
     """
 
-    def __init__(self, spec: JobSpec, bucket: Bucket) -> None:
+    def __init__(self, spec: JobSpec, bucket: Bucket, scratch: Scratch) -> None:
         self.bucket = bucket
+        self._scratch = scratch
         self.flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])  # [numel]
         self._segments = [self.flat[s.offset : s.offset + s.length] for s in bucket.segments]  # each [length]
         self._optimizer = None if bucket.held else _optimizer(spec, bucket, self._segments)
@@ -81,7 +98,7 @@ class BucketWeights:
             self._sum = values  # not copied: with one contribution it is only read
         elif self._terms == 2:
             wide = torch.float32 if values.itemsize < 4 else values.dtype  # half types would lose the small terms
-            self._sum = self._sum.to(wide) + values
+            self._sum = torch.add(self._sum.to(wide), values, out=self._scratch.take(values.numel(), wide))
         else:
             self._sum += values
 
@@ -102,6 +119,8 @@ class BucketWeights:
                 self._optimizer.step()
                 for tensor in self._segments:
                     tensor.grad = None
+        if self._sum is not None and self._terms > 1:
+            self._scratch.give(self._sum)
         self._sum = None
         self._terms = self._count = 0
         self._present.clear()
