@@ -131,8 +131,7 @@ class Block(nn.Module):
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(seen.transpose(1, 2).reshape(batch, length, width))
-        # Squared ReLU (So et al., 2021): as good as GELU here, and cheaper on a CPU.
-        hidden = F.relu(self.mlp_in(self.mlp_norm(x))).square()
+        hidden = F.relu(self.mlp_in(self.mlp_norm(x))).square()  # squared ReLU (So et al., 2021)
         return x + self.mlp_out(hidden)
 
 
@@ -298,7 +297,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The defaults are those of the demo: 100 steps of two workers bring the loss to about 2.2 within a minute."""
+    """The defaults are those of the demo: 100 steps of two workers bring the loss to about 2.3 within a minute."""
     parser = argparse.ArgumentParser(description="Train a small GPT on the source of Python's standard library.")
     parser.add_argument("--steps", type=int, default=100, help="steps of each worker (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=16, help="blocks in one worker's batch (%(default)s)")
@@ -307,7 +306,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=Shape.width, help="(%(default)s)")
     parser.add_argument("--block", type=int, default=Shape.block, help="bytes the model sees at a time (%(default)s)")
     parser.add_argument("--tied", action="store_true", help="one matrix for embedding and output")
-    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate (%(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/char_gpt"), help="where to leave results (%(default)s)")
     arguments = parser.parse_args()

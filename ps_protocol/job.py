@@ -13,7 +13,6 @@ from ps_protocol.modes import Consistency
 
 MAX_NAME_LENGTH = 512
 MAX_PARAMETERS = 100_000
-MAX_BUCKETS = 100_000  # 400 GB in buckets of 4 MiB
 MAX_ELEMENTS = 2**50  # keeps every product of sizes far from 64 bits
 MAX_WORLD_SIZE = 65_536
 MAX_DIMENSIONS = 64
@@ -85,11 +84,6 @@ def validate(spec: JobSpec, max_bucket_bytes: int) -> None:
         if parameter.name in names:
             raise InvalidRequest(f"parameter names must be unique, got {parameter.name!r} twice")
         names.add(parameter.name)
-    size = sum(parameter.nbytes for parameter in spec.parameters)
-    if size // spec.bucket_bytes > MAX_BUCKETS:
-        raise LimitExceeded(
-            f"a job may have up to {MAX_BUCKETS} buckets, got {size} bytes in buckets of {spec.bucket_bytes}"
-        )
     buckets = sum(parameter.nbytes for parameter in spec.parameters) // spec.bucket_bytes
     if buckets > MAX_BUCKETS:
         raise LimitExceeded(f"a job may have up to {MAX_BUCKETS} buckets, got {buckets}: use larger bucket_bytes")
@@ -116,10 +110,12 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
     """The first difference between two jobs in words, or None when they are the same job."""
     mine = {parameter.name: parameter for parameter in registered.parameters}
     theirs = {parameter.name: parameter for parameter in offered.parameters}
-    for name in mine.keys() - theirs.keys():
-        return f"the registered model has a parameter {name!r} that this one lacks"
-    for name in theirs.keys() - mine.keys():
-        return f"this model has a parameter {name!r} that the registered one lacks"
+    for name in mine:
+        if name not in theirs:
+            return f"the registered model has a parameter {name!r} that this one lacks"
+    for name in theirs:
+        if name not in mine:
+            return f"this model has a parameter {name!r} that the registered one lacks"
     for name, left in mine.items():
         right = theirs[name]
         for what, a, b in (

@@ -17,6 +17,7 @@ from ps_protocol.job import (
     MAX_NAME_LENGTH,
     MAX_PARAMETERS,
     MAX_WORLD_SIZE,
+    WIRE_FORMATS,
     HyperParameters,
     JobSpec,
     NonFinite,
@@ -133,6 +134,8 @@ def test_a_learning_rate_that_a_scheduler_moved_makes_no_other_job() -> None:
         (replace(JOB, bucket_bytes=2048), "the bucket_bytes is 1024 in the registered job and 2048 in this one"),
         (replace(JOB, world_size=0), "the world_size is 2 in the registered job and elastic in this one"),
         (replace(JOB, non_finite=NonFinite.SKIP), "is refuse in the registered job and skip in this one"),
+        (replace(JOB, gradient_wire="bfloat16"), "the wire format of gradients is float32 in the registered job"),
+        (replace(JOB, weight_wire="float16"), "the wire format of weights is float32 in the registered job"),
         (replace(JOB, groups=({"lr": 1e-3}, JOB.groups[1])), "hyper-parameter 'betas' of group 0 is known to one"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -174,6 +177,8 @@ def jobs(draw: st.DrawFn) -> JobSpec:
         bucket_bytes=draw(st.integers(0, 2**64 - 1)),
         world_size=draw(st.integers(0, 2**32 - 1)),
         non_finite=draw(st.sampled_from(list(NonFinite))),
+        gradient_wire=draw(st.sampled_from(WIRE_FORMATS)),
+        weight_wire=draw(st.sampled_from(WIRE_FORMATS)),
     )
 
 
@@ -207,6 +212,8 @@ def test_every_element_type_of_the_contract_is_known_and_no_other() -> None:
         (job_pb2.JobSpec(parameters=[job_pb2.ParameterSpec(name="w")]), "data type of 'w': expected one of .* got 0"),
         (job_pb2.JobSpec(parameters=[job_pb2.ParameterSpec(name="w", data_type=99)]), "got 99"),  # type: ignore[arg-type]
         (job_pb2.JobSpec(non_finite=7), "policy for gradients that are not finite: expected one of"),  # type: ignore[arg-type]
+        (job_pb2.JobSpec(gradient_wire=9), "wire format of gradients: expected one of .* got 9"),  # type: ignore[arg-type]
+        (job_pb2.JobSpec(weight_wire=9), "wire format of weights: expected one of .* got 9"),  # type: ignore[arg-type]
         (job_pb2.JobSpec(consistency=job_pb2.Consistency(aggregate=True)), "averaging needs max_staleness 0"),
         (job_pb2.JobSpec(consistency=job_pb2.Consistency(max_staleness=2**32 - 1)), "staleness must be from 0"),
         (
