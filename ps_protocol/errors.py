@@ -12,6 +12,7 @@
     ├── OutOfOrder            a push that skips a clock
     ├── TryLater              nothing is wrong; come back in a moment
     ├── LimitExceeded         past a named limit
+    │   └── Backlogged        this worker's previous push is not applied yet; come back in a moment
     └── Unreachable           nobody answers at the address, or no server of this kind
 
 A server raises one of these; `status_of` turns it into a gRPC code and an ErrorInfo reason; `error_from` turns these
@@ -26,6 +27,8 @@ import grpc
 from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped,unused-ignore]
 
 DOMAIN = "ps_protocol"
+# Longer words are cut: gRPC carries them twice in the trailers of a call, which may hold 8 KiB in all.
+MAX_MESSAGE_BYTES = 1500
 
 
 class PSError(Exception):
@@ -35,8 +38,13 @@ class PSError(Exception):
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     retryable: ClassVar[bool] = False
 
+    def __str__(self) -> str:
+        text = super().__str__().encode(errors="replace")
+        return (text[: MAX_MESSAGE_BYTES - 3] + b"..." if len(text) > MAX_MESSAGE_BYTES else text).decode(errors="ignore")
+
     @property
     def message(self) -> str:
+        """What went wrong, in words."""
         return str(self)
 
 

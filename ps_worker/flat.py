@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec, travels_as
@@ -55,6 +56,7 @@ class FlatModel:
         self._staging = GpuStaging(device, segment) if device.type == "cuda" else None
         self._made: dict[int, Any] = {}  # by bucket, the point on the GPU at which its gradient is there
         self._gradient_views: dict[int, torch.Tensor] = {}  # by parameter, in its shape
+        self._hooks: list[RemovableHandle] = []
         for index, (parameter, tensor) in enumerate(zip(spec.parameters, tensors, strict=True)):
             if parameter.group is None:
                 tensor.data = tensor.data.contiguous()  # so that a part of it can be written
@@ -77,8 +79,13 @@ class FlatModel:
         assert isinstance(tensor, nn.Parameter)
         frozen = not tensor.requires_grad
         tensor.requires_grad_()  # a frozen one takes no hook, and may be thawed later
-        tensor.register_post_accumulate_grad_hook(lambda _: self._accumulated(index))
+        self._hooks.append(tensor.register_post_accumulate_grad_hook(lambda _: self._accumulated(index)))
         tensor.requires_grad_(not frozen)
+
+    def release(self) -> None:
+        """Looks at no gradient any more: the model goes on without this session. Its tensors stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

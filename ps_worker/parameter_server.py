@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +80,7 @@ class ParameterServer:
         self._network: dict[int, NetworkTransport] = {}
         self._pushed: list[Future[int]] = []  # of the buckets that left during backward
         self._checked: list[HyperParameters] = []
+        self._release_model: Callable[[], None] = lambda: None
         self._clock = 0
         self._error: PSError | None = None
         self._roster = Roster((), options.world_size, False)
@@ -122,6 +123,7 @@ class ParameterServer:
         self._coordinator.close()
         for transport in [*self._network.values(), *self._transports.values()]:
             transport.close()
+        self._release_model()
 
     # -- prepare -----------------------------------------------------------------------------------------------------
 
@@ -147,6 +149,7 @@ class ParameterServer:
         self._spec, self._optimizer = spec, optimizer
         check = options.non_finite is not NonFinite.ALLOW
         self._flat = FlatModel(spec, tensors, layout, segment, check, self._gradient_ready)
+        self._release_model = self._flat.release
         self._buckets: dict[int, list[Bucket]] = {index: [] for index in calls}
         for bucket, shard in zip(layout.buckets, shard_map.bucket_shards, strict=True):
             self._buckets[shard].append(bucket)

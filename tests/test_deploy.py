@@ -41,12 +41,6 @@ def services() -> dict[str, dict[str, Any]]:
     return found | {name: it for file in OVERLAYS for name, it in read(file)["services"].items() if name not in found}
 
 
-@pytest.fixture
-def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("PS_")]:
-        monkeypatch.delenv(name)
-
-
 # -- what the files say: no engine needed ----------------------------------------------------------------------------
 
 
@@ -87,7 +81,6 @@ def test_nothing_is_killed_while_it_stops() -> None:
         assert int(read(COMPOSE)["services"][name]["stop_grace_period"].removesuffix("s")) > takes
 
 
-@pytest.mark.usefixtures("no_settings")
 def test_the_servers_commands_are_ours() -> None:
     from ps_server.cli import parser
 
@@ -105,7 +98,6 @@ def test_the_servers_commands_are_ours() -> None:
         assert arguments[name].coordinator == arguments["coordinator"].advertise
 
 
-@pytest.mark.usefixtures("no_settings")
 @pytest.mark.parametrize("file", [COMPOSE, "docker-compose.gpu.yml"])
 def test_the_workers_command_is_ours(file: str) -> None:
     from ps_worker.cli import parser
@@ -253,7 +245,7 @@ def test_promtool_parses_every_query_of_the_dashboard(promtool: Callable[..., No
 
 
 @dataclass
-class Cluster:
+class Containers:
     """The shipped compose file, up under a project name, an image tag and ports of its own."""
 
     compose: list[str]
@@ -281,7 +273,7 @@ class Cluster:
         assert not check or done.returncode == 0, f"{words}: {done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return done.stdout
 
-    def containers(self) -> dict[str, list[dict[str, Any]]]:
+    def inspect(self) -> dict[str, list[dict[str, Any]]]:
         """What the engine says of each service's containers."""
         found: dict[str, list[dict[str, Any]]] = {}
         label = "com.docker.compose.service"
@@ -332,7 +324,7 @@ def _free_port() -> int:
         return int(it.getsockname()[1])
 
 
-def until(holds: Callable[[], bool], seconds: float = 120) -> bool:
+def eventually(holds: Callable[[], bool], seconds: float = 120) -> bool:
     """Waits for something that other processes bring about; False if they did not."""
     end = time.monotonic() + seconds
     while not holds():
@@ -343,7 +335,7 @@ def until(holds: Callable[[], bool], seconds: float = 120) -> bool:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def containers() -> Iterator[Containers]:
     if not _answers("docker", "info"):
         pytest.skip("no Docker engine answers")
     compose = next((c for c in (["docker", "compose"], ["docker-compose"]) if _answers(*c, "version")), None)
@@ -355,7 +347,7 @@ def cluster() -> Iterator[Cluster]:
         if not _answers("docker", "image", "inspect", image) and not _answers("docker", "pull", "-q", image):
             pytest.skip(f"the image {image} is not here and cannot be pulled")
     ports = {name: _free_port() for name in ("PORT", "METRICS_PORT", "PROMETHEUS_PORT")}
-    found = Cluster(compose, f"ps-test-{os.getpid()}", ports)
+    found = Containers(compose, _settings(project, ports), project, ports)
     try:
         found("build")
         found("up", "-d")
@@ -370,53 +362,53 @@ def cluster() -> Iterator[Cluster]:
 with_docker = [pytest.mark.docker, pytest.mark.timeout(1800)]
 
 
-class TestContainers:
+class TestCluster:
     pytestmark = with_docker
 
-    def test_become_healthy_and_are_not_root(self, cluster: Cluster) -> None:
+    def test_become_healthy_and_are_not_root(self, containers: Containers) -> None:
         def healthy() -> bool:
-            states = {name: it[0]["State"] for name, it in cluster.containers().items() if name != "worker"}
+            states = {name: it[0]["State"] for name, it in containers.inspect().items() if name != "worker"}
             return all(state["Health"]["Status"] == "healthy" for state in states.values())
 
-        assert until(healthy), cluster("ps")
-        for name, containers in cluster.containers().items():
+        assert eventually(healthy), containers("ps")
+        for name, containers in containers.inspect().items():
             for it in containers:
                 assert it["HostConfig"]["ReadonlyRootfs"], name
                 assert it["HostConfig"]["CapDrop"] == ["ALL"], name
-        assert cluster("exec", "-T", "coordinator", "id", "-u").strip() == "10001"
+        assert containers("exec", "-T", "coordinator", "id", "-u").strip() == "10001"
 
-    def test_workers_train(self, cluster: Cluster) -> None:
-        assert until(lambda: len(cluster.workers()) == 2), cluster("logs", "--tail=50")
-        before = cluster.workers()
-        assert until(lambda: all(clock > before[rank] + 2 for rank, clock in cluster.workers().items()))
+    def test_workers_train(self, containers: Containers) -> None:
+        assert eventually(lambda: len(containers.workers()) == 2), containers("logs", "--tail=50")
+        before = containers.workers()
+        assert eventually(lambda: all(clock > before[rank] + 2 for rank, clock in containers.workers().items()))
 
-    def test_prometheus_scrapes_every_process(self, cluster: Cluster) -> None:
+    def test_prometheus_scrapes_every_process(self, containers: Containers) -> None:
         everyone = [("coordinator", "up"), ("shard", "up"), ("shard", "up"), ("worker", "up"), ("worker", "up")]
-        assert until(lambda: cluster.targets() == everyone), cluster.targets()
+        assert eventually(lambda: containers.targets() == everyone), containers.targets()
 
         def seen(query: str) -> list[dict[str, str]]:
-            found = cluster.prometheus(f"query?query={urllib.parse.quote(query)}")
+            found = containers.prometheus(f"query?query={urllib.parse.quote(query)}")
             return [it["metric"] for it in (found or {}).get("result", [])]
 
-        assert until(lambda: len(seen("ps_push_total{job='compose', role='shard'}")) > 0), (
+        assert eventually(lambda: len(seen("ps_push_total{job='compose', role='shard'}")) > 0), (
             "the training job's own label"
         )
-        assert until(lambda: {it["rank"] for it in seen("ps_worker_steps_total{job='compose'}")} == {"0", "1"})
+        assert eventually(lambda: {it["rank"] for it in seen("ps_worker_steps_total{job='compose'}")} == {"0", "1"})
 
-    def test_workers_come_and_go_by_scaling(self, cluster: Cluster) -> None:
-        cluster("up", "-d", "--scale", "worker=4")
-        assert until(lambda: len(cluster.workers()) == 4), cluster("logs", "--tail=50", "worker")
-        assert until(lambda: cluster.targets().count(("worker", "up")) == 4), cluster.targets()
-        before = cluster.workers()
-        assert until(lambda: all(clock > before[rank] for rank, clock in cluster.workers().items()))
-        cluster("up", "-d", "--scale", "worker=1")
-        assert until(lambda: len(cluster.workers()) == 1)
-        assert until(lambda: [role for role, _ in cluster.targets()].count("worker") == 1), cluster.targets()
+    def test_workers_come_and_go_by_scaling(self, containers: Containers) -> None:
+        containers("up", "-d", "--scale", "worker=4")
+        assert eventually(lambda: len(containers.workers()) == 4), containers("logs", "--tail=50", "worker")
+        assert eventually(lambda: containers.targets().count(("worker", "up")) == 4), containers.targets()
+        before = containers.workers()
+        assert eventually(lambda: all(clock > before[rank] for rank, clock in containers.workers().items()))
+        containers("up", "-d", "--scale", "worker=1")
+        assert eventually(lambda: len(containers.workers()) == 1)
+        assert eventually(lambda: [role for role, _ in containers.targets()].count("worker") == 1), containers.targets()
 
-    def test_stop_cleanly(self, cluster: Cluster) -> None:
-        cluster("stop")
-        logs = cluster("logs", "--no-color")
-        for name, containers in cluster.containers().items():
+    def test_stop_cleanly(self, containers: Containers) -> None:
+        containers("stop")
+        logs = containers("logs", "--no-color")
+        for name, containers in containers.inspect().items():
             for it in containers:
                 code = it["State"]["ExitCode"]
                 assert not it["State"]["Running"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,10 +27,14 @@ def every_class(root: type[PSError] = PSError) -> list[type[PSError]]:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """A real server whose one method fails as it is told: "REASON words"."""
+    """A real server whose one method fails as it is told, with "REASON words", or never answers."""
 
     def fail(request: bytes, context: grpc.ServicerContext) -> bytes:
         reason, _, words = request.decode().partition(" ")
+        if reason == "SLEEP":
+            ended = threading.Event()
+            context.add_callback(ended.set)
+            ended.wait(10)
         raise BY_REASON[reason](words) if reason in BY_REASON else RuntimeError(words)
 
     handlers = {"Fail": grpc.unary_unary_rpc_method_handler(fail)}
@@ -73,9 +78,11 @@ def test_a_status_carries_code_message_and_reason(error: type[PSError]) -> None:
 
 def test_a_message_of_any_length_arrives(channel: grpc.Channel) -> None:
     """Trailing metadata has a limit of a few KiB; past it a client would see another error, or none."""
-    found = failing(channel, "INVALID_REQUEST " + "long " * 20_000)
-    assert type(found) is errors.InvalidRequest
-    assert found.message.startswith("long long")
+    for word in ("long ", "länger ", "長い "):
+        found = failing(channel, "INVALID_REQUEST " + word * 20_000)
+        assert type(found) is errors.InvalidRequest
+        assert found.message.startswith(word * 50)
+        assert found.message.endswith("...")
 
 
 def test_an_error_that_nobody_meant_keeps_its_text_to_itself(channel: grpc.Channel) -> None:
@@ -117,7 +124,7 @@ def test_nobody_at_the_address_is_something_to_try_again(address: str) -> None:
 
 
 def test_a_server_that_does_not_answer_in_time_is_something_to_try_again(channel: grpc.Channel) -> None:
-    found = failing(channel, "", timeout=0)
+    found = failing(channel, "SLEEP", timeout=0.1)
     assert type(found) is TryLater
 
 

@@ -230,6 +230,21 @@ def test_a_call_that_comes_late_does_not_bring_the_dead_back() -> None:
     assert set(job.roster) == {0, 3}
 
 
+@pytest.mark.parametrize("end", ["retired", "replaced"])
+def test_what_a_lost_worker_lent_is_copied_before_it_may_write_there_again(end: str) -> None:
+    job = running("sync", workers=2)
+    lent = bytearray(payload(3.0))
+    stage(job, push(0, rank=1, incarnation=2, payload=lent, borrowed=True))
+    if end == "retired":
+        job.retire(1, 2)
+    else:
+        job.admit(1, 9, None)
+    lent[:] = payload(100.0)
+    stage(job, push(0))
+    work(job, 0)
+    assert job.buckets[0].weights.flat.tolist() == [-2.0] * 32
+
+
 def test_the_frontier_is_the_highest_clock_of_any_bucket_that_trains() -> None:
     job = running("ssp:3", workers=2)
     for clock in (1, 2):

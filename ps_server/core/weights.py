@@ -37,15 +37,17 @@ class Gradient:
 
 
 class Scratch:
-    """Memory for sums, used again and again: to touch fresh memory costs as much as to sum in it."""
+    """Memory for sums, used again and again: to touch fresh memory costs as much as to sum in it. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor of [numel] with anything in it."""
-        free = self._free.get((numel, dtype))
-        return free.pop() if free else torch.empty(numel, dtype=dtype)
+        try:
+            return self._free[numel, dtype].pop()  # in one go: another thread may take the last one
+        except (KeyError, IndexError):
+            return torch.empty(numel, dtype=dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
         """Takes a tensor back."""
