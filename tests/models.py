@@ -16,7 +16,8 @@ class Everything(nn.Module):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.embed = nn.Embedding(WORDS, WIDTH)
-            self.conv = nn.Conv1d(WIDTH, WIDTH, kernel_size=3, padding=1)
+            # BatchNorm takes a bias away again: its gradient would be nothing but rounding, which Adam blows up to steps.
+            self.conv = nn.Conv1d(WIDTH, WIDTH, kernel_size=3, padding=1, bias=not norm)
             self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
             self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
             self.head = nn.Linear(WIDTH, WORDS, bias=False)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,31 +32,27 @@ train()
 """
 
 
-def start(tmp_path: Path, cluster: Cluster, world_size: int, *arguments: str) -> subprocess.Popen[bytes]:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+def start(cluster: Cluster, world_size: int, *arguments: str) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PS_SERVER": cluster.address, "PS_RANK": "0", "PS_WORLD_SIZE": str(world_size)}
-    return subprocess.Popen([sys.executable, str(script), *arguments], env=environment, stderr=subprocess.DEVNULL)
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, *arguments], env=environment, stderr=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize(("how", "code"), [("end", 0), ("raise", 1)])
-def test_a_script_that_ends_or_fails_leaves_the_job(
-    make_cluster: Callable[..., Cluster], tmp_path: Path, how: str, code: int
-) -> None:
+def test_a_script_that_ends_or_fails_leaves_the_job(make_cluster: Callable[..., Cluster], how: str, code: int) -> None:
     cluster = make_cluster(lease=LEASE)
-    assert start(tmp_path, cluster, 1, "3", how).wait(60) == code
+    assert start(cluster, 1, "3", how).wait(60) == code
     assert cluster.coordinator.jobs() == {}
 
 
 def test_a_worker_that_is_terminated_while_it_waits_for_another_leaves_the_job(
-    make_cluster: Callable[..., Cluster], tmp_path: Path
+    make_cluster: Callable[..., Cluster],
 ) -> None:
     cluster = make_cluster(lease=LEASE)
     running: list[subprocess.Popen[bytes]] = []
 
     def work(which: int) -> None:
         if which == 0:
-            running.append(start(tmp_path, cluster, 2, "9", "end"))
+            running.append(start(cluster, 2, "9", "end"))
             return
         with cluster.connect("sync", 1, 2) as session:  # joins, and never makes a step
             session.prepare(model := nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1))
