@@ -40,7 +40,9 @@ class PSError(Exception):
 
     def __str__(self) -> str:
         text = super().__str__().encode(errors="replace")
-        return (text[: MAX_MESSAGE_BYTES - 3] + b"..." if len(text) > MAX_MESSAGE_BYTES else text).decode(errors="ignore")
+        if len(text) > MAX_MESSAGE_BYTES:
+            text = text[: MAX_MESSAGE_BYTES - 3] + b"..."
+        return text.decode(errors="ignore")
 
     @property
     def message(self) -> str:

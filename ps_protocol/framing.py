@@ -23,7 +23,8 @@ _FIXED_SIZES = {1: 8, 5: 4}  # wire types of fixed64 and fixed32
 class Header(Protocol):
     """A generated header message."""
 
-    def SerializeToString(self) -> bytes: ...
+    def SerializeToString(self) -> bytes:
+        """Its bytes, as every generated class has it."""
 
 
 def _varint(value: int) -> bytes:

@@ -101,6 +101,17 @@ def check_hyper_parameters(name: str, values: HyperParameters) -> None:
         raise InvalidRequest(f"{name} refuses {dict(values)}: {error}") from error
 
 
+# State that torch makes in a tensor's first step, and only if this is on then; it looks for it in every later one.
+_ON_FROM_THE_FIRST_STEP = {"Adam": ("amsgrad",), "AdamW": ("amsgrad",), "RMSprop": ("centered", "momentum")}
+
+
+def check_change(name: str, registered: HyperParameters, values: HyperParameters) -> None:
+    """Raises InvalidRequest if a running job's optimizer cannot go on with these values."""
+    for key in _ON_FROM_THE_FIRST_STEP.get(name, ()):
+        if values.get(key) and not registered.get(key):
+            raise InvalidRequest(f"hyper-parameter {key!r} of {name} cannot be switched on in a running job")
+
+
 def _check_kind(name: str, key: str, value: HyperValue) -> None:
     """Raises InvalidRequest unless a value is of the same kind as torch's default: some others fail only in a step."""
     default = _defaults(name)[key]

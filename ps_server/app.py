@@ -21,7 +21,7 @@ from ps_protocol.channel import open_channel, server_options
 from ps_protocol.errors import InvalidRequest, PSError, error_from
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.scrape import serve_metrics
-from ps_protocol.segments import DEFAULT_SHARED_DIRECTORY
+from ps_protocol.settings import DEFAULT_SHARED_DIRECTORY
 from ps_protocol.v1 import control_pb2_grpc
 from ps_server import messages
 from ps_server.boundary import Boundary

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ps_protocol.errors import JobMismatch, NotFound, PSError, TryLater
 from ps_protocol.job import JobSpec, difference
-from ps_protocol.segments import DEFAULT_SHARED_DIRECTORY
+from ps_protocol.settings import DEFAULT_SHARED_DIRECTORY
 from ps_protocol.tensors import bytes_of
 from ps_server.core.bucket import Add, Step
 from ps_server.core.shard_job import Push, PushKind, SharedPush, Staged

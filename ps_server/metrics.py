@@ -111,6 +111,7 @@ class Gauges(Collector):
         self._gauges = gauges
 
     def collect(self) -> Iterable[Metric]:
+        """Reads every gauge."""
         for name, text, labels, read in self._gauges:
             family = GaugeMetricFamily(name, text, labels=labels)
             for values, number in read():
@@ -118,4 +119,5 @@ class Gauges(Collector):
             yield family
 
     def describe(self) -> Iterable[Metric]:
+        """Nothing: so that registering does not read them."""
         return []

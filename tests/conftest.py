@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import threading
@@ -144,6 +145,22 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PS_")] + ["RANK", "WORLD_SIZE", "LOCAL_RANK"]:
         monkeypatch.delenv(name, raising=False)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_surprises() -> Iterator[None]:
+    """Fails a test in which a server of this process logged an error: something happened that nobody foresaw."""
+    found: list[str] = []
+
+    class Errors(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(logging.Formatter().format(record))
+
+    handler = Errors(logging.ERROR)
+    logging.getLogger("ps_server").addHandler(handler)
+    yield
+    logging.getLogger("ps_server").removeHandler(handler)
+    assert not found, "\n".join(found)
 
 
 @pytest.fixture(scope="session")

@@ -264,6 +264,25 @@ def test_a_session_that_is_replaced_says_so(make_cluster: Callable[..., Cluster]
             assert Marker.seen(worker) == [1, 0, 0]
 
 
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_a_session_that_is_replaced_while_it_waits_says_so(shared: Cluster, job: str, transport: str) -> None:
+    def work(rank: int) -> None:
+        if rank == 0:
+            with shared.connect("sync", 0, 2, job=job, transport=transport) as session:
+                worker = Marker(session)
+                with pytest.raises(Fenced, match="worker 0 was replaced"):
+                    worker.step()  # waits for rank 1, with several buckets on each shard
+        else:
+            spec = until(lambda: shared.coordinator.jobs().get(job)).spec
+            with RawWorker(shared.address, spec, 1):
+                until(lambda: shared.waits(job) == {0: (1, [1])})
+                with RawWorker(shared.address, spec, 0) as new:
+                    new.leave()
+
+    in_parallel(2, work)
+    status.end_job(shared.address, job)
+
+
 def test_who_never_joined_is_told_to_join(shared: Cluster, job: str) -> None:
     spec = vector_job(job, "async", cells=16, world_size=2)
     with RawWorker(shared.address, spec, 0) as worker:

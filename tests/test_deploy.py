@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -308,11 +309,11 @@ ENGINE_SECONDS = 900  # an engine without an overlay file system copies 1.5 GB f
 
 def eventually(holds: Callable[[], bool], seconds: float = 120) -> bool:
     """Waits for what other machines bring about; False if they did not."""
-    end = time.monotonic() + seconds
+    end, pause = time.monotonic() + seconds, threading.Event()
     while not holds():
         if time.monotonic() > end:
             return False
-        time.sleep(1)
+        pause.wait(1)
     return True
 
 

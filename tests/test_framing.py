@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +75,8 @@ def test_a_payload_may_be_any_buffer_of_bytes(kind: Callable[[bytes], Any]) -> N
 
 
 def test_fields_of_a_later_version_are_skipped_wherever_they_stand() -> None:
-    later = b"\x10\x96\x01" + b"\x1a\x03abc" + b"\x21" + bytes(8) + b"\x2d" + bytes(4)  # varint, bytes, fixed64, fixed32
+    number, text, eight_bytes, four_bytes = b"\x10\x96\x01", b"\x1a\x03abc", b"\x21" + bytes(8), b"\x2d" + bytes(4)
+    later = number + text + eight_bytes + four_bytes
     header, payload = b"\x0a\x02\x10\x05", b"\x7a\x02hi"
     for data in (later + header + payload, header + later + payload, payload + later + header + later):
         found = read_message(data)
@@ -166,10 +168,8 @@ def test_no_bytes_make_the_server_fail_in_another_way_than_it_should(data: bytes
         server_messages.shared_push,
         server_messages.attach_request,
     ):
-        try:
+        with contextlib.suppress(InvalidRequest):
             read(data)
-        except InvalidRequest as refused:
-            assert refused.message
 
 
 # -- the values at both ends -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -79,94 +79,103 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def within(imported: str, modules: set[str] | tuple[str, ...]) -> bool:
+def within(imported: str, modules: set[str]) -> bool:
     return any(imported == module or imported.startswith(module + ".") for module in modules)
 
 
-def each(files: list[Path]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return pytest.mark.parametrize("path", files, ids=name)
+def offenders(files: list[Path], find: Callable[[Path], Iterable[str]]) -> dict[str, list[str]]:
+    """What a rule finds wrong, by file; nothing if it is kept."""
+    found = {name(path): list(find(path)) for path in files}
+    return {path: wrong for path, wrong in found.items() if wrong}
 
 
 # -- who may know whom -----------------------------------------------------------------------------------------------
 
 
-@each(PACKAGE_FILES)
-def test_servers_and_workers_never_import_each_other_and_what_they_share_imports_neither(path: Path) -> None:
-    own = path.relative_to(ROOT).parts[0]
-    others = tuple(package for package in PACKAGES if package not in (own, "ps_protocol"))
-    assert [found for found in imports(path) if within(found, (*others, "bench", "examples", "tests"))] == []
+def test_servers_and_workers_never_import_each_other_and_what_they_share_imports_neither() -> None:
+    def strangers(path: Path) -> list[str]:
+        own = path.relative_to(ROOT).parts[0]
+        others = {*PACKAGES, "bench", "examples", "tests"} - {own, "ps_protocol"}
+        return [found for found in imports(path) if within(found, others)]
+
+    assert offenders(PACKAGE_FILES, strangers) == {}
 
 
-@each(sources("ps_server/core"))
-def test_the_core_knows_no_sockets_clocks_threads_environment_or_messages(path: Path) -> None:
-    assert [found for found in imports(path) if not within(found, CORE_MAY_IMPORT)] == []
+def test_the_core_knows_no_sockets_clocks_threads_environment_or_messages() -> None:
+    core = sources("ps_server/core")
+    assert offenders(core, lambda path: [found for found in imports(path) if not within(found, CORE_MAY_IMPORT)]) == {}
 
 
-@each(PACKAGE_FILES)
-def test_messages_are_known_in_one_place_of_each_side(path: Path) -> None:
+def test_messages_are_known_in_one_place_of_each_side() -> None:
     """Stubs (`…_pb2_grpc`) are known where calls are made, and a DESCRIPTOR, which only names a service, anywhere."""
-    found = [name for name in imports(path) if re.match(r"ps_protocol\.v1\.\w+_pb2(\.(?!DESCRIPTOR$)|$)", name)]
-    assert not found or name(path) in KNOW_MESSAGES
+
+    def messages(path: Path) -> list[str]:
+        return [found for found in imports(path) if re.match(r"ps_protocol\.v1\.\w+_pb2(\.(?!DESCRIPTOR$)|$)", found)]
+
+    assert set(offenders(PACKAGE_FILES, messages)) == KNOW_MESSAGES
 
 
-@each(PACKAGE_FILES)
-def test_no_file_of_a_package_imports_the_test_tools(path: Path) -> None:
-    assert [found for found in imports(path) if within(found, ("pytest", "hypothesis", "unittest"))] == []
+def test_no_file_of_a_package_imports_the_test_tools() -> None:
+    tools = {"pytest", "hypothesis", "unittest"}
+    assert offenders(PACKAGE_FILES, lambda path: [found for found in imports(path) if within(found, tools)]) == {}
 
 
 # -- nothing that runs what a peer or a file says --------------------------------------------------------------------
 
-PICKLES = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
+PICKLES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 RUN_TEXT = {"eval", "exec", "compile", "__import__"}
-PICKLE_INSIDE = {("torch", "load"), ("torch", "save"), ("numpy", "load"), ("np", "load"), ("np", "save")}
+PICKLE_INSIDE = {"torch.load", "torch.save", "numpy.load", "numpy.save", "np.load", "np.save"}
 
 
-@each([path for path in ALL_FILES if "tests" not in path.relative_to(ROOT).parts])
-def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
-    assert [found for found in imports(path) if within(found, PICKLES)] == []
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Call):
-            called = node.func
-            if isinstance(called, ast.Name):
-                assert called.id not in RUN_TEXT, f"line {node.lineno}"
-            elif isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
-                assert (called.value.id, called.attr) not in PICKLE_INSIDE, f"line {node.lineno}"
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    def dangers(path: Path) -> Iterator[str]:
+        yield from (found for found in imports(path) if within(found, PICKLES))
+        for node in ast.walk(tree(path)):
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Name) and called.id in RUN_TEXT:
+                yield f"line {called.lineno}: {called.id}"
+            if isinstance(called, ast.Attribute) and ast.unparse(called) in PICKLE_INSIDE:
+                yield f"line {called.lineno}: {ast.unparse(called)}"
+
+    assert offenders(sources(*PACKAGES, "bench", "examples"), dangers) == {}
 
 
 # -- files that can be read ------------------------------------------------------------------------------------------
 
 
-@each(sources(*PACKAGES, "bench", "examples"))
-def test_no_file_is_too_long_to_read_at_once(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= MOST_LINES
+def test_no_file_is_too_long_to_read_at_once() -> None:
+    lengths = {name(path): len(path.read_text().splitlines()) for path in sources(*PACKAGES, "bench", "examples")}
+    assert {path: lines for path, lines in lengths.items() if lines > MOST_LINES} == {}
 
 
-@each(PACKAGE_FILES)
-def test_no_file_is_named_after_nothing(path: Path) -> None:
+def test_no_file_is_named_after_nothing() -> None:
     vague = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "handler", "processor"}
-    assert not vague & {*path.with_suffix("").relative_to(ROOT).parts, *path.stem.split("_")}
+    assert [name(path) for path in PACKAGE_FILES if vague & {*re.split(r"[/_.]", name(path))}] == []
 
 
-@each(ALL_FILES)
-def test_every_file_says_what_it_is_for(path: Path) -> None:
-    assert ast.get_docstring(tree(path))
+def test_every_file_says_what_it_is_for() -> None:
+    assert [name(path) for path in ALL_FILES if not ast.get_docstring(tree(path))] == []
 
 
-@each([path for path in PACKAGE_FILES if path.stem != "__main__"])
-def test_everything_public_has_a_docstring(path: Path) -> None:
-    """Its own, or that of what it overrides (a gRPC method is explained in the contract, from where the stubs have it)."""
-    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
-    bare = []
-    for key, value in public(vars(module)):
-        if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == module.__name__:
-            bare += [key] if not inspect.getdoc(value) else []
-            if inspect.isclass(value):
-                bare += [f"{key}.{inside}" for inside in undocumented(value)]
-    assert bare == []
+def test_everything_public_has_a_docstring() -> None:
+    """Its own, or that of what it overrides: the stubs of gRPC methods have theirs from the contract."""
+
+    def bare(path: Path) -> Iterator[str]:
+        module = importlib.import_module(
+            ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        )
+        for key, value in public(vars(module)):
+            if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == module.__name__:
+                if not inspect.getdoc(value):
+                    yield key
+                if inspect.isclass(value):
+                    yield from (f"{key}.{inside}" for inside in undocumented(value))
+
+    assert offenders([path for path in PACKAGE_FILES if path.stem != "__main__"], bare) == {}
 
 
-def public(names: object) -> list[tuple[str, object]]:
-    return [(key, value) for key, value in dict(names).items() if not key.startswith("_")]  # type: ignore[call-overload]
+def public(names: Mapping[str, object]) -> list[tuple[str, object]]:
+    return [(key, value) for key, value in names.items() if not key.startswith("_")]
 
 
 def undocumented(cls: type) -> list[str]:
@@ -187,18 +196,25 @@ def test_the_public_face_is_what_it_says() -> None:
 # -- the tests themselves --------------------------------------------------------------------------------------------
 
 
-@each(sources("tests"))
-def test_no_test_sleeps(path: Path) -> None:
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
-            assert called != "sleep", f"line {node.lineno}: wait for an event, or inject the time"
+def test_no_test_sleeps() -> None:
+    """It waits for an event, or the time is injected."""
+
+    def sleeps(path: Path) -> Iterator[str]:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+                if called == "sleep":
+                    yield f"line {node.lineno}"
+
+    assert offenders(sources("tests"), sleeps) == {}
 
 
-@each([path for path in sources("tests") if path.name.startswith("test_")])
-def test_test_names_are_claims_and_none_hides_another(path: Path) -> None:
-    names = [node.name for node in tree(path).body if isinstance(node, ast.FunctionDef) and "test" in node.name]
-    assert len(names) == len(set(names))
+def test_no_test_hides_another_of_the_same_name() -> None:
+    def twice(path: Path) -> list[str]:
+        names = [node.name for node in tree(path).body if isinstance(node, ast.FunctionDef)]
+        return sorted({name for name in names if names.count(name) > 1})
+
+    assert offenders(sources("tests"), twice) == {}
 
 
 # -- what is said about the project ----------------------------------------------------------------------------------
@@ -212,32 +228,32 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.skipif(not DOCUMENTS, reason="there are no documents here")
-@each(DOCUMENTS)
-def test_every_link_leads_somewhere(path: Path) -> None:
+def broken_links(path: Path) -> Iterator[str]:
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
-        if re.match(r"[a-z]+:", target):
-            continue
-        file, _, anchor = target.partition("#")
-        linked = (path.parent / file) if file else path
-        assert linked.exists(), target
-        assert not anchor or anchor in anchors(linked), target
+        if not re.match(r"[a-z]+:", target):
+            file, _, anchor = target.partition("#")
+            linked = (path.parent / file) if file else path
+            if not linked.exists() or (anchor and anchor not in anchors(linked)):
+                yield target
+
+
+def wrong_names(path: Path) -> Iterator[str]:
+    """Tests and files that a document names in backticks and that are not there."""
+    nodes = [node for file in sources("tests") for node in ast.walk(tree(file))]
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    text = path.read_text()
+    for named in re.findall(r"`(test_\w+)`", text):
+        if named not in defined and not (ROOT / "tests" / f"{named}.py").exists():
+            yield named
+    for named in re.findall(r"`((?:ps_protocol|ps_server|ps_worker|tests|bench|examples|proto|docs)/[\w./-]*)`", text):
+        if not (ROOT / named).exists():
+            yield named
 
 
 @pytest.mark.skipif(not DOCUMENTS, reason="there are no documents here")
-@each(DOCUMENTS)
-def test_every_file_and_test_that_is_named_exists(path: Path) -> None:
-    text = path.read_text()
-    defined = {
-        node.name
-        for file in sources("tests")
-        for node in ast.walk(tree(file))
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
-    for named in re.findall(r"`(test_\w+)`", text):
-        assert named in defined or (ROOT / "tests" / f"{named}.py").exists(), named
-    for named in re.findall(r"`((?:ps_protocol|ps_server|ps_worker|tests|bench|examples|proto|docs)/[\w./-]*)`", text):
-        assert (ROOT / named).exists(), named
+@pytest.mark.parametrize("rule", [broken_links, wrong_names])
+def test_what_the_documents_refer_to_exists(rule: Callable[[Path], Iterator[str]]) -> None:
+    assert offenders(DOCUMENTS, rule) == {}
 
 
 def test_the_first_screen_stays_one() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,7 +67,7 @@ def test_every_element_of_every_parameter_is_in_one_segment(specs: list[Paramete
             covered[segment.parameter].append((segment.start, segment.start + segment.length))
     for index, spec in enumerate(specs):
         edges = [0, *(end for _, end in sorted(covered[index]))]
-        assert sorted(covered[index]) == list(zip(edges, edges[1:], strict=False))
+        assert sorted(covered[index]) == list(pairwise(edges))
         assert edges[-1] == spec.numel
 
 

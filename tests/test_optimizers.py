@@ -99,7 +99,7 @@ def test_every_optimizer_of_torch_is_let_in_or_refused_by_name_with_the_reason(
 
 def test_an_optimizer_of_ones_own_is_refused_even_under_a_known_name() -> None:
     own = type("SGD", (torch.optim.SGD,), {})
-    with pytest.raises(Unsupported, match="optimizer SGD cannot run .* torch.optim's own classes"):
+    with pytest.raises(Unsupported, match=r"optimizer SGD cannot run .* torch.optim's own classes"):
         optimizer_name(own([torch.zeros(1)], lr=0.1))
 
 

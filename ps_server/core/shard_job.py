@@ -10,11 +10,11 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotFound
+from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotFound, OutOfOrder
 from ps_protocol.framing import Buffer
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite, travels_as
 from ps_protocol.layout import DATA_TYPES, Bucket, bucket_layout
-from ps_protocol.optimizers import check_hyper_parameters
+from ps_protocol.optimizers import check_change, check_hyper_parameters
 from ps_protocol.tensors import is_finite, tensor_from
 from ps_server.core.bucket import BucketProtocol, Live, Verdict
 from ps_server.core.membership import check_incarnation
@@ -171,7 +171,9 @@ class ShardJob:
             if not 0 <= group < len(self.spec.groups):
                 raise InvalidRequest(f"expected a group below {len(self.spec.groups)}, got {group}")
             if self._checked.get(group) != hyper_parameters:
-                check_hyper_parameters(self.spec.optimizer, hyper_parameters)
+                registered = self.spec.groups[group]
+                check_hyper_parameters(self.spec.optimizer, {**registered, **hyper_parameters})
+                check_change(self.spec.optimizer, registered, hyper_parameters)
                 self._checked[group] = hyper_parameters
         wire = travels_as(bucket.dtype, self.spec.gradient_wire)
         dtype = bucket.dtype if push.kind is PushKind.INITIAL_VALUE else wire
@@ -203,6 +205,9 @@ class ShardJob:
             return self._initialise(push, bucket, gradient)
         if not protocol.initialised:
             raise InvalidRequest(f"bucket {push.bucket} has no initial value yet: pull before the first push")
+        start = self.roster[push.rank].start
+        if push.clock <= start:  # taken for a repeat, it would be acknowledged and lost
+            raise OutOfOrder(f"worker {push.rank} joined at clock {start}, and a push of clock {push.clock} came")
         if protocol.is_repeat(push.rank, push.clock):
             return Staged(protocol.version, duplicate=True)
         protocol.stage(push.rank, push.clock, gradient)
