@@ -12,6 +12,7 @@
     ├── OutOfOrder            a push that skips a clock
     ├── TryLater              nothing is wrong; come back in a moment
     ├── LimitExceeded         past a named limit
+    │   └── Backlogged        this worker's previous push is not applied yet; come back in a moment
     ├── Unauthenticated       the caller has not said who it is, or nobody here knows it
     ├── Forbidden             the caller may not do this, or speaks for another
     └── Unreachable           nobody answers at the address, or no server of this kind
@@ -29,6 +30,8 @@ import grpc
 from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped,unused-ignore]
 
 DOMAIN = "ps_protocol"
+# Longer words are cut: gRPC carries them twice in the trailers of a call, which may hold 8 KiB in all.
+MAX_MESSAGE_BYTES = 1500
 
 
 class PSError(Exception):
@@ -38,8 +41,15 @@ class PSError(Exception):
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     retryable: ClassVar[bool] = False
 
+    def __str__(self) -> str:
+        text = super().__str__().encode(errors="replace")
+        if len(text) > MAX_MESSAGE_BYTES:
+            text = text[: MAX_MESSAGE_BYTES - 3] + b"..."
+        return text.decode(errors="ignore")
+
     @property
     def message(self) -> str:
+        """What went wrong, in words."""
         return str(self)
 
 

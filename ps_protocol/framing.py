@@ -16,13 +16,15 @@ Buffer = bytes | bytearray | memoryview
 _HEADER_TAG = 1 << 3 | 2  # field 1, length-delimited
 _PAYLOAD_TAG = 15 << 3 | 2  # field 15, length-delimited
 _LENGTH_DELIMITED = 2
+_LAST_FIELD = 2**29 - 1
 _FIXED_SIZES = {1: 8, 5: 4}  # wire types of fixed64 and fixed32
 
 
 class Header(Protocol):
     """A generated header message."""
 
-    def SerializeToString(self) -> bytes: ...
+    def SerializeToString(self) -> bytes:
+        """Its bytes, as every generated class has it."""
 
 
 def _varint(value: int) -> bytes:
@@ -67,6 +69,8 @@ def read_message(data: bytes) -> tuple[memoryview, memoryview]:
     position = 0
     while position < len(view):
         tag, position = _read_varint(view, position)
+        if not 0 < tag >> 3 <= _LAST_FIELD:
+            raise InvalidRequest(f"the message holds a field {tag >> 3}, which does not exist in protobuf")
         if tag & 7 == _LENGTH_DELIMITED:
             length, position = _read_varint(view, position)
         elif tag & 7 == 0:

@@ -16,6 +16,7 @@ MAX_PARAMETERS = 100_000
 MAX_ELEMENTS = 2**50  # keeps every product of sizes far from 64 bits
 MAX_WORLD_SIZE = 65_536
 MAX_DIMENSIONS = 64
+MAX_BUCKETS = 2**18  # 1 TiB in buckets of 4 MiB; every server and worker makes a list of them
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -83,6 +84,9 @@ def validate(spec: JobSpec, max_bucket_bytes: int) -> None:
         if parameter.name in names:
             raise InvalidRequest(f"parameter names must be unique, got {parameter.name!r} twice")
         names.add(parameter.name)
+    buckets = sum(parameter.nbytes for parameter in spec.parameters) // spec.bucket_bytes
+    if buckets > MAX_BUCKETS:
+        raise LimitExceeded(f"a job may have up to {MAX_BUCKETS} buckets, got {buckets}: use larger bucket_bytes")
     if all(parameter.group is None for parameter in spec.parameters):
         raise InvalidRequest("a job needs at least one parameter that the optimizer steps, got none")
 
@@ -106,10 +110,12 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
     """The first difference between two jobs in words, or None when they are the same job."""
     mine = {parameter.name: parameter for parameter in registered.parameters}
     theirs = {parameter.name: parameter for parameter in offered.parameters}
-    for name in mine.keys() - theirs.keys():
-        return f"the registered model has a parameter {name!r} that this one lacks"
-    for name in theirs.keys() - mine.keys():
-        return f"this model has a parameter {name!r} that the registered one lacks"
+    for name in mine:
+        if name not in theirs:
+            return f"the registered model has a parameter {name!r} that this one lacks"
+    for name in theirs:
+        if name not in mine:
+            return f"this model has a parameter {name!r} that the registered one lacks"
     for name, left in mine.items():
         right = theirs[name]
         for what, a, b in (

@@ -54,10 +54,12 @@ class ParameterSpec:
 
     @property
     def numel(self) -> int:
+        """How many elements it has: 1 for a scalar."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Its size in memory, without padding."""
         return self.numel * DATA_TYPES[self.dtype].itemsize
 
 
@@ -91,6 +93,7 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
+        """Its size in memory, without padding."""
         return self.numel * DATA_TYPES[self.dtype].itemsize
 
 
@@ -104,6 +107,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all buckets."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
 

@@ -6,7 +6,9 @@ tensors (norms, matrices, closures over the loss) are refused by name.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 
 import torch
 
@@ -43,8 +45,13 @@ _EXECUTION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 def hyper_parameter_names(name: str) -> tuple[str, ...]:
     """What the optimizer of that name is called with, besides parameters and switches of execution."""
-    signature = inspect.signature(ELEMENTWISE[name].__init__)
-    return tuple(p for p in signature.parameters if p not in {"self", "params"} and p not in _EXECUTION)
+    return tuple(_defaults(name))
+
+
+@functools.cache
+def _defaults(name: str) -> dict[str, object]:
+    parameters = inspect.signature(ELEMENTWISE[name].__init__).parameters
+    return {p: v.default for p, v in parameters.items() if p not in {"self", "params"} and p not in _EXECUTION}
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
@@ -80,11 +87,39 @@ def check_hyper_parameters(name: str, values: HyperParameters) -> None:
     """Raises InvalidRequest unless torch's own constructor takes these values."""
     if name not in ELEMENTWISE:
         raise InvalidRequest(f"expected an optimizer out of {', '.join(ELEMENTWISE)}, got {name!r}")
-    known = hyper_parameter_names(name)
-    for key in values:
+    known = _defaults(name)
+    for key, value in values.items():
         if key not in known:
             raise InvalidRequest(f"{name} takes {', '.join(known)}, got {key!r}")
+        _check_kind(name, key, value)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):  # torch lets a NaN pass
+                raise InvalidRequest(f"hyper-parameter {key!r} of {name} must be finite, got {value}")
     try:
         ELEMENTWISE[name]([torch.zeros(1)], **values)  # type: ignore[arg-type]
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError) as error:
         raise InvalidRequest(f"{name} refuses {dict(values)}: {error}") from error
+
+
+# State that torch makes in a tensor's first step, and only if this is on then; it looks for it in every later one.
+_ON_FROM_THE_FIRST_STEP = {"Adam": ("amsgrad",), "AdamW": ("amsgrad",), "RMSprop": ("centered", "momentum")}
+
+
+def check_change(name: str, registered: HyperParameters, values: HyperParameters) -> None:
+    """Raises InvalidRequest if a running job's optimizer cannot go on with these values."""
+    for key in _ON_FROM_THE_FIRST_STEP.get(name, ()):
+        if values.get(key) and not registered.get(key):
+            raise InvalidRequest(f"hyper-parameter {key!r} of {name} cannot be switched on in a running job")
+
+
+def _check_kind(name: str, key: str, value: HyperValue) -> None:
+    """Raises InvalidRequest unless a value is of the same kind as torch's default: some others fail only in a step."""
+    default = _defaults(name)[key]
+    if isinstance(default, bool):
+        fits, expected = isinstance(value, bool), "True or False"
+    elif isinstance(default, tuple):
+        fits, expected = isinstance(value, tuple) and len(value) == len(default), f"{len(default)} numbers"
+    else:
+        fits, expected = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+    if not fits:
+        raise InvalidRequest(f"hyper-parameter {key!r} of {name} must be {expected}, got {value}")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -24,7 +23,6 @@ NONCE_BYTES = 32
 PAGE_BYTES = 4096
 NAME_PREFIX = "ps-torch-"
 MEMORY_FILE = "/memfd:ps-torch "  # how /proc shows a memory file of that name, before "(deleted)"
-DEFAULT_SHARED_DIRECTORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ps_protocol.errors import InvalidRequest
+
+DEFAULT_SHARED_DIRECTORY = Path("/dev/shm")  # where workers and shards of one host meet
 
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off", ""})
 

@@ -26,7 +26,7 @@ from ps_protocol.exposure import is_exposed
 from ps_protocol.handshake import refusal
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.scrape import serve_metrics
-from ps_protocol.segments import DEFAULT_SHARED_DIRECTORY
+from ps_protocol.settings import DEFAULT_SHARED_DIRECTORY
 from ps_protocol.v1 import control_pb2_grpc
 from ps_server import messages
 from ps_server.boundary import Boundary

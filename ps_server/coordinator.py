@@ -10,6 +10,7 @@ two rounds over the shards, so that every shard counts the newcomer from the sam
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
@@ -181,7 +182,13 @@ class Coordinator:
         sizes = [bucket.nbytes for bucket in layout.buckets]
         placement = place(sizes, self.shard_count)
         mine = {shard: [b for b, s in enumerate(placement) if s == shard] for shard in range(self.shard_count)}
-        on_all(self._pool, clients, lambda client: client.create_job(spec, mine[client.index]))
+        try:
+            on_all(self._pool, clients, lambda client: client.create_job(spec, mine[client.index]))
+        except PSError:
+            # All or none: what some shards made room for would be nobody's.
+            with contextlib.suppress(PSError):
+                on_all(self._pool, clients, lambda client: client.drop_job(spec.name))
+            raise
         membership = Membership(spec.world_size, self.lease)
         return CoordinatedJob(spec, placement, layout.nbytes, imbalance(sizes, placement, self.shard_count), membership)
 

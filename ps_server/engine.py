@@ -1,12 +1,9 @@
 """The shard at work: locks, threads and waiting pulls around the pure rules of `core`.
 
-    RPC threads      check a push, stage it, and return: they never wait for another worker
-    apply threads    do what the protocol says comes next: add contributions, step optimizers, admit waiting pulls
-    sender threads   write buckets to the streams of admitted pulls
-    one ticker       tells pulls that wait long whom they wait for
-
-Locks: a job's `lock` guards its protocol state and is held for microseconds. A bucket's `tensors` lock guards its
-weights while they are stepped or copied out. Where both are needed, `tensors` is taken first.
+RPC threads      check a push, stage it, and return: they never wait for another worker
+apply threads    do what the protocol says comes next: add contributions, step optimizers, admit waiting pulls
+sender threads   write buckets to the streams of admitted pulls
+one ticker       tells pulls that wait long whom they wait for
 """
 
 from __future__ import annotations
@@ -14,93 +11,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from ps_protocol.errors import (
-    InvalidRequest,
-    JobMismatch,
-    LimitExceeded,
-    NotFound,
-    NotShared,
-    PSError,
-    TryLater,
-    UnknownWorker,
-)
-from ps_protocol.job import JobSpec, difference, travels_as
-from ps_protocol.segments import DEFAULT_SHARED_DIRECTORY, SegmentMap, segment_plan
-from ps_protocol.tensors import TORCH_DTYPES, bytes_of
-from ps_server.core.bucket import Add, Step, Verdict
-from ps_server.core.shard_job import Push, PushKind, ShardBucket, ShardJob, SharedPush, Staged
+from ps_protocol.errors import JobMismatch, LimitExceeded, NotFound, PSError, TryLater
+from ps_protocol.job import JobSpec, difference
+from ps_protocol.settings import DEFAULT_SHARED_DIRECTORY
+from ps_protocol.tensors import bytes_of
+from ps_server.core.bucket import Add, Step
+from ps_server.core.shard_job import Push, PushKind, SharedPush, Staged
 from ps_server.metrics import ShardMetrics
+from ps_server.pulls import NOTICE_AFTER_SECONDS, Pulls, WritePull
+from ps_server.running import Attached, RunningBucket, RunningJob
 from ps_server.segments import attach
 from ps_server.streams import Outbox
 
 log = logging.getLogger("ps_server")
-
-NOTICE_AFTER_SECONDS = 1.0
-NOTICE_EVERY_SECONDS = 5.0
-READER = 0  # the incarnation of who is no worker
-
-# Writes one message of a pull stream: (bucket, version, seconds waited, notice, payload). Without payload, and without
-# notice, the bucket is in the worker's segment.
-WritePull = Callable[[int, int, float, Verdict | None, memoryview | None], bytes]
-
-
-@dataclass(frozen=True)
-class Attached:
-    """The segment of one incarnation of a worker."""
-
-    incarnation: int
-    segment: SegmentMap
-
-
-@dataclass
-class Pull:
-    """One Pull call: who asks, how many of its buckets are still to be sent, and where to if not over the network."""
-
-    rank: int
-    incarnation: int
-    clock: int
-    outbox: Outbox
-    left: int
-    since: float
-    segment: SegmentMap | None = None
-    notified: float = 0.0
-
-
-@dataclass
-class Waiter:
-    """One bucket of a pull that is not admitted yet; `since` is when only other workers kept it waiting."""
-
-    pull: Pull
-    verdict: Verdict
-    since: float
-
-
-@dataclass
-class RunningBucket:
-    """A bucket with its lock, its waiting pulls, and whether an apply thread is at it."""
-
-    state: ShardBucket
-    tensors: threading.Lock = field(default_factory=threading.Lock)
-    waiters: list[Waiter] = field(default_factory=list)
-    busy: bool = False
-
-
-class RunningJob:
-    """A job on this shard."""
-
-    def __init__(self, spec: JobSpec, buckets: Iterable[int], staged_limit: int = 2**63) -> None:
-        self.state = ShardJob(spec, buckets, staged_limit)
-        self.mode = str(spec.consistency)
-        self.lock = threading.Lock()
-        self.buckets = {index: RunningBucket(state) for index, state in self.state.buckets.items()}
-        self.segments: dict[int, Attached] = {}
-        self.plan = segment_plan(spec, self.state.layout)
-        self.failure: PSError | None = None
 
 
 class Engine:
@@ -123,8 +50,7 @@ class Engine:
     ) -> None:
         self._staged_limit = staged_limit
         self._metrics = metrics
-        self._write_pull = write_pull
-        self._write_shared = write_shared
+        self._pulls = Pulls(metrics, write_pull, write_shared)
         self._shared_directory = shared_directory
         self._jobs: dict[str, RunningJob] = {}
         self._lock = threading.Lock()
@@ -139,7 +65,7 @@ class Engine:
         self._ticker.join()
         self._apply.shutdown(wait=True)
         for name in list(self._jobs):
-            self._fail_waiters(self._jobs[name], TryLater("the shard is stopping"))
+            self._pulls.fail(self._jobs[name], TryLater("the shard is stopping"))
 
     # -- jobs and who takes part -------------------------------------------------------------------------------------
 
@@ -163,7 +89,7 @@ class Engine:
         with self._lock:
             job = self._jobs.pop(name, None)
         if job is not None:
-            self._fail_waiters(job, NotFound(f"job {name!r} ended"))
+            self._pulls.fail(job, NotFound(f"job {name!r} ended"))
             self._metrics.forget(name)
             log.info("job %s: dropped", name)
 
@@ -210,7 +136,7 @@ class Engine:
 
     def _roster_changed(self, job: RunningJob) -> None:
         for index, bucket in job.buckets.items():
-            self._admit_waiters(job, bucket)
+            self._pulls.admit(job, bucket)
             self._schedule(job, index)
 
     # -- pushes ------------------------------------------------------------------------------------------------------
@@ -232,11 +158,9 @@ class Engine:
                     staged = job.state.stage(push, gradient)
                 found.append(staged)
                 self._metrics.pushed(name, len(push.payload), staged)
-                if staged.duplicate:
-                    continue
-                if push.kind is PushKind.INITIAL_VALUE:
-                    self._admit_waiters(job, job.buckets[push.bucket])
-                self._schedule(job, push.bucket)
+                if not staged.duplicate:
+                    self._pulls.admit(job, job.buckets[push.bucket])  # or they learn whom they wait for now
+                    self._schedule(job, push.bucket)
         except PSError as error:
             self._metrics.refused(name, error)
             raise
@@ -255,7 +179,7 @@ class Engine:
     def push_shared(self, push: SharedPush) -> int:
         """As `push`, for buckets whose gradients lie in the worker's segment; answers how many were repeats."""
         job = self._job(push.job)
-        segment = self._segment(job, push.rank, push.incarnation, push.key)
+        segment = job.segment(push.rank, push.incarnation, push.key)
         pushes = [
             Push(
                 job=push.job,
@@ -273,14 +197,6 @@ class Engine:
             for bucket in push.buckets
         ]
         return sum(staged.duplicate for staged in self._push_all(job, pushes))
-
-    def _segment(self, job: RunningJob, rank: int, incarnation: int, key: bytes) -> SegmentMap:
-        with job.lock:
-            job.state.check_worker(rank, incarnation, key)
-            attached = job.segments.get(rank)
-        if attached is None or attached.incarnation != incarnation:
-            raise NotShared(f"worker {rank} has attached no segment here")
-        return attached.segment
 
     def _schedule(self, job: RunningJob, index: int) -> None:
         """Has an apply thread do what comes next on a bucket, unless one is at it already."""
@@ -311,11 +227,11 @@ class Engine:
                     with job.lock:
                         protocol.done(work)
                 if isinstance(work, Step):
-                    self._admit_waiters(job, bucket)
+                    self._pulls.admit(job, bucket)
         except Exception:
             log.exception("job %s: bucket %d cannot be applied", job.state.spec.name, bucket.state.layout.index)
             job.failure = PSError(f"job {job.state.spec.name!r} failed on this shard; its log says why")
-            self._fail_waiters(job, job.failure)
+            self._pulls.fail(job, job.failure)
 
     # -- pulls -------------------------------------------------------------------------------------------------------
 
@@ -330,128 +246,10 @@ class Engine:
         shared: bool = False,
         key: bytes = b"",
     ) -> None:
-        """Sends each bucket on the outbox as soon as it is admitted, then ends the stream. Returns at once.
-
-        shared: the buckets go into the worker's segment, and only the word of it on the outbox
-        """
-        job = self._job(name)
-        segment = self._segment(job, rank, incarnation, key) if shared else None
-        if len(indices) > len(job.buckets):
-            raise InvalidRequest(
-                f"this shard holds {len(job.buckets)} buckets of the job, got {len(indices)} in one pull"
-            )
-        if len(set(indices)) != len(indices):
-            raise InvalidRequest("a pull names each bucket at most once")
-        now = time.monotonic()
-        pull = Pull(rank, incarnation, clock, outbox, len(indices), now, segment)
-        if shared:
-            for index in indices:
-                job.state.trained(index)
-        with job.lock:
-            if incarnation != READER:
-                job.state.check_worker(rank, incarnation, key)
-            elif clock or shared:
-                raise InvalidRequest(f"who has not joined may only Pull at clock 0, got clock {clock}")
-            verdicts = {index: job.state.admits(index, rank, clock) for index in indices}
-            for index, verdict in verdicts.items():
-                if not verdict.admitted:
-                    job.buckets[index].waiters.append(Waiter(pull, verdict, now))
-        outbox.on_close(lambda: self._forget(job, pull))
-        if not indices:
-            outbox.finish()
-        for index, verdict in verdicts.items():
-            if verdict.admitted:
-                self._send(job, job.buckets[index], pull, 0.0)
-
-    def _send(self, job: RunningJob, bucket: RunningBucket, pull: Pull, waited: float) -> None:
-        layout, weights = bucket.state.layout, bucket.state.weights
-        if pull.segment is not None:
-            # Written here and now, by the thread that stepped the bucket: it is still in the cache.
-            target = pull.segment.weight(layout)
-            with bucket.tensors:
-                version = bucket.state.protocol.version
-                target.copy_(weights.flat)
-            self._metrics.pulled(job.state.spec.name, target.nbytes)
-            message = self._write_shared(layout.index, version, waited, None, None)
-            pull.outbox.put(lambda: message)
-        else:
-            pull.outbox.put(lambda: self._read_out(job, bucket, waited))
-        with job.lock:
-            pull.left -= 1
-            last = pull.left == 0
-        if last:
-            pull.outbox.finish()
-
-    def _read_out(self, job: RunningJob, bucket: RunningBucket, waited: float) -> bytes:
-        """One bucket as a message, in the wire format of the job's weights."""
-        layout = bucket.state.layout
-        wire = layout.dtype if layout.held else travels_as(layout.dtype, job.state.spec.weight_wire)
-        with bucket.tensors:
-            payload = bytes_of(bucket.state.weights.flat.to(TORCH_DTYPES[wire]))
-            message = self._write_pull(layout.index, bucket.state.protocol.version, waited, None, payload)
-        self._metrics.pulled(job.state.spec.name, len(payload))
-        return message
-
-    def _admit_waiters(self, job: RunningJob, bucket: RunningBucket) -> None:
-        """Sends the bucket to every waiting pull that is admitted now, and ends those whose worker lost its place."""
-        admitted: list[tuple[Waiter, float]] = []
-        lost: list[tuple[Pull, UnknownWorker]] = []
-        index, now = bucket.state.layout.index, time.monotonic()
-        with job.lock:
-            staying = []
-            for waiter in bucket.waiters:
-                pull = waiter.pull
-                try:
-                    if pull.incarnation != READER:
-                        job.state.check_worker(pull.rank, pull.incarnation)
-                except UnknownWorker as error:
-                    lost.append((pull, error))
-                    continue
-                verdict = job.state.admits(index, pull.rank, pull.clock)
-                blamed = waiter.verdict.waiting_for
-                waited = now - waiter.since if blamed and blamed != (pull.rank,) else 0.0
-                if verdict.admitted:
-                    self._metrics.waited(job.state.spec.name, job.mode, waited, waiter.verdict)
-                    admitted.append((waiter, waited))
-                    continue
-                if verdict.waiting_for != blamed and (not blamed or blamed == (pull.rank,)):
-                    waiter.since = now  # until now it waited for its own push; from here on for others
-                waiter.verdict = verdict
-                staying.append(waiter)
-            bucket.waiters = staying
-        for waiter, waited in admitted:
-            self._send(job, bucket, waiter.pull, waited)
-        for pull, reason in lost:
-            pull.outbox.fail(reason)
-
-    def _forget(self, job: RunningJob, pull: Pull) -> None:
-        with job.lock:
-            for bucket in job.buckets.values():
-                bucket.waiters = [waiter for waiter in bucket.waiters if waiter.pull is not pull]
-
-    def _fail_waiters(self, job: RunningJob, error: PSError) -> None:
-        with job.lock:
-            pulls = {id(waiter.pull): waiter.pull for bucket in job.buckets.values() for waiter in bucket.waiters}
-            for bucket in job.buckets.values():
-                bucket.waiters = []
-        for pull in pulls.values():
-            pull.outbox.fail(error)
+        """Sends buckets on the outbox as they are admitted; see Pulls.ask."""
+        self._pulls.ask(self._job(name), rank, incarnation, clock, indices, outbox, shared, key)
 
     def _tick(self) -> None:
         while not self._stopping.wait(NOTICE_AFTER_SECONDS):
-            now = time.monotonic()
             for job in self.jobs().values():
-                with job.lock:
-                    due = {
-                        id(waiter.pull): (waiter, bucket.state.layout.index)
-                        for bucket in job.buckets.values()
-                        for waiter in bucket.waiters
-                        if now - waiter.pull.since >= NOTICE_AFTER_SECONDS
-                        and now - waiter.pull.notified >= NOTICE_EVERY_SECONDS
-                    }
-                    for waiter, _ in due.values():
-                        waiter.pull.notified = now
-                for waiter, index in due.values():
-                    write = self._write_pull if waiter.pull.segment is None else self._write_shared
-                    message = write(index, 0, 0.0, waiter.verdict, None)
-                    waiter.pull.outbox.put(lambda message=message: message)  # type: ignore[misc]
+                self._pulls.notify(job, time.monotonic())

@@ -7,13 +7,14 @@ are bounded: job, rank, mode, result, kind, method; never an address, a tensor's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ps_protocol.errors import PSError
-from ps_server.core.bucket import Add, Step, Verdict
+from ps_server.core.bucket import Add, Step
 from ps_server.core.shard_job import Staged
 from ps_server.core.weights import Gradient
 
@@ -51,42 +52,53 @@ class ShardMetrics:
         self._waited_for = counter(
             "ps_waited_for_seconds_total", "Time that pulls of a bucket waited, by the rank waited for.", "job", "rank"
         )
-        self._by_job = (self._push, self._push_bytes, self._refused, self._pull, self._pull_bytes)
+        # By job, every series that was touched: to find it fast, and to drop it when the job ends.
+        self._series: dict[str, dict[tuple[Any, tuple[str, ...]], Any]] = {}
+
+    def _of(self, metric: Any, job: str, *labels: str) -> Any:
+        series = self._series.setdefault(job, {})
+        found = series.get((metric, labels))
+        if found is None:
+            found = series[metric, labels] = metric.labels(job, *labels)
+        return found
 
     def pushed(self, job: str, size: int, staged: Staged) -> None:
         """A push was acknowledged."""
         result = "duplicate" if staged.duplicate else "skipped" if staged.skipped else "staged"
-        self._push.labels(job, result).inc()
-        self._push_bytes.labels(job).inc(size)
+        self._of(self._push, job, result).inc()
+        self._of(self._push_bytes, job).inc(size)
 
     def refused(self, job: str, error: PSError) -> None:
         """A push was refused."""
-        self._push.labels(job, "refused").inc()
-        self._refused.labels(job, error.reason).inc()
+        self._of(self._push, job, "refused").inc()
+        self._of(self._refused, job, error.reason).inc()
 
     def pulled(self, job: str, size: int) -> None:
         """A bucket was sent."""
-        self._pull.labels(job).inc()
-        self._pull_bytes.labels(job).inc(size)
+        self._of(self._pull, job).inc()
+        self._of(self._pull_bytes, job).inc(size)
 
     def applied(self, job: str, work: Add[Gradient] | Step, seconds: float) -> None:
         """A contribution was added, or the optimizer was stepped."""
         if isinstance(work, Add):
-            self._accumulate.labels(job).observe(seconds)
+            self._of(self._accumulate, job).observe(seconds)
         else:
-            self._apply.labels(job).observe(seconds)
-            self._staleness.labels(job).observe(work.staleness)
+            self._of(self._apply, job).observe(seconds)
+            self._of(self._staleness, job).observe(work.staleness)
 
-    def waited(self, job: str, mode: str, seconds: float, verdict: Verdict) -> None:
-        """A pull that had to wait was admitted; `verdict` is the last that held it back."""
-        self._wait.labels(job, mode).observe(seconds)
-        for rank in verdict.waiting_for:
-            self._waited_for.labels(job, str(rank)).inc(seconds)
+    def waited(self, job: str, mode: str, seconds: float) -> None:
+        """A pull that had to wait for other workers was admitted."""
+        self._of(self._wait, job, mode).observe(seconds)
+
+    def waited_for(self, job: str, seconds: float, ranks: Iterable[int]) -> None:
+        """A pull has waited for these ranks."""
+        for rank in ranks:
+            self._of(self._waited_for, job, str(rank)).inc(seconds)
 
     def forget(self, job: str) -> None:
         """Drops the series of an ended job, so that a cluster that runs many jobs does not grow."""
-        for metric in (*self._by_job, self._apply, self._accumulate, self._staleness, self._wait, self._waited_for):
-            metric.remove_by_labels({"job": job})
+        for metric, labels in self._series.pop(job, {}):
+            metric.remove(job, *labels)
 
 
 Sample = tuple[tuple[str, ...], float]
@@ -99,6 +111,7 @@ class Gauges(Collector):
         self._gauges = gauges
 
     def collect(self) -> Iterable[Metric]:
+        """Reads every gauge."""
         for name, text, labels, read in self._gauges:
             family = GaugeMetricFamily(name, text, labels=labels)
             for values, number in read():
@@ -106,4 +119,5 @@ class Gauges(Collector):
             yield family
 
     def describe(self) -> Iterable[Metric]:
+        """Nothing: so that registering does not read them."""
         return []

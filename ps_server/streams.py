@@ -8,6 +8,7 @@ returns at once; its messages are sent later by a pool of senders. (This is how 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections import deque
@@ -90,9 +91,10 @@ class Outbox:
                     makes += self._queue
                     self._queue.clear()
             try:
-                found = [make() for make in makes]
-                ended = found[-1] is None  # only the last can be the end of the stream
-                message = b"".join(found[:-1] if ended else found) if self._join else found[0]
+                # None is the end of the stream; what came behind it, another reason to end, is nobody's any more.
+                found = list(itertools.takewhile(lambda made: made is not None, (make() for make in makes)))
+                ended = len(found) < len(makes)
+                message = b"".join(found) if self._join else found[0] if found else None
             except Exception:
                 log.exception("a message of a stream cannot be made")
                 set_error(self._context, PSError("internal error; the server's log says more"))

@@ -4,6 +4,8 @@ session = ps_worker.connect()
 model, optimizer, loader = session.prepare(model, optimizer, loader)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from ps_protocol.errors import (
     Fenced,
     InvalidRequest,
@@ -16,7 +18,9 @@ from ps_protocol.errors import (
     Unreachable,
     Unsupported,
 )
-from ps_worker.session import Session, connect
+
+if TYPE_CHECKING:
+    from ps_worker.session import Session, connect
 
 __all__ = [
     "Fenced",
@@ -32,3 +36,12 @@ __all__ = [
     "Unsupported",
     "connect",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports torch when a session is asked for: the launcher and `ps-worker --help` do without."""
+    if name in ("Session", "connect"):
+        from ps_worker import session
+
+        return getattr(session, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

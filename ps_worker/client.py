@@ -127,4 +127,4 @@ class CoordinatorClient:
 
     def _call(self, method: Callable[..., Any], request: Any) -> Any:
         retry = Retry(f"coordinator at {self.address}", self._timeout, self.closing, self._access)
-        return retry.call(lambda: method(request, timeout=CALL_SECONDS))
+        return retry.call(lambda: method(request, timeout=min(CALL_SECONDS, self._timeout)))

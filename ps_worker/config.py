@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ps_protocol.credentials import PLAINTEXT, Access, access
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.modes import Consistency, parse_mode
-from ps_protocol.segments import DEFAULT_SHARED_DIRECTORY
+from ps_protocol.settings import DEFAULT_SHARED_DIRECTORY
 
 T = TypeVar("T")
 

@@ -82,7 +82,9 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> DataLoader
     if isinstance(loader.dataset, IterableDataset):
         return loader
     sampler, batches = loader.sampler, loader.batch_sampler
-    plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    plain = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    )
     if not plain or (batches is not None and type(batches) is not BatchSampler):
         name = type(sampler).__name__ if not plain else type(batches).__name__
         raise Unsupported(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ps_protocol.channel import MAX_BUCKET_BYTES
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.job import JobSpec, NonFinite
+from ps_protocol.job import JobSpec, NonFinite, validate
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import hyper_parameters, optimizer_name
@@ -31,7 +32,7 @@ def describe(
     with rank 0's and goes on with its own. Raises Unsupported for what a parameter server cannot do, naming it.
     """
     cls = optimizer_name(optimizer)
-    if optimizer.state:
+    if _has_stepped(optimizer):
         raise Unsupported(
             "the optimizer has taken steps already, and its state would stay behind; "
             "call prepare before the first step, with a new optimizer"
@@ -62,7 +63,15 @@ def describe(
         gradient_wire=gradient_wire,
         weight_wire=weight_wire,
     )
+    validate(spec, MAX_BUCKET_BYTES)
     return spec, tensors
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether there is state that a step made: Adagrad's is there, at step 0, from the beginning."""
+    return any(
+        any(v is not None for v in state.values()) and state.get("step") != 0 for state in optimizer.state.values()
+    )
 
 
 def _refuse_sparse(model: nn.Module) -> None:

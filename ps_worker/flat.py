@@ -8,15 +8,18 @@ on the way, these tensors lie in the segment itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec, travels_as
 from ps_protocol.layout import DATA_TYPES, Bucket, Layout
 from ps_protocol.segments import SegmentMap
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of, is_finite, tensor_from
+from ps_worker.staging import GpuStaging
 
 
 class FlatModel:
@@ -50,7 +53,10 @@ class FlatModel:
         weights, gradients = (segment.weights, segment.gradients) if segment else ({}, {})
         self._weights = {s: self._space(s, dtype, device, weights) for s, dtype in trained.items()}
         self._gradients = {s: self._space(s, dtype, device, gradients) for s, dtype in trained.items()}
+        self._staging = GpuStaging(device, segment) if device.type == "cuda" else None
+        self._made: dict[int, Any] = {}  # by bucket, the point on the GPU at which its gradient is there
         self._gradient_views: dict[int, torch.Tensor] = {}  # by parameter, in its shape
+        self._hooks: list[RemovableHandle] = []
         for index, (parameter, tensor) in enumerate(zip(spec.parameters, tensors, strict=True)):
             if parameter.group is None:
                 tensor.data = tensor.data.contiguous()  # so that a part of it can be written
@@ -73,15 +79,20 @@ class FlatModel:
         assert isinstance(tensor, nn.Parameter)
         frozen = not tensor.requires_grad
         tensor.requires_grad_()  # a frozen one takes no hook, and may be thawed later
-        tensor.register_post_accumulate_grad_hook(lambda _: self._accumulated(index))
+        self._hooks.append(tensor.register_post_accumulate_grad_hook(lambda _: self._accumulated(index)))
         tensor.requires_grad_(not frozen)
+
+    def release(self) -> None:
+        """Looks at no gradient any more: the model goes on without this session. Its tensors stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def _accumulated(self, index: int) -> None:
         """Backward has finished a parameter's gradient."""
         self._adopt(index)
-        if self._check:
+        if self._check and self._staging is None:  # on a GPU the answer would be waited for
             self._finite[index] = is_finite(self._gradient_views[index])  # now, while it is in the cache
         self._on_ready(index)
 
@@ -122,25 +133,37 @@ class FlatModel:
         seen, self._finite = ({} if changed else self._finite), {}
         if not self._check:
             return None
-        for index, view in self._gradient_views.items():
-            if index not in absent and not seen.get(index, False) and not is_finite(view):
-                return self._spec.parameters[index].name
-        return None
+        unseen = {i: v for i, v in self._gradient_views.items() if i not in absent and not seen.get(i, False)}
+        if self._staging is not None and unseen:
+            totals = torch.stack([view.sum(dtype=torch.float32) for view in unseen.values()])
+            if bool(torch.isfinite(totals).all()):  # one answer to wait for, instead of one each
+                return None
+        return next((self._spec.parameters[i].name for i, view in unseen.items() if not is_finite(view)), None)
 
     def saw_not_finite(self, bucket: Bucket) -> bool:
         """Whether backward has made a gradient in this bucket that is not finite."""
         return any(self._finite.get(segment.parameter) is False for segment in bucket.segments)
 
+    def leaving(self, bucket: Bucket) -> None:
+        """A bucket's gradient is complete: called by the thread that made it, before another one sends it."""
+        if self._staging is not None:
+            self._made[bucket.index] = self._staging.mark()
+
     def gradient(self, bucket: Bucket) -> memoryview:
         """A bucket's gradient as bytes in its wire format: the flat buffer's own memory where nothing is converted."""
         wire = TORCH_DTYPES[travels_as(bucket.dtype, self._spec.gradient_wire)]
-        return bytes_of(self._slice(self._gradients, bucket).to(wire).cpu())  # converted where it is, then moved
+        mine = self._slice(self._gradients, bucket)
+        if self._staging is not None:
+            return bytes_of(self._staging.fetch(mine, wire, self._made[bucket.index]))
+        return bytes_of(mine.to(wire))
 
     def share_gradient(self, bucket: Bucket) -> None:
         """Puts a bucket's gradient into the segment, unless it is made there."""
         assert self._segment is not None
         target, mine = self._segment.gradient(bucket), self._slice(self._gradients, bucket)
-        if target.data_ptr() != mine.data_ptr():
+        if self._staging is not None:
+            self._staging.fetch_into(target, mine, self._made[bucket.index])
+        elif target.data_ptr() != mine.data_ptr():
             target.copy_(mine)
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -164,7 +187,7 @@ class FlatModel:
             )
         values = tensor_from(payload, wire)
         if not bucket.held:
-            self._slice(self._weights, bucket).copy_(values)
+            self._write(bucket, values, shared=False)
             return
         for part in bucket.segments:
             tensor, found = self._tensors[part.parameter], values[part.offset : part.offset + part.length]
@@ -183,9 +206,24 @@ class FlatModel:
     def land_shared(self, bucket: Bucket) -> None:
         """Takes a bucket that a shard has written into the segment, unless the model lies there."""
         assert self._segment is not None
-        source, mine = self._segment.weight(bucket), self._slice(self._weights, bucket)
-        if source.data_ptr() != mine.data_ptr():
-            mine.copy_(source)
+        self._write(bucket, self._segment.weight(bucket), shared=True)
+
+    def begin_pull(self) -> None:
+        """Weights may land from here on: backward has been queued."""
+        if self._staging is not None:
+            self._staging.begin()
+
+    def end_pull(self) -> None:
+        """All weights have come: what the training thread does next sees them."""
+        if self._staging is not None:
+            self._staging.finish()
+
+    def _write(self, bucket: Bucket, values: torch.Tensor, shared: bool) -> None:
+        mine = self._slice(self._weights, bucket)
+        if self._staging is not None:
+            self._staging.land(bucket.index, mine, values, pinned=shared)
+        elif values.data_ptr() != mine.data_ptr():
+            mine.copy_(values)
 
     def _view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         parameter, offset = self._spec.parameters[index], self.layout.offsets[index]

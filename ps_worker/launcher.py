@@ -98,7 +98,7 @@ def _environment(what: Launch, local: int, extra: dict[str, str]) -> dict[str, s
         "PYTHONUNBUFFERED": "1",
     }
     # Workers that share a machine share its cores; without this each would start a thread a core.
-    found.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // what.workers)))
+    found.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // what.workers)))
     if what.elastic:
         found["PS_ELASTIC"] = "1"
     else:
@@ -114,6 +114,11 @@ def _environment(what: Launch, local: int, extra: dict[str, str]) -> dict[str, s
     found["PS_SHARED_DIRECTORY"] = what.shared_directory
     found |= what.access
     return found
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _rendezvous() -> dict[str, str]:

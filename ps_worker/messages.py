@@ -64,8 +64,8 @@ class BucketPush:
     """One bucket's part of a step.
 
     absent: positions of segments without a gradient in this step
-    empty:  none of them has one, so nothing is sent; if `absent` names all it counts as zero in a mean, if it names
-            none this worker's step is left out of it
+    empty:  none of them has one: nothing is sent; with `absent` naming all it counts as zero in a mean, with none named
+            the worker's step is left out of it
     groups: hyper-parameters of the groups that have parameters in the bucket
     """
 

@@ -20,6 +20,10 @@ class ServerOptimizer(torch.optim.Optimizer):
     def __init__(self, wrapped: torch.optim.Optimizer, step: Callable[[], None]) -> None:
         # Deliberately not Optimizer.__init__, which would make new groups: the wrapped one's live objects are shared.
         self.__dict__.update(wrapped.__dict__)
+        # What hides in there and would step here instead: a scheduler made before `prepare` patched the wrapped
+        # optimizer's `step`, and a fused one asks GradScaler to leave unscaling to it.
+        for name in ("step", "_step_supports_amp_scaling"):
+            self.__dict__.pop(name, None)
         self._wrapped = wrapped
         self._step_on_servers = step
 

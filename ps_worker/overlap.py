@@ -8,7 +8,7 @@ steps before any bucket leaves early; if it is seen to change gradients, none ev
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from ps_protocol.errors import Unsupported
 from ps_protocol.layout import Bucket
@@ -70,12 +70,14 @@ class Overlap:
                 self.left.add(index)
         return full
 
-    def finish(self, versions: list[int]) -> tuple[bool, set[int]]:
+    def finish(self, versions: list[int], absent: Set[int] = frozenset()) -> tuple[bool, set[int]]:
         """`optimizer.step()` begins: whether gradients were changed since backward, and the buckets that have left.
+
+        absent: the parameters without a gradient; one that backward had made is taken away again
 
         Raises Unsupported if they were changed when some of them had left.
         """
-        changed = self._versions is not None and versions != self._versions
+        changed = (self._versions is not None and versions != self._versions) or not self._seen.isdisjoint(absent)
         left, unusual = self.left, changed or self._repeated
         self._begin()
         if changed and left:

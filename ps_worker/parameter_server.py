@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from ps_protocol.errors import NonFiniteGradient, PSError, UnknownWorker
 from ps_protocol.job import HyperParameters, NonFinite
 from ps_protocol.layout import Bucket, bucket_layout
 from ps_protocol.modes import Consistency
-from ps_protocol.optimizers import hyper_parameters
+from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters
 from ps_worker.client import CoordinatorClient
 from ps_worker.describe import describe
 from ps_worker.flat import FlatModel
@@ -81,6 +81,8 @@ class ParameterServer:
         self._transports: dict[int, Transport] = {}
         self._network: dict[int, NetworkTransport] = {}
         self._pushed: list[Future[int]] = []  # of the buckets that left during backward
+        self._checked: list[HyperParameters] = []
+        self._release_model: Callable[[], None] = lambda: None
         self._clock = 0
         self._error: PSError | None = None
         self._roster = Roster((), options.world_size, False)
@@ -116,11 +118,14 @@ class ParameterServer:
         if self._closing.is_set():
             return
         self._closing.set()
+        with self._changed:
+            self._changed.notify_all()  # `prepare` in another thread may be waiting
         if self._place is not None and not isinstance(self._error, UnknownWorker):
             self._coordinator.leave(self._place.identity)
         self._coordinator.close()
         for transport in [*self._network.values(), *self._transports.values()]:
             transport.close()
+        self._release_model()
 
     # -- prepare -----------------------------------------------------------------------------------------------------
 
@@ -149,6 +154,7 @@ class ParameterServer:
         self._spec, self._optimizer = spec, optimizer
         check = options.non_finite is not NonFinite.ALLOW
         self._flat = FlatModel(spec, tensors, layout, segment, check, self._gradient_ready)
+        self._release_model = self._flat.release
         self._buckets: dict[int, list[Bucket]] = {index: [] for index in calls}
         for bucket, shard in zip(layout.buckets, shard_map.bucket_shards, strict=True):
             self._buckets[shard].append(bucket)
@@ -169,7 +175,9 @@ class ParameterServer:
             self._finish([self._network[self._shard_of[b.index]].push_initial(b) for b in buckets])
         held = {index: [b for b in buckets if b.held] for index, buckets in self._buckets.items()}
         self._finish([self._network[index].pull(self._clock, found) for index, found in held.items() if found])
+        self._flat.begin_pull()
         self._finish(self._pull())
+        self._flat.end_pull()
         self._await_workers()
 
     def _join(self) -> None:
@@ -184,13 +192,15 @@ class ParameterServer:
         """Waits until every declared worker has joined: a job that starts without some trains another model."""
         said = time.monotonic()
         with self._changed:
-            while not self._roster.started and self._error is None:
+            while not self._roster.started and self._error is None and not self._closing.is_set():
                 self._changed.wait(NOTICE_SECONDS)
                 if time.monotonic() - said >= NOTICE_SECONDS and not self._roster.started:
                     missing = sorted(set(range(self._options.world_size)) - set(self._roster.ranks))
                     log.warning("waiting for ranks %s to join", ", ".join(map(str, missing)))
                     said = time.monotonic() + 4 * NOTICE_SECONDS
         self._raise_lost()
+        if self._closing.is_set():
+            raise UnknownWorker("the session was closed while it waited for the other workers to join")
 
     def _heartbeat(self) -> None:
         assert self._place is not None
@@ -250,9 +260,10 @@ class ParameterServer:
         timer = self._metrics.timer
         timer.stepping()
         absent = self._flat.gather()
-        changed, left = self._overlap.finish(self._flat.versions())
+        changed, left = self._overlap.finish(self._flat.versions(), absent)
         skip = self._refuse_or_skip(absent, changed)
         groups = self._hyper_parameters()
+        self._flat.begin_pull()
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         pulls = self._pull(ahead=1)
         pushes, self._pushed = self._pushed, []
@@ -263,11 +274,18 @@ class ParameterServer:
         sent = sum(self._finish(pushes, beside=pulls))
         pushed = timer.now()
         pulled = self._finish(pulls)
+        self._flat.end_pull()
         waited = max((seconds for _, seconds in pulled), default=0.0)
         self._metrics.stepped(sent, sum(size for size, _ in pulled), pushed, waited, self._clock)
 
     def _hyper_parameters(self) -> list[HyperParameters]:
-        return [hyper_parameters(self._spec.optimizer, group) for group in self._optimizer.param_groups]
+        """The groups' hyper-parameters now. Raises InvalidRequest for what the shards would refuse, before a push."""
+        found = [hyper_parameters(self._spec.optimizer, group) for group in self._optimizer.param_groups]
+        if found != self._checked:
+            for values in found:
+                check_hyper_parameters(self._spec.optimizer, values)
+            self._checked = found
+        return found
 
     def _refuse_or_skip(self, absent: set[int], changed: bool) -> bool:
         name = self._flat.not_finite(absent, changed)
@@ -293,6 +311,7 @@ class ParameterServer:
             empty=skip or len(missing) == len(bucket.segments),
             groups={group: groups[group] for group in mine if group is not None},
         )
+        self._flat.leaving(bucket)
         return self._transports[self._shard_of[bucket.index]].push(push)
 
     def _pull(self, ahead: int = 0) -> list[Future[tuple[int, float]]]:

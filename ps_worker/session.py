@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any
@@ -107,6 +106,7 @@ class Session:
         self._pid = os.getpid()
         self._clock = 0
         self._prepared = False
+        self._lent: nn.Module | None = None  # the model that has our `no_sync`
         self._strategy: Strategy | None = None
         self.mode = config.mode
         self.device = _device(config.local_rank)
@@ -236,6 +236,7 @@ class Session:
             self._metrics.watch_optimizer(optimizer, self._count_step)
         if not hasattr(wrapped, "no_sync"):
             wrapped.no_sync = self.no_sync  # type: ignore[assignment]  # what scripts written for DDP call
+            self._lent = wrapped
         return {id(model): wrapped, id(optimizer): stepper}
 
     def _prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader:
@@ -269,7 +270,11 @@ class Session:
             return  # a forked child, of a DataLoader say: the session is its parent's
         if self._strategy is not None:
             self._strategy.close()
+        if self._lent is not None:
+            del self._lent.no_sync  # another session may prepare this model
+            self._lent = None
         self._metrics.close()
+        atexit.unregister(self.close)
 
     def __enter__(self) -> Session:
         return self
@@ -323,14 +328,7 @@ def _own_address(server: str | None) -> str:
 
 def _close_at_exit(session: Session) -> None:
     """Leaves the job when the script ends, also by SIGTERM, which would skip atexit."""
-    reference = weakref.ref(session)
-
-    def close() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.close()
-
-    atexit.register(close)
+    atexit.register(session.close)  # which keeps the session alive: a script may hold it in a function that has ended
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
 

@@ -36,9 +36,11 @@ class Single:
     world_size = 1
 
     def share(self) -> tuple[int, int]:
+        """All of it."""
         return 0, 1
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Both as they are."""
         return model, optimizer
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import grpc
@@ -23,6 +23,7 @@ from ps_worker import messages
 from ps_worker.client import CALL_SECONDS, Retry
 from ps_worker.flat import FlatModel
 from ps_worker.messages import BucketPush, Identity, Pulled
+from ps_worker.threads import DaemonPool
 
 log = logging.getLogger("ps_worker")
 
@@ -106,8 +107,8 @@ class NetworkTransport:
         self._calls = calls
         self._who = who
         self._flat = flat
-        self._pushers = ThreadPoolExecutor(PUSHES_IN_FLIGHT, "push")
-        self._puller = ThreadPoolExecutor(1, "pull")
+        self._pushers = DaemonPool(PUSHES_IN_FLIGHT, "push")
+        self._puller = DaemonPool(1, "pull")
 
     def push_initial(self, bucket: Bucket) -> Future[int]:
         """Sends a bucket's initial value; over the network whatever the transport, because it happens once."""
@@ -151,8 +152,8 @@ class NetworkTransport:
     def close(self) -> None:
         """Ends the threads and the connection."""
         self._calls.close()
-        self._pushers.shutdown(wait=False, cancel_futures=True)
-        self._puller.shutdown(wait=False, cancel_futures=True)
+        self._pushers.close()
+        self._puller.close()
 
 
 class SharedTransport:
@@ -165,7 +166,7 @@ class SharedTransport:
         self._who = who
         self._flat = flat
         self._pushes: queue.SimpleQueue[tuple[BucketPush, Future[int]] | None] = queue.SimpleQueue()
-        self._puller = ThreadPoolExecutor(1, "pull")
+        self._puller = DaemonPool(1, "pull")
         threading.Thread(target=self._run, name="push", daemon=True).start()
 
     def push(self, push: BucketPush) -> Future[int]:
@@ -218,4 +219,4 @@ class SharedTransport:
         """Ends the threads and the connection."""
         self._calls.close()
         self._pushes.put(None)
-        self._puller.shutdown(wait=False, cancel_futures=True)
+        self._puller.close()

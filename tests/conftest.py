@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
+import re
 import threading
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 import ps_worker
+from ps_protocol.tensors import bytes_of
+from ps_server import status
 from ps_server.app import Server, ServerConfig
 from ps_worker import Session
 
@@ -18,6 +26,11 @@ T = TypeVar("T")
 
 START_SECONDS = 20.0
 TEST_SECONDS = 120.0
+CONDITION_SECONDS = 30.0
+
+# The same examples on every run, however slow the machine.
+settings.register_profile("claims", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("claims")
 
 
 class Cluster:
@@ -32,6 +45,9 @@ class Cluster:
         ]
         self.servers = [first, *rest]
         self.address = first.address
+        assert first.coordinator is not None
+        self.coordinator = first.coordinator
+        self.engines = [server.engine for server in self.servers if server.engine is not None]
         for server in self.servers:
             assert server.wait_ready(START_SECONDS)
 
@@ -39,31 +55,86 @@ class Cluster:
         """A worker's session; `more` as for ps_worker.connect."""
         return ps_worker.connect(self.address, mode, rank=rank, world_size=world_size, **more)  # type: ignore[arg-type]
 
+    def state(self, job: str) -> dict[str, object]:
+        """All that a job is, on the coordinator and every shard: what no bad input may change. Weights as checksums."""
+        known = self.coordinator.jobs().get(job)
+        found: dict[str, object] = {"known": known is not None}
+        if known is not None:
+            found["members"] = [(m.rank, m.incarnation) for m in known.members()]
+        for index, engine in enumerate(self.engines):
+            running = engine.jobs().get(job)
+            if running is None:
+                continue
+            with running.lock:
+                found[f"roster on {index}"] = dict(running.state.roster)
+                for number, bucket in running.buckets.items():
+                    protocol, weights = bucket.state.protocol, bucket.state.weights
+                    found[f"bucket {number} on {index}"] = (
+                        (protocol.initialised, protocol.version, dict(protocol.staged), dict(protocol.applied)),
+                        (sorted(protocol.waiting), list(protocol.added), len(bucket.waiters)),
+                        hashlib.sha256(bytes_of(weights.flat)).hexdigest(),
+                        weights.optimizer_bytes,
+                    )
+        return found
+
+    def waits(self, job: str) -> dict[int, tuple[int, list[int]]]:
+        """Who waits, as `ps-server status` tells it: by rank, its clock and the ranks it waits for."""
+        return {
+            process["index"]: (process["waits"][0]["clock"], process["waits"][0]["waiting_for"])
+            for process in status.fetch(self.address)["processes"]
+            if process["role"] == "worker" and process["job"] == job and process["waits"]
+        }
+
     def stop(self) -> None:
         for server in reversed(self.servers):
             server.stop()
 
 
 def in_parallel(count: int, work: Callable[[int], T]) -> list[T]:
-    """The results of work(0) .. work(count - 1), each in a thread of its own; raises the first error."""
+    """The results of work(0) .. work(count - 1), each in a thread of its own; raises the first error at once."""
     results: dict[int, T] = {}
     errors: list[BaseException] = []
+    changed = threading.Condition()
 
     def run(index: int) -> None:
         try:
-            results[index] = work(index)
+            result = work(index)
         except BaseException as error:
-            errors.append(error)
+            with changed:
+                errors.append(error)
+                changed.notify()
+        else:
+            with changed:
+                results[index] = result
+                changed.notify()
 
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TEST_SECONDS)
+    for index in range(count):
+        threading.Thread(target=run, args=(index,), daemon=True).start()
+    with changed:
+        ended = changed.wait_for(lambda: bool(errors) or len(results) == count, TEST_SECONDS)
     if errors:
         raise errors[0]
-    assert len(results) == count, "a worker is stuck"
+    assert ended, f"stuck: workers {sorted(set(range(count)) - results.keys())}"
     return [results[index] for index in range(count)]
+
+
+def until(condition: Callable[[], T], what: str = "the condition") -> T:
+    """Looks at a condition until it holds and returns it. For what has no event to wait on."""
+    deadline = time.monotonic() + CONDITION_SECONDS
+    pause = threading.Event()
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < deadline, f"{what} did not come true"
+        pause.wait(0.005)
+
+
+def scrape(address: str) -> dict[str, float]:
+    """Every sample that is served at HOST:PORT/metrics, by its name and labels as they stand in the text."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
 def in_order(count: int) -> Callable[[int], threading.Event]:
@@ -78,6 +149,36 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PS_")] + ["RANK", "WORLD_SIZE", "LOCAL_RANK"]:
         monkeypatch.delenv(name, raising=False)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_surprises() -> Iterator[None]:
+    """Fails a test in which a server of this process logged an error: something happened that nobody foresaw."""
+    found: list[str] = []
+
+    class Errors(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(logging.Formatter().format(record))
+
+    handler = Errors(logging.ERROR)
+    logging.getLogger("ps_server").addHandler(handler)
+    yield
+    logging.getLogger("ps_server").removeHandler(handler)
+    assert not found, "\n".join(found)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Cluster]:
+    """Two shards that tests share, each with a job of its own (see `job`); stopped after the last."""
+    running = Cluster()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest) -> str:
+    """A job's name that no other test has."""
+    return re.sub(r"[^A-Za-z0-9._-]+", ".", f"{request.module.__name__}.{request.node.name}")[-128:]
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -39,12 +40,6 @@ def services() -> dict[str, dict[str, Any]]:
     """Every service that any of the files describes on its own."""
     found = read(COMPOSE)["services"]
     return found | {name: it for file in OVERLAYS for name, it in read(file)["services"].items() if name not in found}
-
-
-@pytest.fixture
-def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("PS_")]:
-        monkeypatch.delenv(name)
 
 
 # -- what the files say: no engine needed ----------------------------------------------------------------------------
@@ -87,7 +82,6 @@ def test_nothing_is_killed_while_it_stops() -> None:
         assert int(read(COMPOSE)["services"][name]["stop_grace_period"].removesuffix("s")) > takes
 
 
-@pytest.mark.usefixtures("no_settings")
 def test_the_servers_commands_are_ours() -> None:
     from ps_server.cli import parser
 
@@ -105,7 +99,6 @@ def test_the_servers_commands_are_ours() -> None:
         assert arguments[name].coordinator == arguments["coordinator"].advertise
 
 
-@pytest.mark.usefixtures("no_settings")
 @pytest.mark.parametrize("file", [COMPOSE, "docker-compose.gpu.yml"])
 def test_the_workers_command_is_ours(file: str) -> None:
     from ps_worker.cli import parser
@@ -252,174 +245,172 @@ def test_promtool_parses_every_query_of_the_dashboard(promtool: Callable[..., No
 # -- a cluster of containers -----------------------------------------------------------------------------------------
 
 
-@dataclass
-class Cluster:
-    """The shipped compose file, up under a project name, an image tag and ports of its own."""
+@dataclass(frozen=True)
+class Deployment:
+    """The shipped compose file, under a project name, an image tag and ports of its own."""
 
     compose: list[str]
     project: str
-    ports: dict[str, int]
+    image: str
+    prometheus_port: int
+    environment: dict[str, str]
 
-    def __call__(self, *words: str, check: bool = True, timeout: float = 900) -> str:
-        environment = os.environ | {
-            "COMPOSE_PROJECT_NAME": self.project,
-            "PS_IMAGE": f"{self.project}:test",
-            "PS_JOB": "compose",
-            "PS_MODE": "ssp:4",
-            "PS_STEPS": "100000",  # more than anybody waits for: the tests end it
-            **{f"PS_PUBLISH_{name}": str(port) for name, port in self.ports.items()},
-        }
+    def __call__(self, *words: str, check: bool = True) -> str:
+        """What a compose command prints."""
         done = subprocess.run(
             [*self.compose, "-f", COMPOSE, *words],
             cwd=ROOT,
-            env=environment,
+            env=self.environment,
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=ENGINE_SECONDS,
         )
         assert not check or done.returncode == 0, f"{words}: {done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return done.stdout
 
-    def containers(self) -> dict[str, list[dict[str, Any]]]:
-        """What the engine says of each service's containers."""
-        found: dict[str, list[dict[str, Any]]] = {}
-        label = "com.docker.compose.service"
-        ids = self("ps", "-a", "-q") if self.compose[-1] == "compose" else self("ps", "-q")
-        for it in json.loads(_docker("inspect", *ids.split())):
-            found.setdefault(it["Config"]["Labels"][label], []).append(it)
-        return found
-
-    def status(self) -> dict[str, Any]:
-        """`ps-server status --json`, run inside the coordinator's container."""
-        return json.loads(
-            self("exec", "-T", "coordinator", "ps-server", "status", "--server", "coordinator:50051", "--json")
-        )
+    def containers(self) -> list[tuple[str, dict[str, Any]]]:
+        """What the engine says of each container, with its service's name; stopped ones too."""
+        ids = self("ps", "-a", "-q").split()
+        told = subprocess.run(["docker", "inspect", *ids], capture_output=True, text=True, check=True).stdout
+        return [(it["Config"]["Labels"]["com.docker.compose.service"], it) for it in json.loads(told)]
 
     def workers(self) -> dict[int, int]:
-        """Clock of each live worker, by rank."""
-        return {it["index"]: it["clock"] for it in self.status()["processes"] if it["role"] == "worker"}
+        """Clock of each live worker, by rank: from `ps-server status --json` in the coordinator's container."""
+        status = self("exec", "-T", "coordinator", "ps-server", "status", "--server", "coordinator:50051", "--json")
+        return {it["index"]: it["clock"] for it in json.loads(status)["processes"] if it["role"] == "worker"}
+
+    def all_advance(self) -> bool:
+        """Whether every live worker finishes steps."""
+        before = self.workers()
+        return eventually(lambda: all(clock > before.get(rank, 0) + 2 for rank, clock in self.workers().items()))
 
     def prometheus(self, path: str) -> Any:
-        """The data of an answer of Prometheus' API; None while it does not answer."""
+        """The data of an answer of Prometheus' API; nothing while it does not answer."""
         try:
-            with urllib.request.urlopen(
-                f"http://127.0.0.1:{self.ports['PROMETHEUS_PORT']}/api/v1/{path}", timeout=10
-            ) as it:
-                return json.load(it)["data"]
+            url = f"http://127.0.0.1:{self.prometheus_port}/api/v1/{path}"
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return json.load(answer)["data"]
         except (urllib.error.URLError, ConnectionError):
-            return None
+            return {}
+
+    def series(self, query: str) -> list[dict[str, str]]:
+        """The labels of what a query finds."""
+        found = self.prometheus(f"query?query={urllib.parse.quote(query)}")
+        return [it["metric"] for it in found.get("result", [])]
 
     def targets(self) -> list[tuple[str, str]]:
-        """(role, health) of everything that Prometheus scrapes of ours."""
-        found = (self.prometheus("targets?state=active") or {}).get("activeTargets", [])
+        """(role, health) of every process of ours that Prometheus scrapes."""
+        found = self.prometheus("targets?state=active").get("activeTargets", [])
         return sorted((it["labels"]["role"], it["health"]) for it in found if "role" in it["labels"])
 
 
-def _docker(*words: str) -> str:
-    return subprocess.run(["docker", *words], capture_output=True, text=True, check=True, timeout=900).stdout
+ENGINE_SECONDS = 900  # an engine without an overlay file system copies 1.5 GB for every layer and container
 
 
-def _answers(*words: str) -> bool:
-    if shutil.which(words[0]) is None:
-        return False
-    return subprocess.run(words, capture_output=True, timeout=900).returncode == 0
-
-
-def _free_port() -> int:
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        return int(it.getsockname()[1])
-
-
-def until(holds: Callable[[], bool], seconds: float = 120) -> bool:
-    """Waits for something that other processes bring about; False if they did not."""
-    end = time.monotonic() + seconds
+def eventually(holds: Callable[[], bool], seconds: float = 120) -> bool:
+    """Waits for what other machines bring about; False if they did not."""
+    end, pause = time.monotonic() + seconds, threading.Event()
     while not holds():
         if time.monotonic() > end:
             return False
-        time.sleep(1)
+        pause.wait(1)
     return True
 
 
+def answers(*words: str) -> bool:
+    """Whether there is such a command, and it succeeds."""
+    if shutil.which(words[0]) is None:
+        return False
+    return subprocess.run(words, capture_output=True, timeout=ENGINE_SECONDS).returncode == 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    if not _answers("docker", "info"):
+def deployment() -> Iterator[Deployment]:
+    if not answers("docker", "info"):
         pytest.skip("no Docker engine answers")
-    compose = next((c for c in (["docker", "compose"], ["docker-compose"]) if _answers(*c, "version")), None)
+    compose = next((it for it in (["docker", "compose"], ["docker-compose"]) if answers(*it, "version")), None)
     if compose is None:
         pytest.skip("neither `docker compose` nor docker-compose is installed")
-    base = re.search(r"^ARG PYTHON_IMAGE=(\S+)", DOCKERFILE, re.MULTILINE)
-    assert base
-    for image in (base[1], read(COMPOSE)["services"]["prometheus"]["image"]):
-        if not _answers("docker", "image", "inspect", image) and not _answers("docker", "pull", "-q", image):
+    base = re.findall(r"^ARG PYTHON_IMAGE=(\S+)", DOCKERFILE, re.MULTILINE)[0]
+    for image in (base, read(COMPOSE)["services"]["prometheus"]["image"]):
+        if not answers("docker", "image", "inspect", image) and not answers("docker", "pull", "-q", image):
             pytest.skip(f"the image {image} is not here and cannot be pulled")
-    ports = {name: _free_port() for name in ("PORT", "METRICS_PORT", "PROMETHEUS_PORT")}
-    found = Cluster(compose, f"ps-test-{os.getpid()}", ports)
+    name, port = f"ps-test-{os.getpid()}", free_port()
+    settings = {
+        "COMPOSE_PROJECT_NAME": name,
+        "COMPOSE_HTTP_TIMEOUT": str(ENGINE_SECONDS),  # Compose 1.29 gives up after 60 s
+        "PS_IMAGE": f"{name}:test",
+        "PS_JOB": "compose",
+        "PS_MODE": "ssp:4",
+        "PS_STEPS": "100000",  # more than anybody waits for: the tests end it
+        "PS_PUBLISH_PORT": str(free_port()),
+        "PS_PUBLISH_METRICS_PORT": str(free_port()),
+        "PS_PUBLISH_PROMETHEUS_PORT": str(port),
+    }
+    found = Deployment(compose, name, settings["PS_IMAGE"], port, {**os.environ, **settings})
     try:
         found("build")
         found("up", "-d")
         yield found
     finally:
-        found("logs", "--no-color", "--tail=20", check=False)
-        found("down", "--volumes", "--timeout", "5", check=False)
-        _answers("docker", "image", "rm", "-f", f"{found.project}:test")
+        found("down", "--volumes", check=False)
+        answers("docker", "image", "rm", "-f", found.image)
 
 
-# The tests below share one cluster, because building and starting one takes minutes; the last one stops it.
-with_docker = [pytest.mark.docker, pytest.mark.timeout(1800)]
+@pytest.mark.docker
+@pytest.mark.timeout(2 * ENGINE_SECONDS)
+class TestDeployment:
+    """In this order, on one deployment, because building and starting one takes minutes."""
 
-
-class TestContainers:
-    pytestmark = with_docker
-
-    def test_become_healthy_and_are_not_root(self, cluster: Cluster) -> None:
+    def test_servers_become_healthy_and_nobody_is_root(self, deployment: Deployment) -> None:
         def healthy() -> bool:
-            states = {name: it[0]["State"] for name, it in cluster.containers().items() if name != "worker"}
-            return all(state["Health"]["Status"] == "healthy" for state in states.values())
+            found = [it["State"]["Health"]["Status"] for name, it in deployment.containers() if name != "worker"]
+            return found == ["healthy"] * (len(SERVERS) + 1)
 
-        assert until(healthy), cluster("ps")
-        for name, containers in cluster.containers().items():
-            for it in containers:
-                assert it["HostConfig"]["ReadonlyRootfs"], name
-                assert it["HostConfig"]["CapDrop"] == ["ALL"], name
-        assert cluster("exec", "-T", "coordinator", "id", "-u").strip() == "10001"
+        assert eventually(healthy), deployment("ps")
+        for _, container in deployment.containers():
+            assert container["HostConfig"]["ReadonlyRootfs"]
+            assert container["HostConfig"]["CapDrop"] == ["ALL"]
+        for name in (*SERVERS, "worker", "prometheus"):
+            assert int(deployment("exec", "-T", name, "id", "-u")) > 0
 
-    def test_workers_train(self, cluster: Cluster) -> None:
-        assert until(lambda: len(cluster.workers()) == 2), cluster("logs", "--tail=50")
-        before = cluster.workers()
-        assert until(lambda: all(clock > before[rank] + 2 for rank, clock in cluster.workers().items()))
+    def test_two_workers_train(self, deployment: Deployment) -> None:
+        assert eventually(lambda: len(deployment.workers()) == 2), deployment("logs", "--tail=50")
+        assert deployment.all_advance()
 
-    def test_prometheus_scrapes_every_process(self, cluster: Cluster) -> None:
+    def test_prometheus_scrapes_every_process(self, deployment: Deployment) -> None:
         everyone = [("coordinator", "up"), ("shard", "up"), ("shard", "up"), ("worker", "up"), ("worker", "up")]
-        assert until(lambda: cluster.targets() == everyone), cluster.targets()
+        assert eventually(lambda: deployment.targets() == everyone), deployment.targets()
+        assert eventually(lambda: len(deployment.series("ps_push_total{job='compose', role='shard'}")) >= 2)
+        steps = "ps_worker_steps_total{job='compose', role='worker'}"
+        assert eventually(lambda: {it["rank"] for it in deployment.series(steps)} == {"0", "1"})
 
-        def seen(query: str) -> list[dict[str, str]]:
-            found = cluster.prometheus(f"query?query={urllib.parse.quote(query)}")
-            return [it["metric"] for it in (found or {}).get("result", [])]
+    def test_workers_come_and_go_by_scaling(self, deployment: Deployment) -> None:
+        deployment("up", "-d", "--scale", "worker=4")
+        assert eventually(lambda: len(deployment.workers()) == 4), deployment("logs", "--tail=50", "worker")
+        assert eventually(lambda: deployment.targets().count(("worker", "up")) == 4), deployment.targets()
+        assert deployment.all_advance()
+        deployment("up", "-d", "--scale", "worker=1")
+        assert eventually(lambda: len(deployment.workers()) == 1)
+        assert eventually(lambda: [role for role, _ in deployment.targets()].count("worker") == 1)
+        assert deployment.all_advance()
+        said = deployment("logs", "--no-color", "coordinator")
+        assert said.count("leaves") == 3, "three workers said good-bye"
+        assert "no sign of life" not in said, "and nobody had to wait for a lease to run out"
 
-        assert until(lambda: len(seen("ps_push_total{job='compose', role='shard'}")) > 0), (
-            "the training job's own label"
-        )
-        assert until(lambda: {it["rank"] for it in seen("ps_worker_steps_total{job='compose'}")} == {"0", "1"})
-
-    def test_workers_come_and_go_by_scaling(self, cluster: Cluster) -> None:
-        cluster("up", "-d", "--scale", "worker=4")
-        assert until(lambda: len(cluster.workers()) == 4), cluster("logs", "--tail=50", "worker")
-        assert until(lambda: cluster.targets().count(("worker", "up")) == 4), cluster.targets()
-        before = cluster.workers()
-        assert until(lambda: all(clock > before[rank] for rank, clock in cluster.workers().items()))
-        cluster("up", "-d", "--scale", "worker=1")
-        assert until(lambda: len(cluster.workers()) == 1)
-        assert until(lambda: [role for role, _ in cluster.targets()].count("worker") == 1), cluster.targets()
-
-    def test_stop_cleanly(self, cluster: Cluster) -> None:
-        cluster("stop")
-        logs = cluster("logs", "--no-color")
-        for name, containers in cluster.containers().items():
-            for it in containers:
-                code = it["State"]["ExitCode"]
-                assert not it["State"]["Running"]
-                assert not it["State"]["OOMKilled"]
-                # 143: a worker's script ended by SIGTERM, after it had left the job.
-                assert code in ((0, 143) if name == "worker" else (0,)), f"{name} exits {code}"
-        assert "Traceback" not in logs
+    def test_stopping_is_clean(self, deployment: Deployment) -> None:
+        deployment("stop")
+        for name, container in deployment.containers():
+            state = container["State"]
+            # A script that SIGTERM ends has the code 128 + 15, also when it has left the job as it should.
+            assert state["ExitCode"] == (143 if name == "worker" else 0), f"{name}: {state}"
+            assert not state["OOMKilled"]
+        said = deployment("logs", "--no-color")
+        assert "Traceback" not in said
+        assert "job compose: ended" in said, "the last worker's departure gave the job's memory back"

@@ -15,8 +15,11 @@ Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], None]
 
 
 def _net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    generator = torch.Generator().manual_seed(0)  # of its own: workers are threads, and share torch's
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.3, generator=generator)
+    return net
 
 
 def _backward(model: nn.Module, data: torch.Tensor) -> None:

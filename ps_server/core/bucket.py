@@ -124,7 +124,8 @@ class BucketProtocol(Generic[T]):
                 return self.waiting[rank]
             if rank not in taken and self._is_needed(rank):
                 return None
-        return Step(tuple(add.rank for add in self.added), 0) if self.added else None
+        # What waits is for a later update, and nobody is left who could bring this one: it is an empty one.
+        return Step(tuple(add.rank for add in self.added), 0) if self.added or self.waiting else None
 
     def done(self, work: Add[T] | Step) -> None:
         """Records that what `next` said has been done."""
@@ -134,7 +135,8 @@ class BucketProtocol(Generic[T]):
             return
         self.version += 1
         for add in self.added:
-            self.applied[add.rank] = add.clock
+            # A worker that came back may stand further on than what its older self had left behind.
+            self.applied[add.rank] = max(add.clock, self.applied.get(add.rank, 0))
         self.added.clear()
 
     def admits(self, rank: int, clock: int) -> Verdict:

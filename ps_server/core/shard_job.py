@@ -10,15 +10,15 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ps_protocol.errors import Backlogged, InvalidRequest, NonFiniteGradient, NotFound
+from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, NonFiniteGradient, NotFound, OutOfOrder
 from ps_protocol.framing import Buffer
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite, travels_as
 from ps_protocol.layout import DATA_TYPES, Bucket, bucket_layout
-from ps_protocol.optimizers import check_hyper_parameters
+from ps_protocol.optimizers import check_change, check_hyper_parameters
 from ps_protocol.tensors import is_finite, tensor_from
 from ps_server.core.bucket import BucketProtocol, Live, Verdict
 from ps_server.core.membership import check_incarnation, check_key
-from ps_server.core.weights import BucketWeights, Gradient
+from ps_server.core.weights import BucketWeights, Gradient, Scratch
 
 
 class PushKind(enum.Enum):
@@ -80,10 +80,10 @@ class Staged:
 class ShardBucket:
     """One bucket: its place in the layout, its protocol state, and its weights."""
 
-    def __init__(self, spec: JobSpec, bucket: Bucket, roster: Mapping[int, Live]) -> None:
+    def __init__(self, spec: JobSpec, bucket: Bucket, roster: Mapping[int, Live], scratch: Scratch) -> None:
         self.layout = bucket
         self.protocol: BucketProtocol[Gradient] = BucketProtocol(spec.consistency, roster)
-        self.weights = BucketWeights(spec, bucket)
+        self.weights = BucketWeights(spec, bucket, scratch)
 
 
 class ShardJob:
@@ -98,7 +98,9 @@ class ShardJob:
             raise InvalidRequest(f"expected buckets below {len(layout.buckets)}, each once, got {odd}")
         self.spec = spec
         self.roster: dict[int, Live] = {}
-        self.buckets = {index: ShardBucket(spec, layout.buckets[index], self.roster) for index in indices}
+        scratch = Scratch()
+        self.buckets = {i: ShardBucket(spec, layout.buckets[i], self.roster, scratch) for i in indices}
+        self._retired: dict[int, int] = {}  # by rank, the highest incarnation that was retired
         self.layout = layout
         self._checked: dict[int, HyperParameters] = {}
         self._staged_limit = staged_limit
@@ -128,9 +130,12 @@ class ShardJob:
     def admit(self, rank: int, incarnation: int, clock: int | None, key: bytes = b"") -> int:
         """Counts a worker as live from `clock` on (None: from this shard's frontier on); answers with the frontier.
 
-        An older incarnation of the rank is fenced at once. Repeating a call changes nothing.
+        An older incarnation of the rank is fenced at once. Repeating a call changes nothing. A call that comes after
+        its worker was retired (the coordinator had given up on it) raises Fenced: nobody would ever retire it again.
         """
         live = self.roster.get(rank)
+        if incarnation <= self._retired.get(rank, 0):
+            raise Fenced(f"worker {rank}: incarnation {incarnation} was retired before it was admitted")
         if live is not None and live.incarnation > incarnation:
             check_incarnation(rank, incarnation, live.incarnation)
         frontier = max((b.protocol.frontier() for b in self._trained()), default=0)
@@ -144,10 +149,11 @@ class ShardJob:
         return frontier
 
     def retire(self, rank: int, incarnation: int) -> None:
-        """Stops counting a worker as live; a newer incarnation is left alone.
+        """Stops counting a worker as live, for good; a newer incarnation is left alone.
 
         What it had staged stays staged, in memory of our own: from here on it may write its own again.
         """
+        self._retired[rank] = max(incarnation, self._retired.get(rank, 0))
         live = self.roster.get(rank)
         if live is not None and live.incarnation <= incarnation:
             del self.roster[rank]
@@ -175,7 +181,9 @@ class ShardJob:
             if not 0 <= group < len(self.spec.groups):
                 raise InvalidRequest(f"expected a group below {len(self.spec.groups)}, got {group}")
             if self._checked.get(group) != hyper_parameters:
-                check_hyper_parameters(self.spec.optimizer, hyper_parameters)
+                registered = self.spec.groups[group]
+                check_hyper_parameters(self.spec.optimizer, {**registered, **hyper_parameters})
+                check_change(self.spec.optimizer, registered, hyper_parameters)
                 self._checked[group] = hyper_parameters
         wire = travels_as(bucket.dtype, self.spec.gradient_wire)
         dtype = bucket.dtype if push.kind is PushKind.INITIAL_VALUE else wire
@@ -207,6 +215,9 @@ class ShardJob:
             return self._initialise(push, bucket, gradient)
         if not protocol.initialised:
             raise InvalidRequest(f"bucket {push.bucket} has no initial value yet: pull before the first push")
+        start = self.roster[push.rank].start
+        if push.clock <= start:  # taken for a repeat, it would be acknowledged and lost
+            raise OutOfOrder(f"worker {push.rank} joined at clock {start}, and a push of clock {push.clock} came")
         if protocol.is_repeat(push.rank, push.clock):
             return Staged(protocol.version, duplicate=True)
         self._check_budget(push)

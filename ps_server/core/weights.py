@@ -17,8 +17,9 @@ from ps_protocol.tensors import TORCH_DTYPES
 class Gradient:
     """One worker's contribution to one bucket.
 
-    values: [numel of the bucket] in the bucket's dtype, read only; None when this step has no gradient (skipped)
-    absent: positions of segments that have no gradient in this step
+    values: [numel of the bucket] in the bucket's dtype, read only; None when this step has no gradient
+    absent: positions of segments that have no gradient in this step; without values, all of them or, where the whole
+            step was left out, none
     groups: hyper-parameters to use from this update on, by group
     borrowed: the values lie in the worker's own memory, which it may write again once it is told that it was fenced
     """
@@ -35,6 +36,24 @@ class Gradient:
         return replace(self, values=self.values.clone(), borrowed=False)
 
 
+class Scratch:
+    """Memory for sums, used again and again: to touch fresh memory costs as much as to sum in it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of [numel] with anything in it."""
+        try:
+            return self._free[numel, dtype].pop()  # in one go: another thread may take the last one
+        except (KeyError, IndexError):
+            return torch.empty(numel, dtype=dtype)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Takes a tensor back."""
+        self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+
+
 class BucketWeights:
     """Weights and optimizer of one bucket. Not thread-safe: one caller at a time.
 
@@ -42,13 +61,15 @@ class BucketWeights:
     a gradient is left alone by it, as in a plain training loop.
     """
 
-    def __init__(self, spec: JobSpec, bucket: Bucket) -> None:
+    def __init__(self, spec: JobSpec, bucket: Bucket, scratch: Scratch) -> None:
         self.bucket = bucket
+        self._scratch = scratch
         self.flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])  # [numel]
         self._segments = [self.flat[s.offset : s.offset + s.length] for s in bucket.segments]  # each [length]
         self._optimizer = None if bucket.held else _optimizer(spec, bucket, self._segments)
         self._sum: torch.Tensor | None = None  # [numel], of the open update
-        self._count = 0
+        self._terms = 0  # what was added up
+        self._count = 0  # what the mean is over: those without any gradient too
         self._present: set[int] = set()
         self._groups: dict[int, HyperParameters] = {}
 
@@ -62,6 +83,9 @@ class BucketWeights:
         for group, hyper_parameters in (gradient.groups or {}).items():
             self._groups.setdefault(group, hyper_parameters)
         if gradient.values is None:
+            # Without a gradient for any segment it counts as zero, as in a bucket that it fills in part; else it is a
+            # step that was left out, and the mean is that of the others.
+            self._count += len(gradient.absent) == len(self._segments)
             return
         values = gradient.values
         if gradient.absent:
@@ -71,34 +95,54 @@ class BucketWeights:
                 values[segment.offset : segment.offset + segment.length] = 0
         self._present.update(set(range(len(self._segments))) - gradient.absent)
         self._count += 1
+        self._terms += 1
         if self._sum is None:
             self._sum = values  # not copied: with one contribution it is only read
-        elif self._count == 2:
+        elif self._terms == 2:
             wide = torch.float32 if values.itemsize < 4 else values.dtype  # half types would lose the small terms
-            self._sum = self._sum.to(wide) + values
+            self._sum = torch.add(self._sum.to(wide), values, out=self._scratch.take(values.numel(), wide))
         else:
             self._sum += values
 
     def step(self) -> None:
         """One optimizer step with the mean of what was added. Without any gradient, the weights stay as they are."""
         if self._optimizer is not None and self._sum is not None:
-            mean = (self._sum if self._count == 1 else self._sum.div_(self._count)).to(self.flat.dtype)
+            if self._terms > 1:
+                mean = self._sum.div_(self._count).to(self.flat.dtype)
+            else:  # the sum is the contribution itself, and perhaps another's memory: not to be written
+                mean = self._sum.to(self.flat.dtype)
+                mean = mean / self._count if self._count > 1 else mean
             for group in self._optimizer.param_groups:
                 group.update(self._groups.get(group["index"], {}))
-            for position in self._present:
-                segment = self.bucket.segments[position]
-                self._segments[position].grad = mean[segment.offset : segment.offset + segment.length]
-            self._optimizer.step()
-            for tensor in self._segments:
-                tensor.grad = None
+            for positions in self._rounds(self._optimizer):
+                for position in positions:
+                    segment = self.bucket.segments[position]
+                    self._segments[position].grad = mean[segment.offset : segment.offset + segment.length]
+                self._optimizer.step()
+                for tensor in self._segments:
+                    tensor.grad = None
+        if self._sum is not None and self._terms > 1:
+            self._scratch.give(self._sum)
         self._sum = None
-        self._count = 0
+        self._terms = self._count = 0
         self._present.clear()
         self._groups.clear()
 
+    def _rounds(self, optimizer: torch.optim.Optimizer) -> list[set[int]]:
+        """The segments with a gradient, as sets to step one after the other: mostly one.
+
+        torch's fused SGD fails where some momentum buffers exist and others do not yet, because a segment's first
+        gradient came later than its neighbour's.
+        """
+        if not isinstance(optimizer, torch.optim.SGD):
+            return [self._present]
+        states = {position: optimizer.state.get(self._segments[position], {}) for position in self._present}
+        fresh = {position for position, state in states.items() if state.get("momentum_buffer") is None}
+        return [positions for positions in (self._present - fresh, fresh) if positions]
+
     def own(self) -> None:
         """Copies what the open update borrowed of a worker's memory."""
-        if self._sum is not None and self._count == 1:
+        if self._sum is not None and self._terms == 1:
             self._sum = self._sum.clone()
 
     @property
@@ -120,10 +164,11 @@ def _optimizer(spec: JobSpec, bucket: Bucket, segments: list[torch.Tensor]) -> t
         members.setdefault(group, []).append(tensor)
     cls = ELEMENTWISE[spec.optimizer]
     groups = [{"params": tensors, "index": group, **spec.groups[group]} for group, tensors in members.items()]
-    execution: dict[str, bool] = {}
+    # Handed to the constructor too: Adagrad makes its state there, and looks at no group for how.
+    arguments = dict(spec.groups[next(iter(members))])
     if bucket.dtype == "float32" and spec.optimizer in _FUSED_ON_CPU:
-        execution["fused"] = True  # ten times faster than one tensor operation after the other
-    return cls(groups, **execution)  # type: ignore[arg-type]
+        arguments["fused"] = True  # ten times faster than one tensor operation after the other
+    return cls(groups, **arguments)  # type: ignore[arg-type]
 
 
 _FUSED_ON_CPU = frozenset({"SGD", "Adam", "AdamW", "Adagrad"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -16,6 +17,13 @@ from ps_protocol.job_messages import job_spec_message
 from ps_protocol.v1 import control_pb2, data_pb2
 from ps_server.app import Server, ServerConfig
 from ps_server.core.shard_job import Push, PushKind, ShardJob
+
+
+@pytest.fixture
+def target() -> Iterator[Target]:
+    made = Target()
+    yield made
+    made.stop()
 
 
 def create(**changes: Any) -> bytes:

@@ -1,0 +1,171 @@
+"""Pulls: those that are admitted are sent, those that are not wait without a thread and can always say for whom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ps_protocol.errors import InvalidRequest, PSError, UnknownWorker
+from ps_protocol.job import travels_as
+from ps_protocol.tensors import TORCH_DTYPES, bytes_of
+from ps_server.core.bucket import Verdict
+from ps_server.metrics import ShardMetrics
+from ps_server.running import Pull, RunningBucket, RunningJob, Waiter
+from ps_server.streams import Outbox
+
+NOTICE_AFTER_SECONDS = 1.0
+NOTICE_EVERY_SECONDS = 5.0
+READER = 0  # the incarnation of who is no worker
+
+# Writes one message of a pull stream: (bucket, version, seconds waited, notice, payload). Without payload, and without
+# notice, the bucket is in the worker's segment.
+WritePull = Callable[[int, int, float, Verdict | None, memoryview | None], bytes]
+
+
+class Pulls:
+    """Every pull of one shard. Methods may be called from any thread; none waits for a worker.
+
+    write_pull, write_shared: how a pull's messages are written, over the network and by way of a segment
+    """
+
+    def __init__(self, metrics: ShardMetrics, write_pull: WritePull, write_shared: WritePull) -> None:
+        self._metrics = metrics
+        self._write_pull = write_pull
+        self._write_shared = write_shared
+
+    def ask(
+        self,
+        job: RunningJob,
+        rank: int,
+        incarnation: int,
+        clock: int,
+        indices: list[int],
+        outbox: Outbox,
+        shared: bool,
+        key: bytes = b"",
+    ) -> None:
+        """Sends each bucket on the outbox as soon as it is admitted, then ends the stream. Returns at once.
+
+        shared: the buckets go into the worker's segment, and only the word of it on the outbox
+        """
+        segment = job.segment(rank, incarnation, key) if shared else None
+        if len(indices) > len(job.buckets):
+            raise InvalidRequest(f"this shard holds {len(job.buckets)} buckets of the job, got {len(indices)}")
+        if len(set(indices)) != len(indices):
+            raise InvalidRequest("a pull names each bucket at most once")
+        now = time.monotonic()
+        pull = Pull(rank, incarnation, clock, outbox, len(indices), now, segment)
+        if shared:
+            for index in indices:
+                job.state.trained(index)
+        with job.lock:
+            if incarnation != READER:
+                job.state.check_worker(rank, incarnation, key)
+            elif clock or shared:
+                raise InvalidRequest(f"who has not joined may only Pull at clock 0, got clock {clock}")
+            verdicts = {index: job.state.admits(index, rank, clock) for index in indices}
+            for index, verdict in verdicts.items():
+                if not verdict.admitted:
+                    job.buckets[index].waiters.append(Waiter(pull, verdict, now))
+        outbox.on_close(lambda: self._forget(job, pull))
+        if not indices:
+            outbox.finish()
+        for index, verdict in verdicts.items():
+            if verdict.admitted:
+                self._send(job, job.buckets[index], pull, 0.0)
+
+    def _send(self, job: RunningJob, bucket: RunningBucket, pull: Pull, waited: float) -> None:
+        layout, weights = bucket.state.layout, bucket.state.weights
+        if pull.segment is not None:
+            # Written here and now, by the thread that stepped the bucket: it is still in the cache.
+            target = pull.segment.weight(layout)
+            with bucket.tensors:
+                version = bucket.state.protocol.version
+                target.copy_(weights.flat)
+            self._metrics.pulled(job.state.spec.name, target.nbytes)
+            message = self._write_shared(layout.index, version, waited, None, None)
+            pull.outbox.put(lambda: message)
+        else:
+            pull.outbox.put(lambda: self._read_out(job, bucket, waited))
+        with job.lock:
+            pull.left -= 1
+            last = pull.left == 0
+        if last:
+            pull.outbox.finish()
+
+    def _read_out(self, job: RunningJob, bucket: RunningBucket, waited: float) -> bytes:
+        """One bucket as a message, in the wire format of the job's weights."""
+        layout = bucket.state.layout
+        wire = layout.dtype if layout.held else travels_as(layout.dtype, job.state.spec.weight_wire)
+        with bucket.tensors:
+            payload = bytes_of(bucket.state.weights.flat.to(TORCH_DTYPES[wire]))
+            message = self._write_pull(layout.index, bucket.state.protocol.version, waited, None, payload)
+        self._metrics.pulled(job.state.spec.name, len(payload))
+        return message
+
+    def admit(self, job: RunningJob, bucket: RunningBucket) -> None:
+        """Sends the bucket to every waiting pull that is admitted now, and ends those whose worker lost its place."""
+        admitted: list[Waiter] = []
+        lost: list[tuple[Pull, UnknownWorker]] = []
+        index, now = bucket.state.layout.index, time.monotonic()
+        with job.lock:
+            staying: list[Waiter] = []
+            for waiter in bucket.waiters:
+                pull = waiter.pull
+                try:
+                    if pull.incarnation != READER:
+                        job.state.check_worker(pull.rank, pull.incarnation)
+                except UnknownWorker as error:
+                    lost.append((pull, error))
+                    continue
+                verdict = job.state.admits(index, pull.rank, pull.clock)
+                self._account(job, waiter, verdict, now)
+                (admitted if verdict.admitted else staying).append(waiter)
+            bucket.waiters = staying
+        for waiter in admitted:
+            self._send(job, bucket, waiter.pull, waiter.waited)
+        for pull, reason in lost:
+            pull.outbox.fail(reason)
+
+    def _account(self, job: RunningJob, waiter: Waiter, verdict: Verdict, now: float) -> None:
+        """Books the time that a pull waited on whom it waited for; called whenever its verdict may have changed."""
+        blamed = waiter.verdict.waiting_for
+        if verdict.waiting_for != blamed or verdict.admitted:
+            if blamed and blamed != (waiter.pull.rank,):  # the time until its own push is nobody's
+                waiter.waited += now - waiter.since
+                self._metrics.waited_for(job.state.spec.name, now - waiter.since, blamed)
+            waiter.since = now
+        if verdict.admitted and waiter.waited:
+            self._metrics.waited(job.state.spec.name, job.mode, waiter.waited)
+        waiter.verdict = verdict
+
+    def _forget(self, job: RunningJob, pull: Pull) -> None:
+        with job.lock:
+            for bucket in job.buckets.values():
+                bucket.waiters = [waiter for waiter in bucket.waiters if waiter.pull is not pull]
+
+    def fail(self, job: RunningJob, error: PSError) -> None:
+        """Ends every waiting pull of a job with an error."""
+        with job.lock:
+            pulls = {id(waiter.pull): waiter.pull for bucket in job.buckets.values() for waiter in bucket.waiters}
+            for bucket in job.buckets.values():
+                bucket.waiters = []
+        for pull in pulls.values():
+            pull.outbox.fail(error)
+
+    def notify(self, job: RunningJob, now: float) -> None:
+        """Tells pulls that wait long whom they wait for."""
+        with job.lock:
+            due = {
+                id(waiter.pull): (waiter, bucket.state.layout.index)
+                for bucket in job.buckets.values()
+                for waiter in bucket.waiters
+                if now - waiter.pull.since >= NOTICE_AFTER_SECONDS
+                and now - waiter.pull.notified >= NOTICE_EVERY_SECONDS
+            }
+            for waiter, _ in due.values():
+                waiter.pull.notified = now
+        for waiter, index in due.values():
+            write = self._write_pull if waiter.pull.segment is None else self._write_shared
+            message = write(index, 0, 0.0, waiter.verdict, None)
+            waiter.pull.outbox.put(lambda message=message: message)  # type: ignore[misc]

@@ -1,0 +1,82 @@
+"""What a shard holds while it runs: the state of `core`, with the locks, segments and waiting pulls beside it.
+
+Locks: a job's `lock` guards its protocol state and is held for microseconds. A bucket's `tensors` lock guards its
+weights while they are stepped or copied out. Where both are needed, `tensors` is taken first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ps_protocol.errors import NotShared, PSError
+from ps_protocol.job import JobSpec
+from ps_protocol.segments import SegmentMap, segment_plan
+from ps_server.core.bucket import Verdict
+from ps_server.core.shard_job import ShardBucket, ShardJob
+from ps_server.streams import Outbox
+
+
+@dataclass(frozen=True)
+class Attached:
+    """The segment of one incarnation of a worker."""
+
+    incarnation: int
+    segment: SegmentMap
+
+
+@dataclass
+class Pull:
+    """One Pull call: who asks, how many of its buckets are still to be sent, and where to if not over the network."""
+
+    rank: int
+    incarnation: int
+    clock: int
+    outbox: Outbox
+    left: int
+    since: float
+    segment: SegmentMap | None = None
+    notified: float = 0.0
+
+
+@dataclass
+class Waiter:
+    """One bucket of a pull that is not admitted: why, since when for that reason, and how long for others so far."""
+
+    pull: Pull
+    verdict: Verdict
+    since: float
+    waited: float = 0.0
+
+
+@dataclass
+class RunningBucket:
+    """A bucket with its lock, its waiting pulls, and whether an apply thread is at it."""
+
+    state: ShardBucket
+    tensors: threading.Lock = field(default_factory=threading.Lock)
+    waiters: list[Waiter] = field(default_factory=list)
+    busy: bool = False
+
+
+class RunningJob:
+    """A job on this shard."""
+
+    def __init__(self, spec: JobSpec, buckets: Iterable[int], staged_limit: int = 2**63) -> None:
+        self.state = ShardJob(spec, buckets, staged_limit)
+        self.mode = str(spec.consistency)
+        self.lock = threading.Lock()
+        self.buckets = {index: RunningBucket(state) for index, state in self.state.buckets.items()}
+        self.segments: dict[int, Attached] = {}
+        self.plan = segment_plan(spec, self.state.layout)
+        self.failure: PSError | None = None
+
+    def segment(self, rank: int, incarnation: int, key: bytes = b"") -> SegmentMap:
+        """The segment of a live worker. Raises NotShared if it has attached none, UnknownWorker if it is not live."""
+        with self.lock:
+            self.state.check_worker(rank, incarnation, key)
+            attached = self.segments.get(rank)
+        if attached is None or attached.incarnation != incarnation:
+            raise NotShared(f"worker {rank} has attached no segment here")
+        return attached.segment

@@ -1,0 +1,47 @@
+"""Threads that work for a session and never keep a script from ending.
+
+concurrent.futures waits for its threads before the interpreter runs exit handlers; a thread inside a pull would then
+wait for other workers while nobody tells it that the session is over.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class DaemonPool:
+    """Runs calls in the order of their submission on a fixed number of daemon threads."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._count = count
+        for _ in range(count):
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """The future of the call's result."""
+        future: Future[T] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def close(self) -> None:
+        """Ends the threads after what is queued."""
+        for _ in range(self._count):
+            self._calls.put(None)
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call = item
+            try:
+                result = call()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del item, future, call  # nothing of a call outlives it here

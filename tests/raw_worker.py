@@ -1,0 +1,180 @@
+"""A worker without a session: every message by hand, so that a test can send what no session would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import grpc
+import torch
+
+from ps_protocol.channel import open_channel
+from ps_protocol.errors import error_from
+from ps_protocol.job import JobSpec, NonFinite
+from ps_protocol.job_messages import hyper_messages, job_spec_message
+from ps_protocol.layout import Layout, ParameterSpec, bucket_layout
+from ps_protocol.modes import parse_mode
+from ps_protocol.v1 import control_pb2, data_pb2
+from ps_protocol.v1.control_pb2_grpc import JobServiceStub
+from ps_protocol.v1.data_pb2_grpc import DataServiceStub
+
+CALL_SECONDS = 20.0
+
+
+def vector_job(
+    name: str, mode: str, cells: int, world_size: int, held: int = 0, non_finite: NonFinite = NonFinite.REFUSE
+) -> JobSpec:
+    """A job with one vector of `cells` float32 zeros in buckets of 16 cells, stepped by SGD with lr 1.
+
+    held: cells of a second vector, which no optimizer steps.
+    """
+    rule = parse_mode(mode)
+    assert rule is not None
+    parameters = [ParameterSpec("cells", (cells,), "float32", 0)]
+    if held:
+        parameters.append(ParameterSpec("held", (held,), "float32", None))
+    return JobSpec(name, tuple(parameters), "SGD", ({"lr": 1.0},), rule, 64, world_size, non_finite)
+
+
+class RawWorker:
+    """Registers and joins a job; then sends what it is told to, with generated classes. Never sends a heartbeat.
+
+    Methods raise the PSError that the server answered with.
+    """
+
+    def __init__(self, server: str, spec: JobSpec, rank: int) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.layout: Layout = bucket_layout(spec.parameters, spec.bucket_bytes)
+        self._channels = [open_channel(server)]
+        self.coordinator = JobServiceStub(self._channels[0])
+        found = self._call(self.coordinator.RegisterJob, control_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
+        self.shard_of = list(found.shard_map.bucket_shards)
+        self._data: list[DataServiceStub] = []
+        for shard in found.shard_map.shards:
+            self._channels.append(open_channel(shard.address))
+            self._data.append(DataServiceStub(self._channels[-1]))
+        place = self._call(self.coordinator.JoinJob, control_pb2.JoinJobRequest(job=spec.name, rank=rank))
+        self.incarnation: int = place.incarnation
+        self.lease_key: bytes = place.lease_key
+        self.clock: int = place.clock
+
+    def __enter__(self) -> RawWorker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for channel in self._channels:
+            channel.close()
+
+    @staticmethod
+    def register(server: str, request: control_pb2.RegisterJobRequest) -> None:
+        """Registers a job and joins nothing."""
+        with open_channel(server) as channel:
+            RawWorker._call(JobServiceStub(channel).RegisterJob, request)
+
+    def heartbeat(self) -> None:
+        """A sign of life."""
+        request = control_pb2.HeartbeatRequest(
+            job=self.spec.name,
+            rank=self.rank,
+            incarnation=self.incarnation,
+            clock=self.clock,
+            lease_key=self.lease_key,
+        )
+        self._call(self.coordinator.Heartbeat, request)
+
+    def leave(self) -> None:
+        """Takes this worker off the job."""
+        request = control_pb2.LeaveJobRequest(
+            job=self.spec.name, rank=self.rank, incarnation=self.incarnation, lease_key=self.lease_key
+        )
+        self._call(self.coordinator.LeaveJob, request)
+
+    @property
+    def trained(self) -> list[int]:
+        """The buckets that an optimizer steps."""
+        return [bucket.index for bucket in self.layout.buckets if not bucket.held]
+
+    def message(self, bucket: int, clock: int, payload: bytes | None = None, **header: Any) -> data_pb2.PushRequest:
+        """A push of one bucket, of zeros if no payload is given; `header` sets or replaces fields of its header."""
+        fields: dict[str, Any] = {
+            "worker": self.identity(),
+            "bucket": bucket,
+            "clock": clock,
+            "kind": data_pb2.PUSH_KIND_GRADIENT,
+            "groups": [data_pb2.GroupUpdate(group=0, hyper_parameters=hyper_messages(self.spec.groups[0]))],
+        }
+        size = self.layout.buckets[bucket].nbytes if bucket < len(self.layout.buckets) else 64
+        return data_pb2.PushRequest(
+            header=data_pb2.PushHeader(**{**fields, **header}), payload=bytes(size) if payload is None else payload
+        )
+
+    def identity(self, **other: Any) -> data_pb2.WorkerIdentity:
+        """Who this worker is, or says it is."""
+        return data_pb2.WorkerIdentity(
+            **{
+                "job": self.spec.name,
+                "rank": self.rank,
+                "incarnation": self.incarnation,
+                "lease_key": self.lease_key,
+                **other,
+            }
+        )
+
+    def send(self, message: data_pb2.PushRequest, shard: int | None = None) -> data_pb2.PushResponse:
+        """Sends a push to its bucket's shard, or to another."""
+        bucket = message.header.bucket
+        where = shard if shard is not None else self.shard_of[bucket] if bucket < len(self.shard_of) else 0
+        return self._call(self._data[where].Push, message)
+
+    def initialise(self) -> None:
+        """Sends zeros as the initial value of every bucket."""
+        for bucket in self.layout.buckets:
+            self.send(self.message(bucket.index, 0, kind=data_pb2.PUSH_KIND_INITIAL_VALUE))
+
+    def step(self, gradient: torch.Tensor) -> None:
+        """Pushes the next clock's gradient of the one trained vector: [cells]."""
+        self.clock += 1
+        for index in self.trained:
+            bucket = self.layout.buckets[index]
+            padded = torch.zeros(bucket.numel)
+            mine = gradient[bucket.start : bucket.start + bucket.numel]
+            padded[: len(mine)] = mine
+            self.send(self.message(index, self.clock, padded.numpy().tobytes()))
+
+    def ask(self, clock: int, buckets: list[int], shard: int | None = None) -> Any:
+        """Starts a Pull call and returns it; iterating over it waits for the answers."""
+        request = data_pb2.PullRequest(worker=self.identity(), clock=clock, buckets=buckets)
+        where = shard if shard is not None else self.shard_of[buckets[0]]
+        return self._data[where].Pull(request, timeout=CALL_SECONDS)
+
+    def answers(self, call: Any) -> Iterator[data_pb2.PullResponse]:
+        """What a Pull call answers with, notices of waiting left out."""
+        try:
+            for response in call:
+                if not response.header.HasField("waiting"):
+                    yield response
+        except grpc.RpcError as error:
+            raise error_from(error, "shard") from None
+
+    def pull(self) -> torch.Tensor:
+        """The trained vector at this worker's clock: [cells]."""
+        found = torch.zeros(self.layout.space_sizes["float32"])
+        for shard in set(self.shard_of):
+            mine = [index for index in self.trained if self.shard_of[index] == shard]
+            if mine:
+                for response in self.answers(self.ask(self.clock, mine)):
+                    bucket = self.layout.buckets[response.header.bucket]
+                    values = torch.frombuffer(bytearray(response.payload), dtype=torch.float32)
+                    found[bucket.start : bucket.start + bucket.numel] = values
+        return found[: self.spec.parameters[0].numel]
+
+    @staticmethod
+    def _call(method: Any, request: Any) -> Any:
+        try:
+            return method(request, timeout=CALL_SECONDS)
+        except grpc.RpcError as error:
+            raise error_from(error, "server") from None

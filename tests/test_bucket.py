@@ -1,0 +1,452 @@
+"""One bucket's protocol under every interleaving that hypothesis can think of.
+
+The machine below keeps its own books, in sets of what was pushed and what was applied, and asks the protocol nothing
+that it could be told. A contribution is a token (rank, incarnation, clock), so that each is known again wherever it
+comes out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from ps_protocol.errors import Backlogged, OutOfOrder
+from ps_protocol.modes import Consistency, parse_mode
+from ps_server.core.bucket import ADMITTED, Add, BucketProtocol, Live, Step
+
+Token = tuple[int, int, int]  # rank, incarnation, clock
+
+RANKS = 4
+
+
+def protocol(mode: str, ranks: int, clock: int = 0) -> tuple[BucketProtocol[str], dict[int, Live]]:
+    """An initialised bucket with workers 0 .. ranks - 1, all at `clock`."""
+    roster = {rank: Live(incarnation=rank + 1, start=clock) for rank in range(ranks)}
+    bucket: BucketProtocol[str] = BucketProtocol(rule_of(mode), roster, initialised=True)
+    for rank in roster:
+        bucket.admit_worker(rank, clock)
+    return bucket, roster
+
+
+def rule_of(mode: str) -> Consistency:
+    consistency = parse_mode(mode)
+    assert consistency is not None
+    return consistency
+
+
+def stage(bucket: BucketProtocol[str], rank: int, clock: int) -> None:
+    assert not bucket.is_repeat(rank, clock)
+    bucket.stage(rank, clock, f"{rank}@{clock}")
+
+
+def drain(bucket: BucketProtocol[str]) -> list[str]:
+    """Does all there is to do; the contributions in the order they were added, and a bar after each step."""
+    done = []
+    while (work := bucket.next()) is not None:
+        done.append(work.contribution if isinstance(work, Add) else "|")
+        bucket.done(work)
+    return done
+
+
+# -- the claims one by one -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)])
+def test_sync_adds_in_rank_order_whatever_the_order_of_arrival(order: tuple[int, ...]) -> None:
+    bucket, _ = protocol("sync", 3)
+    done = []
+    for rank in order:
+        stage(bucket, rank, 1)
+        done += drain(bucket)
+    assert done == ["0@1", "1@1", "2@1", "|"]
+
+
+def test_sync_holds_back_a_contribution_that_comes_before_a_lower_rank() -> None:
+    bucket, _ = protocol("sync", 2)
+    stage(bucket, 1, 1)
+    assert bucket.next() is None
+    stage(bucket, 0, 1)
+    assert drain(bucket) == ["0@1", "1@1", "|"]
+
+
+def test_sync_takes_one_step_for_all_workers_and_ssp_and_async_one_for_each() -> None:
+    for mode, version in (("sync", 1), ("ssp:3", 3), ("async", 3)):
+        bucket, _ = protocol(mode, 3)
+        for rank in range(3):
+            stage(bucket, rank, 1)
+        drain(bucket)
+        assert bucket.version == version
+
+
+@pytest.mark.parametrize("mode", ["ssp:3", "async"])
+def test_without_averaging_gradients_are_applied_in_order_of_arrival(mode: str) -> None:
+    bucket, _ = protocol(mode, 3)
+    for rank in (2, 0, 1):
+        stage(bucket, rank, 1)
+    assert drain(bucket) == ["2@1", "|", "0@1", "|", "1@1", "|"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "ssp:1", "async"])
+def test_a_repeat_is_known_whether_it_is_staged_open_or_applied(mode: str) -> None:
+    bucket, _ = protocol(mode, 1)
+    stage(bucket, 0, 1)
+    assert bucket.is_repeat(0, 1)
+    while (work := bucket.next()) is not None:
+        bucket.done(work)
+        assert bucket.is_repeat(0, 1)
+    stage(bucket, 0, 2)
+    assert bucket.is_repeat(0, 1)
+
+
+def test_a_push_that_skips_a_clock_is_out_of_order() -> None:
+    bucket, _ = protocol("async", 1)
+    with pytest.raises(OutOfOrder, match="worker 0 pushed clock 2 where 1 comes next"):
+        bucket.is_repeat(0, 2)
+
+
+def test_a_worker_may_have_one_push_to_a_bucket_that_is_not_applied() -> None:
+    bucket, _ = protocol("sync", 2)
+    stage(bucket, 0, 1)
+    with pytest.raises(Backlogged):
+        bucket.is_repeat(0, 2)
+    bucket.done(bucket.next())  # type: ignore[arg-type]
+    with pytest.raises(Backlogged):  # it is in the open update, and waits for worker 1 there
+        bucket.is_repeat(0, 2)
+    stage(bucket, 1, 1)
+    drain(bucket)
+    assert not bucket.is_repeat(0, 2)
+
+
+def test_ssp_waits_for_the_slowest_live_worker_and_says_so() -> None:
+    bucket, _ = protocol("ssp:2", 2)
+    for clock in (1, 2, 3):
+        stage(bucket, 0, clock)
+        drain(bucket)
+    assert bucket.admits(0, 2) == ADMITTED
+    verdict = bucket.admits(0, 3)
+    assert (verdict.admitted, verdict.waiting_for) == (False, (1,))
+    assert "clock 1 of every live worker is needed" in verdict.reason
+    assert "worker 1 is at clock 0" in verdict.reason
+
+
+def test_a_pull_waits_for_its_own_push_in_every_mode() -> None:
+    for mode in ("sync", "ssp:5", "async"):
+        bucket, _ = protocol(mode, 1)
+        assert bucket.admits(0, 1).waiting_for == (0,)
+        stage(bucket, 0, 1)
+        assert not bucket.admits(0, 1).admitted
+        drain(bucket)
+        assert bucket.admits(0, 1).admitted
+
+
+def test_before_the_initial_weights_a_pull_waits_for_rank_0_and_nothing_is_applied() -> None:
+    bucket, _ = protocol("async", 2)
+    bucket.initialised = False
+    bucket.stage(1, 1, "1@1")
+    assert bucket.next() is None
+    assert bucket.admits(1, 0).waiting_for == (0,)
+    bucket.initialised = True
+    assert drain(bucket) == ["1@1", "|"]
+
+
+def test_who_waits_in_the_same_update_is_not_blamed_for_it() -> None:
+    bucket, _ = protocol("sync", 3)
+    stage(bucket, 0, 1)
+    stage(bucket, 1, 1)
+    drain(bucket)
+    assert bucket.admits(0, 1).waiting_for == (2,)
+
+
+def test_the_dead_are_not_waited_for_and_what_they_staged_is_kept() -> None:
+    bucket, roster = protocol("sync", 3)
+    stage(bucket, 0, 1)
+    stage(bucket, 1, 1)
+    assert drain(bucket) == ["0@1", "1@1"]
+    del roster[1], roster[2]
+    assert drain(bucket) == ["|"]
+    assert bucket.admits(0, 1).admitted
+
+
+def test_what_a_dead_worker_staged_is_in_the_mean_even_if_it_came_early() -> None:
+    bucket, roster = protocol("sync", 2)
+    stage(bucket, 1, 1)
+    del roster[1]
+    assert bucket.next() == Add(1, 1, "1@1") or bucket.next() is None
+    stage(bucket, 0, 1)
+    assert drain(bucket) == ["0@1", "1@1", "|"]
+
+
+def test_a_joiner_is_needed_only_after_the_clock_it_starts_from() -> None:
+    bucket, roster = protocol("sync", 1, clock=4)
+    bucket.version = 4
+    stage(bucket, 0, 5)
+    roster[1] = Live(incarnation=9, start=bucket.frontier())
+    bucket.admit_worker(1, 5)
+    assert drain(bucket) == ["0@5", "|"]
+    stage(bucket, 0, 6)
+    assert drain(bucket) == ["0@6"]  # update 6 is the first that needs it
+    stage(bucket, 1, 6)
+    assert drain(bucket) == ["1@6", "|"]
+
+
+def test_a_joiners_first_push_waits_while_an_earlier_update_is_open() -> None:
+    bucket, roster = protocol("sync", 1)
+    roster[1] = Live(incarnation=9, start=1)  # another shard's frontier was 1 already
+    bucket.admit_worker(1, 1)
+    stage(bucket, 1, 2)
+    assert drain(bucket) == []
+    stage(bucket, 0, 1)
+    assert drain(bucket) == ["0@1", "|"]
+    stage(bucket, 0, 2)
+    assert drain(bucket) == ["0@2", "1@2", "|"]
+
+
+def test_a_joiner_does_not_wait_for_an_update_that_only_the_dead_could_have_brought() -> None:
+    bucket, roster = protocol("sync", 1)
+    roster[1] = Live(incarnation=9, start=1)  # worker 0 had pushed clock 1 to another shard, and not here
+    bucket.admit_worker(1, 1)
+    del roster[0]
+    stage(bucket, 1, 2)
+    assert drain(bucket) == ["|", "1@2", "|"]  # update 1 is empty
+    assert bucket.admits(1, 2).admitted
+    assert bucket.version == 2
+
+
+@pytest.mark.parametrize("mode", ["sync", "ssp:1", "async"])
+@pytest.mark.parametrize("works", [0, 1])
+def test_a_worker_that_comes_back_does_not_wait_for_what_its_older_self_left_behind(mode: str, works: int) -> None:
+    bucket, roster = protocol(mode, 2)
+    for clock in (1, 2, 3):
+        for rank in (0, 1):
+            if (rank, clock) != (1, 3):
+                stage(bucket, rank, clock)
+        if clock < 3:
+            drain(bucket)
+    for _ in range(works):
+        bucket.done(bucket.next())  # type: ignore[arg-type]
+    roster[0] = Live(incarnation=9, start=5)  # the frontier, as another shard had it
+    bucket.admit_worker(0, 5)
+    stage(bucket, 1, 3)
+    drain(bucket)
+    for clock in (4, 5):
+        stage(bucket, 1, clock)
+        drain(bucket)
+    assert bucket.admits(0, 5).admitted
+    assert bucket.admits(1, 5).admitted
+
+
+def test_staleness_counts_how_far_the_fastest_was_ahead_of_the_weights_a_gradient_was_taken_at() -> None:
+    bucket, _ = protocol("async", 2)
+    found = []
+    for rank, clock in ((0, 1), (0, 2), (0, 3), (1, 1), (1, 2)):
+        stage(bucket, rank, clock)
+        while (work := bucket.next()) is not None:
+            if isinstance(work, Step):
+                found.append(work.staleness)
+            bucket.done(work)
+    assert found == [0, 0, 0, 3, 2]
+
+
+# -- every interleaving ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Worker:
+    """A worker as the machine knows it; `joined` is false between the two rounds of a join."""
+
+    incarnation: int
+    start: int
+    clock: int
+    joined: bool = True
+    staged: set[int] = field(default_factory=set)
+    applied: set[int] = field(default_factory=set)
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Workers push, repeat, pull, die and join in any order, and the apply thread works when it likes.
+
+    One rule draws every event, so that hypothesis leaves none out of a run; the frequent ones are named more than once.
+    """
+
+    EVENTS = (*["push", "work", "pull"] * 6, *["joined"] * 2, "wrong_clock", "die", "join", "initialise")
+
+    @initialize(mode=st.sampled_from(["sync", "ssp:0", "ssp:1", "ssp:3", "async"]), workers=st.integers(1, 3))
+    def begin(self, mode: str, workers: int) -> None:
+        self.consistency = rule_of(mode)
+        self.roster: dict[int, Live] = {}
+        self.bucket: BucketProtocol[Token] = BucketProtocol(self.consistency, self.roster, initialised=workers != 3)
+        self.workers: dict[int, Worker] = {}
+        self.everyone: list[Worker] = []
+        self.arrived: list[Token] = []  # staged and not yet added, in order of arrival
+        self.open: list[Token] = []
+        self.applied: set[Token] = set()
+        for rank in range(workers):
+            self.join(rank, 0)
+            self.joined(rank, 0)
+
+    @rule(what=st.sampled_from(EVENTS), which=st.integers(0, RANKS - 1), number=st.integers(0, 3))
+    def event(self, what: str, which: int, number: int) -> None:
+        getattr(self, what)(which, number)
+
+    def worker(self, which: int, joined: bool = True) -> tuple[int, Worker] | None:
+        """One of the live workers, or of those in the middle of their join; None if there are none."""
+        found = [(rank, worker) for rank, worker in sorted(self.workers.items()) if worker.joined == joined]
+        return found[which % len(found)] if found else None
+
+    # -- what workers do
+
+    def push(self, which: int, _: int) -> None:
+        found = self.worker(which)
+        if found is None or not self.bucket.initialised:
+            return
+        rank, worker = found
+        clock = worker.clock + 1
+        if any(token[0] == rank for token in [*self.arrived, *self.open]):
+            with pytest.raises(Backlogged):
+                self.bucket.is_repeat(rank, clock)
+            return
+        assert not self.bucket.is_repeat(rank, clock)
+        token = (rank, worker.incarnation, clock)
+        self.bucket.stage(rank, clock, token)
+        self.arrived.append(token)
+        worker.clock = clock
+        worker.staged.add(clock)
+
+    def wrong_clock(self, which: int, number: int) -> None:
+        found = self.worker(which)
+        if found is None:
+            return
+        rank, worker = found
+        assert self.bucket.is_repeat(rank, max(0, worker.clock - number))
+        with pytest.raises(OutOfOrder):
+            self.bucket.is_repeat(rank, worker.clock + 2 + number)
+
+    def pull(self, which: int, number: int) -> None:
+        """At the worker's own clock, at the next one (pulls are asked for before their pushes come), or late."""
+        found = self.worker(which)
+        if found is None:
+            return
+        rank, worker = found
+        clock = max(worker.start, worker.clock + 1 - number)
+        verdict = self.bucket.admits(rank, clock)
+        own = all(c in worker.applied for c in range(worker.start + 1, clock + 1))
+        bound = self.consistency.max_staleness
+        missed = set()
+        if bound is not None:
+            for other, them in self.workers.items():
+                needed = range(them.start + 1, clock - bound + 1)
+                if other != rank and not all(c in them.applied for c in needed):
+                    missed.add(other)
+        assert verdict.admitted == (self.bucket.initialised and own and not missed)
+        assert bool(verdict.reason) != verdict.admitted
+        if self.bucket.initialised:
+            assert set(verdict.waiting_for) <= missed | {rank}
+            assert verdict.waiting_for or not missed
+        if self.consistency.aggregate:
+            assert replace(self.bucket, consistency=rule_of("ssp:0")).admits(rank, clock) == verdict
+
+    # -- what the shard does
+
+    def initialise(self, _: int, __: int) -> None:
+        assert self.bucket.initialised or self.bucket.next() is None
+        self.bucket.initialised = True
+
+    def work(self, which: int, _: int) -> None:
+        for _ in range(which + 1):
+            work = self.bucket.next()
+            assert self.bucket.next() == work, "looking changes nothing"
+            if work is None:
+                return
+            if isinstance(work, Add):
+                self.check_add(work)
+            else:
+                self.check_step(work)
+            self.bucket.done(work)
+
+    def check_add(self, work: Add[Token]) -> None:
+        token = work.contribution
+        assert (work.rank, work.clock) == (token[0], token[2])
+        assert token in self.arrived, "added once"
+        if self.consistency.aggregate:
+            assert token[2] == self.bucket.version + 1, "update number r is made of clock r"
+            assert all(rank < token[0] for rank, _, _ in self.open), "in rank order"
+        else:
+            assert token == self.arrived[0], "in order of arrival"
+            assert not self.open
+        self.arrived.remove(token)
+        self.open.append(token)
+
+    def check_step(self, work: Step) -> None:
+        assert work.ranks == tuple(rank for rank, _, _ in self.open)
+        update = self.bucket.version + 1
+        if self.consistency.aggregate:
+            needed = {(r, w.incarnation, update) for r, w in self.workers.items() if w.start < update}
+            assert needed <= set(self.open), "nobody live is left out of an update that needs it"
+        for rank, incarnation, clock in self.open:
+            self.everyone[incarnation - 1].applied.add(clock)
+            self.applied.add((rank, incarnation, clock))
+        self.open.clear()
+
+    # -- who comes and goes
+
+    def die(self, which: int, _: int) -> None:
+        found = self.worker(which)
+        if found is not None:
+            del self.workers[found[0]], self.roster[found[0]]
+
+    def join(self, rank: int, _: int) -> None:
+        """The first round of a join, in the place of whoever held the rank."""
+        start = self.bucket.frontier()
+        assert start >= max([0, *(clock for _, _, clock in [*self.arrived, *self.open])])
+        newcomer = Worker(len(self.everyone) + 1, start, start, joined=False)
+        self.roster[rank] = Live(newcomer.incarnation, start)
+        self.bucket.admit_worker(rank, start)
+        self.workers[rank] = newcomer
+        self.everyone.append(newcomer)
+
+    def joined(self, which: int, number: int) -> None:
+        """The second round: `number` is what other shards' frontiers lay ahead of this one's."""
+        found = self.worker(which, joined=False)
+        if found is None:
+            return
+        rank, worker = found
+        worker.start = worker.clock = worker.start + number
+        worker.joined = True
+        self.roster[rank] = Live(worker.incarnation, worker.start)
+        self.bucket.admit_worker(rank, worker.start)
+
+    # -- what holds at all times
+
+    @invariant()
+    def whoever_could_bring_something_is_the_only_reason_to_wait(self) -> None:
+        if not self.bucket.initialised or self.bucket.next() is not None:
+            return
+        outstanding = {token[1] for token in [*self.arrived, *self.open]}
+        idle = [worker for worker in self.workers.values() if worker.incarnation not in outstanding]
+        assert not outstanding or (self.consistency.aggregate and idle)
+
+    @invariant()
+    def the_version_counts_updates(self) -> None:
+        if not self.consistency.aggregate:
+            assert self.bucket.version == len(self.applied)
+
+    def teardown(self) -> None:
+        """When everyone has died, everything that was ever staged is applied."""
+        self.workers.clear()
+        self.roster.clear()
+        self.bucket.initialised = True
+        while self.bucket.next() is not None:
+            self.work(RANKS, 0)
+        assert not self.arrived
+        assert not self.open
+        staged = {worker.incarnation: worker.staged for worker in self.everyone}
+        assert self.applied == {t for t in self.applied if t[2] in staged[t[1]]}
+        assert len(self.applied) == sum(map(len, staged.values()))
+
+
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = settings(max_examples=300, stateful_step_count=60)

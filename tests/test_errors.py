@@ -1,0 +1,166 @@
+"""Every error crosses the wire as itself: same class, same words, known by its reason and never by its text."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from google.rpc import code_pb2, error_details_pb2
+from prometheus_client import CollectorRegistry
+
+from ps_protocol import errors
+from ps_protocol.channel import open_channel, server_options
+from ps_protocol.errors import BY_REASON, DOMAIN, PSError, TryLater, Unreachable, error_from, status_of
+from ps_server.boundary import Boundary
+
+ERRORS = sorted(BY_REASON.values(), key=lambda error: error.__name__)
+PEER = "shard 0 at somewhere"
+
+
+def every_class(root: type[PSError] = PSError) -> list[type[PSError]]:
+    return [root, *(found for child in root.__subclasses__() for found in every_class(child))]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A real server whose one method fails as it is told, with "REASON words", or never answers."""
+
+    def fail(request: bytes, context: grpc.ServicerContext) -> bytes:
+        reason, _, words = request.decode().partition(" ")
+        if reason == "SLEEP":
+            ended = threading.Event()
+            context.add_callback(ended.set)
+            ended.wait(10)
+        raise BY_REASON[reason](words) if reason in BY_REASON else RuntimeError(words)
+
+    handlers = {"Fail": grpc.unary_unary_rpc_method_handler(fail)}
+    with ThreadPoolExecutor(2) as pool:
+        server = grpc.server(pool, interceptors=[Boundary(CollectorRegistry())], options=server_options())
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Failing", handlers),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield f"127.0.0.1:{port}"
+        server.stop(None).wait()
+
+
+@pytest.fixture(scope="module")
+def channel(address: str) -> Iterator[grpc.Channel]:
+    with open_channel(address) as opened:
+        yield opened
+
+
+def failing(channel: grpc.Channel, request: str, method: str = "/test.Failing/Fail", timeout: float = 10) -> PSError:
+    """The error that a client makes of a call that failed."""
+    with pytest.raises(grpc.RpcError) as failed:
+        channel.unary_unary(method)(request.encode(), timeout=timeout)
+    return error_from(failed.value, PEER)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+def test_an_error_arrives_as_the_class_and_the_words_it_left_as(channel: grpc.Channel, error: type[PSError]) -> None:
+    found = failing(channel, f"{error.reason} expected 3 × 4, got 'ü'")
+    assert type(found) is error
+    assert found.message == "expected 3 × 4, got 'ü'"
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+def test_a_status_carries_code_message_and_reason(error: type[PSError]) -> None:
+    status = status_of(error("words"))
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert (info.reason, info.domain) == (error.reason, DOMAIN)
+    assert (status.code, status.message) == (code_pb2.Code.Value(error.code.name), "words")
+
+
+def test_a_message_of_any_length_arrives(channel: grpc.Channel) -> None:
+    """Trailing metadata has a limit of a few KiB; past it a client would see another error, or none."""
+    for word in ("long ", "länger ", "長い "):
+        found = failing(channel, "INVALID_REQUEST " + word * 20_000)
+        assert type(found) is errors.InvalidRequest
+        assert found.message.startswith(word * 50)
+        assert found.message.endswith("...")
+
+
+def test_an_error_that_nobody_meant_keeps_its_text_to_itself(channel: grpc.Channel) -> None:
+    found = failing(channel, "BUG password=hunter2")
+    assert type(found) is PSError
+    assert "hunter2" not in found.message
+    assert "internal error" in found.message
+
+
+def test_reasons_are_distinct_and_each_class_has_its_own() -> None:
+    classes = every_class()
+    assert len({error.reason for error in classes}) == len(classes) == len(BY_REASON)
+    assert all(re.fullmatch(r"[A-Z][A-Z_]{0,62}", error.reason) for error in classes)
+
+
+def test_only_what_may_pass_is_worth_a_retry() -> None:
+    assert {error.__name__ for error in ERRORS if error.retryable} == {"TryLater", "Backlogged"}
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    drawn: list[tuple[str, str]] = []
+    path = {0: "PSError"}
+    for line in (errors.__doc__ or "").splitlines():
+        found = re.match(r"    ((?:│   |    )*)[├└]── (\w+)", line)
+        if found:
+            depth = len(found[1]) // 4 + 1
+            path[depth] = found[2]
+            drawn.append((found[2], path[depth - 1]))
+    tree = [(error.__name__, error.__bases__[0].__name__) for error in every_class() if error is not PSError]
+    assert sorted(drawn) == sorted(tree)
+
+
+def test_nobody_at_the_address_is_something_to_try_again(address: str) -> None:
+    with open_channel("127.0.0.1:1") as nobody:
+        found = failing(nobody, "", timeout=5)
+    assert type(found) is TryLater
+    assert found.message.startswith(f"{PEER} does not answer (")
+    assert "\n" not in found.message
+
+
+def test_a_server_that_does_not_answer_in_time_is_something_to_try_again(channel: grpc.Channel) -> None:
+    found = failing(channel, "SLEEP", timeout=0.1)
+    assert type(found) is TryLater
+
+
+def test_something_else_that_speaks_grpc_is_no_server_of_ours(channel: grpc.Channel) -> None:
+    found = failing(channel, "", method="/other.Service/Method")
+    assert type(found) is Unreachable
+    assert "something else answers gRPC there" in found.message
+
+
+def test_an_error_info_of_another_project_is_not_taken_for_ours(channel: grpc.Channel) -> None:
+    status = status_of(errors.Fenced("words"))
+    foreign = error_details_pb2.ErrorInfo(reason="FENCED", domain="example.com")
+    del status.details[:]
+    status.details.add().Pack(foreign)
+
+    class Call(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.FAILED_PRECONDITION
+
+        def details(self) -> str:
+            return "words"
+
+        def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+            return (("grpc-status-details-bin", status.SerializeToString()),)
+
+    assert type(error_from(Call(), PEER)) is PSError
+
+
+@pytest.mark.parametrize(
+    ("error", "builtin"),
+    [
+        (errors.InvalidRequest, ValueError),
+        (errors.Unsupported, TypeError),
+        (errors.NotFound, LookupError),
+        (errors.Unreachable, ConnectionError),
+    ],
+)
+def test_errors_are_also_what_python_would_have_raised(error: type[PSError], builtin: type[Exception]) -> None:
+    assert issubclass(error, builtin)

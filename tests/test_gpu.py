@@ -1,0 +1,41 @@
+"""Workers on a GPU end where workers on a CPU end. Needs a CUDA device; test_segments.py is the twin without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import Cluster
+from torch import nn
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_model_on_a_gpu_trains_as_on_a_cpu(cluster: Cluster, transport: str, wire: str, overlap: bool) -> None:
+    def train(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 8))
+        with cluster.connect("sync", job=f"on-{device}", transport=transport) as session:
+            session.device = torch.device(device)
+            model, optimizer = session.prepare(
+                model,
+                torch.optim.AdamW(model.parameters(), lr=0.01),
+                bucket_bytes=4096,
+                gradient_wire=wire,
+                weight_wire=wire,
+                overlap=overlap,
+            )
+            for batch in torch.randn(20, 32, 64):
+                model(batch.to(device)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    tolerance = {"float32": 1e-4, "bfloat16": 5e-2}[wire]  # kernels of GPUs sum in another order
+    for on_gpu, on_cpu in zip(train("cuda"), train("cpu"), strict=True):
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=tolerance, atol=tolerance)
