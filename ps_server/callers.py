@@ -19,11 +19,14 @@ MAX_LINES = 10_000
 class Call(Protocol):
     """What a gRPC call says about who makes it."""
 
-    def invocation_metadata(self) -> Any: ...
+    def invocation_metadata(self) -> Any:
+        """Its metadata, as pairs."""
 
-    def auth_context(self) -> Any: ...
+    def auth_context(self) -> Any:
+        """What TLS knows of the other end, by name."""
 
-    def peer(self) -> str: ...
+    def peer(self) -> str:
+        """Where it comes from."""
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,10 @@ from ps_protocol.credentials import PLAINTEXT, Access
 from ps_protocol.errors import InvalidRequest, JobMismatch, LimitExceeded, NotFound, PSError, TryLater
 from ps_protocol.job import JobSpec, difference
 from ps_protocol.layout import bucket_layout
+from ps_server.checks import check_address, check_host, check_job_spec
 from ps_server.core.membership import Member, Membership, check_key
 from ps_server.core.placement import imbalance, place
-from ps_server.limits import DEFAULTS, Limits, check_address, check_host, check_job_spec
+from ps_server.limits import DEFAULTS, Limits
 from ps_server.shard_client import ShardClient, on_all
 
 log = logging.getLogger("ps_server")

@@ -17,10 +17,11 @@ from ps_protocol.errors import PSError
 from ps_protocol.job_messages import job_spec
 from ps_protocol.v1 import control_pb2, control_pb2_grpc, data_pb2
 from ps_server import messages
+from ps_server.checks import check_job_spec
 from ps_server.coordinator import CoordinatedJob, Coordinator, Roster
 from ps_server.engine import Engine
 from ps_server.gate import check_job
-from ps_server.limits import DEFAULTS, Limits, check_job_spec
+from ps_server.limits import DEFAULTS, Limits
 from ps_server.running import RunningJob
 from ps_server.streams import Outbox, Send
 

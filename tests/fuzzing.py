@@ -75,6 +75,7 @@ class Target:
     """What bytes are thrown at: every handler of every service by name, as the boundary calls them."""
 
     def __init__(self) -> None:
+        self._level = logging.getLogger("ps_server").level
         logging.getLogger("ps_server").setLevel(logging.CRITICAL)
         self.engine = Engine(ShardMetrics(CollectorRegistry()), messages.pull_response, messages.shared_pull_response)
         self.engine._apply.shutdown()
@@ -146,6 +147,7 @@ class Target:
         """Ends the threads."""
         self.engine.stop()
         self.coordinator.stop()
+        logging.getLogger("ps_server").setLevel(self._level)
 
 
 def _ignore(message: Any) -> None:

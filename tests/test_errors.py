@@ -16,6 +16,10 @@ from ps_protocol import errors
 from ps_protocol.channel import open_channel, server_options
 from ps_protocol.errors import BY_REASON, DOMAIN, PSError, TryLater, Unreachable, error_from, status_of
 from ps_server.boundary import Boundary
+from ps_server.callers import Callers
+from ps_server.core.roles import EVERYONE, METHODS
+from ps_server.gate import Gate
+from ps_server.limits import Limits
 
 ERRORS = sorted(BY_REASON.values(), key=lambda error: error.__name__)
 PEER = "shard 0 at somewhere"
@@ -38,13 +42,16 @@ def address() -> Iterator[str]:
         raise BY_REASON[reason](words) if reason in BY_REASON else RuntimeError(words)
 
     handlers = {"Fail": grpc.unary_unary_rpc_method_handler(fail)}
-    with ThreadPoolExecutor(2) as pool:
-        server = grpc.server(pool, interceptors=[Boundary(CollectorRegistry())], options=server_options())
+    gate = Gate(Callers(), Limits())
+    with ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(METHODS, "/test.Failing/Fail", EVERYONE)
+        server = grpc.server(pool, interceptors=[Boundary(CollectorRegistry(), gate)], options=server_options())
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Failing", handlers),))
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         yield f"127.0.0.1:{port}"
         server.stop(None).wait()
+    gate.stop()
 
 
 @pytest.fixture(scope="module")

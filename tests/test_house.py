@@ -34,6 +34,7 @@ CORE_MAY_IMPORT = {
     "collections",
     "dataclasses",
     "enum",
+    "hmac",  # compares secrets in constant time: arithmetic, no more
     "math",
     "typing",
     "torch",
