@@ -100,7 +100,7 @@ def test_a_request_that_does_not_arrive_in_time_is_cut_off(make_cluster: MakeClu
 
 
 def test_a_reader_that_never_reads_delays_nobody_and_is_cut_off(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(shards=1, limits=Limits(stall_seconds=1.0))
+    cluster = make_cluster(shards=1, limits=Limits(stall_seconds=4.0))
     server = cluster.servers[0]
     big = nn.Linear(1024, 2048)
     with cluster.connect("async", job="big", transport="grpc") as session:
