@@ -14,7 +14,7 @@ HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint format proto clean
+.PHONY: help demo test test-docker lint format proto clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,7 +23,10 @@ demo: .venv/demo.stamp ## train a small GPT on two shards and two workers, in ab
 	@$(IN_VENV)/python examples/demo.py $(ARGS)
 
 test: .venv/dev.stamp ## run the tests
-	@$(IN_VENV)/python -m pytest -q $(ARGS)
+	@$(IN_VENV)/python -m pytest -q -m 'not docker' $(ARGS)
+
+test-docker: .venv/dev.stamp ## run the tests that build and start the containers; needs a Docker engine
+	@$(IN_VENV)/python -m pytest -q -m docker $(ARGS)
 
 lint: .venv/dev.stamp ## check style, format and types
 	$(IN_VENV)/python -m ruff check .

@@ -115,7 +115,7 @@ BAD_PUSHES: dict[str, tuple[Change, type[PSError], str]] = {
             0, 2, **group(0, job_pb2.HyperParameter(name="lr", numbers=job_pb2.NumberList(values=[1.0, 2.0])))
         ),
         InvalidRequest,
-        "SGD refuses",
+        "'lr' of SGD must be a number, got .1.0, 2.0.",
     ),
     "hyper-parameter that is no number": (
         lambda w: w.message(0, 2, **group(0, number("lr", NAN))),
