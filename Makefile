@@ -3,7 +3,7 @@
 PYTHON ?= python3
 # What to install if $(PYTHON) has no torch of its own; one that is there is used as it is.
 TORCH ?= torch==2.13.0
-# More arguments for demo and test: make demo ARGS="--mode ssp:4", make test ARGS="-k ssp -x"
+# More arguments for demo, test and bench: make demo ARGS="--mode ssp:4", make test ARGS="-k ssp -x"
 ARGS ?=
 
 IN_VENV := .venv/bin
@@ -14,7 +14,7 @@ HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-docker lint format proto clean
+.PHONY: help demo test test-docker bench lint format proto clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ test: .venv/dev.stamp ## run the tests
 
 test-docker: .venv/dev.stamp ## run the tests that build and start the containers; needs a Docker engine
 	@$(IN_VENV)/python -m pytest -q -m docker $(ARGS)
+
+bench: .venv/dev.stamp ## a short form of every benchmark; writes docs/benchmarks.md
+	@$(IN_VENV)/python -m bench all --short $(ARGS)
 
 lint: .venv/dev.stamp ## check style, format and types
 	$(IN_VENV)/python -m ruff check .
