@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import ps_worker
 from bench.machine import memory, traffic
 from bench.talk import own_output
+from ps_protocol.layout import DEFAULT_BUCKET_BYTES
 
 VECTOR = 2**20  # the model "vectors" is made of parameters of at most this many elements
 
@@ -49,6 +50,7 @@ class Task:
     layers: int = 8
     width: int = 512
     parameters: int = 0
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
     warmup: int = 4
     pauses: tuple[float, ...] = ()
     compute: str = "wait"
@@ -103,7 +105,14 @@ def losses(task: Task, session: ps_worker.Session) -> Iterator[float]:
     """Trains; yields after each step."""
     model, optimizer, data, loss_of = build(task)
     loader: Any = DataLoader(data, task.batch, shuffle=True, drop_last=True)
-    model, optimizer, loader = session.prepare(model, optimizer, loader, gradient_wire=task.wire, weight_wire=task.wire)
+    model, optimizer, loader = session.prepare(
+        model,
+        optimizer,
+        loader,
+        bucket_bytes=task.bucket_bytes,
+        gradient_wire=task.wire,
+        weight_wire=task.wire,
+    )
     waits = _pauses(task)
     for x, y in _endless(loader):
         next(waits)
