@@ -3,7 +3,7 @@
 PYTHON ?= python3
 # What to install if $(PYTHON) has no torch of its own; one that is there is used as it is.
 TORCH ?= torch==2.13.0
-# More arguments for demo and test: make demo ARGS="--mode ssp:4", make test ARGS="-k ssp -x"
+# More arguments for demo, test and bench: make demo ARGS="--mode ssp:4", make test ARGS="-k ssp -x"
 ARGS ?=
 # How long `make fuzz` runs.
 SECONDS ?= 60
@@ -16,7 +16,7 @@ HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test fuzz lint format proto clean
+.PHONY: help demo test test-docker bench fuzz lint format proto clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,7 +25,13 @@ demo: .venv/demo.stamp ## train a small GPT on two shards and two workers, in ab
 	@$(IN_VENV)/python examples/demo.py $(ARGS)
 
 test: .venv/dev.stamp ## run the tests
-	@$(IN_VENV)/python -m pytest -q $(ARGS)
+	@$(IN_VENV)/python -m pytest -q -m 'not docker' $(ARGS)
+
+test-docker: .venv/dev.stamp ## run the tests that build and start the containers; needs a Docker engine
+	@$(IN_VENV)/python -m pytest -q -m docker $(ARGS)
+
+bench: .venv/dev.stamp ## a short form of every benchmark; writes docs/benchmarks.md
+	@$(IN_VENV)/python -m bench all --short $(ARGS)
 
 fuzz: .venv/dev.stamp ## throw hostile input at every handler, guided by coverage: make fuzz SECONDS=600
 	@$(PIP) install --constraint constraints.txt --editable '.[fuzz]' || echo "atheris cannot be installed here"

@@ -1,90 +1,176 @@
-"""Servers and workers for a benchmark, as the processes that users start."""
+"""The processes of a benchmark: where they run, the servers, and workers that do as they are told."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import platform
+import shlex
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any
 
-import grpc
-import torch
+from bench.results import THREADS
+from bench.talk import answer, end, tell
+from bench.training import Task
+from ps_protocol.credentials import is_loopback
 
 ROOT = Path(__file__).resolve().parent.parent
-START_SECONDS = 60
+START_SECONDS = 180.0
 
 
-def environment(**more: str) -> dict[str, str]:
-    """What every process of a benchmark runs with: one thread for computing, unless `more` says otherwise."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
+@dataclass(frozen=True)
+class Host:
+    """Where a process runs.
+
+    address:   by which the other hosts reach it
+    prefix:    the command that runs another one there; none is needed on this machine
+    python:    the interpreter there; `directory`: where this project is there
+    variables: for every process there
+    """
+
+    address: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+    python: str = sys.executable
+    directory: str = str(ROOT)
+    variables: tuple[str, ...] = ()
+
+    def start(self, module: str, *arguments: str, log: IO[str] | None = None, **more: str) -> subprocess.Popen[str]:
+        """`python -m module ARGUMENTS`, with one thread for computing and `more` in its environment."""
+        variables = [f"OMP_NUM_THREADS={THREADS}", "PYTHONUNBUFFERED=1", *self.variables]
+        variables += [f"{name}={value}" for name, value in more.items()]
+        command = [*self.prefix, "env", "-C", self.directory, *variables, self.python, "-m", module, *arguments]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+
+
+HERE = Host()
+
+
+def hosts(addresses: str, template: str, python: str, directory: str, variables: Sequence[str]) -> list[Host]:
+    """A host for each address, comma-separated; in the template {host} is its address, {number} its number from 1."""
+    return [
+        Host(
+            address,
+            tuple(shlex.split(template.format(host=address, number=number))),
+            python,
+            directory,
+            tuple(variables),
+        )
+        for number, address in enumerate(addresses.split(","), start=1)
+    ]
+
+
+# -- servers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Running servers: the coordinator's address, and the shards' process ids if they are on this machine."""
+
+    address: str
+    pids: tuple[int, ...]
 
 
 @contextlib.contextmanager
-def servers(shards: int, *flags: str) -> Iterator[str]:
-    """`ps-server up` with this many shards, on free ports; yields the coordinator's address."""
-    command = [sys.executable, "-m", "ps_server", "up", "--shards", str(shards), "--port", "0", "--metrics-port", "0"]
+def servers(places: Sequence[Host]) -> Iterator[Servers]:
+    """A shard on each host, the first one with the coordinator, on free ports.
+
+    In plaintext between hosts too: DDP beside them is not encrypted either.
+    """
+    shards: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [*command, *flags], env=environment(), stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT
-        )
         try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if "ready at" not in line:
-                log.seek(0)
-                raise RuntimeError(f"the servers did not start: {line}{log.read()}")
-            yield line.split("ready at ")[1].split()[0]
+            for index, host in enumerate(places):
+                flags = ["--host", host.address, "--port", "0", "--metrics-host", host.address, "--metrics-port", "0"]
+                if not is_loopback(host.address):
+                    flags.append("--insecure")
+                if index == 0:
+                    flags += ["--with-coordinator", "--shards", str(len(places))]
+                shards.append(host.start("ps_server", "shard", "--supervised", "--index", str(index), *flags, log=log))
+            address = answer(shards[0], START_SECONDS)["address"]
+            for shard in shards[1:]:
+                tell(shard, address)
+            for shard in shards[1:]:
+                answer(shard, START_SECONDS)
+            yield Servers(address, tuple(shard.pid for shard in shards))
+        except BaseException:
+            log.seek(0)
+            sys.stderr.write(log.read())
+            raise
         finally:
-            process.terminate()
-            process.wait(START_SECONDS)
+            end(shards)
 
 
-def workers(module: str, count: int, options: dict[str, Any], timeout: float, **more: str) -> list[dict[str, Any]]:
-    """Runs `python -m module OPTIONS` once for each rank, as one torch.distributed group; returns rank 0's JSON lines."""
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "results"
-        running = [
-            subprocess.Popen(
-                [sys.executable, "-m", module, json.dumps({**options, "output": str(output)})],
-                env=environment(
-                    RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **more
-                ),
-                cwd=ROOT,
-            )
-            for rank in range(count)
-        ]
+# -- workers ---------------------------------------------------------------------------------------------------------
+
+
+class Group:
+    """The workers of one system, one on each host; once made, they are ready and have taken their warm-up steps.
+
+    pauses: by rank, the task's pauses where they differ
+    port:   where DDP's processes meet on the first host; by default one that is free on this machine
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Host],
+        task: Task,
+        pauses: Sequence[Sequence[float]] = (),
+        port: int | None = None,
+    ) -> None:
+        world = {"WORLD_SIZE": str(len(places)), "MASTER_ADDR": places[0].address}
+        world["MASTER_PORT"] = str(port or free_port())
+        self._running: list[subprocess.Popen[str]] = []
         try:
-            codes = [process.wait(timeout) for process in running]
-        finally:
-            for process in running:
-                process.kill()
-        if any(codes):
-            raise RuntimeError(f"workers ended with codes {codes}")
-        return [json.loads(line) for line in output.read_text().splitlines()]
+            for rank, host in enumerate(places):
+                process = host.start("bench.training", RANK=str(rank), **world)
+                self._running.append(process)
+                mine = replace(task, rank=rank, world_size=len(places))
+                if pauses:
+                    mine = replace(mine, pauses=tuple(pauses[rank]))
+                tell(process, json.dumps(asdict(mine)))
+            for process in self._running:
+                answer(process, START_SECONDS)
+        except BaseException:
+            end(self._running)
+            raise
+
+    def run(self, seconds: float = START_SECONDS, /, **order: Any) -> list[dict[str, Any]]:
+        """Gives all the same order at the same time; their answers, by rank. `seconds` is how long they may take."""
+        for process in self._running:
+            tell(process, json.dumps(order))
+        return [answer(process, seconds) for process in self._running]
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end(self._running)
+
+
+def torch_group(module: str, count: int, options: Mapping[str, Any], seconds: float) -> Any:
+    """Runs `python -m module` once for each rank, as one torch.distributed group, with the options as a line of JSON
+    on its standard input; returns rank 0's answer."""
+    world = {"WORLD_SIZE": str(count), "MASTER_ADDR": HERE.address, "MASTER_PORT": str(free_port())}
+    running = [HERE.start(module, RANK=str(rank), **world) for rank in range(count)]
+    try:
+        for process in running:
+            tell(process, json.dumps(dict(options)))
+        found = [answer(process, seconds) for process in running]
+    finally:
+        end(running)
+    return found[0]
 
 
 def free_port() -> int:
     """A port that is free now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((HERE.address, 0))
         return int(probe.getsockname()[1])
-
-
-def versions() -> dict[str, str]:
-    """What was measured with."""
-    return {"torch": torch.__version__, "grpcio": grpc.__version__, "python": platform.python_version()}
-
-
-def median_ms(seconds: list[float]) -> float:
-    """The median in milliseconds."""
-    return round(statistics.median(seconds) * 1e3, 2)

@@ -137,13 +137,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     """Runs one server process until it is told to stop."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):  # before the imports: they take seconds, in which it may be told to
+        signal.signal(number, lambda *_: stop.set())
     from ps_protocol.credentials import tls
     from ps_server.app import Server, ServerConfig
     from ps_server.supervisor import await_coordinator, watch_lifeline
 
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     alone = arguments.command == "coordinator"
     coordinates = alone or arguments.with_coordinator

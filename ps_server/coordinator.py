@@ -67,6 +67,7 @@ class CoordinatedJob:
     membership: Membership
     lock: threading.RLock = field(default_factory=threading.RLock)
     guard: threading.Lock = field(default_factory=threading.Lock)
+    ghosts: set[tuple[int, int, int]] = field(default_factory=set)  # (shard, rank, incarnation) still to be retired
     watchers: list[Watcher] = field(default_factory=list)
     ended: bool = False
 
@@ -306,12 +307,23 @@ class Coordinator:
             watcher(job.roster())
 
     def _retire(self, job: CoordinatedJob, rank: int, incarnation: int) -> None:
-        """Has every shard that answers stop counting a worker; one that is gone has lost its roster anyway."""
-        for shard in self.shards().values():
+        """Has every shard stop counting a worker."""
+        job.ghosts |= {(index, rank, incarnation) for index in self.shards()}
+        self._retire_ghosts(job)
+
+    def _retire_ghosts(self, job: CoordinatedJob) -> None:
+        """Tells the shards whom to retire, until each has heard: a ghost would be waited for for ever."""
+        shards = self.shards()
+        for ghost in sorted(job.ghosts):
+            index, rank, incarnation = ghost
             try:
-                shard.client.retire(job.spec.name, rank, incarnation)
+                shards[index].client.retire(job.spec.name, rank, incarnation)
+            except NotFound:
+                pass  # a new process, which has never heard of the worker
             except PSError as error:
-                log.warning("job %s: worker %d is not retired: %s", job.spec.name, rank, error)
+                log.warning("job %s: worker %d is not retired yet: %s", job.spec.name, rank, error)
+                continue
+            job.ghosts.discard(ghost)
 
     def _sweep(self) -> None:
         """Retires workers whose lease ran out: nobody waits for the dead."""
@@ -336,3 +348,5 @@ class Coordinator:
             )
             self._retire(job, member.rank, member.incarnation)
             self._announce(job)
+        if job.ghosts and not expired:
+            self._retire_ghosts(job)

@@ -1,8 +1,9 @@
 """Which buckets may leave while backward still runs.
 
 A bucket is full when backward has finished every gradient in it. It may leave at once only if nothing changes
-gradients between backward and step: clipping, unscaling, a second backward. What a script does is watched for a few
-steps before any bucket leaves early; if it is seen to change gradients, none ever does.
+gradients or hyper-parameters between backward and step: clipping, unscaling, a second backward, a new learning rate.
+What a script does is watched for a few steps before any bucket leaves early; if it is seen to change something, none
+ever does.
 """
 
 from __future__ import annotations
@@ -70,20 +71,21 @@ class Overlap:
                 self.left.add(index)
         return full
 
-    def finish(self, versions: list[int], absent: Set[int] = frozenset()) -> tuple[bool, set[int]]:
+    def finish(self, versions: list[int], absent: Set[int] = frozenset(), moved: bool = False) -> tuple[bool, set[int]]:
         """`optimizer.step()` begins: whether gradients were changed since backward, and the buckets that have left.
 
         absent: the parameters without a gradient; one that backward had made is taken away again
+        moved:  whether hyper-parameters are others than when backward began
 
         Raises Unsupported if they were changed when some of them had left.
         """
         changed = (self._versions is not None and versions != self._versions) or not self._seen.isdisjoint(absent)
-        left, unusual = self.left, changed or self._repeated
+        left, unusual = self.left, changed or moved or self._repeated
         self._begin()
-        if changed and left:
+        if (changed or moved) and left:
             raise Unsupported(
-                "gradients were changed between backward and optimizer.step() (clipping, unscaling), when buckets had "
-                "left already: use prepare(..., overlap=False)"
+                "gradients or hyper-parameters were changed between backward and optimizer.step() (clipping, "
+                "unscaling, a learning rate), when buckets had left already: use prepare(..., overlap=False)"
             )
         if unusual and self._wanted is None:
             log.info("gradients are changed after backward: buckets leave at optimizer.step()")

@@ -82,6 +82,7 @@ class ParameterServer:
         self._network: dict[int, NetworkTransport] = {}
         self._pushed: list[Future[int]] = []  # of the buckets that left during backward
         self._checked: list[HyperParameters] = []
+        self._told: list[HyperParameters] | None = None  # what buckets that leave during backward are stepped with
         self._release_model: Callable[[], None] = lambda: None
         self._clock = 0
         self._error: PSError | None = None
@@ -246,11 +247,12 @@ class ParameterServer:
 
     def _gradient_ready(self, parameter: int) -> None:
         """Backward has finished one gradient: full buckets leave now, if they may. Runs on autograd's thread."""
+        if self._told is None:
+            self._told = self._hyper_parameters()
         ready = self._overlap.ready(parameter, self._flat.versions())
         # One that is not finite stays, and all after it: `step` will refuse them.
         if ready and not any(self._flat.saw_not_finite(bucket) for bucket in ready):
-            groups = self._hyper_parameters()
-            self._pushed += [self._push(bucket, frozenset(), groups, False) for bucket in ready]
+            self._pushed += [self._push(bucket, frozenset(), self._told, False) for bucket in ready]
         else:
             self._overlap.left -= {bucket.index for bucket in ready}
 
@@ -260,9 +262,19 @@ class ParameterServer:
         timer = self._metrics.timer
         timer.stepping()
         absent = self._flat.gather()
-        changed, left = self._overlap.finish(self._flat.versions(), absent)
-        skip = self._refuse_or_skip(absent, changed)
         groups = self._hyper_parameters()
+        told, self._told = self._told, None
+        changed, left = self._overlap.finish(self._flat.versions(), absent, told is not None and groups != told)
+        refused: NonFiniteGradient | None = None
+        try:
+            skip = self._refuse_or_skip(absent, changed)
+        except NonFiniteGradient as error:
+            if not left:
+                raise
+            skip, refused = (
+                True,
+                error,
+            )  # a step that is half out is finished without the rest, so that all stay in step
         self._flat.begin_pull()
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         pulls = self._pull(ahead=1)
@@ -277,6 +289,8 @@ class ParameterServer:
         self._flat.end_pull()
         waited = max((seconds for _, seconds in pulled), default=0.0)
         self._metrics.stepped(sent, sum(size for size, _ in pulled), pushed, waited, self._clock)
+        if refused is not None:
+            raise refused
 
     def _hyper_parameters(self) -> list[HyperParameters]:
         """The groups' hyper-parameters now. Raises InvalidRequest for what the shards would refuse, before a push."""

@@ -29,7 +29,7 @@ log = logging.getLogger("ps_worker")
 
 DATA_SERVICE = DATA.services_by_name["DataService"].full_name
 PULL_SECONDS = 60.0
-PUSHES_IN_FLIGHT = 4
+PUSHES_IN_FLIGHT = 2
 
 
 class ShardCalls:

@@ -16,7 +16,7 @@ class Everything(nn.Module):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.embed = nn.Embedding(WORDS, WIDTH)
-            # BatchNorm takes a bias away again: its gradient would be pure rounding, which Adam blows up to whole steps.
+            # BatchNorm takes a bias away again: its gradient would be pure rounding, which Adam blows up to full steps.
             self.conv = nn.Conv1d(WIDTH, WIDTH, kernel_size=3, padding=1, bias=not norm)
             self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
             self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)

@@ -115,7 +115,7 @@ BAD_PUSHES: dict[str, tuple[Change, type[PSError], str]] = {
             0, 2, **group(0, job_pb2.HyperParameter(name="lr", numbers=job_pb2.NumberList(values=[1.0, 2.0])))
         ),
         InvalidRequest,
-        "SGD refuses",
+        "'lr' of SGD must be a number, got .1.0, 2.0.",
     ),
     "hyper-parameter that is no number": (
         lambda w: w.message(0, 2, **group(0, number("lr", NAN))),
@@ -484,6 +484,52 @@ def test_a_gradient_that_is_not_finite_is_refused_named_and_counted(shared: Clus
         model.second.bias.grad.fill_(1.0)
         optimizer.step()  # the same clock, with another gradient
         assert session.clock == 1
+
+
+def test_one_layer_that_goes_wrong_in_backward_keeps_the_whole_step_from_leaving(shared: Cluster, job: str) -> None:
+    with shared.connect("sync", job=job) as session:
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        model, optimizer = session.prepare(model, sgd(model), bucket_bytes=64, overlap=False)
+        for step in range(5):
+            hook = model[0].weight.register_hook(lambda gradient: gradient * NAN) if step == 3 else None
+            before = shared.state(job)
+            model(torch.ones(16)).sum().backward()  # finishes the last layer first
+            if hook:
+                with pytest.raises(NonFiniteGradient, match=r"gradient of 0\.weight"):
+                    optimizer.step()
+                assert shared.state(job) == before
+                hook.remove()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert session.clock == 4
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_a_step_that_is_half_out_when_it_goes_wrong_is_finished_and_training_goes_on(
+    shared: Cluster, job: str, transport: str
+) -> None:
+    def work(rank: int) -> torch.Tensor:
+        with shared.connect("sync", rank, 2, job=job, transport=transport) as session:
+            model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+            model, optimizer = session.prepare(model, sgd(model, lr=0.01), bucket_bytes=64, overlap=True)
+            for step in range(6):
+                bad = rank == 1 and step == 3
+                hook = model[0].weight.register_hook(lambda gradient: gradient * NAN) if bad else None
+                model(torch.ones(16)).sum().backward()  # the last layer's buckets leave here
+                if hook:
+                    with pytest.raises(NonFiniteGradient, match=r"gradient of 0\.weight"):
+                        optimizer.step()
+                    hook.remove()
+                else:
+                    optimizer.step()
+                assert session.clock == step + 1
+                optimizer.zero_grad()
+            return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    first, second = in_parallel(2, work)
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
 
 
 def test_a_gradient_that_is_large_is_finite(shared: Cluster, job: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -345,6 +346,19 @@ def test_flags_of_run_have_variables_too(tmp_path: Path) -> None:
     told = script(tmp_path, "print(os.environ['PS_MODE'], os.environ['PS_JOB'], os.environ['PS_ELASTIC'])")
     done = run(told, PS_SERVER="h:1", PS_WORKERS="3", PS_MODE="async", PS_JOB="j", PS_ELASTIC="1")
     assert done.stdout.splitlines() == ["async j 1"] * 3
+
+
+@pytest.mark.parametrize("mode", ["single", "sync", "ssp:2", "async"])
+def test_the_same_script_trains_in_every_mode(
+    shared: Cluster, job: str, mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # ddp: see test_ddp.py. In this process, because a process of its own takes seconds to import torch.
+    for name, value in {"PS_SERVER": shared.address, "PS_JOB": job, "PS_MODE": mode}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", [SCRIPT, str(tmp_path), "3"])
+    runpy.run_path(SCRIPT, run_name="__main__")
+    assert (tmp_path / f"{mode}-0.safetensors").exists()
+    assert job not in shared.coordinator.jobs()
 
 
 def test_a_worker_that_fails_does_not_take_the_others_with_it(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPOSE = "docker-compose.yml"
 OVERLAYS = ("docker-compose.gpu.yml", "docker-compose.grafana.yml")
 SERVERS = ("coordinator", "shard-0", "shard-1")
+UNPROBED = ("worker", "certs")
 PROMETHEUS = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
 DASHBOARD = ROOT / "deploy/grafana/dashboards/parameter-server.json"
 DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
@@ -121,6 +122,24 @@ def test_the_workers_command_is_ours(file: str) -> None:
         check=True,
     ).stdout
     assert all(option in told for option in options), f"{script} knows {options}"
+
+
+def test_everyone_has_its_own_certificates_and_shards_share_memory_with_workers() -> None:
+    found = read(COMPOSE)["services"]
+    for name in (*SERVERS, "worker"):
+        whose = "client" if name == "worker" else "server"
+        environment = found[name]["environment"]
+        assert environment["PS_TLS_CERT"] == f"/certs/{whose}.pem"
+        assert environment["PS_TLS_KEY"] == f"/certs/{whose}.key"
+        assert environment["PS_TLS_CA"] == "/certs/ca.pem"
+        assert environment.get("PS_TOKENS") == (None if name == "worker" else "/certs/roles")
+        assert "certs:/certs:ro" in found[name]["volumes"]
+    for name in ("shard-0", "shard-1", "worker"):
+        directory = found[name]["environment"]["PS_SHARED_DIRECTORY"]
+        assert f"shared:{directory}" in found[name]["volumes"]
+    hosts = [found["certs"]["command"][at + 1] for at, word in enumerate(found["certs"]["command"]) if word == "--host"]
+    assert hosts == list(SERVERS)
+    assert found["coordinator"]["depends_on"] == {"certs": {"condition": "service_completed_successfully"}}
 
 
 def test_two_workers_by_default() -> None:
@@ -370,7 +389,7 @@ class TestDeployment:
 
     def test_servers_become_healthy_and_nobody_is_root(self, deployment: Deployment) -> None:
         def healthy() -> bool:
-            found = [it["State"]["Health"]["Status"] for name, it in deployment.containers() if name != "worker"]
+            found = [it["State"]["Health"]["Status"] for name, it in deployment.containers() if name not in UNPROBED]
             return found == ["healthy"] * (len(SERVERS) + 1)
 
         assert eventually(healthy), deployment("ps")

@@ -294,6 +294,15 @@ def with_gradients_set_by_hand(model: nn.Module, optimizer: Optimizer, session: 
         optimizer.step()
 
 
+def with_a_learning_rate_set_after_backward(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
+    for step in range(8):
+        loss_of(model, batch(0, step)).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def with_no_gradient_in_some_steps(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
     for step in range(12):
         loss_of(model, batch(0, step)).backward()
@@ -336,6 +345,7 @@ LOOPS: list[Loop] = [
     with_two_backwards_a_step,
     with_clipped_gradients,
     with_gradients_set_by_hand,
+    with_a_learning_rate_set_after_backward,
     with_no_gradient_in_some_steps,
     with_a_grad_scaler,
 ]

@@ -29,6 +29,11 @@ def every_class(root: type[PSError] = PSError) -> list[type[PSError]]:
     return [root, *(found for child in root.__subclasses__() for found in every_class(child))]
 
 
+@pytest.fixture(autouse=True)
+def _no_surprises() -> None:
+    """The server below fails on purpose, and logs it."""
+
+
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """A real server whose one method fails as it is told, with "REASON words", or never answers."""
@@ -39,6 +44,7 @@ def address() -> Iterator[str]:
             ended = threading.Event()
             context.add_callback(ended.set)
             ended.wait(10)
+            return b""
         raise BY_REASON[reason](words) if reason in BY_REASON else RuntimeError(words)
 
     handlers = {"Fail": grpc.unary_unary_rpc_method_handler(fail)}
@@ -92,11 +98,14 @@ def test_a_message_of_any_length_arrives(channel: grpc.Channel) -> None:
         assert found.message.endswith("...")
 
 
-def test_an_error_that_nobody_meant_keeps_its_text_to_itself(channel: grpc.Channel) -> None:
+def test_an_error_that_nobody_meant_is_logged_and_keeps_its_text_to_itself(
+    channel: grpc.Channel, caplog: pytest.LogCaptureFixture
+) -> None:
     found = failing(channel, "BUG password=hunter2")
     assert type(found) is PSError
     assert "hunter2" not in found.message
     assert "internal error" in found.message
+    assert "hunter2" in caplog.text
 
 
 def test_reasons_are_distinct_and_each_class_has_its_own() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from conftest import Cluster
+from conftest import Cluster, scrape, until
 from torch import nn
 
 from ps_protocol.channel import open_channel
@@ -99,23 +99,48 @@ def test_a_request_that_does_not_arrive_in_time_is_cut_off(make_cluster: MakeClu
             threading.Event().wait(0.02)
 
 
-def test_a_reader_that_never_reads_delays_nobody_and_is_cut_off(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(shards=1, limits=Limits(stall_seconds=4.0))
-    server = cluster.servers[0]
+UNREAD = 80
+
+
+@contextlib.contextmanager
+def unread_pulls(cluster: Cluster) -> Iterator[None]:
+    """Pulls of a few megabytes each, all begun, whose answers are never asked for."""
     big = nn.Linear(1024, 2048)
     with cluster.connect("async", job="big", transport="grpc") as session:
         session.prepare(big, torch.optim.SGD(big.parameters(), lr=0.1))
         pull = data_pb2.PullRequest(worker=data_pb2.WorkerIdentity(job="big"), buckets=[0, 1, 2]).SerializeToString()
+        begun = pulls(cluster, "started")
         with open_channel(cluster.address) as channel:
             call = channel.unary_stream("/ps_protocol.v1.DataService/Pull")
-            unread = [call(pull, timeout=600) for _ in range(80)]  # their answers are never asked for
-            await_calls(server, 80)
-            assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
-            deadline = time.monotonic() + SECONDS
-            while server.calls_in_flight() > 10:  # what is left are the session's own
-                assert time.monotonic() < deadline
-                threading.Event().wait(0.02)
-            assert len(unread) == 80
+            unread = [call(pull, timeout=600) for _ in range(UNREAD)]
+            until(lambda: pulls(cluster, "started") >= begun + UNREAD, "the start of every pull")
+            yield
+            for one in unread:
+                one.cancel()
+
+
+def pulls(cluster: Cluster, what: str, code: str = "") -> float:
+    """How many pulls the first server has "started" or "handled" since its start: it only grows."""
+    samples = scrape(cluster.servers[0].metrics_address)
+    return sum(
+        value
+        for sample, value in samples.items()
+        if sample.startswith(f"grpc_server_{what}_total{{") and 'grpc_method="Pull"' in sample and code in sample
+    )
+
+
+def test_readers_that_never_read_delay_nobody(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(stall_seconds=600.0))
+    with unread_pulls(cluster):
+        assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
+        assert pulls(cluster, "started") > pulls(cluster, "handled"), "they still lie there"
+
+
+def test_readers_that_never_read_are_cut_off(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(stall_seconds=2.0))
+    with unread_pulls(cluster):
+        until(lambda: pulls(cluster, "started") == pulls(cluster, "handled"), "the end of every pull")
+        assert pulls(cluster, "handled", 'grpc_code="CANCELLED"') > 0
 
 
 def test_a_thousand_connections_that_say_nothing_delay_nobody_and_are_closed(make_cluster: MakeCluster) -> None:

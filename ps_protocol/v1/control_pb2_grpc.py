@@ -87,7 +87,8 @@ class JobServiceServicer(object):
 
     def JoinJob(self, request, context):
         """Makes the caller a live worker of a job under a new incarnation, fencing an older one of the same rank.
-        NOT_FOUND: no such job. INVALID_ARGUMENT: the rank is not below the job's world size. RESOURCE_EXHAUSTED: full.
+        NOT_FOUND: no such job. INVALID_ARGUMENT: the rank is not below the job's world size. UNAVAILABLE: a shard does not
+        answer. RESOURCE_EXHAUSTED: the job has as many workers as a job may have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -358,7 +359,7 @@ class ClusterServiceServicer(object):
 
     def RegisterShard(self, request, context):
         """Makes a shard known, or renews it; called every few seconds.
-        ALREADY_EXISTS: another live process has that index. INVALID_ARGUMENT: the index is not below the shard count.
+        UNAVAILABLE: another live process has that index. INVALID_ARGUMENT: the index is not below the shard count.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

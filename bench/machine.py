@@ -1,0 +1,60 @@
+"""What the kernel says of this machine and of a process on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+import grpc
+import torch
+
+
+def machine() -> str:
+    """Cores, processor, memory and kernel: no name, no address."""
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    kernel = re.match(r"[\d.]*\d", platform.release())
+    cores = len(os.sched_getaffinity(0))
+    name = found[1].strip() if found else platform.machine()
+    return f"{cores} cores of {name}, {gigabytes:.0f} GiB, Linux {kernel[0] if kernel else ''}".strip()
+
+
+def versions() -> dict[str, str]:
+    """What was measured with."""
+    return {"torch": torch.__version__, "grpcio": grpc.__version__, "python": platform.python_version()}
+
+
+def memory(pid: int | str = "self") -> dict[str, int]:
+    """A process' resident memory in bytes.
+
+    peak:   the most there has been; now: what there is
+    anonymous: of `now`, the process' own; shared: of `now`, pages of segments, which other processes may map as well
+    proportional: `now`, with each page divided by how many processes map it
+    """
+    status = _sizes(Path(f"/proc/{pid}/status").read_text())
+    rollup = _sizes(Path(f"/proc/{pid}/smaps_rollup").read_text())
+    return {
+        "peak": status["VmHWM"],
+        "now": status["VmRSS"],
+        "anonymous": status["RssAnon"],
+        "shared": status["RssShmem"],
+        "proportional": rollup["Pss"],
+    }
+
+
+def _sizes(text: str) -> dict[str, int]:
+    return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+
+
+def traffic() -> tuple[int, int]:
+    """Bytes received and sent by this host's interfaces other than loopback, with all headers, since they came up."""
+    received = sent = 0
+    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
+        name, _, numbers = line.partition(":")
+        if name.strip() != "lo":
+            fields = numbers.split()
+            received += int(fields[0])
+            sent += int(fields[8])
+    return received, sent

@@ -1,0 +1,103 @@
+"""The memory of a shard and of a worker, training a GPT with AdamW.
+
+A shard's figure is its peak, less what it takes before its first job (interpreter, torch, gRPC), divided by the weights
+and the optimizer state that it holds. Over shared memory the segments of its workers are mapped into the shard too:
+those pages belong to the workers, who hold their weights and gradients in them, and are counted there; `shared` says
+how many of them the shard has touched, and they are taken off its peak. A worker's peak includes its segment, and is
+divided by a DDP worker's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.cluster import HERE, Group, Servers, servers
+from bench.machine import memory
+from bench.pictures import Bar, bars
+from bench.results import MIB, Result, label, median_ms, result
+from bench.train import step_times
+from bench.training import Task, build
+from ps_server.status import fetch
+
+SHORT = {"layers": 4, "width": 384}
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The command line of `python -m bench memory`."""
+    parser.add_argument("--workers", type=int, default=4, help="(%(default)s)")
+    parser.add_argument("--shards", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="of the model; 8 with a width of 512: 25M parameters")
+    parser.add_argument("--width", type=int, default=512, help="of the model, a multiple of 64 (%(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="blocks of 64 bytes in a worker's batch (%(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="after four of warm-up (%(default)s)")
+    parser.add_argument("--transport", default="grpc,shm", help="shm, grpc or both (%(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> list[Result]:
+    """Measures; DDP's largest worker, then for each transport the largest worker and the shard with the worst ratio."""
+    places = [HERE] * arguments.workers
+    plain = Task("gpt", "ddp", batch=arguments.batch, layers=arguments.layers, width=arguments.width)
+    size = 4 * sum(parameter.numel() for parameter in build(plain)[0].parameters())
+    with Group(places, plain) as group:
+        ddp = group.run(steps=arguments.steps)
+    lines = [_worker(arguments, "", size, ddp, ddp)]
+    for transport in arguments.transport.split(","):
+        with servers([HERE] * arguments.shards) as cluster:
+            imports = [memory(pid)["peak"] for pid in cluster.pids]
+            with Group(places, replace(plain, mode="sync", server=cluster.address, transport=transport)) as group:
+                ours = group.run(steps=arguments.steps)
+                shards = _shards(cluster, imports)
+        lines.append(_worker(arguments, transport, size, ours, ddp))
+        worst = max(shards, key=lambda shard: shard["ratios"]["weights + optimizer state"])
+        lines.append({**lines[-1], "system": "shard", **worst})
+    return lines
+
+
+def _worker(
+    arguments: argparse.Namespace, transport: str, size: int, answers: list[dict[str, Any]], ddp: list[dict[str, Any]]
+) -> Result:
+    largest = max((found["memory"] for found in answers), key=lambda sizes: sizes["peak"])
+    return result(
+        "memory",
+        "worker" if transport else "ddp worker",
+        transport=transport,
+        wire="float32" if transport else "",
+        workers=arguments.workers,
+        shards=arguments.shards if transport else 0,
+        size=size,
+        ms=median_ms([seconds for found in answers for seconds in step_times(found["ends"])]),
+        ratios={"ddp worker": largest["peak"] / max(found["memory"]["peak"] for found in ddp)},
+        peak_bytes=largest["peak"],
+        imports_bytes=largest["imports"],
+        shared_bytes=largest["shared"],
+    )
+
+
+def _shards(cluster: Servers, imports: list[int]) -> list[dict[str, Any]]:
+    """What each shard holds, and what it takes."""
+    found = []
+    processes = [process for process in fetch(cluster.address)["processes"] if process["role"] == "shard"]
+    for process, before in zip(sorted(processes, key=lambda shard: shard["index"]), imports, strict=True):
+        sizes = memory(process["pid"])
+        held = sum(job["parameter_bytes"] + job["optimizer_bytes"] for job in process["jobs"])
+        own = sizes["peak"] - sizes["shared"] - before
+        found.append(
+            {
+                "ratios": {"weights + optimizer state": round(own / held, 3)},
+                "peak_bytes": sizes["peak"],
+                "imports_bytes": before,
+                "shared_bytes": sizes["shared"],
+                "held_bytes": held,
+            }
+        )
+    return found
+
+
+def draw(lines: list[Result], path: Path) -> None:
+    """What processes hold in memory, beside what they must."""
+    title = f"Peak memory of one process, {lines[0]['workers']} workers, a GPT with AdamW"
+    found = [Bar(label(line), line["peak_bytes"] / MIB, line["system"] != "ddp worker") for line in lines]
+    bars(path, "MiB", {title: found})

@@ -1,0 +1,104 @@
+"""Workers and shards on hosts of their own, with a model bound by communication, beside DDP (gloo) on the same hosts.
+
+Hosts are addresses, and a command that runs another one there; in it {host} is the address, {number} counts from 1:
+
+    python -m bench network --addresses 10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4 --exec "ssh {host}"
+    python -m bench network --addresses 10.0.0.1,10.0.0.2 --exec "ip netns exec host{number}" --link-mbit 1000
+
+The first half of the hosts are workers, the second half shards. The ratio `ddp` is that of the median step times; the
+ratio `link` is the payload that the busiest link carries in one direction, divided by what it can carry in that time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from bench.cluster import ROOT, Group, hosts, servers
+from bench.pictures import Bar, bars
+from bench.results import Result, label, median_ms, result
+from bench.train import step_times
+from bench.training import Task
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SHORT = {"parameters": 2_000_000, "turns": 3, "steps": 4}
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The command line of `python -m bench network`."""
+    parser.add_argument("--addresses", required=True, help="the hosts', separated by commas: workers, then shards")
+    parser.add_argument("--exec", dest="template", default="", help="what runs a command on a host")
+    parser.add_argument("--workers", type=int, help="how many of the hosts are workers (half)")
+    parser.add_argument("--interface", default="", help="the hosts' network interface, if gloo would pick another")
+    parser.add_argument("--port", type=int, default=29500, help="where DDP's processes meet (%(default)s)")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter there (the same as here)")
+    parser.add_argument("--directory", default=str(ROOT), help="where this project is there (the same as here)")
+    parser.add_argument("--link-mbit", type=float, default=0.0, help="what a host's link carries in each direction")
+    parser.add_argument("--wire", default="float32,bfloat16", help="of gradients and weights (%(default)s)")
+    parser.add_argument("--parameters", type=int, default=8_000_000, help="of the model (%(default)s)")
+    parser.add_argument("--bucket-kib", type=int, default=1024, help="of one bucket (%(default)s)")
+    parser.add_argument("--turns", type=int, default=3, help="of each system (%(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="in a turn; the first is not counted (%(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> list[Result]:
+    """Measures; one result for each system."""
+    interface = [f"GLOO_SOCKET_IFNAME={arguments.interface}"] if arguments.interface else []
+    places = hosts(arguments.addresses, arguments.template, arguments.python, arguments.directory, interface)
+    count = arguments.workers or len(places) // 2
+    workers, shards = places[:count], places[count:]
+    if not workers or not shards:
+        raise SystemExit("a network needs at least one host for a worker and one for a shard")
+    plain = Task("vectors", "ddp", parameters=arguments.parameters, bucket_bytes=arguments.bucket_kib * 1024)
+    times: dict[str, list[float]] = {}
+    moved: dict[str, list[int]] = {}
+    with servers(shards) as cluster, contextlib.ExitStack() as stack:
+        tasks = {"ddp": plain} if count > 1 else {}
+        for wire in arguments.wire.split(","):
+            tasks[f"sync {wire}"] = replace(
+                plain, mode="sync", server=cluster.address, job=wire, transport="grpc", wire=wire
+            )
+        groups = {name: stack.enter_context(Group(workers, task, port=arguments.port)) for name, task in tasks.items()}
+        for _ in range(arguments.turns):
+            for name, group in groups.items():
+                answers = group.run(steps=arguments.steps)
+                times.setdefault(name, []).extend(step for found in answers for step in step_times(found["ends"]))
+                moved.setdefault(name, []).append(max(max(found["traffic"]) for found in answers))
+    ms = {name: median_ms(found) for name, found in times.items()}
+    found = []
+    for name, task in tasks.items():
+        ratios = {"ddp": ms[name] / ms["ddp"]} if "ddp" in ms else {}
+        if arguments.link_mbit and task.server:
+            ratios["link"] = _busiest_link(task, count, len(shards)) * 8 / (arguments.link_mbit * 1e3 * ms[name])
+        found.append(
+            result(
+                "network",
+                task.mode,
+                transport=task.transport if task.server else "",
+                wire=task.wire,
+                workers=count,
+                shards=len(shards) if task.server else 0,
+                size=4 * task.parameters,
+                ms=ms[name],
+                ratios=ratios,
+                steps=len(times[name]) // count,
+                link_mbit=arguments.link_mbit,
+                moved_bytes=round(sum(moved[name]) / arguments.turns / arguments.steps),
+            )
+        )
+    return found
+
+
+def _busiest_link(task: Task, workers: int, shards: int) -> float:
+    """Bytes of payload that the busiest link carries in one direction in one step: a worker's, or a shard's."""
+    return task.parameters * ITEM_BYTES[task.wire] * max(1.0, workers / shards)
+
+
+def draw(lines: list[Result], path: Path) -> None:
+    """A bar for each system."""
+    rate = f", links of {lines[0]['link_mbit']:g} Mbit/s" if lines[0]["link_mbit"] else ""
+    title = f"A step of {lines[0]['bytes'] / 1e6:.0f} MB of weights, {lines[0]['workers']} worker hosts{rate}"
+    bars(path, "milliseconds", {title: [Bar(label(line), line["ms"], line["system"] != "ddp") for line in lines]})

@@ -1,0 +1,93 @@
+"""The page of results: docs/benchmarks.md, made from the lines of JSON in docs/benchmarks/."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from bench.results import MIB, Result
+
+# What a table shows, in this order, where any line has it: the field, its heading, and how it is written.
+COLUMNS = (
+    ("scenario", "scenario", "{}"),
+    ("system", "system", "{}"),
+    ("transport", "transport", "{}"),
+    ("wire", "wire", "{}"),
+    ("workers", "workers", "{}"),
+    ("shards", "shards", "{}"),
+    ("ms", "ms", "{:.4g}"),
+    ("samples_per_second", "samples/s", "{:.0f}"),
+    ("gigabytes_per_second", "GB/s", "{}"),
+    ("moved_bytes", "MB on a worker's link, a step", "{:.1f}"),
+    ("loss", "last loss", "{:.3f}"),
+    ("peak_bytes", "peak, MiB", "{:.0f}"),
+    ("imports_bytes", "imports, MiB", "{:.0f}"),
+    ("shared_bytes", "shared, MiB", "{:.0f}"),
+    ("held_bytes", "weights + state, MiB", "{:.0f}"),
+    ("compute", "compute", "{}"),
+)
+UNITS = {"moved_bytes": 1e6, "peak_bytes": MIB, "imports_bytes": MIB, "shared_bytes": MIB, "held_bytes": MIB}
+
+
+def write_page(folder: Path, modules: Mapping[str, ModuleType]) -> None:
+    """Writes FOLDER.md from FOLDER/*.jsonl, a section a file, in the order of the benchmarks."""
+    order = list(modules)
+    files = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("*.jsonl")}
+    sections = sorted(
+        (lines for lines in files.items() if lines[1]), key=lambda f: (order.index(f[1][0]["bench"]), f[0])
+    )
+    page = [
+        "# Benchmarks",
+        "",
+        "Written by `python -m bench report` from the results in [benchmarks/](benchmarks); `make bench` runs a short",
+        "form of all and writes this page anew. Every process computes with one thread. A ratio is taken within one",
+        "run, with the peer beside us; absolute times are those of the machine named.",
+    ]
+    for stem, lines in sections:
+        page += ["", *_section(folder, stem, lines, modules[lines[0]["bench"]].__doc__ or "")]
+    folder.with_suffix(".md").write_text("\n".join(page) + "\n")
+
+
+def _section(folder: Path, stem: str, lines: Sequence[Result], text: str) -> list[str]:
+    first = lines[0]
+    used = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    size = first["bytes"]
+    found = [
+        f"## {stem}",
+        "",
+        *text.strip().splitlines(),
+        "",
+        "```console",
+        f"$ {first['command']}",
+        "```",
+        "",
+        f"Weights: {size / MIB:.4g} MiB. Machine: {first['machine']}; {used}.",
+        "",
+        *_table(lines),
+    ]
+    if (folder / f"{stem}.png").exists():
+        found += ["", f"![{stem}]({folder.name}/{stem}.png)"]
+    return found
+
+
+def _table(lines: Sequence[Result]) -> list[str]:
+    columns = [column for column in COLUMNS if any(line.get(column[0]) not in (None, "") for line in lines)]
+    peers = list(dict.fromkeys(peer for line in lines for peer in line["ratios"]))
+    most = any("most" in line for line in lines)
+    heads = [head for _, head, _ in columns] + [f"÷ {peer}" for peer in peers] + (["most"] if most else [])
+    rows = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for line in lines:
+        cells = [_cell(line, field, form) for field, _, form in columns]
+        cells += [f"**{line['ratios'][peer]:.2f}**" if peer in line["ratios"] else "" for peer in peers]
+        cells += [f"{line['most']:.2f}"] if most else []
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows
+
+
+def _cell(line: Result, field: str, form: str) -> str:
+    value = line.get(field)
+    if value is None or value == "":
+        return ""
+    return form.format(value / UNITS[field] if field in UNITS else value)

@@ -1,0 +1,61 @@
+"""A result is one line of JSON; these are the fields that all have."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.machine import machine, versions
+
+THREADS = 1  # for computing, in every process of a benchmark, whatever the system
+MIB = 2**20
+
+Result = dict[str, Any]
+
+
+def result(
+    bench: str,
+    system: str,
+    *,
+    workers: int,
+    shards: int,
+    size: int,
+    ms: float,
+    transport: str = "",
+    wire: str = "",
+    ratios: Mapping[str, float] | None = None,
+    **more: Any,
+) -> Result:
+    """One result.
+
+    size:   bytes of the model's weights in float32
+    ms:     the median of what was measured, in milliseconds
+    ratios: by the peer's name, this result divided by the peer's in the same run
+    more:   what only this benchmark has
+    """
+    return {
+        "bench": bench,
+        "system": system,
+        "transport": transport,
+        "wire": wire,
+        "workers": workers,
+        "shards": shards,
+        "bytes": size,
+        "ms": ms,
+        "ratios": {peer: round(ratio, 3) for peer, ratio in (ratios or {}).items()},
+        **more,
+        "threads": THREADS,
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def median_ms(seconds: Sequence[float]) -> float:
+    """The median in milliseconds."""
+    return round(statistics.median(seconds) * 1e3, 2)
+
+
+def label(line: Result) -> str:
+    """What a picture calls a result's system."""
+    return " ".join(part for part in (line["system"], line["transport"], line["wire"]) if part)

@@ -1,0 +1,181 @@
+"""One worker of a benchmark: an ordinary training script that takes steps when it is told to.
+
+The first line of its input is its Task; each line after it is an order, {"steps": N} or {"seconds": S}, answered with
+the times at which its steps ended. With {"leave": true} it leaves the job afterwards, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import ps_worker
+from bench.machine import memory, traffic
+from bench.talk import own_output
+from ps_protocol.layout import DEFAULT_BUCKET_BYTES
+
+VECTOR = 2**20  # the model "vectors" is made of parameters of at most this many elements
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one worker trains, and how.
+
+    model:   "gpt", of `layers` and `width`; "vectors", of `parameters` elements and next to no computing; "small"
+    mode:    as ps_worker.connect takes it; in "single" the workers know nothing of each other
+    warmup:  steps before the first order
+    pauses:  seconds that each step takes longer, one after the other and again from the start
+    compute: what happens in a pause: "wait" leaves the core to others, "busy" computes
+    """
+
+    model: str
+    mode: str
+    rank: int = 0
+    world_size: int = 1
+    server: str | None = None
+    job: str = "default"
+    transport: str = "auto"
+    wire: str = "float32"
+    batch: int = 8
+    block: int = 64
+    layers: int = 8
+    width: int = 512
+    parameters: int = 0
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    warmup: int = 4
+    pauses: tuple[float, ...] = ()
+    compute: str = "wait"
+
+
+# -- the models ------------------------------------------------------------------------------------------------------
+
+
+class Vectors(nn.Module):
+    """Nothing but parameters; their squares are the loss, so that every element has a gradient of its own."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        sizes = [min(VECTOR, elements - start) for start in range(0, elements, VECTOR)]
+        self.vectors = nn.ParameterList(nn.Parameter(torch.randn(size)) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, features) to one number."""
+        total = torch.stack([vector.dot(vector) for vector in self.vectors]).sum()
+        return x.mean() * total
+
+
+Built = tuple[nn.Module, torch.optim.Optimizer, Dataset[Any], Callable[[Tensor, Tensor], Tensor]]
+
+
+def build(task: Task) -> Built:
+    """The task's model, optimizer, data and loss, the same on all workers."""
+    torch.manual_seed(0)
+    if task.model == "gpt":
+        from examples.char_gpt import CharGPT, Shape, Windows, library_text
+
+        gpt = CharGPT(Shape(task.layers, task.width // 64, task.width, task.block))
+        # The fastest there is on a CPU, for every mode.
+        adamw = torch.optim.AdamW(gpt.parameters(), lr=3e-4, fused=True)
+        return gpt, adamw, Windows(library_text(), task.block), _cross_entropy
+    numbers = TensorDataset(torch.randn(4096, 64), torch.randint(10, (4096,)))
+    if task.model == "vectors":
+        vectors = Vectors(task.parameters)
+        return vectors, torch.optim.SGD(vectors.parameters(), lr=1e-4, fused=True), numbers, lambda loss, _: loss
+    small = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    return small, torch.optim.SGD(small.parameters(), lr=1e-3, fused=True), numbers, F.cross_entropy
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# -- the training ----------------------------------------------------------------------------------------------------
+
+
+def losses(task: Task, session: ps_worker.Session) -> Iterator[float]:
+    """Trains; yields after each step."""
+    model, optimizer, data, loss_of = build(task)
+    loader: Any = DataLoader(data, task.batch, shuffle=True, drop_last=True)
+    model, optimizer, loader = session.prepare(
+        model,
+        optimizer,
+        loader,
+        bucket_bytes=task.bucket_bytes,
+        gradient_wire=task.wire,
+        weight_wire=task.wire,
+    )
+    waits = _pauses(task)
+    for x, y in _endless(loader):
+        next(waits)
+        loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+def _endless(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _pauses(task: Task) -> Iterator[None]:
+    """The computing of each step, or what stands in for it: none in the warm-up."""
+    for _ in range(task.warmup):
+        yield
+    numbers = torch.randn(64, 64)
+    while True:
+        for seconds in task.pauses or (0.0,):
+            if task.compute == "wait":
+                time.sleep(seconds)
+            else:
+                until = time.perf_counter() + seconds
+                while time.perf_counter() < until:
+                    numbers @ numbers
+            yield
+
+
+def main() -> None:
+    """Follows orders until there are no more."""
+    say = own_output()
+    imports = memory()["peak"]
+    task = Task(**json.loads(sys.stdin.readline()))
+    with ps_worker.connect(
+        task.server, task.mode, task.job, task.rank, task.world_size, transport=task.transport
+    ) as session:
+        training = losses(task, session)
+        for _ in range(task.warmup):
+            next(training)
+        say({"ready": True})
+        for line in sys.stdin:
+            order = json.loads(line)
+            before = traffic()
+            ends, loss = _take_steps(training, order)
+            moved = [now - then for now, then in zip(traffic(), before, strict=True)]
+            if order.get("leave"):
+                session.close()
+            say({"ends": ends, "loss": loss, "traffic": moved, "memory": {"imports": imports, **memory()}})
+
+
+def _take_steps(training: Iterator[float], order: dict[str, Any]) -> tuple[list[float], float]:
+    """As many steps as ordered, or as begin in that time: when each ended, from the order on, and the last loss."""
+    ends: list[float] = []
+    loss = float("nan")
+    started = time.perf_counter()
+    while len(ends) < order.get("steps", sys.maxsize) and (not ends or ends[-1] < order.get("seconds", sys.maxsize)):
+        loss = next(training)
+        ends.append(time.perf_counter() - started)
+    return ends, loss
+
+
+if __name__ == "__main__":
+    main()
