@@ -56,7 +56,8 @@ def up(config: UpConfig) -> int:
         for child in children[1:]:
             _tell(child, first["address"])
         rest = [_ready(child, index) for index, child in enumerate(children) if index]
-        print(f"ps-server: ready at {first['address']} ({config.shards} shard{'s' if config.shards > 1 else ''})", flush=True)
+        shards = "1 shard" if config.shards == 1 else f"{config.shards} shards"
+        print(f"ps-server: ready at {first['address']} ({shards})", flush=True)
         for process in (first, *rest):
             print(f"ps-server: metrics at http://{process['metrics']}/metrics", flush=True)
         index = _first_to_end(children)
