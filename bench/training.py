@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import ps_worker
 from bench.machine import memory, traffic
 from bench.talk import own_output
-from ps_protocol.layout import DEFAULT_BUCKET_BYTES
 
 VECTOR = 2**20  # the model "vectors" is made of parameters of at most this many elements
 
@@ -50,7 +49,7 @@ class Task:
     layers: int = 8
     width: int = 512
     parameters: int = 0
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    bucket_bytes: int | None = None
     warmup: int = 4
     pauses: tuple[float, ...] = ()
     compute: str = "wait"

@@ -64,7 +64,8 @@ def up(config: UpConfig) -> int:
         for child in children[1:]:
             _tell(child, first["address"])
         rest = [_ready(child, index) for index, child in enumerate(children) if index]
-        print(f"ps-server: ready at {first['address']} ({config.shards} shards)", flush=True)
+        shards = "1 shard" if config.shards == 1 else f"{config.shards} shards"
+        print(f"ps-server: ready at {first['address']} ({shards})", flush=True)
         scheme = "https" if config.tls_cert else "http"
         for process in (first, *rest):
             print(f"ps-server: metrics at {scheme}://{process['metrics']}/metrics", flush=True)

@@ -146,7 +146,7 @@ class Session:
     def prepare(
         self,
         *things: Any,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         non_finite: str = "refuse",
         gradient_wire: str = "float32",
         weight_wire: str = "float32",
@@ -159,7 +159,7 @@ class Session:
         The model moves to `device` and starts from rank 0's weights; the optimizer steps wherever the mode says; a
         loader yields this worker's share of the data, on `device`. Blocks until every declared worker is there.
 
-        bucket_bytes: size of a bucket, a multiple of 64
+        bucket_bytes: size of a bucket in the model, a multiple of 64; by default one that travels as 4 MiB
         non_finite:   what to do with a gradient that holds an infinity or a NaN: "refuse" raises NonFiniteGradient and
                       pushes nothing more; "skip" leaves this worker's step out; "allow" does not look
         gradient_wire, weight_wire: how float32 tensors travel: float32, bfloat16 or float16; shards keep float32
@@ -186,7 +186,7 @@ class Session:
         made: dict[int, Any] = {}
         if models:
             options = {
-                "bucket_bytes": bucket_bytes,
+                "bucket_bytes": bucket_bytes or _bucket_bytes(gradient_wire, weight_wire),
                 "non_finite": _policy(non_finite),
                 "gradient_wire": _wire(gradient_wire),
                 "weight_wire": _wire(weight_wire),
@@ -306,6 +306,11 @@ def _wire(name: str) -> str:
     if name not in WIRE_FORMATS:
         raise InvalidRequest(f"a wire format is one of {', '.join(WIRE_FORMATS)}, got {name!r}")
     return name
+
+
+def _bucket_bytes(gradient_wire: str, weight_wire: str) -> int:
+    """So large that both ways a full bucket is a message of DEFAULT_BUCKET_BYTES: a message costs time by itself."""
+    return DEFAULT_BUCKET_BYTES * (1 if "float32" in (gradient_wire, weight_wire) else 2)
 
 
 def _device(local_rank: int) -> torch.device:

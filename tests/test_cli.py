@@ -308,7 +308,10 @@ def test_help_is_there_at_once() -> None:
 def script(directory: Path, text: str) -> str:
     """A script that needs neither torch nor a server: it starts in a moment."""
     path = directory / "script.py"
-    path.write_text("import os, signal, sys, time\n" + text)
+    # One write a line: workers share one output, and nothing may come between a line and its end.
+    path.write_text(
+        "import os, sys, time\nsay = lambda *words: sys.stdout.write(' '.join(map(str, words)) + '\\n')\n" + text
+    )
     return str(path)
 
 
@@ -320,7 +323,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_each_worker_is_told_its_place_and_the_scripts_arguments(tmp_path: Path) -> None:
-    told = script(tmp_path, "print(sorted((k, v) for k, v in os.environ.items() if k in sys.argv[2:]), sys.argv[1])")
+    told = script(tmp_path, "say(sorted((k, v) for k, v in os.environ.items() if k in sys.argv[2:]), sys.argv[1])")
     names = ["PS_SERVER", "PS_MODE", "PS_JOB", "PS_RANK", "PS_WORLD_SIZE", "LOCAL_RANK", "RANK", "WORLD_SIZE"]
     flags = ["--server", "h:1", "--workers", "2", "--mode", "ssp:4", "--job", "j", "--first-rank", "3"]
     done = run(*flags, "--world-size", "8", told, "--lr=3", *names)
@@ -343,7 +346,7 @@ def test_each_worker_is_told_its_place_and_the_scripts_arguments(tmp_path: Path)
 
 
 def test_flags_of_run_have_variables_too(tmp_path: Path) -> None:
-    told = script(tmp_path, "print(os.environ['PS_MODE'], os.environ['PS_JOB'], os.environ['PS_ELASTIC'])")
+    told = script(tmp_path, "say(os.environ['PS_MODE'], os.environ['PS_JOB'], os.environ['PS_ELASTIC'])")
     done = run(told, PS_SERVER="h:1", PS_WORKERS="3", PS_MODE="async", PS_JOB="j", PS_ELASTIC="1")
     assert done.stdout.splitlines() == ["async j 1"] * 3
 
@@ -371,7 +374,7 @@ if os.environ["PS_RANK"] == "1":
     sys.exit(7)
 while not os.path.exists(done):
     time.sleep(0.01)
-print("finished")
+say("finished")
 """,
     )
     done = run("--server", "h:1", "--workers", "2", uneven)
@@ -392,7 +395,7 @@ def test_in_ddp_nobody_goes_on_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_worker_outlives_its_launcher(start: Start, tmp_path: Path, number: int) -> None:
-    patient = script(tmp_path, "print('here', flush=True)\ntime.sleep(600)")
+    patient = script(tmp_path, "say('here')\ntime.sleep(600)")
     command = start("-m", "ps_worker", "run", "--server", "h:1", "--workers", "2", patient)
     command.says("here", count=2)
     code = command.end(number)

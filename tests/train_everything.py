@@ -33,7 +33,8 @@ def main() -> None:
         assert session.clock == steps
         plain = session.unwrap(model)
         kind = f"{session.mode} {type(model).__name__} {type(optimizer).__name__}"
-        print(f"worker {session.rank} of {session.world_size}: {kind}", flush=True)
+        # One write: workers share one output, and nothing may come between a line and its end.
+        sys.stdout.write(f"worker {session.rank} of {session.world_size}: {kind}\n")
         weights = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
         save_file(weights, directory / f"{session.mode}-{session.rank}.safetensors")
 
