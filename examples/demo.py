@@ -4,8 +4,8 @@
     python examples/demo.py --mode ssp:4 --workers 3
     python examples/demo.py --steps 400 --width 384           # what is not a flag here goes to char_gpt.py
 
-In order: start the server, run the workers to their end and ask meanwhile who serves metrics, stop the server, say what
-came of it. Nothing that was started outlives this script, however it ends. Exit code 0 means that the model learned.
+In order: start the server, run the workers to their end, stop the server, say what came of it. Nothing that was started
+outlives this script, however it ends. Exit code 0 means that the model learned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import itemgetter
@@ -47,22 +46,18 @@ def main() -> None:
     server_log = out / "server.log"
     server = ["ps-server", "up", "--shards", str(arguments.shards), "--port", "0", "--metrics-port", "0"]
     with server_log.open("w") as log, running(server, stdout=log, stderr=subprocess.STDOUT) as process:
-        address, metrics = await_server(process, server_log)
+        address = await_server(process, server_log)
         workers = ["ps-worker", "run", "--server", address, "--workers", str(arguments.workers)]
         workers += ["--mode", arguments.mode, str(SCRIPT), "--out", str(out), *for_script]
         with running(workers, env=os.environ | {"OMP_NUM_THREADS": threads(arguments.workers)}) as process:
-            endpoints: dict[str, str] = {}
-            while process.poll() is None:
-                endpoints |= discover(metrics)
-                time.sleep(0.5)
+            process.wait()
     if process.returncode != 0 or not result_file.exists():
         sys.exit(f"demo: the workers ended with code {process.returncode}; the server's log is {server_log}")
 
     result = json.loads(result_file.read_text())
     result["shards"] = arguments.shards
     result_file.write_text(json.dumps(result, indent=2) + "\n")
-    endpoints[metrics] = "coordinator and shard 0"
-    report(result, endpoints, out, time.monotonic() - started)
+    report(result, endpoints(server_log.read_text()), out, time.monotonic() - started)
     if not result["last_loss"] < arguments.goal:
         sys.exit(f"demo: the loss should have fallen below {arguments.goal}, but is {result['last_loss']:.3f}")
 
@@ -86,38 +81,31 @@ def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
         process.wait()
 
 
-def await_server(process: subprocess.Popen[bytes], log: Path) -> tuple[str, str]:
-    """Waits for the lines that tell the coordinator's address, and where it serves metrics: (HOST:PORT, HOST:PORT)."""
+def await_server(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Waits for the line that tells the coordinator's address: HOST:PORT."""
     deadline = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
-        text = log.read_text()
-        ready = re.search(r"ready at (\S+:\d+)", text)
-        metrics = re.search(r"metrics at http://(\S+:\d+)/metrics", text)
-        if ready and metrics:
-            return ready[1], metrics[1]
+        ready = re.search(r"ready at (\S+:\d+)", log.read_text())
+        if ready:
+            return ready[1]
         time.sleep(0.1)
     print(log.read_text(), file=sys.stderr, end="")
     sys.exit("demo: the server did not start")
 
 
-def discover(coordinator: str) -> dict[str, str]:
-    """Who serves metrics now, as Prometheus is told: address to name, such as "shard 1"."""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy knows the way to this machine
-    with suppress(OSError), direct.open(f"http://{coordinator}/sd", timeout=5) as response:
-        groups = json.load(response)
-        return {target: named(group["labels"]) for group in groups for target in group["targets"]}
-    return {}
+def endpoints(log: str) -> dict[str, str]:
+    """Who served metrics, from the server's log: address to name, such as "shard 1"."""
+    shards = re.findall(r"^ps-server: metrics at http://(\S+)/metrics$", log, re.MULTILINE)
+    found = {address: f"shard {index}" for index, address in enumerate(shards)}
+    found[shards[0]] = "coordinator and shard 0"
+    return found | {
+        address: f"worker {rank}" for rank, address in re.findall(r"worker (\d+) joins.* at (\S+:\d+)", log)
+    }
 
 
-def named(labels: dict[str, str]) -> str:
-    """A process's name from its labels."""
-    number = labels.get("rank", labels.get("index", ""))
-    return f"{labels['role']} {number}".strip()
-
-
-def report(result: dict[str, Any], endpoints: dict[str, str], out: Path, seconds: float) -> None:
+def report(result: dict[str, Any], metrics: dict[str, str], out: Path, seconds: float) -> None:
     """The last lines of the demo."""
-    served = [f"http://{address}/metrics  {name}" for address, name in sorted(endpoints.items(), key=itemgetter(1))]
+    served = [f"http://{address}/metrics  {name}" for address, name in sorted(metrics.items(), key=itemgetter(1))]
     print(
         "",
         f"loss     {result['first_loss']:.3f} at the start, {result['last_loss']:.3f} at the end",

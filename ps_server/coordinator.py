@@ -255,7 +255,10 @@ class Coordinator:
             with job.guard:
                 job.membership.join(member)
             self._announce(job)
-        log.info("job %s: worker %d joins at clock %d (incarnation %d)", name, rank, clock, incarnation)
+        log.info(
+            "job %s: worker %d joins at clock %d (incarnation %d), metrics at %s",
+            *(name, rank, clock, incarnation, metrics_address or "no address"),
+        )
         return member, clock
 
     def heartbeat(self, name: str, rank: int, incarnation: int, clock: int, key: bytes = b"") -> int:

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -283,9 +283,19 @@ class ParameterServer:
             if not bucket.held and bucket.index not in left:
                 pushes.append(self._push(bucket, absent, groups, skip))
         self._clock += 1
-        sent = sum(self._finish(pushes, beside=pulls))
         pushed = timer.now()
-        pulled = self._finish(pulls)
+
+        def staged(_: Future[int]) -> None:
+            nonlocal pushed
+            pushed = timer.now()  # of the last one, once all are
+
+        for push in pushes:
+            push.add_done_callback(staged)
+        # One wait for both: each wait looks at every future, and there may be thousands.
+        everything: list[Future[Any]] = [*pushes, *pulls]
+        self._finish(everything)
+        sent = sum(push.result() for push in pushes)
+        pulled = [pull.result() for pull in pulls]
         self._flat.end_pull()
         waited = max((seconds for _, seconds in pulled), default=0.0)
         self._metrics.stepped(sent, sum(size for size, _ in pulled), pushed, waited, self._clock)
@@ -335,16 +345,11 @@ class ParameterServer:
             self._transports[index].pull(self._clock + ahead, buckets) for index, buckets in trained.items() if buckets
         ]
 
-    def _finish(self, futures: list[Future[T]], beside: Sequence[Future[Any]] = ()) -> list[T]:
-        """The results of all futures, as soon as they are there; the first error of any, of `beside` too."""
-        waiting: set[Future[Any]] = set(futures)
-        watched: set[Future[Any]] = {*futures, *beside}
-        while waiting:
-            done, watched = wait(watched, return_when=FIRST_COMPLETED)
-            for future in done:
-                error = future.exception()
-                if error is not None:
-                    self._raise_lost()  # that this worker was fenced explains whatever else failed
-                    raise error
-            waiting -= done
+    def _finish(self, futures: list[Future[T]]) -> list[T]:
+        """The results of all futures, when all are there; the first error of any as soon as it is."""
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        error = next((found for future in done if (found := future.exception()) is not None), None)
+        if error is not None:
+            self._raise_lost()  # that this worker was fenced explains whatever else failed
+            raise error
         return [future.result() for future in futures]

@@ -186,7 +186,7 @@ class Session:
         made: dict[int, Any] = {}
         if models:
             options = {
-                "bucket_bytes": bucket_bytes or _bucket_bytes(gradient_wire, weight_wire),
+                "bucket_bytes": _bucket_bytes(gradient_wire, weight_wire) if bucket_bytes is None else bucket_bytes,
                 "non_finite": _policy(non_finite),
                 "gradient_wire": _wire(gradient_wire),
                 "weight_wire": _wire(weight_wire),
