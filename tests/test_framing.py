@@ -200,7 +200,7 @@ def test_an_initial_value_and_a_step_without_gradient_say_what_they_are() -> Non
 
 def test_a_pull_is_read_as_it_was_asked() -> None:
     request = worker_messages.pull_request(WHO, 12, [4, 2])
-    assert server_messages.pull(request) == ("job", 3, 7, 12, [4, 2])
+    assert server_messages.pull(request) == ("job", 3, 7, 12, [4, 2], WHO.key)
     assert data_pb2.PullRequest.FromString(request).clock == 12
 
 

@@ -22,32 +22,44 @@ class RegisterJobResponse(_message.Message):
     def __init__(self, shard_map: _Optional[_Union[_job_pb2.ShardMap, _Mapping]] = ..., created: bool = ...) -> None: ...
 
 class JoinJobRequest(_message.Message):
-    __slots__ = ("job", "rank", "metrics_address", "pid", "host")
+    __slots__ = ("job", "rank", "metrics_address", "pid", "host", "previous_incarnation", "clock")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
     metrics_address: str
     pid: int
     host: str
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
+    previous_incarnation: int
+    clock: int
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., previous_incarnation: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class JoinJobResponse(_message.Message):
-    __slots__ = ("rank", "incarnation", "clock", "lease", "lease_key")
+    __slots__ = ("rank", "incarnation", "clock", "lease", "lease_key", "shard_map", "restore_count", "worker_state", "worker_state_clock")
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     LEASE_KEY_FIELD_NUMBER: _ClassVar[int]
+    SHARD_MAP_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WORKER_STATE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_STATE_CLOCK_FIELD_NUMBER: _ClassVar[int]
     rank: int
     incarnation: int
     clock: int
     lease: _duration_pb2.Duration
     lease_key: bytes
-    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., lease: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., lease_key: _Optional[bytes] = ...) -> None: ...
+    shard_map: _job_pb2.ShardMap
+    restore_count: int
+    worker_state: bytes
+    worker_state_clock: int
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., lease: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., lease_key: _Optional[bytes] = ..., shard_map: _Optional[_Union[_job_pb2.ShardMap, _Mapping]] = ..., restore_count: _Optional[int] = ..., worker_state: _Optional[bytes] = ..., worker_state_clock: _Optional[int] = ...) -> None: ...
 
 class WatchJobRequest(_message.Message):
     __slots__ = ("job",)
@@ -112,6 +124,42 @@ class EndJobRequest(_message.Message):
 class EndJobResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class SaveWorkerStateRequest(_message.Message):
+    __slots__ = ("job", "rank", "incarnation", "lease_key", "clock", "state")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_KEY_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    rank: int
+    incarnation: int
+    lease_key: bytes
+    clock: int
+    state: bytes
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., lease_key: _Optional[bytes] = ..., clock: _Optional[int] = ..., state: _Optional[bytes] = ...) -> None: ...
+
+class SaveWorkerStateResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CheckpointJobRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class CheckpointJobResponse(_message.Message):
+    __slots__ = ("name", "clock", "bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    clock: int
+    bytes: int
+    def __init__(self, name: _Optional[str] = ..., clock: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class RegisterShardRequest(_message.Message):
     __slots__ = ("index", "address", "metrics_address", "pid", "process")
@@ -264,6 +312,82 @@ class RetireWorkerRequest(_message.Message):
 class RetireWorkerResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class BeginCheckpointRequest(_message.Message):
+    __slots__ = ("job", "name", "clock")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    name: str
+    clock: int
+    def __init__(self, job: _Optional[str] = ..., name: _Optional[str] = ..., clock: _Optional[int] = ...) -> None: ...
+
+class BeginCheckpointResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AwaitCheckpointRequest(_message.Message):
+    __slots__ = ("job", "name")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    name: str
+    def __init__(self, job: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class AwaitCheckpointResponse(_message.Message):
+    __slots__ = ("file", "bytes", "sha256", "version_min", "version_max", "clocks", "held_up")
+    class ClocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
+    CLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_UP_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    bytes: int
+    sha256: bytes
+    version_min: int
+    version_max: int
+    clocks: _containers.ScalarMap[int, int]
+    held_up: _duration_pb2.Duration
+    def __init__(self, file: _Optional[str] = ..., bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., clocks: _Optional[_Mapping[int, int]] = ..., held_up: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class RestoreJobRequest(_message.Message):
+    __slots__ = ("spec", "buckets", "name", "last_incarnation")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LAST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    spec: _job_pb2.JobSpec
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    name: str
+    last_incarnation: int
+    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., name: _Optional[str] = ..., last_incarnation: _Optional[int] = ...) -> None: ...
+
+class RestoreJobResponse(_message.Message):
+    __slots__ = ("version_min", "version_max", "clocks")
+    class ClocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
+    CLOCKS_FIELD_NUMBER: _ClassVar[int]
+    version_min: int
+    version_max: int
+    clocks: _containers.ScalarMap[int, int]
+    def __init__(self, version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., clocks: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class GetShardStatusRequest(_message.Message):
     __slots__ = ()

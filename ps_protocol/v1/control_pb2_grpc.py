@@ -70,6 +70,16 @@ class JobServiceStub(object):
                 request_serializer=ps__protocol_dot_v1_dot_control__pb2.EndJobRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_control__pb2.EndJobResponse.FromString,
                 _registered_method=True)
+        self.SaveWorkerState = channel.unary_unary(
+                '/ps_protocol.v1.JobService/SaveWorkerState',
+                request_serializer=ps__protocol_dot_v1_dot_control__pb2.SaveWorkerStateRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_control__pb2.SaveWorkerStateResponse.FromString,
+                _registered_method=True)
+        self.CheckpointJob = channel.unary_unary(
+                '/ps_protocol.v1.JobService/CheckpointJob',
+                request_serializer=ps__protocol_dot_v1_dot_control__pb2.CheckpointJobRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_control__pb2.CheckpointJobResponse.FromString,
+                _registered_method=True)
 
 
 class JobServiceServicer(object):
@@ -123,6 +133,23 @@ class JobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SaveWorkerState(self, request, context):
+        """Keeps what a worker needs besides the weights to go on from a checkpoint: its place in the data, its random state,
+        its learning-rate schedule. A worker calls it for each clock at which a pull said `checkpoint`. Repeating it is safe.
+        FAILED_PRECONDITION, reason FENCED or UNKNOWN_WORKER: the caller lost its place. RESOURCE_EXHAUSTED: too many bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckpointJob(self, request, context):
+        """Makes a checkpoint of a job now, and answers when it is complete on disk. NOT_FOUND: no such job.
+        FAILED_PRECONDITION, reason NO_CHECKPOINTS: the servers were started without a directory for them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -155,6 +182,16 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.EndJob,
                     request_deserializer=ps__protocol_dot_v1_dot_control__pb2.EndJobRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_control__pb2.EndJobResponse.SerializeToString,
+            ),
+            'SaveWorkerState': grpc.unary_unary_rpc_method_handler(
+                    servicer.SaveWorkerState,
+                    request_deserializer=ps__protocol_dot_v1_dot_control__pb2.SaveWorkerStateRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_control__pb2.SaveWorkerStateResponse.SerializeToString,
+            ),
+            'CheckpointJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckpointJob,
+                    request_deserializer=ps__protocol_dot_v1_dot_control__pb2.CheckpointJobRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_control__pb2.CheckpointJobResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -330,6 +367,60 @@ class JobService(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def SaveWorkerState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps_protocol.v1.JobService/SaveWorkerState',
+            ps__protocol_dot_v1_dot_control__pb2.SaveWorkerStateRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_control__pb2.SaveWorkerStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckpointJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps_protocol.v1.JobService/CheckpointJob',
+            ps__protocol_dot_v1_dot_control__pb2.CheckpointJobRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_control__pb2.CheckpointJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class ClusterServiceStub(object):
     """What shards and operators ask of the coordinator.
@@ -482,6 +573,21 @@ class ShardServiceStub(object):
                 request_serializer=ps__protocol_dot_v1_dot_control__pb2.RetireWorkerRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_control__pb2.RetireWorkerResponse.FromString,
                 _registered_method=True)
+        self.BeginCheckpoint = channel.unary_unary(
+                '/ps_protocol.v1.ShardService/BeginCheckpoint',
+                request_serializer=ps__protocol_dot_v1_dot_control__pb2.BeginCheckpointRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_control__pb2.BeginCheckpointResponse.FromString,
+                _registered_method=True)
+        self.AwaitCheckpoint = channel.unary_unary(
+                '/ps_protocol.v1.ShardService/AwaitCheckpoint',
+                request_serializer=ps__protocol_dot_v1_dot_control__pb2.AwaitCheckpointRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_control__pb2.AwaitCheckpointResponse.FromString,
+                _registered_method=True)
+        self.RestoreJob = channel.unary_unary(
+                '/ps_protocol.v1.ShardService/RestoreJob',
+                request_serializer=ps__protocol_dot_v1_dot_control__pb2.RestoreJobRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_control__pb2.RestoreJobResponse.FromString,
+                _registered_method=True)
         self.GetShardStatus = channel.unary_unary(
                 '/ps_protocol.v1.ShardService/GetShardStatus',
                 request_serializer=ps__protocol_dot_v1_dot_control__pb2.GetShardStatusRequest.SerializeToString,
@@ -523,6 +629,33 @@ class ShardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BeginCheckpoint(self, request, context):
+        """Keeps a copy of the job's buckets in memory and starts to write it to this shard's part of a checkpoint, beside
+        training. With a clock, each bucket is copied at the moment at which it has applied exactly that many updates; without,
+        now. Repeating it is safe; another checkpoint of the job takes the place of one that is not complete yet.
+        FAILED_PRECONDITION, reason OUT_OF_ORDER: a bucket is at that version already, or past it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AwaitCheckpoint(self, request, context):
+        """Answers when the shard's part is on disk. UNAVAILABLE: not yet, ask again. NOT_FOUND: no such checkpoint was begun,
+        or another took its place. DATA_LOSS, reason CHECKPOINT_FAILED: it could not be written, and why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreJob(self, request, context):
+        """Makes room for a job's buckets with the weights, optimizer state, versions and clocks that a checkpoint has for them,
+        in place of whatever this shard holds of the job. No worker is live afterwards, and every incarnation up to the given
+        one is fenced. Changes nothing if it fails. DATA_LOSS, reason CHECKPOINT_DAMAGED: what is on disk is not what was written.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetShardStatus(self, request, context):
         """Says what this shard holds and who waits.
         """
@@ -552,6 +685,21 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     servicer.RetireWorker,
                     request_deserializer=ps__protocol_dot_v1_dot_control__pb2.RetireWorkerRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_control__pb2.RetireWorkerResponse.SerializeToString,
+            ),
+            'BeginCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginCheckpoint,
+                    request_deserializer=ps__protocol_dot_v1_dot_control__pb2.BeginCheckpointRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_control__pb2.BeginCheckpointResponse.SerializeToString,
+            ),
+            'AwaitCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.AwaitCheckpoint,
+                    request_deserializer=ps__protocol_dot_v1_dot_control__pb2.AwaitCheckpointRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_control__pb2.AwaitCheckpointResponse.SerializeToString,
+            ),
+            'RestoreJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreJob,
+                    request_deserializer=ps__protocol_dot_v1_dot_control__pb2.RestoreJobRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_control__pb2.RestoreJobResponse.SerializeToString,
             ),
             'GetShardStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetShardStatus,
@@ -668,6 +816,87 @@ class ShardService(object):
             '/ps_protocol.v1.ShardService/RetireWorker',
             ps__protocol_dot_v1_dot_control__pb2.RetireWorkerRequest.SerializeToString,
             ps__protocol_dot_v1_dot_control__pb2.RetireWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BeginCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps_protocol.v1.ShardService/BeginCheckpoint',
+            ps__protocol_dot_v1_dot_control__pb2.BeginCheckpointRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_control__pb2.BeginCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AwaitCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps_protocol.v1.ShardService/AwaitCheckpoint',
+            ps__protocol_dot_v1_dot_control__pb2.AwaitCheckpointRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_control__pb2.AwaitCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps_protocol.v1.ShardService/RestoreJob',
+            ps__protocol_dot_v1_dot_control__pb2.RestoreJobRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_control__pb2.RestoreJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

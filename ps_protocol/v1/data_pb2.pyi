@@ -137,16 +137,18 @@ class WaitNotice(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("bucket", "version", "waited_seconds", "waiting")
+    __slots__ = ("bucket", "version", "waited_seconds", "waiting", "checkpoint")
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     bucket: int
     version: int
     waited_seconds: float
     waiting: WaitNotice
-    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., waited_seconds: _Optional[float] = ..., waiting: _Optional[_Union[WaitNotice, _Mapping]] = ...) -> None: ...
+    checkpoint: bool
+    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., waited_seconds: _Optional[float] = ..., waiting: _Optional[_Union[WaitNotice, _Mapping]] = ..., checkpoint: bool = ...) -> None: ...
 
 class PullResponse(_message.Message):
     __slots__ = ("header", "payload")
