@@ -241,7 +241,7 @@ def _judge_means(view: torch.Tensor, lives: Sequence[Life], rules: Rules) -> lis
         most = least + rules.unit * sum(1 + clock % rules.shape.columns == column for clock in unsure)
         for bucket, total in enumerate(view[:, :, column].double().sum(dim=1).tolist()):
             if not least <= total <= most or total % rules.unit:
-                kind = "lost" if total < least else "doubled" if total > most else "torn"
+                kind = "torn" if total % rules.unit else "lost" if total < least else "doubled"
                 said = f"{total / rules.unit:g} updates are in, expected {least / rules.unit:g}"
                 found.append(Violation(kind, said, {"bucket": bucket, "column": column}))
     return found

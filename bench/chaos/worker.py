@@ -61,6 +61,13 @@ def take_routes(routes: dict[str, str]) -> None:
     grpc.insecure_channel = routed
 
 
+def incarnation_of(session: ps_worker.Session) -> int:
+    """Which of its places in the job a session has. Users have no need to know, so that it is not public."""
+    place = session._strategy._place  # type: ignore[union-attr]
+    assert place is not None
+    return place.identity.incarnation
+
+
 class Stop:
     """The clock at which everybody stops, once it is known."""
 
@@ -111,14 +118,15 @@ def train(task: Task, session: ps_worker.Session, ledger: Ledger, stop: Stop) ->
     while not stop.reached(session.clock):
         time.sleep(task.pause)
         step += 1
-        clock = session.clock
-        number = clock + 1 if rules.averaged else step
+        number = session.clock + 1 if rules.averaged else step
+        incarnation = incarnation_of(session)
         ledger.begin(number)
         witness.mark(model, number)
         optimizer.step()
-        if session.clock != clock + 1:  # it lost its place, and has another
-            ledger.event("joined again", f"{clock} {session.clock}")
+        if incarnation_of(session) != incarnation:  # it lost its place, and with it perhaps this step
+            ledger.event("joined again", str(session.clock))
             witness.lost_track()
+            continue
         view = model.view()
         for violation in witness.check(view, number):
             ledger.violation(violation)
