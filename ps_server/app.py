@@ -188,6 +188,7 @@ class Server:
             self._config.apply_threads,
             self._config.shared_directory,
             self._config.limits.staged_bytes,
+            self._config.limits.push_norm,
         )
         self.engine = engine
         data = DataService(engine)

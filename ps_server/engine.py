@@ -9,6 +9,7 @@ one ticker       tells pulls that wait long whom they wait for
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterable
@@ -37,6 +38,7 @@ class Engine:
     apply_threads: threads that add gradients and step optimizers; buckets go in parallel, one bucket in order
     shared_directory: where workers on this host leave segments that are files
     staged_limit: bytes that one worker of a job may have staged
+    norm_limit: the L2 norm that the gradient in one push may have
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class Engine:
         apply_threads: int = 1,
         shared_directory: Path = DEFAULT_SHARED_DIRECTORY,
         staged_limit: int = 2**63,
+        norm_limit: float = math.inf,
     ) -> None:
         self._staged_limit = staged_limit
+        self._norm_limit = norm_limit
         self._metrics = metrics
         self._pulls = Pulls(metrics, write_pull, write_shared)
         self._shared_directory = shared_directory
@@ -75,7 +79,7 @@ class Engine:
             known = self._jobs.get(spec.name)
             if known is None:
                 try:
-                    self._jobs[spec.name] = RunningJob(spec, buckets, self._staged_limit)
+                    self._jobs[spec.name] = RunningJob(spec, buckets, self._staged_limit, self._norm_limit)
                 except (RuntimeError, MemoryError):  # what torch raises where there is no memory
                     raise LimitExceeded(f"job {spec.name!r} does not fit into this shard's memory") from None
                 log.info("job %s: %d buckets", spec.name, len(self._jobs[spec.name].buckets))
