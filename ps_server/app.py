@@ -189,6 +189,7 @@ class Server:
             self._config.shared_directory,
             self._config.limits.staged_bytes,
             self._config.limits.push_norm,
+            self._config.limits.caller_bytes,
         )
         self.engine = engine
         data = DataService(engine)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from ps_protocol.errors import JobMismatch, LimitExceeded, NotFound, PSError, TryLater
@@ -22,6 +23,8 @@ from ps_protocol.settings import DEFAULT_SHARED_DIRECTORY
 from ps_protocol.tensors import bytes_of
 from ps_server.core.bucket import Add, Step
 from ps_server.core.shard_job import Push, PushKind, SharedPush, Staged
+from ps_server.core.weights import Gradient
+from ps_server.ledger import Ledger
 from ps_server.metrics import ShardMetrics
 from ps_server.pulls import NOTICE_AFTER_SECONDS, Pulls, WritePull
 from ps_server.running import Attached, RunningBucket, RunningJob
@@ -38,6 +41,7 @@ class Engine:
     apply_threads: threads that add gradients and step optimizers; buckets go in parallel, one bucket in order
     shared_directory: where workers on this host leave segments that are files
     staged_limit: bytes that one worker of a job may have staged
+    caller_limit: bytes that one caller may have staged, over all its workers
     norm_limit: the L2 norm that the gradient in one push may have
     """
 
@@ -50,7 +54,9 @@ class Engine:
         shared_directory: Path = DEFAULT_SHARED_DIRECTORY,
         staged_limit: int = 2**63,
         norm_limit: float = math.inf,
+        caller_limit: int = 2**63,
     ) -> None:
+        self._ledger = Ledger(caller_limit)
         self._staged_limit = staged_limit
         self._norm_limit = norm_limit
         self._metrics = metrics
@@ -157,7 +163,8 @@ class Engine:
                 for push in pushes[:1]:  # all come from one worker
                     job.state.check_worker(push.rank, push.incarnation, push.key)
             gradients = [job.state.check(push) for push in pushes]
-            for push, gradient in zip(pushes, gradients, strict=True):
+            for push, checked in zip(pushes, gradients, strict=True):
+                gradient = self._booked(push, checked)
                 with job.lock:
                     staged = job.state.stage(push, gradient)
                 found.append(staged)
@@ -169,6 +176,13 @@ class Engine:
             self._metrics.refused(name, error)
             raise
         return found
+
+    def _booked(self, push: Push, gradient: Gradient) -> Gradient:
+        """The gradient with its bytes booked on who pushes it."""
+        if gradient.values is None:
+            return gradient
+        ticket = self._ledger.take(push.caller, gradient.values.nbytes)
+        return replace(gradient, ticket=ticket, within=ticket.within)
 
     def attach(self, name: str, rank: int, incarnation: int, location: str, nonce: bytes, key: bytes = b"") -> None:
         """Maps the segment that a live worker made. Raises NotShared if it is not to be seen from here."""
@@ -197,6 +211,7 @@ class Engine:
                 groups=push.groups,
                 borrowed=True,
                 key=push.key,
+                caller=push.caller,
             )
             for bucket in push.buckets
         ]

@@ -26,7 +26,9 @@ class Limits:
     jobs:           at the same time
     workers:        live ones of a job
     calls:          in flight of one caller (a token or certificate, from one host)
+    all_calls:      in flight of all callers together, but for health checks
     staged_bytes:   pushed by one worker of a job and not applied yet, on one shard
+    caller_bytes:   pushed by one caller, as whatever workers, and not applied yet, on one shard
     push_norm:      the L2 norm of the gradient in one push, which is one bucket's
     connections:    to one process
     metadata_bytes: of one call
@@ -43,7 +45,9 @@ class Limits:
     jobs: int = 64
     workers: int = 4_096
     calls: int = 512
+    all_calls: int = 16_384
     staged_bytes: int = 64 * 2**30
+    caller_bytes: int = 64 * 2**30
     push_norm: float = math.inf
     connections: int = 8_192
     metadata_bytes: int = 16 * 2**10
@@ -75,7 +79,9 @@ _TEXTS = {
     "jobs": "jobs at the same time",
     "workers": "live workers of a job",
     "calls": "calls in flight of one caller from one host",
+    "all_calls": "calls in flight of all callers together",
     "staged_bytes": "bytes that one worker has pushed and that are not applied yet",
+    "caller_bytes": "bytes that one caller has pushed, as whatever workers, and that are not applied yet",
     "push_norm": "L2 norm of the gradient in one push, which is one bucket's",
     "connections": "connections to one process",
     "metadata_bytes": "bytes of a call's metadata",

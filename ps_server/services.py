@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,7 @@ from ps_server import messages
 from ps_server.checks import check_job_spec
 from ps_server.coordinator import CoordinatedJob, Coordinator, Roster
 from ps_server.engine import Engine
-from ps_server.gate import check_job
+from ps_server.gate import caller_name, check_job
 from ps_server.limits import DEFAULTS, Limits
 from ps_server.running import RunningJob
 from ps_server.streams import Outbox, Send
@@ -65,7 +66,7 @@ class DataService:
     def _push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         push = messages.push(request)
         check_job(push.job)
-        return messages.push_response(self._engine.push(push))
+        return messages.push_response(self._engine.push(replace(push, caller=caller_name())))
 
     def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         found = messages.attach_request(request)
@@ -76,7 +77,7 @@ class DataService:
     def _push_shared(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         push = messages.shared_push(request)
         check_job(push.job)
-        return messages.shared_push_response(self._engine.push_shared(push))
+        return messages.shared_push_response(self._engine.push_shared(replace(push, caller=caller_name())))
 
     def _pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         # What is ready at the same time goes in one message: a header is not worth a message of its own.

@@ -355,7 +355,7 @@ def says_anything(port: int, context: ssl.SSLContext | None) -> bool:
                     if http2
                     else b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
                 )
-                return bool(connection.recv(1))
+                return connection.recv(1) not in (b"", b"\x15")  # an alert of TLS is no answer
         except (ssl.SSLError, ConnectionError):
             return False
 

@@ -55,6 +55,7 @@ class Push:
     groups: Mapping[int, HyperParameters] | None = None
     borrowed: bool = False
     key: bytes = field(default=b"", repr=False)
+    caller: str = ""  # whose bytes they are, where callers are known
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class SharedPush:
     buckets: tuple[SharedBucket, ...]
     groups: Mapping[int, HyperParameters]
     key: bytes = field(default=b"", repr=False)
+    caller: str = ""
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,12 @@ class ShardJob:
         return Staged(protocol.version, duplicate=False, skipped=gradient.values is None)
 
     def _check_budget(self, push: Push, gradient: Gradient) -> None:
+        # What an update waits for is always taken: all that is staged may be waiting behind it.
+        if not gradient.within and not self.bucket(push.bucket).protocol.is_awaited(push.rank, push.clock):
+            raise Backlogged(
+                f"worker {push.rank}: whom it pushes for has more bytes staged that are not applied yet, "
+                "over all workers, than max-caller-bytes lets it"
+            )
         # One contribution a bucket is the most a worker can stage: where all buckets fit, there is nothing to count.
         if gradient.borrowed or self.parameter_bytes <= self._staged_limit:
             return
