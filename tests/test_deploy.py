@@ -134,10 +134,11 @@ def test_everyone_has_its_own_certificates_and_shards_share_memory_with_workers(
         assert environment["PS_TLS_KEY"] == f"/certs/{whose}.key"
         assert environment["PS_TLS_CA"] == "/certs/ca.pem"
         assert environment.get("PS_TOKENS") == (None if name == "worker" else "/certs/roles")
-        assert "certs:/certs:ro" in found[name]["volumes"]
+        assert f"{whose}-certs:/certs:ro" in found[name]["volumes"], "and nobody else's"
     for name in ("shard-0", "shard-1", "worker"):
         directory = found[name]["environment"]["PS_SHARED_DIRECTORY"]
         assert f"shared:{directory}" in found[name]["volumes"]
+    assert "reader-certs:/certs:ro" in found["prometheus"]["volumes"]
     hosts = [found["certs"]["command"][at + 1] for at, word in enumerate(found["certs"]["command"]) if word == "--host"]
     assert hosts == list(SERVERS)
     assert found["coordinator"]["depends_on"] == {"certs": {"condition": "service_completed_successfully"}}
@@ -418,7 +419,7 @@ class TestDeployment:
             assert settings["SecurityOpt"] == ["no-new-privileges:true"]
             assert settings["Memory"] > 0
             mounts = {it["Destination"]: it["RW"] for it in container["Mounts"]}
-            assert mounts["/certs"] == (name == "certs"), "nobody else can change the certificates"
+            assert name == "certs" or mounts["/certs"] is False, "nobody else can change the certificates"
             assert ("/shared" in mounts) == (name == "worker" or name.startswith("shard"))
         for name in (*SERVERS, "worker", "prometheus"):
             assert int(deployment("exec", "-T", name, "id", "-u")) > 0
@@ -433,6 +434,16 @@ class TestDeployment:
         assert eventually(lambda: len(deployment.series("ps_push_total{job='compose', role='shard'}")) >= 2)
         steps = "ps_worker_steps_total{job='compose', role='worker'}"
         assert eventually(lambda: {it["rank"] for it in deployment.series(steps)} == {"0", "1"})
+
+    def test_nobody_has_the_key_of_another(self, deployment: Deployment) -> None:
+        for name, key in (
+            ("coordinator", "server"),
+            ("shard-1", "server"),
+            ("worker", "client"),
+            ("prometheus", "reader"),
+        ):
+            keys = [word for word in deployment("exec", "-T", name, "ls", "/certs").split() if word.endswith(".key")]
+            assert keys == [f"{key}.key"]
 
     def test_buckets_go_through_memory_that_containers_share(self, deployment: Deployment) -> None:
         shared = "grpc_server_handled_total{grpc_method='PushShared', grpc_code='OK', role='shard'}"
