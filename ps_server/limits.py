@@ -28,6 +28,7 @@ class Limits:
     calls:          in flight of one caller (a token or certificate, from one host)
     all_calls:      in flight of all callers together, but for health checks
     staged_bytes:   pushed by one worker of a job and not applied yet, on one shard
+    state_bytes:    of what a worker saves of its own for a checkpoint
     caller_bytes:   pushed by one caller, as whatever workers, and not applied yet, on one shard
     push_norm:      the L2 norm of the gradient in one push, which is one bucket's
     connections:    to one process
@@ -47,6 +48,7 @@ class Limits:
     calls: int = 512
     all_calls: int = 16_384
     staged_bytes: int = 64 * 2**30
+    state_bytes: int = 16 * 2**20
     caller_bytes: int = 64 * 2**30
     push_norm: float = math.inf
     connections: int = 8_192
@@ -81,6 +83,7 @@ _TEXTS = {
     "calls": "calls in flight of one caller from one host",
     "all_calls": "calls in flight of all callers together",
     "staged_bytes": "bytes that one worker has pushed and that are not applied yet",
+    "state_bytes": "bytes of a worker's own part of a checkpoint",
     "caller_bytes": "bytes that one caller has pushed, as whatever workers, and that are not applied yet",
     "push_norm": "L2 norm of the gradient in one push, which is one bucket's",
     "connections": "connections to one process",
