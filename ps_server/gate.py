@@ -15,7 +15,7 @@ from contextvars import ContextVar
 
 import grpc
 
-from ps_protocol.errors import LimitExceeded
+from ps_protocol.errors import Forbidden, LimitExceeded
 from ps_server.callers import Callers, host_of
 from ps_server.core.roles import EVERYONE, METHODS, Caller
 from ps_server.limits import Limits
@@ -32,6 +32,15 @@ def check_job(job: str) -> None:
     if call is not None:
         caller, method = call
         caller.check(method, job)
+
+
+def may_see(job: str) -> bool:
+    """Whether who calls the method that runs in this thread may be told of that job by it."""
+    try:
+        check_job(job)
+    except Forbidden:
+        return False
+    return True
 
 
 def caller_name() -> str:
