@@ -73,7 +73,8 @@ class Worker:
         self.optimizer.zero_grad()
 
     def mine(self) -> list[float]:
-        """The cells of the steps begun so far: 0 for one that was lost, 1 (in a mean of two: 1/2) for one that counted."""
+        """The cells of the steps begun so far: 0 for one that was lost, 1 (in a mean of two: 1/2) for one that
+        counted."""
         return self.model.cells.detach()[self.session.rank, : self.tried].tolist()
 
     def metric(self, name: str) -> float:
