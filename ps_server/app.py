@@ -218,6 +218,8 @@ class Server:
             self._config.limits.staged_bytes,
             CheckpointStore(self._config.checkpoint_dir) if self._config.checkpoint_dir is not None else None,
             self._config.index or 0,
+            norm_limit=self._config.limits.push_norm,
+            caller_limit=self._config.limits.caller_bytes,
         )
         self.engine = engine
         data = DataService(engine)

@@ -147,8 +147,8 @@ def _keep_pool(wrapped: Callable[..., Any], behaviour: Callable[..., Any]) -> No
 def _error_of(error: Exception) -> PSError:
     if isinstance(error, PSError):
         return error
-    if isinstance(error, NotImplementedError):
-        return Unsupported("this server has no such method")
+    if isinstance(error, NotImplementedError):  # a method of the protocol that a library's servicer does not have yet
+        return Unsupported("this server does not have that method")
     log.error("a call failed", exc_info=error)
     return PSError("internal error; the server's log says more")
 

@@ -242,6 +242,9 @@ class Coordinator:
             self._check_whole(job)
             with job.guard:
                 rank = job.membership.claim(rank, newcomer)
+                # Shards remember every rank that there ever was, so that a repeat is known: there must be a last one.
+                if rank >= self._limits.workers:
+                    raise LimitExceeded(f"a rank must be below max-workers, {self._limits.workers}, got {rank}")
                 others = len(job.membership.members.keys() - {rank})
                 if others >= self._limits.workers:
                     raise LimitExceeded(f"job {name!r} has {others} workers already: that is the limit max-workers")
