@@ -222,7 +222,6 @@ def test_a_shard_that_dies_again_and_again_is_given_up(start: Start) -> None:
         assert said
     assert command.process.wait(END_SECONDS) == 1
     assert "ps-server: shard 0 ended with code -9 for the 6th time in 60 s; stopping" in command.err
-    assert not command.family()
 
 
 def test_a_port_in_use_ends_up_with_one_clear_line(start: Start) -> None:
