@@ -309,6 +309,10 @@ class Coordinator:
                 raise NotFound(f"job {name!r} ended")
             self._check_whole(job)
             with job.guard:
+                seated = job.membership.seated(newcomer.attempt, time.monotonic())
+            if seated is not None:  # a repeat: the answer to the first call was lost, or is on its way
+                return self._seat(job, seated)
+            with job.guard:
                 rank = job.membership.claim(rank, newcomer)
                 others = len(job.membership.members.keys() - {rank})
                 if others >= self._limits.workers:
@@ -319,10 +323,10 @@ class Coordinator:
                 clock = max(frontiers)
                 on_all(self._pool, clients, lambda c: c.admit(name, rank, incarnation, clock, key))
             except PSError:
-                self._retire(job, rank, incarnation)
+                self._lose_place(job, rank, incarnation)
                 raise
             where = newcomer.pid, newcomer.host, newcomer.metrics_address
-            member = Member(rank, incarnation, time.monotonic() + self.lease, clock, *where, key)
+            member = Member(rank, incarnation, time.monotonic() + self.lease, clock, *where, key, newcomer.attempt)
             with job.guard:
                 job.membership.join(member)
             job.account(rank, newcomer.clock)
@@ -332,8 +336,21 @@ class Coordinator:
             "job %s: worker %d joins at clock %d (incarnation %d), metrics at %s",
             *(name, rank, clock, incarnation, newcomer.metrics_address or "no address"),
         )
-        state = job.checkpoints.state_of(rank) if job.checkpoints is not None else None
-        return Seat(member, clock, job.placement, job.restore_count, state)
+        return self._seat(job, member)
+
+    def _seat(self, job: CoordinatedJob, member: Member) -> Seat:
+        state = job.checkpoints.state_of(member.rank) if job.checkpoints is not None else None
+        return Seat(member, member.clock, job.placement, job.restore_count, state)
+
+    def _lose_place(self, job: CoordinatedJob, rank: int, incarnation: int) -> None:
+        """A join failed half way: on some shards it has fenced whoever held the rank, who has to learn of it here."""
+        with job.guard:
+            older = job.membership.members.get(rank)
+            if older is not None:
+                job.membership.leave(rank, older.incarnation)
+        self._retire(job, rank, incarnation)
+        if older is not None:
+            self._announce(job)
 
     def heartbeat(self, name: str, rank: int, incarnation: int, clock: int, key: bytes = b"") -> int:
         """Renews a lease; answers with the number of live workers."""
