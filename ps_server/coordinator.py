@@ -35,7 +35,7 @@ from ps_server.core.membership import Member, Newcomer, Seat, check_key
 from ps_server.jobs import CoordinatedJob, Shard, Watcher, make_job
 from ps_server.keeping import Keeping
 from ps_server.limits import DEFAULTS, Limits
-from ps_server.retiring import retire, retire_ghosts
+from ps_server.retiring import lose_place, retire, retire_ghosts
 from ps_server.shard_client import ShardClient, on_all
 from ps_server.shard_directory import ShardDirectory
 
@@ -258,7 +258,7 @@ class Coordinator:
                 clock = max(frontiers)
                 on_all(self._pool, clients, lambda c: c.admit(name, rank, incarnation, clock, key))
             except PSError:
-                self._lose_place(job, rank, incarnation)
+                lose_place(job, rank, incarnation, self.shards())
                 raise
             where = newcomer.pid, newcomer.host, newcomer.metrics_address
             member = Member(rank, incarnation, time.monotonic() + self.lease, clock, *where, key, newcomer.attempt)
@@ -276,16 +276,6 @@ class Coordinator:
     def _seat(self, job: CoordinatedJob, member: Member) -> Seat:
         state = job.checkpoints.state_of(member.rank) if job.checkpoints is not None else None
         return Seat(member, member.clock, job.placement, job.restore_count, state)
-
-    def _lose_place(self, job: CoordinatedJob, rank: int, incarnation: int) -> None:
-        """A join failed half way: on some shards it has fenced whoever held the rank, who has to learn of it here."""
-        with job.guard:
-            older = job.membership.members.get(rank)
-            if older is not None:
-                job.membership.leave(rank, older.incarnation)
-        retire(job, rank, incarnation, self.shards())
-        if older is not None:
-            self._announce(job)
 
     def heartbeat(self, name: str, rank: int, incarnation: int, clock: int, key: bytes = b"") -> int:
         """Renews a lease; answers with the number of live workers."""
