@@ -135,6 +135,10 @@ class CoordinatorClient:
         except grpc.RpcError as error:
             raise error_from(error, f"coordinator at {self.address}") from None
 
+    def save_state(self, who: Identity, clock: int, state: bytes) -> None:
+        """Sends a worker's own part of a checkpoint."""
+        self._call(self._stub.SaveWorkerState, messages.save_request(who, clock, state))
+
     def leave(self, who: Identity) -> None:
         """Leaves the job; one attempt, because the lease ends it anyway."""
         with contextlib.suppress(grpc.RpcError):
