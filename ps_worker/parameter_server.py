@@ -80,6 +80,7 @@ class ParameterServer:
         self._shards: Shards | None = None
         self._flat: FlatModel | None = None
         self._begun = False
+        self._lost: BaseException | None = None  # how the place that the training thread is in was lost
         self._pushed: list[Future[int]] = []  # of the buckets that left during backward
         self._checked: list[HyperParameters] = []
         self._told: list[HyperParameters] | None = None  # what buckets that leave during backward are stepped with
@@ -213,24 +214,23 @@ class ParameterServer:
                 raise _PlaceLost from error
             raise error
 
-    def _come_back(self, cause: BaseException | None) -> None:
+    def _come_back(self) -> None:
         """Goes on in a new place, after the one of the last steps was lost; the step at hand is over."""
         assert self._shards is not None
         assert self._place is not None
         self._shards.end()
         before, clock = self._place, self._clock
-        staged = cause is not None and self._pushed and all(push.exception() is None for push in self._pushed)
-        self._abandon()
-        self._take_places(self._members.renewed(before, cause))
+        staged = bool(self._pushed) and all(push.exception() is None for push in self._pushed)
+        staged = staged and self._lost is not None  # by the time of the step: all its buckets are on their way
+        self._overlap.abandon()
+        self._pushed, self._told = [], None
+        self._take_places(self._members.renewed(before, self._lost))
+        self._lost = None
         self._metrics.rejoined(not staged, self._clock)
         log.warning(
             "worker %d lost its place at clock %d and goes on at clock %d as incarnation %d; the step at hand is %s",
             *(self.rank, clock, self._clock, self._place.identity.incarnation, "in" if staged else "lost"),
         )
-
-    def _abandon(self) -> None:
-        self._overlap.abandon()
-        self._pushed, self._told = [], None
 
     # -- step --------------------------------------------------------------------------------------------------------
 
@@ -259,17 +259,16 @@ class ParameterServer:
         """One step; where this worker has lost its place, the step in which it takes another."""
         self._members.raise_lost()
         self._metrics.timer.stepping()
-        cause: BaseException | None = None
-        if self._members.place is self._place:
+        if self._members.place is self._place and self._lost is None:
             try:
                 self._exchange()
                 return
             except _PlaceLost as lost:
-                cause = lost.__cause__
+                self._lost = lost.__cause__
             except BaseException:
                 self._pushed = []
                 raise
-        self._come_back(cause)
+        self._come_back()
 
     def _exchange(self) -> None:
         """Gradients for weights. Of what has not left yet, nothing is pushed unless every gradient is fit to be."""
