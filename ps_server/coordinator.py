@@ -35,7 +35,7 @@ from ps_server.core.membership import Member, Newcomer, Seat, check_key
 from ps_server.jobs import CoordinatedJob, Shard, Watcher, make_job
 from ps_server.keeping import Keeping
 from ps_server.limits import DEFAULTS, Limits
-from ps_server.retiring import retire, retire_ghosts
+from ps_server.retiring import lose_place, retire, retire_ghosts
 from ps_server.shard_client import ShardClient, on_all
 from ps_server.shard_directory import ShardDirectory
 
@@ -241,6 +241,10 @@ class Coordinator:
                 raise NotFound(f"job {name!r} ended")
             self._check_whole(job)
             with job.guard:
+                seated = job.membership.seated(newcomer.attempt, time.monotonic())
+            if seated is not None:  # a repeat: the answer to the first call was lost, or is on its way
+                return self._seat(job, seated)
+            with job.guard:
                 rank = job.membership.claim(rank, newcomer)
                 # Shards remember every rank that there ever was, so that a repeat is known: there must be a last one.
                 if rank >= self._limits.workers:
@@ -254,10 +258,10 @@ class Coordinator:
                 clock = max(frontiers)
                 on_all(self._pool, clients, lambda c: c.admit(name, rank, incarnation, clock, key))
             except PSError:
-                retire(job, rank, incarnation, self.shards())
+                lose_place(job, rank, incarnation, self.shards())
                 raise
             where = newcomer.pid, newcomer.host, newcomer.metrics_address
-            member = Member(rank, incarnation, time.monotonic() + self.lease, clock, *where, key)
+            member = Member(rank, incarnation, time.monotonic() + self.lease, clock, *where, key, newcomer.attempt)
             with job.guard:
                 job.membership.join(member)
             job.account(rank, newcomer.clock)
@@ -267,8 +271,11 @@ class Coordinator:
             "job %s: worker %d joins at clock %d (incarnation %d), metrics at %s",
             *(name, rank, clock, incarnation, newcomer.metrics_address or "no address"),
         )
-        state = job.checkpoints.state_of(rank) if job.checkpoints is not None else None
-        return Seat(member, clock, job.placement, job.restore_count, state)
+        return self._seat(job, member)
+
+    def _seat(self, job: CoordinatedJob, member: Member) -> Seat:
+        state = job.checkpoints.state_of(member.rank) if job.checkpoints is not None else None
+        return Seat(member, member.clock, job.placement, job.restore_count, state)
 
     def heartbeat(self, name: str, rank: int, incarnation: int, clock: int, key: bytes = b"") -> int:
         """Renews a lease; answers with the number of live workers."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -123,7 +124,8 @@ class CoordinatorClient:
 
         previous, clock: of a worker that comes back, its last incarnation and the steps it had finished
         """
-        request = messages.join_request(job, rank, pid, host, metrics, previous, clock)
+        # One number for all repeats: whichever arrives, and however late, they are one wish to join.
+        request = messages.join_request(job, rank, pid, host, metrics, previous, clock, secrets.randbits(63))
         return messages.place(job, self._call(self._stub.JoinJob, request))
 
     def heartbeat(self, who: Identity, clock: int, timeout: float) -> None:

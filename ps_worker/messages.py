@@ -181,7 +181,7 @@ def _shard_map(found: job_pb2.ShardMap) -> ShardMap:
 
 
 def join_request(
-    job: str, rank: int | None, pid: int, host: str, metrics: str, previous: int, clock: int
+    job: str, rank: int | None, pid: int, host: str, metrics: str, previous: int, clock: int, attempt: int
 ) -> control_pb2.JoinJobRequest:
     """Asks to take part, or to come back: `previous` is the incarnation before, 0 for a new process."""
     return control_pb2.JoinJobRequest(
@@ -192,6 +192,7 @@ def join_request(
         metrics_address=metrics,
         previous_incarnation=previous,
         clock=clock,
+        attempt=attempt,
     )
 
 
