@@ -24,6 +24,7 @@ SCRIPT = str(Path(__file__).parent / "train_with_state.py")
 WORKERS = 2
 NEVER = 10**6
 WAIT_SECONDS = 90
+LEASE = 60.0  # processes take seconds to start, and are waited for no longer
 
 Found = list[dict[str, torch.Tensor]]
 
@@ -117,12 +118,12 @@ def test_a_job_whose_processes_all_ended_goes_on_to_the_same_weights(
     make_cluster: MakeCluster, tmp_path: Path, undisturbed: Found
 ) -> None:
     kept = tmp_path / "checkpoints"
-    first = make_cluster(checkpoint_dir=kept, checkpoint_every="10steps")
+    first = make_cluster(checkpoint_dir=kept, checkpoint_every="10steps", lease=LEASE)
     store = CheckpointStore(kept)
     with Workers(first.address, tmp_path, 27, "auto") as workers:
         until(workers.are_held)
         until(lambda: store.manifest("default", store.names("default")[-1]).clock == 20)
     first.stop()
-    second = make_cluster(checkpoint_dir=kept, restore=True, shards=3)
+    second = make_cluster(checkpoint_dir=kept, restore=True, shards=3, lease=LEASE)
     with Workers(second.address, tmp_path, NEVER, "auto") as workers:
         assert same(workers.ended(), undisturbed)
