@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Cluster, until
+from conftest import Cluster, scrape, until
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 
 from ps_server.checkpoints import CheckpointStore
 
@@ -127,3 +128,29 @@ def test_a_job_whose_processes_all_ended_goes_on_to_the_same_weights(
     second = make_cluster(checkpoint_dir=kept, restore=True, shards=3, lease=LEASE)
     with Workers(second.address, tmp_path, NEVER, "auto") as workers:
         assert same(workers.ended(), undisturbed)
+
+
+@pytest.mark.parametrize("mode", ["ssp:1", "async"])
+def test_without_a_common_clock_workers_go_on_where_they_are(
+    make_cluster: MakeCluster, tmp_path: Path, mode: str
+) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="2steps")
+    store = CheckpointStore(tmp_path)
+    with cluster.connect(mode) as session:
+        model = torch.nn.Linear(4, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        numbers = DataLoader(torch.arange(40.0), batch_size=1)
+        model, optimizer, loader = session.prepare(model, optimizer, numbers, bucket_bytes=128)
+        seen = []
+        for batch in loader:
+            seen.append(batch.item())
+            model(batch.expand(4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if len(seen) == 10:
+                until(lambda: store.names("default"), "a checkpoint")
+                cluster.start_again(1)
+        assert seen == [float(number) for number in range(40)], "no batch is given twice"
+        metrics = scrape(session.metrics_address)
+        assert metrics["ps_worker_rejoins_total"] == 1
+        assert session.clock == 40 - metrics["ps_worker_lost_steps_total"]
