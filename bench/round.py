@@ -136,8 +136,7 @@ def _systems(options: dict[str, Any]) -> dict[str, System]:
     elements = options["mib"] * MIB // 4
     gradient = (torch.arange(elements) % PATTERN + dist.get_rank() + 1).float()
     found = {
-        f"ours:{transport}:{wire}": _ours(options, transport, wire, gradient)
-        for transport, wire in options["systems"]
+        f"ours:{transport}:{wire}": _ours(options, transport, wire, gradient) for transport, wire in options["systems"]
     }
     if options["echoes"]:
         found["gloo, whole"] = _gloo(gradient, elements)

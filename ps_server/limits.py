@@ -25,7 +25,7 @@ class Limits:
     jobs:           at the same time
     workers:        live ones of a job
     calls:          in flight of one caller (a token or certificate, from one host)
-    staged_bytes:   pushed by one worker of a job and not applied yet, on one shard
+    staged_bytes:   of a job, pushed to one shard and held back there for other workers; None: derived from its size
     state_bytes:    of what a worker saves of its own for a checkpoint
     connections:    to one process
     metadata_bytes: of one call
@@ -42,7 +42,7 @@ class Limits:
     jobs: int = 64
     workers: int = 4_096
     calls: int = 512
-    staged_bytes: int = 64 * 2**30
+    staged_bytes: int | None = None
     state_bytes: int = 16 * 2**20
     connections: int = 8_192
     metadata_bytes: int = 16 * 2**10
@@ -74,7 +74,7 @@ _TEXTS = {
     "jobs": "jobs at the same time",
     "workers": "live workers of a job",
     "calls": "calls in flight of one caller from one host",
-    "staged_bytes": "bytes that one worker has pushed and that are not applied yet",
+    "staged_bytes": "bytes of a job that a shard holds back for others (by default a quarter of its weights)",
     "state_bytes": "bytes of a worker's own part of a checkpoint",
     "connections": "connections to one process",
     "metadata_bytes": "bytes of a call's metadata",

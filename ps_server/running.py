@@ -67,7 +67,7 @@ class RunningBucket:
 class RunningJob:
     """A job on this shard."""
 
-    def __init__(self, spec: JobSpec, buckets: Iterable[int], staged_limit: int = 2**63) -> None:
+    def __init__(self, spec: JobSpec, buckets: Iterable[int], staged_limit: int | None = None) -> None:
         self.state = ShardJob(spec, buckets, staged_limit)
         self.mode = str(spec.consistency)
         self.lock = threading.Lock()

@@ -101,6 +101,22 @@ class BucketProtocol(Generic[T]):
             raise Backlogged(f"worker {rank}: the push of clock {staged} is not applied yet")
         return False
 
+    def is_next(self, rank: int, clock: int) -> bool:
+        """Whether a contribution that `is_repeat` let pass would be the next one to be added: it waits for no other."""
+        if not self.consistency.aggregate:
+            return not self.waiting
+        if clock > self.version + 1:
+            return False
+        taken = {add.rank for add in self.added}
+        for other in self.waiting.keys() | self.roster.keys():
+            if other < rank and (
+                self.waiting[other].clock <= self.version + 1
+                if other in self.waiting
+                else other not in taken and self._is_needed(other)
+            ):
+                return False
+        return True
+
     def stage(self, rank: int, clock: int, contribution: T) -> None:
         """Takes a contribution that `is_repeat` let pass."""
         self.staged[rank] = clock

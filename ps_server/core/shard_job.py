@@ -21,6 +21,10 @@ from ps_server.core.membership import check_incarnation, check_key
 from ps_server.core.snapshot import BucketImage, Extent, extent
 from ps_server.core.weights import BucketWeights, Gradient, Scratch
 
+# What may be staged on a shard unless a limit says otherwise: this part of its weights. The open updates take as
+# much as the weights themselves already.
+STAGED_PART = 4
+
 
 class PushKind(enum.Enum):
     """What a push carries."""
@@ -103,8 +107,9 @@ class ShardBucket:
 class ShardJob:
     """The buckets of one job that this shard holds."""
 
-    def __init__(self, spec: JobSpec, indices: Iterable[int], staged_limit: int = 2**63) -> None:
-        """staged_limit: bytes that one worker may have staged here; past it, its pushes are told to try again."""
+    def __init__(self, spec: JobSpec, indices: Iterable[int], staged_limit: int | None = None) -> None:
+        """staged_limit: bytes that may be staged here; past it, pushes are told to try again, but for those that come
+        next in their bucket. None: a part of the weights here, and a bucket for each worker."""
         layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         indices = list(indices)
         odd = next((index for index in indices if not 0 <= index < len(layout.buckets)), None)
@@ -119,6 +124,10 @@ class ShardJob:
         self.layout = layout
         self._checked: dict[int, HyperParameters] = {}
         self._staged_limit = staged_limit
+        # What was staged, by bucket and rank: its clock and its bytes. What has been added since is only taken out when
+        # room is needed.
+        self._held: dict[tuple[int, int], tuple[int, int]] = {}
+        self._held_bytes = 0
 
     def bucket(self, index: int) -> ShardBucket:
         """The bucket with this index. Raises NotFound when this shard does not hold it."""
@@ -248,22 +257,43 @@ class ShardJob:
             raise OutOfOrder(f"worker {push.rank} joined at clock {start}, and a push of clock {push.clock} came")
         if protocol.is_repeat(push.rank, push.clock):
             return Staged(protocol.version, duplicate=True)
-        self._check_budget(push)
+        self._check_budget(push, bucket.protocol)
         protocol.stage(push.rank, push.clock, gradient)
         return Staged(protocol.version, duplicate=False, skipped=gradient.values is None)
 
-    def _check_budget(self, push: Push) -> None:
-        # One contribution a bucket is the most a worker can stage: where all buckets fit, there is nothing to count.
-        if push.borrowed or self.parameter_bytes <= self._staged_limit:
+    @property
+    def staged_limit(self) -> int:
+        """Bytes that may be staged here, but for pushes that come next in their bucket."""
+        if self._staged_limit is not None:
+            return self._staged_limit
+        return max(self.parameter_bytes // STAGED_PART, self.spec.bucket_bytes * len(self.roster))
+
+    def _check_budget(self, push: Push, protocol: BucketProtocol[Gradient]) -> None:
+        """Counts a push in. Raises Backlogged if there is no room for it.
+
+        What comes next in its bucket is always let in: whoever is waited for is never sent away, so there is always one
+        who gets on, and what waits behind it can be added then.
+        """
+        if push.borrowed or not push.payload:
             return
-        waiting = (bucket.protocol.waiting.get(push.rank) for bucket in self.buckets.values())
-        values = (add.contribution.values for add in waiting if add is not None and not add.contribution.borrowed)
-        staged = sum(tensor.nbytes for tensor in values if tensor is not None)
-        if staged and staged + len(push.payload) > self._staged_limit:
-            raise Backlogged(
-                f"worker {push.rank} has {staged} bytes staged that are not applied yet, "
-                f"and max-staged-bytes is {self._staged_limit}"
-            )
+        size = len(push.payload)
+        if self._held_bytes + size > self.staged_limit:
+            self._forget_added()
+            if self._held_bytes + size > self.staged_limit and not protocol.is_next(push.rank, push.clock):
+                raise Backlogged(
+                    f"{self._held_bytes} bytes are staged here and wait for other workers, "
+                    f"and max-staged-bytes is {self.staged_limit}"
+                )
+        _, before = self._held.get((push.bucket, push.rank), (0, 0))
+        self._held[push.bucket, push.rank] = push.clock, size
+        self._held_bytes += size - before
+
+    def _forget_added(self) -> None:
+        for (index, rank), (clock, _) in list(self._held.items()):
+            waiting = self.buckets[index].protocol.waiting.get(rank)
+            if waiting is None or waiting.clock != clock:
+                del self._held[index, rank]
+        self._held_bytes = sum(size for _, size in self._held.values())
 
     def _initialise(self, push: Push, bucket: ShardBucket, gradient: Gradient) -> Staged:
         if push.rank != 0:
