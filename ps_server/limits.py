@@ -6,11 +6,12 @@ Past one, a call ends with RESOURCE_EXHAUSTED or INVALID_ARGUMENT and names it; 
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass, fields
 
 from ps_protocol.channel import MAX_MESSAGE_BYTES
 from ps_protocol.job import MAX_NAME_LENGTH, MAX_PARAMETERS
-from ps_protocol.settings import add_setting, count, seconds
+from ps_protocol.settings import add_setting, amount, count, seconds
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,10 @@ class Limits:
     workers:        live ones of a job
     calls:          in flight of one caller (a token or certificate, from one host)
     staged_bytes:   of a job, pushed to one shard and held back there for other workers; None: derived from its size
+    all_calls:      in flight of all callers together, but for health checks
     state_bytes:    of what a worker saves of its own for a checkpoint
+    caller_bytes:   pushed by one caller, as whatever workers, and not applied yet, on one shard
+    push_norm:      the L2 norm of the gradient in one push, which is one bucket's
     connections:    to one process
     metadata_bytes: of one call
     handshake_seconds: from a connection to its first settings, TLS included
@@ -43,7 +47,10 @@ class Limits:
     workers: int = 4_096
     calls: int = 512
     staged_bytes: int | None = None
+    all_calls: int = 16_384
     state_bytes: int = 16 * 2**20
+    caller_bytes: int = 64 * 2**30
+    push_norm: float = math.inf
     connections: int = 8_192
     metadata_bytes: int = 16 * 2**10
     handshake_seconds: float = 10.0
@@ -75,7 +82,10 @@ _TEXTS = {
     "workers": "live workers of a job",
     "calls": "calls in flight of one caller from one host",
     "staged_bytes": "bytes of a job that a shard holds back for others (by default a quarter of its weights)",
+    "all_calls": "calls in flight of all callers together",
     "state_bytes": "bytes of a worker's own part of a checkpoint",
+    "caller_bytes": "bytes that one caller has pushed, as whatever workers, and that are not applied yet",
+    "push_norm": "L2 norm of the gradient in one push, which is one bucket's",
     "connections": "connections to one process",
     "metadata_bytes": "bytes of a call's metadata",
     "handshake_seconds": "seconds that a connection may take to be made",
@@ -88,7 +98,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for each limit."""
     group = parser.add_argument_group("limits")
     for entry in fields(Limits):
-        kind = seconds if entry.name.endswith("_seconds") else count
+        kind = seconds if entry.name.endswith("_seconds") else amount if entry.type == "float" else count
         flag = "--max-" + entry.name.replace("_", "-")
         add_setting(group, flag, _TEXTS[entry.name], default=getattr(DEFAULTS, entry.name), kind=kind, metavar="N")
 

@@ -166,9 +166,8 @@ def retire_request(job: str, rank: int, incarnation: int) -> control_pb2.RetireW
 
 def newcomer(request: control_pb2.JoinJobRequest) -> Newcomer:
     """Who asks to join."""
-    return Newcomer(
-        request.pid, request.host, request.metrics_address, request.previous_incarnation or None, request.clock
-    )
+    where = request.pid, request.host, request.metrics_address
+    return Newcomer(*where, request.previous_incarnation or None, request.clock, request.attempt)
 
 
 def join_response(seat: Seat, lease: float, where: job_pb2.ShardMap) -> control_pb2.JoinJobResponse:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,7 @@ from ps_server import messages
 from ps_server.checks import check_job_spec
 from ps_server.coordinator import Coordinator
 from ps_server.engine import Engine
-from ps_server.gate import check_job
+from ps_server.gate import caller_name, check_job, may_see
 from ps_server.jobs import CoordinatedJob, Roster
 from ps_server.limits import DEFAULTS, Limits
 from ps_server.running import RunningJob
@@ -68,7 +69,7 @@ class DataService:
     def _push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         push = messages.push(request)
         check_job(push.job)
-        return messages.push_response(self._engine.push(push))
+        return messages.push_response(self._engine.push(replace(push, caller=caller_name())))
 
     def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         found = messages.attach_request(request)
@@ -79,7 +80,7 @@ class DataService:
     def _push_shared(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         push = messages.shared_push(request)
         check_job(push.job)
-        return messages.shared_push_response(self._engine.push_shared(push))
+        return messages.shared_push_response(self._engine.push_shared(replace(push, caller=caller_name())))
 
     def _pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         # What is ready at the same time goes in one message: a header is not worth a message of its own.
@@ -148,7 +149,7 @@ class ShardService(control_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,
         return messages.restore_job_response(reached)
 
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
-        jobs = [_shard_job_status(name, job) for name, job in sorted(self._engine.jobs().items())]
+        jobs = [_shard_job_status(name, job) for name, job in sorted(self._engine.jobs().items()) if may_see(name)]
         return control_pb2.GetShardStatusResponse(jobs=jobs)
 
 
@@ -260,14 +261,18 @@ class ClusterService(control_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
 
     def GetStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         shards = sorted(self._coordinator.shards().items())
-        answers = self._pool.map(lambda item: _ask_status(*item), shards)
+        answers = list(self._pool.map(lambda item: _ask_status(*item), shards))
+        for shard in answers:  # the shards have told the coordinator, which may see everything
+            seen = [job for job in shard.jobs if may_see(job.job)]
+            del shard.jobs[:]
+            shard.jobs.extend(seen)
         return control_pb2.GetStatusResponse(
             address=self._address,
             metrics_address=self._metrics_address,
             pid=os.getpid(),
             shard_count=self._coordinator.shard_count,
-            shards=list(answers),
-            jobs=[_job_status(job) for _, job in sorted(self._coordinator.jobs().items())],
+            shards=answers,
+            jobs=[_job_status(job) for name, job in sorted(self._coordinator.jobs().items()) if may_see(name)],
         )
 
 

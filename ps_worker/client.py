@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -129,7 +130,8 @@ class CoordinatorClient:
 
         previous, clock: of a worker that comes back, its last incarnation and the steps it had finished
         """
-        request = messages.join_request(job, rank, pid, host, metrics, previous, clock)
+        # One number for all repeats: whichever arrives, and however late, they are one wish to join.
+        request = messages.join_request(job, rank, pid, host, metrics, previous, clock, secrets.randbits(63))
         return messages.place(job, self._call(self._stub.JoinJob, request))
 
     def heartbeat(self, who: Identity, clock: int, timeout: float) -> None:
@@ -138,6 +140,10 @@ class CoordinatorClient:
             self._stub.Heartbeat(messages.heartbeat_request(who, clock), timeout=timeout)
         except grpc.RpcError as error:
             raise error_from(error, f"coordinator at {self.address}") from None
+
+    def save_state(self, who: Identity, clock: int, state: bytes) -> None:
+        """Sends a worker's own part of a checkpoint."""
+        self._call(self._stub.SaveWorkerState, messages.save_request(who, clock, state))
 
     def leave(self, who: Identity) -> None:
         """Leaves the job; one attempt, because the lease ends it anyway."""

@@ -107,13 +107,21 @@ class Membership:
             while self.place is place:
                 self.raise_lost()
                 # Fenced by a shard, with no join of our own under way: by another process that took the rank.
-                replaced = isinstance(cause, Fenced) and not self._joining
-                if cause is not None and (replaced or self._closing.is_set() or time.monotonic() >= until):
+                if isinstance(cause, Fenced) and not self._joining:
+                    self._error = cause
+                    raise cause
+                if cause is not None and (self._closing.is_set() or time.monotonic() >= until):
                     raise cause
                 self._doubted.set()  # the coordinator says whether the place is lost, or the job
                 self._changed.wait(DOUBT_SECONDS)
             assert self.place is not None
             return self.place
+
+    def await_change(self, place: Place) -> None:
+        """Waits a moment for the place that follows one."""
+        with self._changed:
+            self._doubted.set()
+            self._changed.wait_for(lambda: self.place is not place or self._error is not None, DOUBT_SECONDS)
 
     def await_started(self, place: Place) -> None:
         """Waits until every declared worker has joined: a job that goes on without some trains another model."""

@@ -159,16 +159,17 @@ def test_workers_that_are_sent_away_come_back_and_the_result_is_exact(make_clust
 def test_a_refused_push_is_not_kept(make_cluster: Callable[..., Cluster]) -> None:
     """What is refused is megabytes: it is gone with its call, and waits for no collector of cycles."""
     cluster = make_cluster(shards=1, limits=Limits(staged_bytes=1))
-    spec = vector_job("refused", "sync", cells=16, world_size=2)
+    spec = vector_job("refused", "sync", cells=32, world_size=2)
     with RawWorker(cluster.address, spec, 0) as first, RawWorker(cluster.address, spec, 1) as second:
         first.initialise()
+        second.send(second.message(0, 1))  # waits for the first worker's, and takes all the room
         gc.collect()
         before = _pushes()
         gc.disable()
         try:
             for _ in range(5):
                 with pytest.raises(Backlogged):
-                    second.send(second.message(0, 1))
+                    second.send(second.message(1, 1))
             until(lambda: _pushes() <= before, "the end of every push")
         finally:
             gc.enable()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ps_protocol.errors import Fenced, InvalidRequest, UnknownWorker
@@ -104,3 +106,15 @@ def test_an_elastic_job_starts_with_whoever_is_there() -> None:
     membership = Membership(world_size=0, lease=LEASE)
     join(membership)
     assert membership.started
+
+
+def test_a_repeated_join_gets_the_place_that_was_given_already() -> None:
+    membership = Membership(world_size=2, lease=10.0)
+    first = Member(0, membership.next_incarnation(), expires=10.0, attempt=77)
+    membership.join(first)
+    membership.join(Member(1, membership.next_incarnation(), expires=10.0))
+    assert membership.seated(77, now=4.0) == replace(first, expires=14.0), "and its lease begins anew"
+    assert membership.seated(78, now=4.0) is None
+    assert membership.seated(0, now=4.0) is None, "no number is nobody's"
+    membership.leave(0, first.incarnation)
+    assert membership.seated(77, now=4.0) is None

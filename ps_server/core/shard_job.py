@@ -7,10 +7,21 @@ can run them outside of the lock that guards the rest.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, NonFiniteGradient, NotFound, OutOfOrder
+import torch
+
+from ps_protocol.errors import (
+    Backlogged,
+    Fenced,
+    InvalidRequest,
+    LimitExceeded,
+    NonFiniteGradient,
+    NotFound,
+    OutOfOrder,
+)
 from ps_protocol.framing import Buffer
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite, travels_as
 from ps_protocol.layout import DATA_TYPES, Bucket, bucket_layout
@@ -49,6 +60,7 @@ class Push:
     groups: Mapping[int, HyperParameters] | None = None
     borrowed: bool = False
     key: bytes = field(default=b"", repr=False)
+    caller: str = ""  # whose bytes they are, where callers are known
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,7 @@ class SharedPush:
     buckets: tuple[SharedBucket, ...]
     groups: Mapping[int, HyperParameters]
     key: bytes = field(default=b"", repr=False)
+    caller: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,9 +120,12 @@ class ShardBucket:
 class ShardJob:
     """The buckets of one job that this shard holds."""
 
-    def __init__(self, spec: JobSpec, indices: Iterable[int], staged_limit: int | None = None) -> None:
-        """staged_limit: bytes that may be staged here; past it, pushes are told to try again, but for those that come
-        next in their bucket. None: a part of the weights here, and a bucket for each worker."""
+    def __init__(
+        self, spec: JobSpec, indices: Iterable[int], staged_limit: int | None = None, norm_limit: float = math.inf
+    ) -> None:
+        """staged_limit: bytes that may be staged here; past it, pushes are told to try again, but for those that an
+        update waits for. None: a part of the weights here, and a bucket for each worker.
+        norm_limit: the L2 norm that the gradient in one push may have."""
         layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         indices = list(indices)
         odd = next((index for index in indices if not 0 <= index < len(layout.buckets)), None)
@@ -128,6 +144,7 @@ class ShardJob:
         # room is needed.
         self._held: dict[tuple[int, int], tuple[int, int]] = {}
         self._held_bytes = 0
+        self._norm_limit = norm_limit
 
     def bucket(self, index: int) -> ShardBucket:
         """The bucket with this index. Raises NotFound when this shard does not hold it."""
@@ -231,7 +248,10 @@ class ShardJob:
             )
         if push.kind is PushKind.SKIP:
             return Gradient(None, push.absent, push.groups)
-        values = tensor_from(push.payload, dtype)
+        values, borrowed = tensor_from(push.payload, dtype), push.borrowed
+        limited = push.kind is PushKind.GRADIENT and self._norm_limit < math.inf
+        if limited and borrowed:
+            values, borrowed = values.clone(), False  # or its worker could write another after this one was checked
         if push.kind is PushKind.GRADIENT and self.spec.non_finite is not NonFinite.ALLOW:
             for position, segment in enumerate(bucket.segments):
                 if position not in push.absent and not is_finite(
@@ -241,7 +261,21 @@ class ShardJob:
                         return Gradient(None, push.absent, push.groups)
                     name = self.spec.parameters[segment.parameter].name
                     raise NonFiniteGradient(f"the gradient of {name} from worker {push.rank} is not finite")
-        return Gradient(values, push.absent, push.groups, push.borrowed)
+        if limited:
+            self._check_norm(push, values)
+        return Gradient(values, push.absent, push.groups, borrowed)
+
+    def _check_norm(self, push: Push, values: torch.Tensor) -> None:
+        segments = self.bucket(push.bucket).layout.segments
+        present = [s for position, s in enumerate(segments) if position not in push.absent]
+        wide = torch.float32 if values.itemsize < 4 else values.dtype  # half types overflow
+        norms = [torch.linalg.vector_norm(values[s.offset : s.offset + s.length], dtype=wide).item() for s in present]
+        norm = math.hypot(*norms)
+        if not norm <= self._norm_limit:  # NaN is past every limit
+            raise LimitExceeded(
+                f"worker {push.rank}: the gradient of bucket {push.bucket} has norm {norm:g}, "
+                f"and max-push-norm is {self._norm_limit:g}"
+            )
 
     def stage(self, push: Push, gradient: Gradient) -> Staged:
         """Takes a checked push, once. Changes nothing if it raises UnknownWorker, Fenced, OutOfOrder or Backlogged."""
@@ -257,29 +291,36 @@ class ShardJob:
             raise OutOfOrder(f"worker {push.rank} joined at clock {start}, and a push of clock {push.clock} came")
         if protocol.is_repeat(push.rank, push.clock):
             return Staged(protocol.version, duplicate=True)
-        self._check_budget(push, bucket.protocol)
+        self._check_budget(push, gradient)
         protocol.stage(push.rank, push.clock, gradient)
         return Staged(protocol.version, duplicate=False, skipped=gradient.values is None)
 
     @property
     def staged_limit(self) -> int:
-        """Bytes that may be staged here, but for pushes that come next in their bucket."""
+        """Bytes that may be staged here, but for what an update waits for."""
         if self._staged_limit is not None:
             return self._staged_limit
         return max(self.parameter_bytes // STAGED_PART, self.spec.bucket_bytes * len(self.roster))
 
-    def _check_budget(self, push: Push, protocol: BucketProtocol[Gradient]) -> None:
+    def _check_budget(self, push: Push, gradient: Gradient) -> None:
         """Counts a push in. Raises Backlogged if there is no room for it.
 
-        What comes next in its bucket is always let in: whoever is waited for is never sent away, so there is always one
-        who gets on, and what waits behind it can be added then.
+        What an update waits for is always taken: all that is staged may be waiting behind it. Where no update waits for
+        others (ssp, async), what is staged is applied without anybody's help, and there is room again.
         """
-        if push.borrowed or not push.payload:
+        protocol = self.bucket(push.bucket).protocol
+        if not gradient.within and not protocol.is_awaited(push.rank, push.clock):
+            raise Backlogged(
+                f"worker {push.rank}: whom it pushes for has more bytes staged that are not applied yet, "
+                "over all workers, than max-caller-bytes lets it"
+            )
+        if gradient.borrowed or gradient.values is None:
             return
         size = len(push.payload)
         if self._held_bytes + size > self.staged_limit:
             self._forget_added()
-            if self._held_bytes + size > self.staged_limit and not protocol.is_next(push.rank, push.clock):
+            full = self._held_bytes and self._held_bytes + size > self.staged_limit
+            if full and not protocol.is_awaited(push.rank, push.clock):
                 raise Backlogged(
                     f"{self._held_bytes} bytes are staged here and wait for other workers, "
                     f"and max-staged-bytes is {self.staged_limit}"
