@@ -24,8 +24,11 @@ from ps_protocol.errors import InvalidRequest, JobMismatch, LimitExceeded, NotFo
 from ps_protocol.job import JobSpec, difference
 from ps_protocol.layout import bucket_layout
 from ps_server.checks import check_address, check_host, check_job_spec
+from ps_server.core.data_commits import Committed
+from ps_server.core.data_leases import Grant
 from ps_server.core.membership import Member, Membership, check_key
 from ps_server.core.placement import imbalance, place
+from ps_server.data_leases import JobData, LeaseRequest
 from ps_server.limits import DEFAULTS, Limits
 from ps_server.shard_client import ShardClient, on_all
 
@@ -65,6 +68,7 @@ class CoordinatedJob:
     bytes: int
     imbalance: float
     membership: Membership
+    data: JobData
     lock: threading.RLock = field(default_factory=threading.RLock)
     guard: threading.Lock = field(default_factory=threading.Lock)
     ghosts: set[tuple[int, int, int]] = field(default_factory=set)  # (shard, rank, incarnation) still to be retired
@@ -192,7 +196,9 @@ class Coordinator:
                 on_all(self._pool, clients, lambda client: client.drop_job(spec.name))
             raise
         membership = Membership(spec.world_size, self.lease)
-        return CoordinatedJob(spec, placement, layout.nbytes, imbalance(sizes, placement, self.shard_count), membership)
+        data = JobData(spec.name, self._limits, lambda: self._committed(spec.name))
+        uneven = imbalance(sizes, placement, self.shard_count)
+        return CoordinatedJob(spec, placement, layout.nbytes, uneven, membership, data)
 
     def end_job(self, name: str) -> None:
         """Ends a job whoever takes part, and gives its memory back on every shard."""
@@ -254,6 +260,7 @@ class Coordinator:
             member = Member(rank, incarnation, expires, clock, pid, host, metrics_address, key)
             with job.guard:
                 job.membership.join(member)
+            job.data.gone(rank, incarnation - 1)
             self._announce(job)
         log.info(
             "job %s: worker %d joins at clock %d (incarnation %d), metrics at %s",
@@ -267,6 +274,24 @@ class Coordinator:
         with job.guard:
             job.membership.heartbeat(rank, incarnation, clock, time.monotonic(), key)
             return len(job.membership.members)
+
+    def lease_data(self, name: str, ask: LeaseRequest) -> Grant:
+        """Gives a worker batches of an elastic job's data; see DataLeases.lease."""
+        job = self._job(name)
+
+        def live() -> int:
+            with job.guard:
+                job.membership.check(ask.rank, ask.incarnation, ask.key)
+                return len(job.membership.members)
+
+        if job.spec.world_size:
+            raise InvalidRequest(f"job {name!r} has a world size: its workers divide the data by their ranks")
+        return job.data.lease(ask, live, {(rank, incarnation) for _, rank, incarnation in set(job.ghosts)})
+
+    def _committed(self, name: str) -> list[Committed]:
+        """What each shard that has a say has committed of a job's data."""
+        found = on_all(self._pool, self._clients(), lambda client: client.committed(name))
+        return [committed for committed in found if committed is not None]
 
     def leave(self, name: str, rank: int, incarnation: int, key: bytes = b"") -> bool:
         """Takes a worker off; True when it was the last one and the job ended."""
@@ -313,6 +338,7 @@ class Coordinator:
         """Has every shard stop counting a worker."""
         job.ghosts |= {(index, rank, incarnation) for index in self.shards()}
         self._retire_ghosts(job)
+        job.data.gone(rank, incarnation)
 
     def _retire_ghosts(self, job: CoordinatedJob) -> None:
         """Tells the shards whom to retire, until each has heard: a ghost would be waited for for ever."""

@@ -20,6 +20,7 @@ from ps_protocol.job import JobSpec, difference
 from ps_protocol.settings import DEFAULT_SHARED_DIRECTORY
 from ps_protocol.tensors import bytes_of
 from ps_server.core.bucket import Add, Step
+from ps_server.core.data_commits import Committed
 from ps_server.core.shard_job import Push, PushKind, SharedPush, Staged
 from ps_server.metrics import ShardMetrics
 from ps_server.pulls import NOTICE_AFTER_SECONDS, Pulls, WritePull
@@ -110,6 +111,12 @@ class Engine:
         self._detach(job, rank, incarnation + 1)
         self._roster_changed(job)
 
+    def committed(self, name: str) -> tuple[Committed, bool]:
+        """The leased data that every bucket that trains here has had, and whether there is such a bucket."""
+        job = self._job(name)
+        with job.lock:
+            return job.state.data.whole(), job.state.data.has_say
+
     def jobs(self) -> dict[str, RunningJob]:
         """The jobs here, by name."""
         with self._lock:
@@ -193,6 +200,7 @@ class Engine:
                 groups=push.groups,
                 borrowed=True,
                 key=push.key,
+                ranges=push.ranges,
             )
             for bucket in push.buckets
         ]

@@ -24,6 +24,8 @@ class Limits:
     name_length:    characters of a parameter's name
     jobs:           at the same time
     workers:        live ones of a job
+    samples:        of one loader, in an elastic job
+    leases:         batches of one loader that one worker may have leased
     calls:          in flight of one caller (a token or certificate, from one host)
     staged_bytes:   pushed by one worker of a job and not applied yet, on one shard
     connections:    to one process
@@ -40,6 +42,8 @@ class Limits:
     name_length: int = MAX_NAME_LENGTH
     jobs: int = 64
     workers: int = 4_096
+    samples: int = 2**40
+    leases: int = 1_024
     calls: int = 512
     staged_bytes: int = 64 * 2**30
     connections: int = 8_192
@@ -71,6 +75,8 @@ _TEXTS = {
     "name_length": "characters of a parameter's name",
     "jobs": "jobs at the same time",
     "workers": "live workers of a job",
+    "samples": "samples of a loader whose data is leased",
+    "leases": "batches of one loader that one worker may have leased",
     "calls": "calls in flight of one caller from one host",
     "staged_bytes": "bytes that one worker has pushed and that are not applied yet",
     "connections": "connections to one process",

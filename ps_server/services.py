@@ -129,6 +129,9 @@ class ShardService(control_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,
         self._engine.retire(request.job, request.rank, request.incarnation)
         return control_pb2.RetireWorkerResponse()
 
+    def GetCommittedData(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return messages.committed_response(*self._engine.committed(request.job))
+
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         jobs = [_shard_job_status(name, job) for name, job in sorted(self._engine.jobs().items())]
         return control_pb2.GetShardStatusResponse(jobs=jobs)
@@ -208,6 +211,11 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
         ended = self._coordinator.leave(request.job, request.rank, request.incarnation, request.lease_key)
         return control_pb2.LeaveJobResponse(ended=ended)
 
+    def LeaseData(self, request: Any, context: grpc.ServicerContext) -> Any:
+        check_job(request.job)
+        ask = messages.lease_request(request)
+        return messages.lease_response(ask.loader, self._coordinator.lease_data(request.job, ask))
+
     def EndJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._coordinator.end_job(request.job)
         return control_pb2.EndJobResponse()
@@ -277,6 +285,7 @@ def _job_status(job: CoordinatedJob) -> Any:
             metrics_address=member.metrics_address,
         )
         worker.lease_left.FromTimedelta(timedelta(seconds=max(0.0, member.expires - now)))
+    status.loaders.extend(messages.loader_status(loader, how) for loader, how in job.data.progress().items())
     return status
 
 

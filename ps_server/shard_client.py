@@ -14,6 +14,7 @@ from ps_protocol.errors import error_from
 from ps_protocol.job import JobSpec
 from ps_protocol.v1.control_pb2_grpc import ShardServiceStub
 from ps_server import messages
+from ps_server.core.data_commits import Committed
 
 T = TypeVar("T")
 
@@ -46,6 +47,11 @@ class ShardClient:
     def retire(self, job: str, rank: int, incarnation: int) -> None:
         """Stops counting a worker as live."""
         self._call(self._stub.RetireWorker, messages.retire_request(job, rank, incarnation))
+
+    def committed(self, job: str) -> Committed | None:
+        """The leased data that every bucket that trains there has had; None if there is no such bucket."""
+        request = messages.committed_request(job)
+        return messages.committed(self._call(self._stub.GetCommittedData, request, STATUS_SECONDS))
 
     def status(self) -> Any:
         """What the shard holds, as its GetShardStatusResponse."""

@@ -31,6 +31,7 @@ KNOW_MESSAGES = {
 # All that the rules of a shard and of the coordinator may know: values, and the tensors they are about.
 CORE_MAY_IMPORT = {
     "__future__",
+    "bisect",
     "collections",
     "dataclasses",
     "enum",

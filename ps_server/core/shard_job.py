@@ -17,6 +17,7 @@ from ps_protocol.layout import DATA_TYPES, Bucket, bucket_layout
 from ps_protocol.optimizers import check_change, check_hyper_parameters
 from ps_protocol.tensors import is_finite, tensor_from
 from ps_server.core.bucket import BucketProtocol, Live, Verdict
+from ps_server.core.data_commits import UNUSED, Committed, DataCommits, DataRange, Use, check_ranges
 from ps_server.core.membership import check_incarnation, check_key
 from ps_server.core.weights import BucketWeights, Gradient, Scratch
 
@@ -44,6 +45,7 @@ class Push:
     groups: Mapping[int, HyperParameters] | None = None
     borrowed: bool = False
     key: bytes = field(default=b"", repr=False)
+    ranges: tuple[DataRange, ...] = ()  # of leased data, that the step used
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,17 @@ class SharedPush:
     buckets: tuple[SharedBucket, ...]
     groups: Mapping[int, HyperParameters]
     key: bytes = field(default=b"", repr=False)
+    ranges: tuple[DataRange, ...] = ()
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A push is staged: `duplicate` when it had been before."""
+    """A push is staged: `duplicate` when it had been before; `use`: what became of the leased data that it names."""
 
     version: int
     duplicate: bool
     skipped: bool = False
+    use: Use = UNUSED
 
 
 class ShardBucket:
@@ -100,6 +104,7 @@ class ShardJob:
         self.roster: dict[int, Live] = {}
         scratch = Scratch()
         self.buckets = {i: ShardBucket(spec, layout.buckets[i], self.roster, scratch) for i in indices}
+        self.data = DataCommits(index for index in indices if not layout.buckets[index].held)
         self._retired: dict[int, int] = {}  # by rank, the highest incarnation that was retired
         self.layout = layout
         self._checked: dict[int, HyperParameters] = {}
@@ -170,6 +175,7 @@ class ShardJob:
     def check(self, push: Push) -> Gradient:
         """What a push contributes. Raises InvalidRequest naming what was expected and what came. Changes nothing."""
         bucket = self.bucket(push.bucket).layout
+        check_ranges(push.ranges)
         if push.kind is not PushKind.INITIAL_VALUE:
             self.trained(push.bucket)
         for position in push.absent:
@@ -221,8 +227,11 @@ class ShardJob:
         if protocol.is_repeat(push.rank, push.clock):
             return Staged(protocol.version, duplicate=True)
         self._check_budget(push)
-        protocol.stage(push.rank, push.clock, gradient)
-        return Staged(protocol.version, duplicate=False, skipped=gradient.values is None)
+        use = self.data.use(push.bucket, push.ranges)
+        if use.spent:
+            gradient = Gradient(None, groups=gradient.groups)
+        protocol.stage(push.rank, push.clock, gradient, push.ranges)
+        return Staged(protocol.version, duplicate=False, skipped=gradient.values is None, use=use)
 
     def _check_budget(self, push: Push) -> None:
         # One contribution a bucket is the most a worker can stage: where all buckets fit, there is nothing to count.
@@ -253,6 +262,12 @@ class ShardJob:
         """Whether this bucket may be sent to a worker at `clock`. What no optimizer steps only waits for rank 0."""
         bucket = self.bucket(index)
         return bucket.protocol.admits(rank, 0 if bucket.layout.held else clock)
+
+    # -- leased data -------------------------------------------------------------------------------------------------
+
+    def committed(self, index: int) -> Committed:
+        """The leased data that is in the weights of a bucket, for a snapshot of it: what is only staged is left out."""
+        return self.data.of(index, self.bucket(index).protocol.unapplied())
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
