@@ -60,7 +60,7 @@ class JobData:
                 self._look(leases, settled)
             grant = leases.lease(who, ask.pass_number, ask.count, workers, ask.report)
             # Nothing is left: the shards know best what is done. A look that others began since will do.
-            if not grant.spans and not grant.complete:
+            if ask.count and not grant.spans and not grant.complete:
                 if self._looks == looks:
                     self._look(leases, leases.doubtful - ghosts)
                 grant = leases.lease(who, ask.pass_number, ask.count, workers, Report(held=ask.report.held))

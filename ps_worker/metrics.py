@@ -90,6 +90,11 @@ class WorkerMetrics:
         self._not_finite = Counter(
             "ps_worker_non_finite_total", "Steps whose gradient held an infinity or a NaN.", registry=self.registry
         )
+        self._empty_steps = Counter(
+            "ps_worker_empty_steps_total",
+            "Steps without a gradient, made because others wait for this worker's clock while it has no data.",
+            registry=self.registry,
+        )
         self._clock = Gauge("ps_worker_clock", "Steps finished since the job began.", registry=self.registry)
 
     def serve(self, host: str, port: int, tls: Tls | None = None, known: bool = True) -> None:
@@ -125,6 +130,10 @@ class WorkerMetrics:
     def not_finite(self) -> None:
         """A step's gradient held an infinity or a NaN."""
         self._not_finite.inc()
+
+    def empty_step(self) -> None:
+        """A step has no gradient, because there was no data for it."""
+        self._empty_steps.inc()
 
     def _observe(self, clock: int) -> None:
         for phase, seconds in self.timer.stepped().items():

@@ -31,7 +31,8 @@ from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters
 from ps_worker.client import CoordinatorClient
 from ps_worker.describe import describe
 from ps_worker.flat import FlatModel
-from ps_worker.messages import BucketPush, Identity, Place, Roster
+from ps_worker.leased import StepData
+from ps_worker.messages import BucketPush, DataRange, Identity, Lease, Place, Roster
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.optimizer import ServerOptimizer
 from ps_worker.overlap import Overlap
@@ -84,6 +85,7 @@ class ParameterServer:
         self._checked: list[HyperParameters] = []
         self._told: list[HyperParameters] | None = None  # what buckets that leave during backward are stepped with
         self._release_model: Callable[[], None] = lambda: None
+        self.data = StepData()
         self._clock = 0
         self._error: PSError | None = None
         self._roster = Roster((), options.world_size, False)
@@ -234,6 +236,25 @@ class ParameterServer:
         if self._error is not None:
             raise self._error
 
+    # -- leased data -------------------------------------------------------------------------------------------------
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether other workers may wait for this one's clock."""
+        return self._options.consistency.max_staleness is not None
+
+    def lease(self, ask: Lease) -> tuple[list[DataRange], bool]:
+        """Batches of leased data, and whether the pass is complete."""
+        self.pause(0.0)
+        return self._coordinator.lease(self._who, ask)
+
+    def pause(self, seconds: float) -> None:
+        """Waits; raises the reason if this worker takes part no more."""
+        closed = self._closing.wait(seconds)
+        self._raise_lost()
+        if closed:
+            raise UnknownWorker("the session is closed")
+
     # -- step --------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -259,8 +280,7 @@ class ParameterServer:
     def _step(self) -> None:
         """One step. Of what has not left during backward, nothing is pushed unless every gradient is fit to be."""
         self._raise_lost()
-        timer = self._metrics.timer
-        timer.stepping()
+        self._metrics.timer.stepping()
         absent = self._flat.gather()
         groups = self._hyper_parameters()
         told, self._told = self._told, None
@@ -275,6 +295,24 @@ class ParameterServer:
                 True,
                 error,
             )  # a step that is half out is finished without the rest, so that all stay in step
+        self._exchange(absent, groups, skip, left)
+        if refused is not None:
+            raise refused
+
+    def empty_step(self) -> None:
+        """A step without a gradient, for a worker that has no data while others wait for its clock."""
+        self._raise_lost()
+        self._metrics.empty_step()
+        groups = self._hyper_parameters()
+        left: set[int] = set()
+        if self._pushed:  # a backward that no `step` followed
+            _, left = self._overlap.finish(self._flat.versions())
+            self._told = None
+        self._exchange(set(), groups, True, left)
+
+    def _exchange(self, absent: Set[int], groups: list[HyperParameters], skip: bool, left: Set[int]) -> None:
+        """Gradients for weights: pushes every bucket but those that have left, and pulls all."""
+        timer = self._metrics.timer
         self._flat.begin_pull()
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         pulls = self._pull(ahead=1)
@@ -293,14 +331,17 @@ class ParameterServer:
             push.add_done_callback(staged)
         # One wait for both: each wait looks at every future, and there may be thousands.
         everything: list[Future[Any]] = [*pushes, *pulls]
-        self._finish(everything)
+        try:
+            self._finish(everything)
+        except BaseException:
+            self.data.lost()
+            raise
+        self.data.pushed()
         sent = sum(push.result() for push in pushes)
         pulled = [pull.result() for pull in pulls]
         self._flat.end_pull()
         waited = max((seconds for _, seconds in pulled), default=0.0)
         self._metrics.stepped(sent, sum(size for size, _ in pulled), pushed, waited, self._clock)
-        if refused is not None:
-            raise refused
 
     def _hyper_parameters(self) -> list[HyperParameters]:
         """The groups' hyper-parameters now. Raises InvalidRequest for what the shards would refuse, before a push."""
@@ -334,6 +375,7 @@ class ParameterServer:
             absent=[] if skip else missing,
             empty=skip or len(missing) == len(bucket.segments),
             groups={group: groups[group] for group in mine if group is not None},
+            ranges=self.data.use(),
         )
         self._flat.leaving(bucket)
         return self._transports[self._shard_of[bucket.index]].push(push)
