@@ -13,6 +13,9 @@
     ├── TryLater              nothing is wrong; come back in a moment
     ├── LimitExceeded         past a named limit
     │   └── Backlogged        this worker's previous push is not applied yet; come back in a moment
+    ├── NoCheckpoints         no directory for checkpoints, or no checkpoint in it
+    ├── CheckpointFailed      a checkpoint could not be written
+    ├── CheckpointDamaged     what is on disk is not what was written
     ├── Unauthenticated       the caller has not said who it is, or nobody here knows it
     ├── Forbidden             the caller may not do this, or speaks for another
     └── Unreachable           nobody answers at the address, or no server of this kind
@@ -134,6 +137,27 @@ class Backlogged(LimitExceeded):
 
     reason = "BACKLOGGED"
     retryable = True
+
+
+class NoCheckpoints(PSError):
+    """The servers were started without a directory for checkpoints, or there is none to go on from."""
+
+    reason = "NO_CHECKPOINTS"
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class CheckpointFailed(PSError):
+    """A checkpoint could not be written; the one before it stays the last."""
+
+    reason = "CHECKPOINT_FAILED"
+    code = grpc.StatusCode.DATA_LOSS
+
+
+class CheckpointDamaged(PSError):
+    """What is on disk is not what was written: a checksum, a size or a shape is wrong, or a file is missing."""
+
+    reason = "CHECKPOINT_DAMAGED"
+    code = grpc.StatusCode.DATA_LOSS
 
 
 class Unauthenticated(PSError, PermissionError):

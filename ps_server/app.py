@@ -31,6 +31,8 @@ from ps_protocol.v1 import control_pb2_grpc
 from ps_server import messages
 from ps_server.boundary import Boundary
 from ps_server.callers import Callers
+from ps_server.checkpointing import DEFAULT_KEEP, CheckpointPolicy, parse_every
+from ps_server.checkpoints import CheckpointStore
 from ps_server.coordinator import DEFAULT_LEASE_SECONDS, SHARD_CALL_SECONDS, Coordinator
 from ps_server.engine import Engine
 from ps_server.gate import Gate
@@ -70,6 +72,10 @@ class ServerConfig:
     tokens:      file that says who may do what; None: whoever can connect may do everything
     insecure:    plaintext may be served beyond this machine; metrics_insecure: metrics may
     limits:      how much anyone may take
+    checkpoint_dir: where checkpoints are, the same directory for all shards and the coordinator; None: there are none
+    checkpoint_every: `100steps` or `60s`; None: only when asked to, at a job's end, and when the server stops
+    keep:        how many checkpoints of a job are kept
+    restore:     jobs go on from what is in checkpoint_dir
     """
 
     shard_count: int | None = None
@@ -88,6 +94,10 @@ class ServerConfig:
     insecure: bool = False
     metrics_insecure: bool = False
     limits: Limits = DEFAULTS
+    checkpoint_dir: Path | None = None
+    checkpoint_every: str | None = None
+    keep: int = DEFAULT_KEEP
+    restore: bool = False
 
 
 class Server:
@@ -146,6 +156,16 @@ class Server:
         """How many calls this process is answering now."""
         return self._gate.statistics()["calls"]
 
+    def drain(self, seconds: float) -> None:
+        """Before a wanted stop: admits nobody new, and has a last checkpoint of every job made, where there are any."""
+        if self._config.checkpoint_dir is None:
+            return
+        if self.coordinator is not None:
+            self.coordinator.drain(seconds)
+        elif self.engine is not None and self._registration is not None:
+            for job in self.engine.jobs():
+                self._registration.checkpoint(job, seconds)
+
     def stop(self) -> None:
         """Stops admitting calls, finishes what is staged, and ends every thread."""
         self.health.enter_graceful_shutdown()
@@ -158,8 +178,15 @@ class Server:
         self._control_pool.shutdown(wait=True)
 
     def _make_coordinator(self) -> Coordinator:
-        assert self._config.shard_count is not None
-        return Coordinator(self._config.shard_count, self._config.lease, self._access, self._config.limits)
+        config = self._config
+        assert config.shard_count is not None
+        policy: CheckpointPolicy | None = None
+        if config.checkpoint_dir is not None:
+            steps, seconds = parse_every(config.checkpoint_every) if config.checkpoint_every else (None, None)
+            policy = CheckpointPolicy(config.checkpoint_dir, steps, seconds, config.keep, config.restore)
+        elif config.checkpoint_every or config.restore:
+            raise InvalidRequest("--checkpoint-every and --restore need --checkpoint-dir")
+        return Coordinator(config.shard_count, config.lease, self._access, config.limits, policy)
 
     def _serve_metrics(self, config: ServerConfig) -> str:
         coordinator = self.coordinator
@@ -188,6 +215,8 @@ class Server:
             self._config.apply_threads,
             self._config.shared_directory,
             self._config.limits.staged_bytes,
+            CheckpointStore(self._config.checkpoint_dir) if self._config.checkpoint_dir is not None else None,
+            self._config.index or 0,
         )
         self.engine = engine
         data = DataService(engine)
@@ -215,6 +244,16 @@ class Registration:
         """Stops telling."""
         self._stopping.set()
         self._thread.join()
+
+    def checkpoint(self, job: str, seconds: float) -> None:
+        """Asks the coordinator for a checkpoint; a warning if there is none."""
+        with open_channel(self._coordinator, self._access) as channel:
+            try:
+                request = messages.checkpoint_job_request(job)
+                control_pb2_grpc.JobServiceStub(channel).CheckpointJob(request, timeout=seconds)
+            except grpc.RpcError as call:
+                error = error_from(call, f"coordinator at {self._coordinator}")
+                log.warning("stopping without a last checkpoint: %s", error)
 
     def _run(self) -> None:
         said = ""

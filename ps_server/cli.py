@@ -20,6 +20,7 @@ from ps_server.limits import add_limits, limits_of
 
 DEFAULT_METRICS_PORT = 9100
 SWITCH_SECONDS = 0.0005
+DRAIN_SECONDS = 15.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
         ("status", "say what is running, how far it is, and who waits for whom"),
         ("health", "exit 0 if the server at the address serves, 1 if not"),
         ("end", "end a job and give its memory back"),
+        ("checkpoint", "make a checkpoint of a job now"),
     ):
         command = commands.add_parser(name, help=text)
         add_access_settings(command)
@@ -61,6 +63,14 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--json", action="store_true", help="for programs: one JSON object")
         if name == "end":
             add_setting(command, "--job", "the job to end", required=True, metavar="NAME")
+        if name == "checkpoint":
+            add_setting(command, "--job", "the job", default="default", metavar="NAME")
+
+    export = commands.add_parser("export", help="write a job's last checkpoint as plain PyTorch files")
+    add_setting(export, "--checkpoint-dir", "where the checkpoints are", required=True, metavar="DIR")
+    add_setting(export, "--job", "the job", default="default", metavar="NAME")
+    export.add_argument("--checkpoint", metavar="NAME", help="which checkpoint [default: the last that is whole]")
+    export.add_argument("output", metavar="OUT", help="directory that gets model.safetensors and the optimizer's state")
 
     certs = commands.add_parser("dev-certs", help="make a small CA with certificates for servers and clients")
     certs.add_argument("directory", metavar="DIR", help="gets ca.pem, server.pem, client.pem, their keys, and roles")
@@ -82,7 +92,16 @@ def _add_listening(command: argparse.ArgumentParser, note: str = "0: any free on
     add_access_settings(command, serves=True)
     add_setting(command, "--tokens", "who may do what: lines ROLE[:JOB] TOKEN and cn:NAME ROLE[:JOB]", metavar="FILE")
     add_setting(command, "--metrics-insecure", "serve metrics beyond this machine without TLS", kind=bool)
+    _add_checkpoints(command)
     add_limits(command)
+
+
+def _add_checkpoints(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("checkpoints")
+    add_setting(group, "--checkpoint-dir", "where checkpoints are; one directory for all shards", metavar="DIR")
+    add_setting(group, "--checkpoint-every", "make one every so often, as in 100steps or 60s", metavar="EVERY")
+    add_setting(group, "--keep", "how many checkpoints of a job to keep", default=3, kind=count, metavar="N")
+    add_setting(group, "--restore", "go on from what is in the checkpoint directory", kind=bool)
 
 
 def _add_advertise(command: argparse.ArgumentParser) -> None:
@@ -112,6 +131,11 @@ def _run(arguments: argparse.Namespace) -> int:
         return up(UpConfig(**given, limits=limits_of(arguments)))
     if arguments.command in ("coordinator", "shard"):
         return _serve(arguments)
+    if arguments.command == "export":
+        from ps_server.export import export
+
+        print(export(Path(arguments.checkpoint_dir), arguments.job, arguments.checkpoint, Path(arguments.output)))
+        return 0
     if arguments.command == "dev-certs":
         from ps_server.dev_certs import write
 
@@ -128,6 +152,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0 if is_serving(arguments.server, mine) else 1
     from ps_server import status
 
+    if arguments.command == "checkpoint":
+        print(status.checkpoint_job(arguments.server, arguments.job, mine))
+        return 0
     if arguments.command == "end":
         status.end_job(arguments.server, arguments.job, mine)
         return 0
@@ -172,6 +199,10 @@ def _serve(arguments: argparse.Namespace) -> int:
             insecure=arguments.insecure,
             metrics_insecure=arguments.metrics_insecure,
             limits=limits_of(arguments),
+            checkpoint_dir=Path(arguments.checkpoint_dir) if arguments.checkpoint_dir else None,
+            checkpoint_every=arguments.checkpoint_every,
+            keep=arguments.keep,
+            restore=arguments.restore,
         )
     )
     # What imports have made stays for good: the collector need not walk through it again in the middle of a round,
@@ -192,5 +223,9 @@ def _serve(arguments: argparse.Namespace) -> int:
             scheme = "https" if arguments.tls_cert else "http"
             print(f"ps-server: metrics at {scheme}://{server.metrics_address}/metrics", flush=True)
     stop.wait()
+    # Told once, it finishes what it has; told again, it ends at once.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: os._exit(128 + number))
+    server.drain(DRAIN_SECONDS)
     server.stop()
     return 0

@@ -8,20 +8,24 @@ one ticker       tells pulls that wait long whom they wait for
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ps_protocol.errors import JobMismatch, LimitExceeded, NotFound, PSError, TryLater
+from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater, UnknownWorker
 from ps_protocol.job import JobSpec, difference
 from ps_protocol.settings import DEFAULT_SHARED_DIRECTORY
 from ps_protocol.tensors import bytes_of
+from ps_server.capture import Capture, Captured
+from ps_server.checkpoints import CheckpointStore, Part
 from ps_server.core.bucket import Add, Step
 from ps_server.core.data_commits import Committed
 from ps_server.core.shard_job import Push, PushKind, SharedPush, Staged
+from ps_server.core.snapshot import BucketImage, Extent
 from ps_server.metrics import ShardMetrics
 from ps_server.pulls import NOTICE_AFTER_SECONDS, Pulls, WritePull
 from ps_server.running import Attached, RunningBucket, RunningJob
@@ -38,6 +42,8 @@ class Engine:
     apply_threads: threads that add gradients and step optimizers; buckets go in parallel, one bucket in order
     shared_directory: where workers on this host leave segments that are files
     staged_limit: bytes that one worker of a job may have staged
+    checkpoints: where checkpoints are; None: there are none
+    index:       of this shard: its part of a checkpoint is called after it
     """
 
     def __init__(
@@ -48,8 +54,13 @@ class Engine:
         apply_threads: int = 1,
         shared_directory: Path = DEFAULT_SHARED_DIRECTORY,
         staged_limit: int = 2**63,
+        checkpoints: CheckpointStore | None = None,
+        index: int = 0,
     ) -> None:
         self._staged_limit = staged_limit
+        self._checkpoints = checkpoints
+        self._index = index
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._metrics = metrics
         self._pulls = Pulls(metrics, write_pull, write_shared)
         self._shared_directory = shared_directory
@@ -65,25 +76,31 @@ class Engine:
         self._stopping.set()
         self._ticker.join()
         self._apply.shutdown(wait=True)
+        self._writer.shutdown(wait=True)
         for name in list(self._jobs):
             self._pulls.fail(self._jobs[name], TryLater("the shard is stopping"))
 
-    # -- jobs and who takes part -------------------------------------------------------------------------------------
+    # -- jobs --------------------------------------------------------------------------------------------------------
 
     def create_job(self, spec: JobSpec, buckets: Iterable[int]) -> None:
         """Makes room for a job's buckets. An equal job that is there already stays as it is."""
         with self._lock:
             known = self._jobs.get(spec.name)
             if known is None:
-                try:
+                with self._making_room(spec):
                     self._jobs[spec.name] = RunningJob(spec, buckets, self._staged_limit)
-                except (RuntimeError, MemoryError):  # what torch raises where there is no memory
-                    raise LimitExceeded(f"job {spec.name!r} does not fit into this shard's memory") from None
                 log.info("job %s: %d buckets", spec.name, len(self._jobs[spec.name].buckets))
                 return
         found = difference(known.state.spec, spec)
         if found is not None:
             raise JobMismatch(f"job {spec.name!r} exists and differs: {found}")
+
+    @contextlib.contextmanager
+    def _making_room(self, spec: JobSpec) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, MemoryError):  # what torch raises where there is no memory
+            raise LimitExceeded(f"job {spec.name!r} does not fit into this shard's memory") from None
 
     def drop_job(self, name: str) -> None:
         """Forgets a job and gives its memory back."""
@@ -93,6 +110,60 @@ class Engine:
             self._pulls.fail(job, NotFound(f"job {name!r} ended"))
             self._metrics.forget(name)
             log.info("job %s: dropped", name)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def begin_checkpoint(self, name: str, checkpoint: str, clock: int | None) -> None:
+        """Takes a checkpoint of a job: of each bucket when it has applied `clock` updates, or now. Returns at once."""
+        job, store = self._job(name), self._store()
+        store.path(name, checkpoint)
+
+        def write(checkpoint: str, images: list[BucketImage]) -> Part:
+            return store.write_shard(name, checkpoint, self._index, images)
+
+        capture = Capture(checkpoint, clock, job, write, self._writer)
+        with job.lock:
+            if job.capture is not None and job.capture.name == checkpoint:
+                return
+            capture.check(job.buckets.values())
+            before, job.capture = job.capture, capture
+        if before is not None:
+            before.abandon()
+        for bucket in job.buckets.values():
+            with bucket.tensors:
+                capture.look(bucket)
+
+    def await_checkpoint(self, name: str, checkpoint: str, seconds: float) -> Captured:
+        """This shard's part of a checkpoint, once it is on disk; see Capture.wait."""
+        capture = self._job(name).capture
+        if capture is None or capture.name != checkpoint:
+            raise NotFound(f"no checkpoint {checkpoint} of job {name!r} was begun here, or another took its place")
+        return capture.wait(seconds)
+
+    def restore_job(self, spec: JobSpec, buckets: Iterable[int], checkpoint: str, last_incarnation: int) -> Extent:
+        """Holds the job as a checkpoint has it, in place of what was here. Changes nothing if it raises."""
+        store = self._store()
+        manifest = store.manifest(spec.name, checkpoint)
+        with self._making_room(spec):
+            job = RunningJob(spec, buckets, self._staged_limit)
+        layouts = [bucket.layout for bucket in job.state.buckets.values()]
+        job.state.restore(store.read_buckets(spec.name, manifest, layouts), last_incarnation)
+        with self._lock:
+            before = self._jobs.get(spec.name)
+            self._jobs[spec.name] = job
+        if before is not None:
+            if before.capture is not None:
+                before.capture.abandon()
+            self._pulls.fail(before, UnknownWorker(f"job {spec.name!r} was set back to a checkpoint: join again"))
+        log.info("job %s: %d buckets as of checkpoint %s", spec.name, len(job.buckets), checkpoint)
+        return job.state.extent()
+
+    def _store(self) -> CheckpointStore:
+        if self._checkpoints is None:
+            raise NoCheckpoints("this shard was started without --checkpoint-dir")
+        return self._checkpoints
+
+    # -- who takes part ----------------------------------------------------------------------------------------------
 
     def admit(self, name: str, rank: int, incarnation: int, clock: int | None, key: bytes = b"") -> int:
         """Counts a worker as live; see ShardJob.admit."""
@@ -234,6 +305,8 @@ class Engine:
                     self._metrics.applied(job.state.spec.name, work, time.perf_counter() - started)
                     with job.lock:
                         protocol.done(work)
+                    if job.capture is not None and isinstance(work, Step):
+                        job.capture.look(bucket)
                 if isinstance(work, Step):
                     self._pulls.admit(job, bucket)
         except Exception:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ps_server.checkpointing import JobCheckpoints
 from ps_server.coordinator import Coordinator
 from ps_server.engine import Engine
 from ps_server.gate import Gate
@@ -68,8 +70,44 @@ def coordinator_gauges(coordinator: Coordinator) -> Gauges:
         for name, job in coordinator.jobs().items():
             yield from (((name, str(loader)), how.pass_number) for loader, how in job.data.progress().items())
 
+    def each_kept(read: Callable[[JobCheckpoints], float]) -> Callable[[], Iterable[Sample]]:
+        return lambda: [
+            ((name,), read(job.checkpoints)) for name, job in coordinator.jobs().items() if job.checkpoints is not None
+        ]
+
+    recovery = coordinator.recovery
+
+    def restores() -> Iterable[Sample]:
+        if recovery is not None:
+            yield ("restored",), recovery.restored
+            yield ("damaged",), recovery.damaged
+
     return Gauges(
         [
+            ("ps_checkpoints_total", "Checkpoints completed.", ("job",), each_kept(lambda c: c.complete)),
+            ("ps_checkpoints_failed_total", "Checkpoints not completed.", ("job",), each_kept(lambda c: c.failed)),
+            (
+                "ps_checkpoint_clock",
+                "Clock of the last one.",
+                ("job",),
+                each_kept(lambda c: c.last.clock if c.last else 0),
+            ),
+            ("ps_checkpoint_seconds", "How long the last one took.", ("job",), each_kept(lambda c: c.last_seconds)),
+            (
+                "ps_checkpoint_held_up_seconds",
+                "For how long the last one held up the shard that it held up most.",
+                ("job",),
+                each_kept(lambda c: c.last_held_up),
+            ),
+            (
+                "ps_checkpoint_age_seconds",
+                "How old the last one is.",
+                ("job",),
+                each_kept(lambda c: time.monotonic() - c.last_at),
+            ),
+            ("ps_restores_total", "Checkpoints that were to be gone back to.", ("result",), restores),
+            ("ps_lost_steps_total", "Workers' steps lost with a shard.", ("job",), each_job(lambda j: j.lost_steps)),
+            ("ps_redone_steps_total", "Workers' steps made again.", ("job",), each_job(lambda j: j.redone_steps)),
             ("ps_shards", "Shards that have called in.", (), lambda: [((), len(coordinator.shards()))]),
             ("ps_jobs", "Jobs that run.", (), lambda: [((), len(coordinator.jobs()))]),
             ("ps_workers", "Live workers.", ("job",), each_job(lambda j: len(j.members()))),

@@ -28,6 +28,7 @@ class Limits:
     leases:         batches of one loader that one worker may have leased
     calls:          in flight of one caller (a token or certificate, from one host)
     staged_bytes:   pushed by one worker of a job and not applied yet, on one shard
+    state_bytes:    of what a worker saves of its own for a checkpoint
     connections:    to one process
     metadata_bytes: of one call
     handshake_seconds: from a connection to its first settings, TLS included
@@ -46,6 +47,7 @@ class Limits:
     leases: int = 1_024
     calls: int = 512
     staged_bytes: int = 64 * 2**30
+    state_bytes: int = 16 * 2**20
     connections: int = 8_192
     metadata_bytes: int = 16 * 2**10
     handshake_seconds: float = 10.0
@@ -79,6 +81,7 @@ _TEXTS = {
     "leases": "batches of one loader that one worker may have leased",
     "calls": "calls in flight of one caller from one host",
     "staged_bytes": "bytes that one worker has pushed and that are not applied yet",
+    "state_bytes": "bytes of a worker's own part of a checkpoint",
     "connections": "connections to one process",
     "metadata_bytes": "bytes of a call's metadata",
     "handshake_seconds": "seconds that a connection may take to be made",

@@ -5,17 +5,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import read_message, write_message
 from ps_protocol.job import HyperParameters, JobSpec
-from ps_protocol.job_messages import hyper_parameters, job_spec_message, known
+from ps_protocol.job_messages import hyper_parameters, job_spec, job_spec_message, known
 from ps_protocol.v1 import control_pb2, data_pb2, job_pb2
+from ps_server.capture import Captured
+from ps_server.checkpoints import Part
 from ps_server.core.bucket import Verdict
 from ps_server.core.data_commits import Committed, DataRange
 from ps_server.core.data_leases import Grant, LoaderSpec, Progress, Report
+from ps_server.core.membership import Newcomer, Seat
 from ps_server.core.shard_job import Push, PushKind, SharedBucket, SharedPush, Staged
+from ps_server.core.snapshot import Extent
 from ps_server.data_leases import LeaseRequest
 
 _PUSH_KINDS: dict[int, PushKind] = {
@@ -108,21 +113,34 @@ def pull(data: bytes) -> tuple[str, int, int, int, list[int], bytes]:
 
 
 def pull_response(
-    bucket: int, version: int, waited: float, waiting: Verdict | None, payload: memoryview | None
+    bucket: int,
+    version: int,
+    waited: float,
+    waiting: Verdict | None,
+    payload: memoryview | None,
+    checkpoint: bool = False,
 ) -> bytes:
     """The bytes of one message of a pull's stream: a bucket, or the word that it is not admitted yet."""
-    return write_message(_pull_header(bucket, version, waited, waiting), payload)
+    return write_message(_pull_header(bucket, version, waited, waiting, checkpoint), payload)
 
 
 def shared_pull_response(
-    bucket: int, version: int, waited: float, waiting: Verdict | None, payload: memoryview | None
+    bucket: int,
+    version: int,
+    waited: float,
+    waiting: Verdict | None,
+    payload: memoryview | None,
+    checkpoint: bool = False,
 ) -> bytes:
     """A PullSharedResponse with one header. Joined bytes of several are one response with all of their headers."""
-    return data_pb2.PullSharedResponse(headers=[_pull_header(bucket, version, waited, waiting)]).SerializeToString()
+    header = _pull_header(bucket, version, waited, waiting, checkpoint)
+    return data_pb2.PullSharedResponse(headers=[header]).SerializeToString()
 
 
-def _pull_header(bucket: int, version: int, waited: float, waiting: Verdict | None) -> data_pb2.PullHeader:
-    header = data_pb2.PullHeader(bucket=bucket, version=version, waited_seconds=waited)
+def _pull_header(
+    bucket: int, version: int, waited: float, waiting: Verdict | None, checkpoint: bool
+) -> data_pb2.PullHeader:
+    header = data_pb2.PullHeader(bucket=bucket, version=version, waited_seconds=waited, checkpoint=checkpoint)
     if waiting is not None:
         header.waiting.CopyFrom(data_pb2.WaitNotice(ranks=waiting.waiting_for, reason=waiting.reason))
     return header
@@ -153,6 +171,111 @@ def admit_request(
 def retire_request(job: str, rank: int, incarnation: int) -> control_pb2.RetireWorkerRequest:
     """Asks a shard to stop counting a worker."""
     return control_pb2.RetireWorkerRequest(job=job, rank=rank, incarnation=incarnation)
+
+
+def newcomer(request: control_pb2.JoinJobRequest) -> Newcomer:
+    """Who asks to join."""
+    return Newcomer(
+        request.pid, request.host, request.metrics_address, request.previous_incarnation or None, request.clock
+    )
+
+
+def join_response(seat: Seat, lease: float, where: job_pb2.ShardMap) -> control_pb2.JoinJobResponse:
+    """A worker's place."""
+    member = seat.member
+    response = control_pb2.JoinJobResponse(
+        rank=member.rank,
+        incarnation=member.incarnation,
+        clock=seat.clock,
+        lease_key=member.key,
+        shard_map=where,
+        restore_count=seat.restore_count,
+    )
+    response.lease.FromNanoseconds(int(lease * 1e9))
+    if seat.state is not None:
+        response.worker_state_clock, response.worker_state = seat.state
+    return response
+
+
+def begin_checkpoint_request(job: str, name: str, clock: int | None) -> control_pb2.BeginCheckpointRequest:
+    """Asks a shard to take a checkpoint."""
+    return control_pb2.BeginCheckpointRequest(job=job, name=name, clock=clock)
+
+
+def await_checkpoint_request(job: str, name: str) -> control_pb2.AwaitCheckpointRequest:
+    """Asks a shard whether its part is on disk."""
+    return control_pb2.AwaitCheckpointRequest(job=job, name=name)
+
+
+def await_checkpoint_response(captured: Captured) -> control_pb2.AwaitCheckpointResponse:
+    """Says that it is."""
+    part, reached = captured.part, captured.extent
+    response = control_pb2.AwaitCheckpointResponse(
+        file=part.file,
+        bytes=part.bytes,
+        sha256=bytes.fromhex(part.sha256),
+        version_min=reached.version_min,
+        version_max=reached.version_max,
+        clocks=reached.clocks,
+    )
+    response.held_up.FromNanoseconds(int(captured.held_up * 1e9))
+    return response
+
+
+def captured(response: control_pb2.AwaitCheckpointResponse) -> Captured:
+    """A shard's part."""
+    part = Part(response.file, response.bytes, bytes(response.sha256).hex())
+    reached = Extent(response.version_min, response.version_max, dict(response.clocks))
+    return Captured(part, reached, response.held_up.ToNanoseconds() / 1e9)
+
+
+def restore_job_request(
+    spec: JobSpec, buckets: list[int], name: str, last_incarnation: int
+) -> control_pb2.RestoreJobRequest:
+    """Asks a shard to go on from a checkpoint."""
+    return control_pb2.RestoreJobRequest(
+        spec=job_spec_message(spec), buckets=buckets, name=name, last_incarnation=last_incarnation
+    )
+
+
+def restore_job_response(reached: Extent) -> control_pb2.RestoreJobResponse:
+    """Says how far the checkpoint is."""
+    return control_pb2.RestoreJobResponse(
+        version_min=reached.version_min, version_max=reached.version_max, clocks=reached.clocks
+    )
+
+
+def restored(response: control_pb2.RestoreJobResponse) -> Extent:
+    """How far the checkpoint is."""
+    return Extent(response.version_min, response.version_max, dict(response.clocks))
+
+
+def progress(response: control_pb2.GetShardStatusResponse, name: str, aggregate: bool) -> int:
+    """How far a job is on a shard: its highest version in sync, else its highest clock."""
+    found = (
+        max([job.version_max] if aggregate else job.clocks.values(), default=0)
+        for job in response.jobs
+        if job.job == name
+    )
+    return max(found, default=0)
+
+
+def checkpoint_job_request(job: str) -> control_pb2.CheckpointJobRequest:
+    """Asks the coordinator for a checkpoint."""
+    return control_pb2.CheckpointJobRequest(job=job)
+
+
+def job_spec_data(spec: JobSpec) -> dict[str, Any]:
+    """A job's spec as plain data for a file."""
+    return json_format.MessageToDict(job_spec_message(spec), preserving_proto_field_name=True)
+
+
+def job_spec_from_data(data: Any) -> JobSpec:
+    """The spec that a file holds. Raises InvalidRequest if it holds none."""
+    try:
+        return job_spec(json_format.ParseDict(data, job_pb2.JobSpec()))
+    except json_format.ParseError as error:
+        raise InvalidRequest(f"no job's spec: {error}") from None
 
 
 def drop_job_request(job: str) -> control_pb2.DropJobRequest:
@@ -349,4 +472,9 @@ def _job_data(job: control_pb2.JobStatus) -> dict[str, Any]:
             }
             for loader in job.loaders
         ],
+        "restore_count": job.restore_count,
+        "lost_steps": job.lost_steps,
+        "redone_steps": job.redone_steps,
+        "awaited": list(job.awaited),
+        "checkpoint": {"name": job.checkpoint, "clock": job.checkpoint_clock} if job.checkpoint else None,
     }

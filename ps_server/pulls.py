@@ -17,9 +17,9 @@ NOTICE_AFTER_SECONDS = 1.0
 NOTICE_EVERY_SECONDS = 5.0
 READER = 0  # the incarnation of who is no worker
 
-# Writes one message of a pull stream: (bucket, version, seconds waited, notice, payload). Without payload, and without
-# notice, the bucket is in the worker's segment.
-WritePull = Callable[[int, int, float, Verdict | None, memoryview | None], bytes]
+# Writes one message of a pull stream: (bucket, version, seconds waited, notice, payload, whether this version is kept
+# for a checkpoint). Without payload, and without notice, the bucket is in the worker's segment.
+WritePull = Callable[[int, int, float, Verdict | None, memoryview | None, bool], bytes]
 
 
 class Pulls:
@@ -83,23 +83,24 @@ class Pulls:
                 version = bucket.state.protocol.version
                 target.copy_(weights.flat)
             self._metrics.pulled(job.state.spec.name, target.nbytes)
-            message = self._write_shared(layout.index, version, waited, None, None)
+            message = self._write_shared(layout.index, version, waited, None, None, _kept(job, pull, version))
             pull.outbox.put(lambda: message)
         else:
-            pull.outbox.put(lambda: self._read_out(job, bucket, waited))
+            pull.outbox.put(lambda: self._read_out(job, bucket, pull, waited))
         with job.lock:
             pull.left -= 1
             last = pull.left == 0
         if last:
             pull.outbox.finish()
 
-    def _read_out(self, job: RunningJob, bucket: RunningBucket, waited: float) -> bytes:
+    def _read_out(self, job: RunningJob, bucket: RunningBucket, pull: Pull, waited: float) -> bytes:
         """One bucket as a message, in the wire format of the job's weights."""
         layout = bucket.state.layout
         wire = layout.dtype if layout.held else travels_as(layout.dtype, job.state.spec.weight_wire)
         with bucket.tensors:
             payload = bytes_of(bucket.state.weights.flat.to(TORCH_DTYPES[wire]))
-            message = self._write_pull(layout.index, bucket.state.protocol.version, waited, None, payload)
+            version = bucket.state.protocol.version
+            message = self._write_pull(layout.index, version, waited, None, payload, _kept(job, pull, version))
         self._metrics.pulled(job.state.spec.name, len(payload))
         return message
 
@@ -167,5 +168,11 @@ class Pulls:
                 waiter.pull.notified = now
         for waiter, index in due.values():
             write = self._write_pull if waiter.pull.segment is None else self._write_shared
-            message = write(index, 0, 0.0, waiter.verdict, None)
+            message = write(index, 0, 0.0, waiter.verdict, None, False)
             waiter.pull.outbox.put(lambda message=message: message)  # type: ignore[misc]
+
+
+def _kept(job: RunningJob, pull: Pull, version: int) -> bool:
+    """Whether a bucket that this pull gets is in a checkpoint for which its worker is to save its own state."""
+    capture = job.capture
+    return capture is not None and pull.incarnation != READER and capture.tells(pull, version)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ps_protocol.errors import NotShared, PSError
 from ps_protocol.job import JobSpec
@@ -16,6 +17,9 @@ from ps_protocol.segments import SegmentMap, segment_plan
 from ps_server.core.bucket import Verdict
 from ps_server.core.shard_job import ShardBucket, ShardJob
 from ps_server.streams import Outbox
+
+if TYPE_CHECKING:
+    from ps_server.capture import Capture
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class RunningJob:
         self.segments: dict[int, Attached] = {}
         self.plan = segment_plan(spec, self.state.layout)
         self.failure: PSError | None = None
+        self.capture: Capture | None = None  # the checkpoint that is being taken, or was taken last
 
     def segment(self, rank: int, incarnation: int, key: bytes = b"") -> SegmentMap:
         """The segment of a live worker. Raises NotShared if it has attached none, UnknownWorker if it is not live."""

@@ -18,15 +18,18 @@ from ps_protocol.job_messages import job_spec
 from ps_protocol.v1 import control_pb2, control_pb2_grpc, data_pb2
 from ps_server import messages
 from ps_server.checks import check_job_spec
-from ps_server.coordinator import CoordinatedJob, Coordinator, Roster
+from ps_server.coordinator import Coordinator
 from ps_server.engine import Engine
 from ps_server.gate import check_job
+from ps_server.jobs import CoordinatedJob, Roster
 from ps_server.limits import DEFAULTS, Limits
 from ps_server.running import RunningJob
 from ps_server.streams import Outbox, Send
 
 DATA_SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 CONTROL_SERVICES = {name: service.full_name for name, service in control_pb2.DESCRIPTOR.services_by_name.items()}
+
+AWAIT_SECONDS = 5.0
 
 # More than one caller may have in flight (Limits.calls), so that none who dawdles holds them all. Threads are made when
 # they are needed: ordinary traffic makes a few.
@@ -132,6 +135,21 @@ class ShardService(control_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,
     def GetCommittedData(self, request: Any, context: grpc.ServicerContext) -> Any:
         return messages.committed_response(*self._engine.committed(request.job))
 
+    def BeginCheckpoint(self, request: Any, context: grpc.ServicerContext) -> Any:
+        clock = request.clock if request.HasField("clock") else None
+        self._engine.begin_checkpoint(request.job, request.name, clock)
+        return control_pb2.BeginCheckpointResponse()
+
+    def AwaitCheckpoint(self, request: Any, context: grpc.ServicerContext) -> Any:
+        captured = self._engine.await_checkpoint(request.job, request.name, AWAIT_SECONDS)
+        return messages.await_checkpoint_response(captured)
+
+    def RestoreJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        spec = job_spec(request.spec)
+        check_job_spec(spec, self._limits)
+        reached = self._engine.restore_job(spec, list(request.buckets), request.name, request.last_incarnation)
+        return messages.restore_job_response(reached)
+
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         jobs = [_shard_job_status(name, job) for name, job in sorted(self._engine.jobs().items())]
         return control_pb2.GetShardStatusResponse(jobs=jobs)
@@ -175,18 +193,18 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
     def RegisterJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.spec.name)
         job, created = self._coordinator.register_job(job_spec(request.spec))
+        return control_pb2.RegisterJobResponse(shard_map=self._shard_map(job.placement), created=created)
+
+    def _shard_map(self, placement: list[int]) -> Any:
         addresses = {index: shard.client.address for index, shard in self._coordinator.shards().items()}
-        shard_map = messages.shard_map(addresses, job.placement)
-        return control_pb2.RegisterJobResponse(shard_map=shard_map, created=created)
+        return messages.shard_map(addresses, placement)
 
     def JoinJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.job)
         rank = request.rank if request.HasField("rank") else None
-        member, clock = self._coordinator.join(request.job, rank, request.pid, request.host, request.metrics_address)
-        response = control_pb2.JoinJobResponse(rank=member.rank, incarnation=member.incarnation, clock=clock)
-        response.lease_key = member.key
-        response.lease.FromTimedelta(timedelta(seconds=self._coordinator.lease))
-        return response
+        newcomer = messages.newcomer(request)
+        seat = self._coordinator.join(request.job, rank, newcomer)
+        return messages.join_response(seat, self._coordinator.lease, self._shard_map(seat.placement))
 
     def _watch(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
         check_job(request.job)
@@ -215,6 +233,16 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
         check_job(request.job)
         ask = messages.lease_request(request)
         return messages.lease_response(ask.loader, self._coordinator.lease_data(request.job, ask))
+
+    def SaveWorkerState(self, request: Any, context: grpc.ServicerContext) -> Any:
+        check_job(request.job)
+        who = request.rank, request.incarnation, request.lease_key
+        self._coordinator.save_worker_state(request.job, *who, request.clock, request.state)
+        return control_pb2.SaveWorkerStateResponse()
+
+    def CheckpointJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        made = self._coordinator.checkpoint_job(request.job)
+        return control_pb2.CheckpointJobResponse(name=made.name, clock=made.clock, bytes=made.bytes)
 
     def EndJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._coordinator.end_job(request.job)
@@ -273,7 +301,14 @@ def _job_status(job: CoordinatedJob) -> Any:
         parameter_bytes=job.bytes,
         bucket_count=len(job.placement),
         imbalance=job.imbalance,
+        restore_count=job.restore_count,
+        lost_steps=job.lost_steps,
+        redone_steps=job.redone_steps,
+        awaited=sorted(job.membership.awaited),
     )
+    last = job.checkpoints.last if job.checkpoints is not None else None
+    if last is not None:
+        status.checkpoint, status.checkpoint_clock = last.name, last.clock
     now = time.monotonic()
     for member in job.members():
         worker = status.workers.add(

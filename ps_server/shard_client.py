@@ -14,12 +14,15 @@ from ps_protocol.errors import error_from
 from ps_protocol.job import JobSpec
 from ps_protocol.v1.control_pb2_grpc import ShardServiceStub
 from ps_server import messages
+from ps_server.capture import Captured
 from ps_server.core.data_commits import Committed
+from ps_server.core.snapshot import Extent
 
 T = TypeVar("T")
 
 CALL_SECONDS = 10.0
 STATUS_SECONDS = 2.0
+RESTORE_SECONDS = 300.0  # reading and checking a large shard's files takes a while
 
 
 class ShardClient:
@@ -52,6 +55,19 @@ class ShardClient:
         """The leased data that every bucket that trains there has had; None if there is no such bucket."""
         request = messages.committed_request(job)
         return messages.committed(self._call(self._stub.GetCommittedData, request, STATUS_SECONDS))
+
+    def begin_checkpoint(self, job: str, name: str, clock: int | None) -> None:
+        """Has the shard take its part of a checkpoint."""
+        self._call(self._stub.BeginCheckpoint, messages.begin_checkpoint_request(job, name, clock))
+
+    def await_checkpoint(self, job: str, name: str) -> Captured:
+        """The shard's part, once it is on disk. Raises TryLater after a few seconds."""
+        return messages.captured(self._call(self._stub.AwaitCheckpoint, messages.await_checkpoint_request(job, name)))
+
+    def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int) -> Extent:
+        """Has the shard hold a job as a checkpoint has it."""
+        request = messages.restore_job_request(spec, buckets, name, last_incarnation)
+        return messages.restored(self._call(self._stub.RestoreJob, request, RESTORE_SECONDS))
 
     def status(self) -> Any:
         """What the shard holds, as its GetShardStatusResponse."""

@@ -14,6 +14,7 @@ from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
 from ps_server import messages
 
 CALL_SECONDS = 10.0
+CHECKPOINT_SECONDS = 310.0
 
 
 def fetch(server: str, access: Access = PLAINTEXT) -> dict[str, Any]:
@@ -28,10 +29,17 @@ def end_job(server: str, job: str, access: Access = PLAINTEXT) -> None:
     _call(server, access, lambda channel: JobServiceStub(channel).EndJob, messages.end_job_request(job))
 
 
-def _call(server: str, access: Access, method: Any, request: Any) -> Any:
+def checkpoint_job(server: str, job: str, access: Access = PLAINTEXT) -> str:
+    """Makes a checkpoint of a job, and says which when it is complete. Raises Unreachable, NotFound or PSError."""
+    request = messages.checkpoint_job_request(job)
+    made = _call(server, access, lambda channel: JobServiceStub(channel).CheckpointJob, request, CHECKPOINT_SECONDS)
+    return f"job {job}: checkpoint {made.name} at clock {made.clock}, {made.bytes} bytes"
+
+
+def _call(server: str, access: Access, method: Any, request: Any, seconds: float = CALL_SECONDS) -> Any:
     with open_channel(server, access) as channel:
         try:
-            return method(channel)(request, timeout=CALL_SECONDS)
+            return method(channel)(request, timeout=seconds)
         except grpc.RpcError as error:
             found = error_from(error, server)
             if found.retryable:
@@ -65,9 +73,11 @@ def table(status: dict[str, Any]) -> str:
         who = f"{joined} workers, elastic" if not size else f"{joined} of {size} workers"
         missing = [str(rank) for rank in range(size) if rank not in job["ranks"]]
         waiting = f"; waits for ranks {', '.join(missing)} to join" if missing and not job["started"] else ""
+        if job["awaited"]:
+            waiting = f"; was set back, and waits for workers {', '.join(map(str, job['awaited']))} to join again"
         lines.append(
             f"job {job['name']}: {job['mode']}, {who}{waiting}; {job['parameter_bytes'] / 1e6:.1f} MB "
-            f"in {job['buckets']} buckets, imbalance {job['imbalance']:.2f}"
+            f"in {job['buckets']} buckets, imbalance {job['imbalance']:.2f}{_history(job)}"
         )
         lines += [
             f"  loader {loader['loader']}: pass {loader['pass']}, {loader['committed']} of {loader['samples']} samples "
@@ -75,6 +85,18 @@ def table(status: dict[str, Any]) -> str:
             for loader in job["loaders"]
         ]
     return "\n".join(lines)
+
+
+def _history(job: dict[str, Any]) -> str:
+    """What a job went through, as far as there is something to say."""
+    said = ""
+    if job["checkpoint"]:
+        said += f"; last checkpoint {job['checkpoint']['name']} at clock {job['checkpoint']['clock']}"
+    if job["restore_count"]:
+        said += f"; set back {job['restore_count']} times, {job['redone_steps']} steps made again"
+    if job["lost_steps"]:
+        said += f"; {job['lost_steps']} steps lost with shards"
+    return said
 
 
 def _shard_columns(job: dict[str, Any] | None) -> tuple[str, ...]:

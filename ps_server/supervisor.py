@@ -7,12 +7,14 @@ even if the parent is killed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from typing import IO
 
@@ -20,7 +22,9 @@ from ps_protocol.errors import PSError
 from ps_server.limits import DEFAULTS, Limits, limit_flags
 
 START_SECONDS = 60.0
-STOP_SECONDS = 20.0
+STOP_SECONDS = 30.0
+# A shard that ends more often than that is not started again.
+DEATHS, DEATHS_SECONDS = 5, 60.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,10 @@ class UpConfig:
     tokens: str | None = None
     insecure: bool = False
     metrics_insecure: bool = False
+    checkpoint_dir: str | None = None
+    checkpoint_every: str | None = None
+    keep: int = 3
+    restore: bool = False
     limits: Limits = DEFAULTS
 
 
@@ -49,12 +57,17 @@ class Stopped(Exception):
 
 
 def up(config: UpConfig) -> int:
-    """Runs the cluster until SIGTERM or SIGINT, or until a shard ends by itself. Returns the exit code."""
+    """Runs the cluster until SIGTERM or SIGINT, and starts what dies again. Returns the exit code."""
     children: list[subprocess.Popen[str]] = []
     code = 0
 
     def stop(number: int, frame: object) -> None:
         raise Stopped
+
+    def stop_now(number: int, frame: object) -> None:
+        for child in children:
+            child.kill()
+        os._exit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
@@ -63,15 +76,13 @@ def up(config: UpConfig) -> int:
         first = _ready(children[0], 0)
         for child in children[1:]:
             _tell(child, first["address"])
-        rest = [_ready(child, index) for index, child in enumerate(children) if index]
+        ready = [first, *(_ready(child, index) for index, child in enumerate(children) if index)]
         shards = "1 shard" if config.shards == 1 else f"{config.shards} shards"
         print(f"ps-server: ready at {first['address']} ({shards})", flush=True)
         scheme = "https" if config.tls_cert else "http"
-        for process in (first, *rest):
+        for process in ready:
             print(f"ps-server: metrics at {scheme}://{process['metrics']}/metrics", flush=True)
-        index = _first_to_end(children)
-        print(f"ps-server: shard {index} ended with code {children[index].returncode}; stopping", file=sys.stderr)
-        code = 1
+        _keep_up(config, children, ready)
     except Stopped:
         pass
     except PSError as error:
@@ -79,24 +90,51 @@ def up(config: UpConfig) -> int:
         code = 1
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, stop_now)  # told twice, it does not wait
         _stop(children)
     return code
 
 
-def _start(config: UpConfig, index: int) -> subprocess.Popen[str]:
+def _keep_up(config: UpConfig, children: list[subprocess.Popen[str]], ready: list[dict[str, str]]) -> None:
+    """Starts a shard that ends again, at the same ports. Raises PSError for one that ends again and again."""
+    deaths: dict[int, list[float]] = {index: [] for index in range(config.shards)}
+    while True:
+        index = _first_to_end(children)
+        now = time.monotonic()
+        deaths[index] = [at for at in deaths[index] if now - at < DEATHS_SECONDS] + [now]
+        said = f"shard {index} ended with code {children[index].returncode}"
+        if len(deaths[index]) > DEATHS:
+            raise PSError(f"{said} for the {len(deaths[index])}th time in {DEATHS_SECONDS:g} s; stopping")
+        print(f"ps-server: {said}; starting it again", file=sys.stderr, flush=True)
+        _close(children[index])
+        children[index] = _start(config, index, ready[index])
+        _tell(children[index], ready[0]["address"])
+        if _ready(children[index], index) != ready[index]:
+            raise PSError(f"shard {index} came back at another address")
+        print(f"ps-server: shard {index} is back", file=sys.stderr, flush=True)
+
+
+def _start(config: UpConfig, index: int, before: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """Starts a shard; `before` is what an earlier process of the same index had said when it was ready."""
+    port = config.port and config.port + index
+    metrics_port = config.metrics_port and config.metrics_port + index
+    if before is not None:
+        port, metrics_port = (int(before[name].rpartition(":")[2]) for name in ("address", "metrics"))
     command = [sys.executable, "-m", "ps_server", "shard", "--supervised", "--index", str(index)]
-    command += ["--host", config.host, "--port", str(config.port and config.port + index)]
-    command += ["--metrics-host", config.metrics_host]
-    command += ["--metrics-port", str(config.metrics_port and config.metrics_port + index)]
+    command += ["--host", config.host, "--port", str(port)]
+    command += ["--metrics-host", config.metrics_host, "--metrics-port", str(metrics_port)]
     command += ["--apply-threads", str(config.apply_threads), "--shared-directory", config.shared_directory]
-    for flag in ("tls_cert", "tls_key", "tls_ca", "tokens"):
+    for flag in ("tls_cert", "tls_key", "tls_ca", "tokens", "checkpoint_dir"):
         if getattr(config, flag):
             command += ["--" + flag.replace("_", "-"), getattr(config, flag)]
     command += ["--insecure"] * config.insecure + ["--metrics-insecure"] * config.metrics_insecure
     command += limit_flags(config.limits)
     if index == 0:
         command += ["--with-coordinator", "--shards", str(config.shards), "--lease", str(config.lease)]
+        command += ["--keep", str(config.keep)]
+        command += ["--checkpoint-every", config.checkpoint_every] if config.checkpoint_every else []
+        # One that comes back takes up what ran; whoever starts the cluster says whether to.
+        command += ["--restore"] * (config.checkpoint_dir is not None and (config.restore or before is not None))
     # What a parent was told by its environment is in the flags; a variable must not tell a child otherwise.
     environment = {name: value for name, value in os.environ.items() if name not in ("PS_ADVERTISE", "PS_COORDINATOR")}
     # A session of its own: Ctrl-C on a terminal reaches the parent alone, which then stops the children in order.
@@ -137,17 +175,24 @@ def _first_to_end(children: list[subprocess.Popen[str]]) -> int:
 
 
 def _stop(children: list[subprocess.Popen[str]]) -> None:
-    for child in reversed(children):
-        if child.poll() is None:
-            child.terminate()
-    for child in children:
-        try:
-            child.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-        for stream in (child.stdin, child.stdout):
-            if stream is not None:
+    """Stops the coordinator, and when it has made its last checkpoints with the shards' help, the shards."""
+    for some in (children[:1], children[1:]):
+        for child in some:
+            if child.poll() is None:
+                child.terminate()
+        for child in some:
+            try:
+                child.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+            _close(child)
+
+
+def _close(child: subprocess.Popen[str]) -> None:
+    for stream in (child.stdin, child.stdout):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
                 stream.close()
 
 

@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -82,6 +82,25 @@ class Retry:
                 self.failed(error_from(error, self._peer))
 
 
+class Watch:
+    """Who takes part, as it changes. One thread iterates, until the job ends, the connection breaks, or `stop`."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self._call: Any = None
+        with contextlib.suppress(ValueError):  # the connection is closed
+            self._call = ask()
+
+    def __iter__(self) -> Iterator[Roster]:
+        with contextlib.suppress(grpc.RpcError):
+            for response in self._call or ():
+                yield messages.roster(response)
+
+    def stop(self) -> None:
+        """Ends it; from any thread, and more than once."""
+        if self._call is not None:
+            self._call.cancel()
+
+
 class CoordinatorClient:
     """The coordinator, from a worker's side. Methods block, retry, and raise PSError."""
 
@@ -97,9 +116,14 @@ class CoordinatorClient:
         """Registers a job, or finds the equal one that is there."""
         return messages.shard_map(self._call(self._stub.RegisterJob, messages.register_request(spec)))
 
-    def join(self, job: str, rank: int | None, pid: int, host: str, metrics: str) -> Place:
-        """Makes this process a live worker of the job."""
-        request = messages.join_request(job, rank, pid, host, metrics)
+    def join(
+        self, job: str, rank: int | None, pid: int, host: str, metrics: str, previous: int = 0, clock: int = 0
+    ) -> Place:
+        """Makes this process a live worker of the job.
+
+        previous, clock: of a worker that comes back, its last incarnation and the steps it had finished
+        """
+        request = messages.join_request(job, rank, pid, host, metrics, previous, clock)
         return messages.place(job, self._call(self._stub.JoinJob, request))
 
     def heartbeat(self, who: Identity, clock: int, timeout: float) -> None:
@@ -118,11 +142,9 @@ class CoordinatorClient:
         with contextlib.suppress(grpc.RpcError):
             self._stub.LeaveJob(messages.leave_request(who), timeout=CALL_SECONDS)
 
-    def watch(self, job: str) -> Iterable[Roster]:
-        """Who takes part, now and after every change, until the job ends or the connection breaks."""
-        with contextlib.suppress(grpc.RpcError):
-            for response in self._stub.WatchJob(messages.watch_request(job)):
-                yield messages.roster(response)
+    def watch(self, job: str) -> Watch:
+        """Who takes part, now and after every change."""
+        return Watch(lambda: self._stub.WatchJob(messages.watch_request(job)))
 
     def close(self) -> None:
         """Closes the connection; calls in flight end."""

@@ -48,12 +48,9 @@ class FlatModel:
         self._check = check
         self._on_ready = on_ready
         self._finite: dict[int, bool] = {}  # by parameter, of those looked at in this step
-        trained = {bucket.space: bucket.dtype for bucket in layout.buckets if not bucket.held}
-        device = next(t for p, t in zip(spec.parameters, tensors, strict=True) if p.group is not None).device
-        weights, gradients = (segment.weights, segment.gradients) if segment else ({}, {})
-        self._weights = {s: self._space(s, dtype, device, weights) for s, dtype in trained.items()}
-        self._gradients = {s: self._space(s, dtype, device, gradients) for s, dtype in trained.items()}
-        self._staging = GpuStaging(device, segment) if device.type == "cuda" else None
+        self._device = next(t for p, t in zip(spec.parameters, tensors, strict=True) if p.group is not None).device
+        self._make_spaces()
+        self._staging = GpuStaging(self._device, segment) if self._device.type == "cuda" else None
         self._made: dict[int, Any] = {}  # by bucket, the point on the GPU at which its gradient is there
         self._gradient_views: dict[int, torch.Tensor] = {}  # by parameter, in its shape
         self._hooks: list[RemovableHandle] = []
@@ -63,24 +60,49 @@ class FlatModel:
             else:
                 self._move_in(index, tensor)
 
-    def _space(self, space: str, dtype: str, device: torch.device, shared: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _make_spaces(self) -> None:
+        trained = {bucket.space: bucket.dtype for bucket in self.layout.buckets if not bucket.held}
+        weights, gradients = (self._segment.weights, self._segment.gradients) if self._segment else ({}, {})
+        self._weights = {space: self._space(space, dtype, weights) for space, dtype in trained.items()}
+        self._gradients = {space: self._space(space, dtype, gradients) for space, dtype in trained.items()}
+
+    def _space(self, space: str, dtype: str, shared: dict[str, torch.Tensor]) -> torch.Tensor:
         """The flat tensor of one space: the segment's own where that holds the same type on the same device."""
         wanted = TORCH_DTYPES[dtype]
-        if space in shared and device.type == "cpu" and shared[space].dtype == wanted:
+        if space in shared and self._device.type == "cpu" and shared[space].dtype == wanted:
             return shared[space].zero_()
-        return torch.zeros(self.layout.space_sizes[space], dtype=wanted, device=device)
+        return torch.zeros(self.layout.space_sizes[space], dtype=wanted, device=self._device)
 
-    def _move_in(self, index: int, tensor: torch.Tensor) -> None:
+    def _move_weights(self, index: int, tensor: torch.Tensor) -> None:
         space = self._spec.parameters[index].dtype
         weights = self._view(self._weights[space], index)
         weights.copy_(tensor.data)
         tensor.data = weights
         self._gradient_views[index] = self._view(self._gradients[space], index)
+
+    def _move_in(self, index: int, tensor: torch.Tensor) -> None:
+        self._move_weights(index, tensor)
         assert isinstance(tensor, nn.Parameter)
         frozen = not tensor.requires_grad
         tensor.requires_grad_()  # a frozen one takes no hook, and may be thawed later
         self._hooks.append(tensor.register_post_accumulate_grad_hook(lambda _: self._accumulated(index)))
         tensor.requires_grad_(not frozen)
+
+    def move(self, segment: SegmentMap | None) -> None:
+        """Moves into another segment, when the shards have let go of the old one and nothing is under way."""
+        before, self._segment = self._segment, segment
+        self._finite.clear()
+        if self._staging is not None:
+            self._staging.release()
+            self._staging = GpuStaging(self._device, segment)
+        elif before is not None or segment is not None:
+            views = dict(self._gradient_views)
+            self._make_spaces()
+            for index, view in views.items():
+                tensor = self._tensors[index]
+                self._move_weights(index, tensor)
+                if tensor.grad is not None and tensor.grad.data_ptr() == view.data_ptr():
+                    tensor.grad = self._gradient_views[index].copy_(view)
 
     def release(self) -> None:
         """Looks at no gradient any more: the model goes on without this session. Its tensors stay where they are."""

@@ -48,8 +48,8 @@ class Account:
 class Stepper(Protocol):
     """What leasing needs of the way this worker trains."""
 
-    def lease(self, ask: Lease) -> tuple[list[DataRange], bool]:
-        """Batches given, and whether the pass is complete. Raises PSError."""
+    def lease(self, ask: Lease) -> tuple[list[DataRange], bool] | None:
+        """Batches given, and whether the pass is complete; None: ask anew, much may have changed. Raises PSError."""
 
     def empty_step(self) -> None:
         """A step without a gradient, which commits what was taken."""
@@ -87,11 +87,21 @@ class StepData:
             self.accounts[batch.loader].pushed.append(batch)
         self._using = None
 
-    def lost(self) -> None:
-        """The step at hand failed: what it used is no longer held, and goes to whom the coordinator gives it."""
-        for batch in [*(self._using or ()), *self._taken]:
+    def failed(self) -> None:
+        """The step's pushes failed: the shards know which buckets have its batches, and others may have them again."""
+        for batch in self._using or ():
             self.accounts[batch.loader].returned.append(batch)
-        self._using, self._taken = None, []
+        self._using = None
+
+    def lost(self) -> None:
+        """The step at hand is lost, whether any of it was pushed or not."""
+        self.use()
+        self.failed()
+
+    def keep(self) -> None:
+        """The step did not come about, and what it would have committed still has to be."""
+        self._taken = [*(self._using or ()), *self._taken]
+        self._using = None
 
     def set_back(self) -> None:
         """The job was set back to a checkpoint: nothing that was leased before is held any more."""
@@ -148,9 +158,12 @@ class Leases(Sampler[list[int]]):
 
     def _ask(self, count: int) -> None:
         account, order = self._account, self.order
-        held = [*self.data.held(order.loader), *account.handed, *account.waiting]
-        pushed, returned = list(account.pushed), list(account.returned)
-        found, self._complete = self._stepper.lease(Lease(order, self.number, count, held, pushed, returned))
+        answer = None
+        while answer is None:
+            held = [*self.data.held(order.loader), *account.handed, *account.waiting]
+            pushed, returned = list(account.pushed), list(account.returned)
+            answer = self._stepper.lease(Lease(order, self.number, count, held, pushed, returned))
+        found, self._complete = answer
         del account.pushed[: len(pushed)], account.returned[: len(returned)]
         account.waiting += found
         self._took_part |= bool(found)
@@ -202,6 +215,8 @@ class Leases(Sampler[list[int]]):
 
     def set_back(self) -> None:
         """The job was set back to a checkpoint: this iteration goes on until its pass is complete again."""
+        self._account.waiting.extendleft(reversed(self._account.handed))  # leased since: what is loaded is older
+        self._account.handed.clear()
         self._complete = False
 
     def _next_pass(self) -> None:
@@ -248,10 +263,11 @@ class LeasedLoader:
             while self._await_more():
                 times = leases.data.times_set_back
                 for batch in self._inner:
-                    leases.take()
-                    yield batch
-                    if self._run != run:
-                        raise InvalidRequest("another iteration over this loader has begun: this one cannot go on")
+                    if leases.data.times_set_back == times:
+                        leases.take()
+                        yield batch
+                        if self._run != run:
+                            raise InvalidRequest("another iteration over this loader has begun: this one cannot go on")
                     if leases.data.times_set_back != times:
                         leases.set_back()
                         break  # what is loaded already was leased before

@@ -32,11 +32,22 @@ class ShardMap:
 
 @dataclass(frozen=True)
 class Place:
-    """What a worker got when it joined; lease in seconds."""
+    """What a worker got when it joined.
+
+    clock:          the one it starts from
+    lease:          seconds for which it counts as live without a heartbeat
+    shard_map:      where the buckets are now; None from servers that do not say
+    restore_count:  how often the whole job was set back to a checkpoint
+    state:          what a worker of this rank had saved, at `state_clock`; None if there is nothing
+    """
 
     identity: Identity
     clock: int
     lease: float
+    shard_map: ShardMap | None = None
+    restore_count: int = 0
+    state: bytes | None = field(default=None, repr=False)
+    state_clock: int = 0
 
 
 @dataclass(frozen=True)
@@ -207,20 +218,41 @@ def register_request(spec: JobSpec) -> control_pb2.RegisterJobRequest:
 
 def shard_map(response: control_pb2.RegisterJobResponse) -> ShardMap:
     """Where a registered job's buckets are."""
-    found = response.shard_map
+    return _shard_map(response.shard_map)
+
+
+def _shard_map(found: job_pb2.ShardMap) -> ShardMap:
     return ShardMap({shard.index: shard.address for shard in found.shards}, tuple(found.bucket_shards))
 
 
-def join_request(job: str, rank: int | None, pid: int, host: str, metrics: str) -> control_pb2.JoinJobRequest:
-    """Asks to take part."""
-    return control_pb2.JoinJobRequest(job=job, rank=rank, pid=pid, host=host, metrics_address=metrics)
+def join_request(
+    job: str, rank: int | None, pid: int, host: str, metrics: str, previous: int, clock: int
+) -> control_pb2.JoinJobRequest:
+    """Asks to take part, or to come back: `previous` is the incarnation before, 0 for a new process."""
+    return control_pb2.JoinJobRequest(
+        job=job,
+        rank=rank,
+        pid=pid,
+        host=host,
+        metrics_address=metrics,
+        previous_incarnation=previous,
+        clock=clock,
+    )
 
 
 def place(job: str, response: control_pb2.JoinJobResponse) -> Place:
     """What a worker got when it joined."""
     lease = response.lease.ToNanoseconds() / 1e9
     who = Identity(job, response.rank, response.incarnation, response.lease_key)
-    return Place(who, response.clock, lease)
+    return Place(
+        who,
+        response.clock,
+        lease,
+        _shard_map(response.shard_map) if response.HasField("shard_map") else None,
+        response.restore_count,
+        response.worker_state if response.HasField("worker_state") else None,
+        response.worker_state_clock,
+    )
 
 
 def watch_request(job: str) -> control_pb2.WatchJobRequest:

@@ -95,6 +95,14 @@ class WorkerMetrics:
             "Steps without a gradient, made because others wait for this worker's clock while it has no data.",
             registry=self.registry,
         )
+        self._rejoins = Counter(
+            "ps_worker_rejoins_total",
+            "Times that the worker lost its place and took another.",
+            registry=self.registry,
+        )
+        self._lost_steps = Counter(
+            "ps_worker_lost_steps_total", "Steps whose gradient was lost with the place.", registry=self.registry
+        )
         self._clock = Gauge("ps_worker_clock", "Steps finished since the job began.", registry=self.registry)
 
     def serve(self, host: str, port: int, tls: Tls | None = None, known: bool = True) -> None:
@@ -134,6 +142,13 @@ class WorkerMetrics:
     def empty_step(self) -> None:
         """A step has no gradient, because there was no data for it."""
         self._empty_steps.inc()
+
+    def rejoined(self, lost: bool, clock: int) -> None:
+        """The worker took its place again, at a clock; `lost`: the gradient of a step is in no weights."""
+        self.timer.stepped()
+        self._rejoins.inc()
+        self._lost_steps.inc(lost)
+        self._clock.set(clock)
 
     def _observe(self, clock: int) -> None:
         for phase, seconds in self.timer.stepped().items():

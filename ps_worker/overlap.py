@@ -44,6 +44,10 @@ class Overlap:
         self._versions: list[int] | None = None
         self.left: set[int] = set()  # buckets that have left in this step
 
+    def abandon(self) -> None:
+        """This step counts no more: the next backward begins a new one."""
+        self._begin()
+
     @property
     def active(self) -> bool:
         """Whether full buckets leave during backward."""

@@ -2,73 +2,40 @@
 
 prepare   describe the model as a job, register it, join, move the model into flat buffers, start from rank 0's weights
 step      push every bucket's gradient, pull every bucket's weights; pulls wait as long as the mode says, pushes never
-beside    a heartbeat keeps the lease; a watcher knows who takes part
+lost      a worker whose place was lost (a pause, a partition, a job set back) takes another, and goes on from there
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence, Set
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Set
+from concurrent.futures import Future
 
 import torch
 from torch import nn
 
-from ps_protocol.credentials import PLAINTEXT, Access
 from ps_protocol.errors import NonFiniteGradient, PSError, UnknownWorker
 from ps_protocol.job import HyperParameters, NonFinite
 from ps_protocol.layout import Bucket, bucket_layout
-from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters
 from ps_worker.client import CoordinatorClient
 from ps_worker.describe import describe
 from ps_worker.flat import FlatModel
 from ps_worker.leased import StepData
-from ps_worker.messages import BucketPush, DataRange, Identity, Lease, Place, Roster
+from ps_worker.membership import Membership
+from ps_worker.messages import BucketPush, DataRange, Lease, Place
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.optimizer import ServerOptimizer
 from ps_worker.overlap import Overlap
-from ps_worker.shared_memory import share_memory
-from ps_worker.transports import NetworkTransport, ShardCalls, SharedTransport, Transport
-
-T = TypeVar("T")
+from ps_worker.server_options import ServerOptions
+from ps_worker.shards import Shards
 
 log = logging.getLogger("ps_worker")
 
-HEARTBEATS_PER_LEASE = 4
-NOTICE_SECONDS = 2.0
 
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """What a job on a parameter server is, besides model and optimizer.
-
-    transport: "shm", "grpc", or "auto": shared memory with every shard that can see this worker's
-    overlap:   whether full buckets leave while backward runs; None: once the script was seen to allow it
-    """
-
-    server: str
-    job: str
-    consistency: Consistency
-    rank: int | None
-    world_size: int
-    timeout: float
-    bucket_bytes: int
-    non_finite: NonFinite
-    gradient_wire: str
-    weight_wire: str
-    transport: str
-    shared_directory: Path
-    overlap: bool | None
-    access: Access = PLAINTEXT
+class _PlaceLost(Exception):
+    """A call failed because the place it was made from was lost; its cause says how."""
 
 
 class ParameterServer:
@@ -77,20 +44,27 @@ class ParameterServer:
     def __init__(self, options: ServerOptions, metrics: WorkerMetrics) -> None:
         self._options = options
         self._metrics = metrics
-        self._coordinator = CoordinatorClient(options.server, options.timeout, options.access)
-        self._place: Place | None = None
-        self._transports: dict[int, Transport] = {}
-        self._network: dict[int, NetworkTransport] = {}
+        self._coordinator = CoordinatorClient(options.server, options.link.timeout, options.link.access)
+        self._members = Membership(
+            self._coordinator,
+            options.job,
+            options.rank,
+            options.world_size,
+            options.link.timeout,
+            metrics.announced,
+            self._finished,
+            self._moved,
+        )
+        self._place: Place | None = None  # the one that the training thread is in; the membership may have a newer one
+        self._shards: Shards | None = None
+        self._flat: FlatModel | None = None
+        self._begun = False
         self._pushed: list[Future[int]] = []  # of the buckets that left during backward
         self._checked: list[HyperParameters] = []
         self._told: list[HyperParameters] | None = None  # what buckets that leave during backward are stepped with
-        self._release_model: Callable[[], None] = lambda: None
         self.data = StepData()
         self._clock = 0
-        self._error: PSError | None = None
-        self._roster = Roster((), options.world_size, False)
-        self._changed = threading.Condition()
-        self._closing = threading.Event()
+        self._closing = False
 
     # -- who takes part ----------------------------------------------------------------------------------------------
 
@@ -102,7 +76,7 @@ class ParameterServer:
     @property
     def world_size(self) -> int:
         """The declared world size, or how many take part now in an elastic job."""
-        return self._options.world_size or max(1, len(self._roster.ranks))
+        return self._options.world_size or max(1, len(self._members.roster.ranks))
 
     @property
     def clock(self) -> int:
@@ -111,31 +85,30 @@ class ParameterServer:
 
     def share(self) -> tuple[int, int]:
         """The rank's share; in an elastic job, this worker's place among those who take part now."""
-        ranks = self._roster.ranks
+        ranks = self._members.roster.ranks
         if self._options.world_size or self.rank not in ranks:
             return self.rank, self.world_size
         return ranks.index(self.rank), len(ranks)
 
     def close(self) -> None:
         """Leaves the job and ends every thread and connection."""
-        if self._closing.is_set():
+        if self._closing:
             return
-        self._closing.set()
-        with self._changed:
-            self._changed.notify_all()  # `prepare` in another thread may be waiting
-        if self._place is not None and not isinstance(self._error, UnknownWorker):
-            self._coordinator.leave(self._place.identity)
+        self._closing = True
+        self._coordinator.closing.set()
+        self._members.close()
         self._coordinator.close()
-        for transport in [*self._network.values(), *self._transports.values()]:
-            transport.close()
-        self._release_model()
+        if self._shards is not None:
+            self._shards.close()
+        if self._flat is not None:
+            self._flat.release()
 
     # -- prepare -----------------------------------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Joins the job; returns the model with rank 0's weights, and an optimizer that steps on the servers."""
         options = self._options
-        spec, tensors = describe(
+        self._spec, self._tensors = describe(
             model,
             optimizer,
             name=options.job,
@@ -146,95 +119,101 @@ class ParameterServer:
             gradient_wire=options.gradient_wire,
             weight_wire=options.weight_wire,
         )
-        shard_map = self._coordinator.register(spec)
-        self._join()
-        layout = bucket_layout(spec.parameters, spec.bucket_bytes)
-        calls = {
-            index: ShardCalls(index, address, options.timeout, options.access)
-            for index, address in shard_map.addresses.items()
-        }
-        segment, sharing = share_memory(spec, layout, calls, self._who, options.transport, options.shared_directory)
-        self._spec, self._optimizer = spec, optimizer
-        check = options.non_finite is not NonFinite.ALLOW
-        self._flat = FlatModel(spec, tensors, layout, segment, check, self._gradient_ready)
-        self._release_model = self._flat.release
-        self._buckets: dict[int, list[Bucket]] = {index: [] for index in calls}
-        for bucket, shard in zip(layout.buckets, shard_map.bucket_shards, strict=True):
-            self._buckets[shard].append(bucket)
-        self._shard_of = shard_map.bucket_shards
-        trained = [bucket for bucket in layout.buckets if not bucket.held]
-        self._overlap = Overlap(trained, options.overlap)
-        self._network = {index: NetworkTransport(call, self._who, self._flat) for index, call in calls.items()}
-        self._transports = {
-            index: SharedTransport(call, self._who, self._flat) if index in sharing else self._network[index]
-            for index, call in calls.items()
-        }
-        self._start(layout.buckets)
+        self._optimizer = optimizer
+        self._shard_map = self._coordinator.register(self._spec)
+        self._layout = bucket_layout(self._spec.parameters, self._spec.bucket_bytes)
+        self._overlap = Overlap([bucket for bucket in self._layout.buckets if not bucket.held], options.overlap)
+        self._take_places(self._members.join())
         return model, ServerOptimizer(optimizer, self._step)
 
-    def _start(self, buckets: Sequence[Bucket]) -> None:
-        """Begins with rank 0's weights, when every declared worker is there."""
-        if self.rank == 0:  # the shards take its values if they have none yet
-            self._finish([self._network[self._shard_of[b.index]].push_initial(b) for b in buckets])
-        held = {index: [b for b in buckets if b.held] for index, buckets in self._buckets.items()}
-        self._finish([self._network[index].pull(self._clock, found) for index, found in held.items() if found])
-        self._flat.begin_pull()
-        self._finish(self._pull())
-        self._flat.end_pull()
-        self._await_workers()
+    # -- a place, taken and lost -------------------------------------------------------------------------------------
 
-    def _join(self) -> None:
-        self._place = self._coordinator.join(
-            self._options.job, self._options.rank, os.getpid(), socket.gethostname(), self._metrics.announced
-        )
-        self._clock = self._place.clock
-        for name, run in (("heartbeat", self._heartbeat), ("watch", self._watch)):
-            threading.Thread(target=run, name=name, daemon=True).start()
+    def _finished(self, place: Place) -> int:
+        """The steps that this worker has finished in a place."""
+        return self._clock if self._place is place else place.clock
 
-    def _await_workers(self) -> None:
-        """Waits until every declared worker has joined: a job that starts without some trains another model."""
-        said = time.monotonic()
-        with self._changed:
-            while not self._roster.started and self._error is None and not self._closing.is_set():
-                self._changed.wait(NOTICE_SECONDS)
-                if time.monotonic() - said >= NOTICE_SECONDS and not self._roster.started:
-                    missing = sorted(set(range(self._options.world_size)) - set(self._roster.ranks))
-                    log.warning("waiting for ranks %s to join", ", ".join(map(str, missing)))
-                    said = time.monotonic() + 4 * NOTICE_SECONDS
-        self._raise_lost()
-        if self._closing.is_set():
-            raise UnknownWorker("the session was closed while it waited for the other workers to join")
+    def _moved(self) -> None:
+        """There is a new place: what is under way in the old one would only keep the training thread waiting."""
+        shards = self._shards
+        if shards is not None:
+            shards.cut()
 
-    def _heartbeat(self) -> None:
-        assert self._place is not None
-        pause = self._place.lease / HEARTBEATS_PER_LEASE
-        while not self._closing.wait(pause):
+    def _take_places(self, place: Place) -> None:
+        """Takes a place, and each that comes after it should it be lost on the way."""
+        while True:
+            cause: BaseException | None
             try:
-                self._coordinator.heartbeat(self._who, self._clock, pause)
-            except PSError as error:
-                if error.retryable or self._closing.is_set():
-                    continue  # the coordinator may come back; training does not need it
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
+                self._take(place)
                 return
+            except _PlaceLost as lost:
+                cause = lost.__cause__
+            except Exception as error:
+                if not self._members.has_lost(place, error):
+                    raise
+                cause = error
+            if self._shards is not None:
+                self._shards.end()
+            place = self._members.renewed(place, cause)
 
-    def _watch(self) -> None:
-        while not self._closing.is_set():
-            for roster in self._coordinator.watch(self._options.job):
-                with self._changed:
-                    self._roster = roster
-                    self._changed.notify_all()
-            self._closing.wait(NOTICE_SECONDS)
+    def _take(self, place: Place) -> None:
+        """Goes on from a place: with the weights at its clock (rank 0's at first), when all declared workers joined."""
+        self._shard_map = place.shard_map or self._shard_map
+        shards = Shards(self._options.link, place.identity, self._spec, self._layout, self._shard_map)
+        self._shards = shards
+        if self._flat is None:
+            check = self._options.non_finite is not NonFinite.ALLOW
+            self._flat = FlatModel(self._spec, self._tensors, self._layout, shards.segment, check, self._gradient_ready)
+        else:
+            self._flat.move(shards.segment)
+        shards.open(self._flat)
+        self._place, self._clock = place, place.clock
+        if not self._begun:
+            if self.rank == 0:  # the shards take its values if they have none yet
+                shards.push_initial(self._layout.buckets)
+                self._settle()
+            shards.pull(self._clock, held=True)
+            self._settle()
+        self._flat.begin_pull()
+        shards.pull(self._clock)
+        self._settle()
+        self._flat.end_pull()
+        self._begun = True
+        self._members.await_started(place)
+        if self._members.place is not place:
+            raise _PlaceLost
 
-    @property
-    def _who(self) -> Identity:
+    def _settle(self) -> None:
+        """Waits for all that is under way. Raises the first error of any, as _PlaceLost where that is why."""
+        assert self._shards is not None
         assert self._place is not None
-        return self._place.identity
+        error = self._shards.settle()
+        if error is not None:
+            self._members.raise_lost()  # that this worker was fenced explains whatever else failed
+            if self._members.has_lost(self._place, error):
+                raise _PlaceLost from error
+            raise error
 
-    def _raise_lost(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def _come_back(self, cause: BaseException | None) -> bool:
+        """Goes on in a new place, after the one of the last steps was lost. The step at hand is over: true if in."""
+        assert self._shards is not None
+        assert self._place is not None
+        self._shards.end()
+        before, clock = self._place, self._clock
+        staged = cause is not None and bool(self._pushed) and all(p.exception() is None for p in self._pushed)
+        self._abandon()
+        self._take_places(self._members.renewed(before, cause))
+        self._metrics.rejoined(not staged, self._clock)
+        log.warning(
+            "worker %d lost its place at clock %d and goes on at clock %d as incarnation %d; the step at hand is %s",
+            *(self.rank, clock, self._clock, self._place.identity.incarnation, "in" if staged else "lost"),
+        )
+        if self._place.restore_count > before.restore_count:
+            self.data.set_back()
+        return staged
+
+    def _abandon(self) -> None:
+        self._overlap.abandon()
+        self._pushed, self._told = [], None
 
     # -- leased data -------------------------------------------------------------------------------------------------
 
@@ -243,17 +222,30 @@ class ParameterServer:
         """Whether other workers may wait for this one's clock."""
         return self._options.consistency.max_staleness is not None
 
-    def lease(self, ask: Lease) -> tuple[list[DataRange], bool]:
-        """Batches of leased data, and whether the pass is complete."""
+    def lease(self, ask: Lease) -> tuple[list[DataRange], bool] | None:
+        """Batches of leased data, and whether the pass is complete; None: this worker took another place, ask anew."""
         self.pause(0.0)
-        return self._coordinator.lease(self._who, ask)
+        assert self._place is not None
+        try:
+            return self._coordinator.lease(self._place.identity, ask)
+        except PSError as error:
+            if not self._members.has_lost(self._place, error):
+                raise
+            self._come_back(error)
+            return None
 
     def pause(self, seconds: float) -> None:
         """Waits; raises the reason if this worker takes part no more."""
-        closed = self._closing.wait(seconds)
-        self._raise_lost()
-        if closed:
+        self._coordinator.closing.wait(seconds)
+        self._members.raise_lost()
+        if self._closing:
             raise UnknownWorker("the session is closed")
+
+    def empty_step(self) -> None:
+        """A step without a gradient, for a worker that has no data while others wait for its clock."""
+        self._metrics.empty_step()
+        if self._in_place(self._exchange_nothing) is not None:
+            self.data.keep()  # nobody has seen it
 
     # -- step --------------------------------------------------------------------------------------------------------
 
@@ -268,6 +260,7 @@ class ParameterServer:
 
     def _gradient_ready(self, parameter: int) -> None:
         """Backward has finished one gradient: full buckets leave now, if they may. Runs on autograd's thread."""
+        assert self._flat is not None
         if self._told is None:
             self._told = self._hyper_parameters()
         ready = self._overlap.ready(parameter, self._flat.versions())
@@ -278,9 +271,32 @@ class ParameterServer:
             self._overlap.left -= {bucket.index for bucket in ready}
 
     def _step(self) -> None:
-        """One step. Of what has not left during backward, nothing is pushed unless every gradient is fit to be."""
-        self._raise_lost()
+        """One step; where this worker has lost its place, the step in which it takes another."""
         self._metrics.timer.stepping()
+        staged = self._in_place(self._exchange)
+        if staged is not None:
+            (self.data.pushed if staged else self.data.lost)()
+
+    def _in_place(self, exchange: Callable[[], None]) -> bool | None:
+        """Exchanges with the shards; None. Where this worker has lost its place: takes another, says if it was in."""
+        self._members.raise_lost()
+        cause: BaseException | None = None
+        if self._members.place is self._place:
+            try:
+                exchange()
+                return None
+            except _PlaceLost as lost:
+                cause = lost.__cause__
+            except BaseException:
+                self._pushed = []
+                self.data.failed()
+                raise
+        return self._come_back(cause)
+
+    def _exchange(self) -> None:
+        """Gradients for weights. Of what has not left yet, nothing is pushed unless every gradient is fit to be."""
+        assert self._shards is not None
+        assert self._flat is not None
         absent = self._flat.gather()
         groups = self._hyper_parameters()
         told, self._told = self._told, None
@@ -291,55 +307,52 @@ class ParameterServer:
         except NonFiniteGradient as error:
             if not left:
                 raise
-            skip, refused = (
-                True,
-                error,
-            )  # a step that is half out is finished without the rest, so that all stay in step
-        self._exchange(absent, groups, skip, left)
+            # A step that is half out is finished without the rest, so that all stay in step.
+            skip, refused = True, error
+        self._send(absent, groups, skip, left)
         if refused is not None:
             raise refused
 
-    def empty_step(self) -> None:
-        """A step without a gradient, for a worker that has no data while others wait for its clock."""
-        self._raise_lost()
-        self._metrics.empty_step()
-        groups = self._hyper_parameters()
+    def _exchange_nothing(self) -> None:
+        """A step of empty pushes, but for what has left in a backward that no `step` followed."""
+        assert self._flat is not None
         left: set[int] = set()
-        if self._pushed:  # a backward that no `step` followed
+        if self._pushed:
             _, left = self._overlap.finish(self._flat.versions())
             self._told = None
-        self._exchange(set(), groups, True, left)
+        self._send(set(), self._hyper_parameters(), True, left)
 
-    def _exchange(self, absent: Set[int], groups: list[HyperParameters], skip: bool, left: Set[int]) -> None:
-        """Gradients for weights: pushes every bucket but those that have left, and pulls all."""
-        timer = self._metrics.timer
+    def _send(self, absent: Set[int], groups: list[HyperParameters], skip: bool, left: Set[int]) -> None:
+        """Pushes all buckets but those that have left, and pulls all."""
+        assert self._shards is not None
+        assert self._flat is not None
         self._flat.begin_pull()
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
-        pulls = self._pull(ahead=1)
-        pushes, self._pushed = self._pushed, []
-        for bucket in self._flat.layout.buckets:
+        pulls = self._shards.pull(self._clock + 1)
+        for bucket in self._layout.buckets:
             if not bucket.held and bucket.index not in left:
-                pushes.append(self._push(bucket, absent, groups, skip))
+                self._pushed.append(self._push(bucket, absent, groups, skip))
         self._clock += 1
+        self._finish(pulls)
+        self.data.pushed()
+
+    def _finish(self, pulls: list[Future[tuple[int, float]]]) -> None:
+        """Waits for a step's pushes and pulls, and counts them."""
+        assert self._flat is not None
+        timer = self._metrics.timer
         pushed = timer.now()
 
         def staged(_: Future[int]) -> None:
             nonlocal pushed
             pushed = timer.now()  # of the last one, once all are
 
-        for push in pushes:
+        for push in self._pushed:
             push.add_done_callback(staged)
-        # One wait for both: each wait looks at every future, and there may be thousands.
-        everything: list[Future[Any]] = [*pushes, *pulls]
-        try:
-            self._finish(everything)
-        except BaseException:
-            self.data.lost()
-            raise
-        self.data.pushed()
-        sent = sum(push.result() for push in pushes)
-        pulled = [pull.result() for pull in pulls]
+        self._settle()
         self._flat.end_pull()
+        sent = sum(push.result() for push in self._pushed)
+        pulled = [pull.result() for pull in pulls]
+        self._pushed = []
         waited = max((seconds for _, seconds in pulled), default=0.0)
         self._metrics.stepped(sent, sum(size for size, _ in pulled), pushed, waited, self._clock)
 
@@ -353,6 +366,7 @@ class ParameterServer:
         return found
 
     def _refuse_or_skip(self, absent: set[int], changed: bool) -> bool:
+        assert self._flat is not None
         name = self._flat.not_finite(absent, changed)
         if name is None:
             return False
@@ -366,6 +380,8 @@ class ParameterServer:
         return True
 
     def _push(self, bucket: Bucket, absent: Set[int], groups: list[HyperParameters], skip: bool) -> Future[int]:
+        assert self._flat is not None
+        assert self._shards is not None
         parameters = self._spec.parameters
         missing = [position for position, segment in enumerate(bucket.segments) if segment.parameter in absent]
         mine = {parameters[segment.parameter].group for segment in bucket.segments}
@@ -378,20 +394,4 @@ class ParameterServer:
             ranges=self.data.use(),
         )
         self._flat.leaving(bucket)
-        return self._transports[self._shard_of[bucket.index]].push(push)
-
-    def _pull(self, ahead: int = 0) -> list[Future[tuple[int, float]]]:
-        """Asks every shard for its weights at this worker's clock, or that of the step being made."""
-        trained = {index: [b for b in buckets if not b.held] for index, buckets in self._buckets.items()}
-        return [
-            self._transports[index].pull(self._clock + ahead, buckets) for index, buckets in trained.items() if buckets
-        ]
-
-    def _finish(self, futures: list[Future[T]]) -> list[T]:
-        """The results of all futures, when all are there; the first error of any as soon as it is."""
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        error = next((found for future in done if (found := future.exception()) is not None), None)
-        if error is not None:
-            self._raise_lost()  # that this worker was fenced explains whatever else failed
-            raise error
-        return [future.result() for future in futures]
+        return self._shards.push(push)

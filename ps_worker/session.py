@@ -29,7 +29,9 @@ from ps_worker.data import PreparedLoader, shard_loader
 from ps_worker.ddp import Ddp
 from ps_worker.leased import LeasedFace, LeasedLoader, Leases, order_of
 from ps_worker.metrics import WorkerMetrics
-from ps_worker.parameter_server import ParameterServer, ServerOptions
+from ps_worker.parameter_server import ParameterServer
+from ps_worker.server_options import ServerOptions
+from ps_worker.shards import Link
 from ps_worker.strategy import Single, Strategy
 
 
@@ -218,10 +220,7 @@ class Session:
                     consistency=config.consistency,
                     rank=config.rank,
                     world_size=config.world_size,
-                    timeout=config.connect_timeout,
-                    transport=config.transport,
-                    shared_directory=config.shared_directory,
-                    access=config.access,
+                    link=Link(config.connect_timeout, config.transport, config.shared_directory, config.access),
                     **options,
                 ),
                 self._metrics,

@@ -20,10 +20,18 @@ class GpuStaging:
         self._down = torch.cuda.Stream(device)
         self._up = torch.cuda.Stream(device)
         self._landing: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}  # by bucket
-        if segment is not None:
-            for flat in (*segment.gradients.values(), *segment.weights.values()):
-                # Page-locked, so that copies run beside kernels. Where that is refused, copies are only slower.
-                torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)
+        self._locked = [] if segment is None else [*segment.gradients.values(), *segment.weights.values()]
+        for flat in self._locked:
+            # Page-locked, so that copies run beside kernels. Where that is refused, copies are only slower.
+            torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)
+
+    def release(self) -> None:
+        """Waits for what is under way and lets go of the segment."""
+        self._down.synchronize()
+        self._up.synchronize()
+        for flat in self._locked:
+            torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
+        self._locked = []
 
     def mark(self) -> torch.cuda.Event:
         """The point that the current stream has reached: what is queued until now."""

@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -20,6 +21,8 @@ import ps_worker
 from ps_protocol.tensors import bytes_of
 from ps_server import status
 from ps_server.app import Server, ServerConfig
+from ps_server.coordinator import Coordinator
+from ps_server.engine import Engine
 from ps_worker import Session
 
 T = TypeVar("T")
@@ -38,18 +41,37 @@ class Cluster:
 
     def __init__(self, shards: int = 2, lease: float = 10.0, **more: object) -> None:
         """more: fields of ServerConfig that all servers share."""
-        first = Server(ServerConfig(shard_count=shards, index=0, lease=lease, **more))  # type: ignore[arg-type]
-        rest = [
-            Server(ServerConfig(index=index, coordinator=first.address, **more))  # type: ignore[arg-type]
-            for index in range(1, shards)
-        ]
-        self.servers = [first, *rest]
+        self._first = ServerConfig(shard_count=shards, index=0, lease=lease, **more)  # type: ignore[arg-type]
+        first = Server(self._first)
+        self._rest = ServerConfig(coordinator=first.address, **more)  # type: ignore[arg-type]
+        self.servers = [first, *(Server(replace(self._rest, index=index)) for index in range(1, shards))]
         self.address = first.address
-        assert first.coordinator is not None
-        self.coordinator = first.coordinator
-        self.engines = [server.engine for server in self.servers if server.engine is not None]
         for server in self.servers:
             assert server.wait_ready(START_SECONDS)
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The coordinator that is there now."""
+        found = self.servers[0].coordinator
+        assert found is not None
+        return found
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Each shard's."""
+        return [server.engine for server in self.servers if server.engine is not None]
+
+    def start_again(self, index: int) -> None:
+        """Ends a server as its death would, without a last checkpoint, and starts another at its ports."""
+        before = self.servers[index]
+        before.stop()
+        config = replace(self._rest, index=index) if index else replace(self._first, restore=True)
+        ports = {
+            name: int(address.rpartition(":")[2])
+            for name, address in (("port", before.address), ("metrics_port", before.metrics_address))
+        }
+        self.servers[index] = Server(replace(config, **ports))
+        assert self.servers[index].wait_ready(START_SECONDS)
 
     def connect(self, mode: str, rank: int = 0, world_size: int = 1, **more: object) -> Session:
         """A worker's session; `more` as for ps_worker.connect."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -10,7 +12,7 @@ import grpc
 import torch
 
 from ps_protocol.channel import open_channel
-from ps_protocol.errors import error_from
+from ps_protocol.errors import TryLater, error_from
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.job_messages import hyper_messages, job_spec_message
 from ps_protocol.layout import Layout, ParameterSpec, bucket_layout
@@ -55,10 +57,10 @@ class RawWorker:
         for shard in found.shard_map.shards:
             self._channels.append(open_channel(shard.address))
             self._data.append(DataServiceStub(self._channels[-1]))
-        place = self._call(self.coordinator.JoinJob, control_pb2.JoinJobRequest(job=spec.name, rank=rank))
-        self.incarnation: int = place.incarnation
-        self.lease_key: bytes = place.lease_key
-        self.clock: int = place.clock
+        self.flagged: set[int] = set()  # clocks whose pulls said that they are in a checkpoint
+        self.incarnation = 0
+        self.clock = 0
+        self.join()
 
     def __enter__(self) -> RawWorker:
         return self
@@ -74,6 +76,37 @@ class RawWorker:
         """Registers a job and joins nothing."""
         with open_channel(server) as channel:
             RawWorker._call(JobServiceStub(channel).RegisterJob, request)
+
+    def join(self) -> control_pb2.JoinJobResponse:
+        """Joins; again, if this worker was live before. Waits for a job that is being set back."""
+        request = control_pb2.JoinJobRequest(
+            job=self.spec.name, rank=self.rank, previous_incarnation=self.incarnation, clock=self.clock, host="raw"
+        )
+        deadline = time.monotonic() + CALL_SECONDS
+        while True:
+            try:
+                place = self._call(self.coordinator.JoinJob, request)
+                break
+            except TryLater:
+                if time.monotonic() > deadline:
+                    raise
+                threading.Event().wait(0.05)
+        self.incarnation = place.incarnation
+        self.lease_key: bytes = place.lease_key
+        self.clock = place.clock
+        return place  # type: ignore[no-any-return]
+
+    def save_state(self, clock: int, state: bytes) -> None:
+        """Sends this worker's own part of a checkpoint."""
+        request = control_pb2.SaveWorkerStateRequest(
+            job=self.spec.name,
+            rank=self.rank,
+            incarnation=self.incarnation,
+            lease_key=self.lease_key,
+            clock=clock,
+            state=state,
+        )
+        self._call(self.coordinator.SaveWorkerState, request)
 
     def heartbeat(self) -> None:
         """A sign of life."""
@@ -167,6 +200,8 @@ class RawWorker:
             mine = [index for index in self.trained if self.shard_of[index] == shard]
             if mine:
                 for response in self.answers(self.ask(self.clock, mine)):
+                    if response.header.checkpoint:
+                        self.flagged.add(self.clock)
                     bucket = self.layout.buckets[response.header.bucket]
                     values = torch.frombuffer(bytearray(response.payload), dtype=torch.float32)
                     found[bucket.start : bucket.start + bucket.numel] = values

@@ -192,13 +192,36 @@ def test_a_signal_ends_the_cluster_and_leaves_no_process_behind(start: Start, nu
     assert "Exception" not in command.err
 
 
-def test_a_cluster_that_loses_a_shard_says_so_and_stops(start: Start) -> None:
+def test_a_shard_that_dies_is_started_again_at_the_same_address(start: Start) -> None:
+    command = start("-m", "ps_server", "up", PS_SHARDS="2", PS_PORT="0", PS_METRICS_PORT="0")
+    [address] = command.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
+    shards = {p["index"]: p for p in status.fetch(address)["processes"] if p["role"] == "shard"}
+    for index in (1, 0):  # the coordinator too
+        os.kill(shards[index]["pid"], signal.SIGKILL)
+        until(lambda index=index: f"ps-server: shard {index} is back\n" in command.err, "the shard's return")
+    assert "ps-server: shard 1 ended with code -9; starting it again\n" in command.err
+
+    def both() -> dict[int, dict[str, object]]:
+        found = {p["index"]: p for p in status.fetch(address)["processes"] if p["role"] == "shard"}
+        return found if len(found) == 2 else {}
+
+    after = until(both, "both shards in the status")
+    for index in (0, 1):
+        assert after[index]["address"] == shards[index]["address"]
+        assert after[index]["pid"] != shards[index]["pid"]
+    assert command.end(signal.SIGTERM) == 0
+
+
+def test_a_shard_that_dies_again_and_again_is_given_up(start: Start) -> None:
     command = start("-m", "ps_server", "up", PS_SHARDS="1", PS_PORT="0", PS_METRICS_PORT="0")
     command.says("ready at")
-    [shard] = command.family()
-    shard.kill()
+    for death in range(1, 7):
+        [shard] = command.family()
+        shard.kill()
+        said = until(lambda: command.process.poll() is not None or command.err.count("is back") >= death, "a reaction")  # noqa: B023
+        assert said
     assert command.process.wait(END_SECONDS) == 1
-    assert "ps-server: shard 0 ended with code -9; stopping" in command.err
+    assert "ps-server: shard 0 ended with code -9 for the 6th time in 60 s; stopping" in command.err
 
 
 def test_a_port_in_use_ends_up_with_one_clear_line(start: Start) -> None:

@@ -228,7 +228,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("name", "mode", "world_size", "started", "parameter_bytes", "bucket_count", "imbalance", "workers", "loaders")
+    __slots__ = ("name", "mode", "world_size", "started", "parameter_bytes", "bucket_count", "imbalance", "workers", "restore_count", "lost_steps", "redone_steps", "checkpoint", "checkpoint_clock", "awaited", "loaders")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +237,12 @@ class JobStatus(_message.Message):
     BUCKET_COUNT_FIELD_NUMBER: _ClassVar[int]
     IMBALANCE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LOST_STEPS_FIELD_NUMBER: _ClassVar[int]
+    REDONE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
     LOADERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     mode: str
@@ -246,8 +252,14 @@ class JobStatus(_message.Message):
     bucket_count: int
     imbalance: float
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    restore_count: int
+    lost_steps: int
+    redone_steps: int
+    checkpoint: str
+    checkpoint_clock: int
+    awaited: _containers.RepeatedScalarFieldContainer[int]
     loaders: _containers.RepeatedCompositeFieldContainer[LoaderStatus]
-    def __init__(self, name: _Optional[str] = ..., mode: _Optional[str] = ..., world_size: _Optional[int] = ..., started: bool = ..., parameter_bytes: _Optional[int] = ..., bucket_count: _Optional[int] = ..., imbalance: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., loaders: _Optional[_Iterable[_Union[LoaderStatus, _Mapping]]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., mode: _Optional[str] = ..., world_size: _Optional[int] = ..., started: bool = ..., parameter_bytes: _Optional[int] = ..., bucket_count: _Optional[int] = ..., imbalance: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., restore_count: _Optional[int] = ..., lost_steps: _Optional[int] = ..., redone_steps: _Optional[int] = ..., checkpoint: _Optional[str] = ..., checkpoint_clock: _Optional[int] = ..., awaited: _Optional[_Iterable[int]] = ..., loaders: _Optional[_Iterable[_Union[LoaderStatus, _Mapping]]] = ...) -> None: ...
 
 class LoaderStatus(_message.Message):
     __slots__ = ("loader", "pass_number", "sample_count", "committed_count", "leased_count", "returned_count")

@@ -169,6 +169,12 @@ class BucketProtocol(Generic[T]):
             return Verdict(False, blamed, f"clock {needed} of every live worker is needed; {behind}")
         return ADMITTED
 
+    def restore(self, version: int, clocks: Mapping[int, int]) -> None:
+        """Goes on from an image: nothing is staged, and what its clocks say counts as pushed."""
+        self.initialised = True
+        self.version = version
+        self.staged, self.applied = dict(clocks), dict(clocks)
+
     def clocks(self) -> dict[int, int]:
         """The clock of each live worker here."""
         return {rank: self.applied.get(rank, 0) for rank in self.roster}

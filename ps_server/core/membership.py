@@ -28,6 +28,41 @@ class Member:
     key: bytes = field(default=b"", repr=False)
 
 
+@dataclass(frozen=True)
+class Newcomer:
+    """Who asks to join.
+
+    previous: for a worker that comes back, its incarnation before
+    clock:    how many steps it had finished then
+    """
+
+    pid: int = 0
+    host: str = ""
+    metrics_address: str = ""
+    previous: int | None = None
+    clock: int = 0
+
+
+NOBODY = Newcomer()
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What who joined gets.
+
+    clock:         that it starts from
+    placement:     for each bucket, the index of its shard
+    restore_count: how many times the job was set back to a checkpoint
+    state:         what a worker of its rank had saved for the last checkpoint, and at which clock
+    """
+
+    member: Member
+    clock: int
+    placement: list[int]
+    restore_count: int = 0
+    state: tuple[int, bytes] | None = None
+
+
 @dataclass
 class Membership:
     """The live workers of one job.
@@ -35,6 +70,7 @@ class Membership:
     world_size: how many the job declares; 0 is elastic.
     started:    true from the moment that all declared workers had joined (at once for an elastic job). A worker that
                 dies later does not undo it: training goes on with who is left.
+    awaited:    after the job was set back: by rank, until when the others wait for it to come again
     """
 
     world_size: int
@@ -43,11 +79,21 @@ class Membership:
     last_incarnation: int = 0
     started: bool = False
     ever_joined: bool = False
+    awaited: dict[int, float] = field(default_factory=dict)
 
-    def claim(self, rank: int | None) -> int:
-        """The rank that a newcomer gets: the one asked for, or the lowest free one. Changes nothing."""
+    def claim(self, rank: int | None, newcomer: Newcomer = NOBODY) -> int:
+        """The rank that a newcomer gets: the one asked for, or the lowest free one. Changes nothing.
+
+        Raises Fenced for one that comes back to a rank that another process holds now.
+        """
+        live = self.members.get(rank) if rank is not None else None
+        # The same process asks again where the answer to its first call was lost.
+        repeats = live is not None and (live.pid, live.host) == (newcomer.pid, newcomer.host)
+        if newcomer.previous is not None and live is not None and live.incarnation > newcomer.previous and not repeats:
+            raise Fenced(f"worker {rank} was replaced by another process: incarnation {live.incarnation} is live")
         if rank is None:
-            rank = next(r for r in range(len(self.members) + 1) if r not in self.members)
+            taken = self.members.keys() | self.awaited.keys()
+            rank = next(r for r in range(len(taken) + 1) if r not in taken)
         if self.world_size and rank >= self.world_size:
             raise InvalidRequest(f"rank must be below the job's world_size {self.world_size}, got {rank}")
         return rank
@@ -61,7 +107,30 @@ class Membership:
         """Counts a worker as live, in place of an earlier one of its rank."""
         self.members[member.rank] = member
         self.ever_joined = True
-        self.started = self.started or len(self.members) >= self.world_size
+        if self.awaited.pop(member.rank, None) is not None:
+            self.started = not self.awaited
+        elif not self.awaited:
+            self.started = self.started or len(self.members) >= self.world_size
+
+    def set_back(self, now: float) -> list[Member]:
+        """Nobody is live any more; who was, is awaited for one lease. Training that had started does so again then.
+
+        Returns who was live.
+        """
+        before, self.members = list(self.members.values()), {}
+        if self.started or self.awaited:
+            self.awaited = dict.fromkeys([*self.awaited, *(member.rank for member in before)], now + self.lease)
+            self.started = self.ever_joined and not self.awaited
+        return before
+
+    def give_up(self, now: float) -> list[int]:
+        """The ranks that were awaited too long: training starts without them."""
+        late = [rank for rank, until in self.awaited.items() if until <= now]
+        for rank in late:
+            del self.awaited[rank]
+        if late and not self.awaited:
+            self.started = True
+        return late
 
     def heartbeat(self, rank: int, incarnation: int, clock: int, now: float, key: bytes = b"") -> None:
         """Renews a lease. Raises UnknownWorker, Fenced or Forbidden if the caller lost its place or never had it."""

@@ -19,6 +19,7 @@ from ps_protocol.tensors import is_finite, tensor_from
 from ps_server.core.bucket import BucketProtocol, Live, Verdict
 from ps_server.core.data_commits import UNUSED, Committed, DataCommits, DataRange, Use, check_ranges
 from ps_server.core.membership import check_incarnation, check_key
+from ps_server.core.snapshot import BucketImage, Extent, extent
 from ps_server.core.weights import BucketWeights, Gradient, Scratch
 
 
@@ -89,6 +90,25 @@ class ShardBucket:
         self.protocol: BucketProtocol[Gradient] = BucketProtocol(spec.consistency, roster)
         self.weights = BucketWeights(spec, bucket, scratch)
 
+    def image(self, committed: Committed | None = None) -> BucketImage:
+        """A copy of the bucket as it is, with the leased data in it. The caller keeps it from being stepped."""
+        weights, protocol = self.weights, self.protocol
+        state = weights.copy_state()
+        return BucketImage(
+            self.layout.index,
+            protocol.version,
+            dict(protocol.applied),
+            weights.flat.clone(),
+            state,
+            weights.groups(),
+            committed or {},
+        )
+
+    def restore(self, image: BucketImage) -> None:
+        """Becomes what the image is."""
+        self.weights.restore(image.weights, image.state, image.groups)
+        self.protocol.restore(image.version, image.clocks)
+
 
 class ShardJob:
     """The buckets of one job that this shard holds."""
@@ -106,6 +126,7 @@ class ShardJob:
         self.buckets = {i: ShardBucket(spec, layout.buckets[i], self.roster, scratch) for i in indices}
         self.data = DataCommits(index for index in indices if not layout.buckets[index].held)
         self._retired: dict[int, int] = {}  # by rank, the highest incarnation that was retired
+        self._fenced = 0  # no incarnation up to this one may come back
         self.layout = layout
         self._checked: dict[int, HyperParameters] = {}
         self._staged_limit = staged_limit
@@ -139,7 +160,7 @@ class ShardJob:
         its worker was retired (the coordinator had given up on it) raises Fenced: nobody would ever retire it again.
         """
         live = self.roster.get(rank)
-        if incarnation <= self._retired.get(rank, 0):
+        if incarnation <= max(self._retired.get(rank, 0), self._fenced):
             raise Fenced(f"worker {rank}: incarnation {incarnation} was retired before it was admitted")
         if live is not None and live.incarnation > incarnation:
             check_incarnation(rank, incarnation, live.incarnation)
@@ -163,6 +184,20 @@ class ShardJob:
         if live is not None and live.incarnation <= incarnation:
             del self.roster[rank]
             self._own(rank)
+
+    def restore(self, images: Mapping[int, BucketImage], last_incarnation: int) -> None:
+        """Goes on from images of all its buckets. Nobody is live; who was, up to that incarnation, has to join again.
+
+        Raises InvalidRequest if there is a bucket without an image, before anything is changed.
+        """
+        missing = sorted(self.buckets.keys() - images.keys())
+        if missing:
+            raise InvalidRequest(f"expected an image of each bucket, got none of {missing[:8]}")
+        self._fenced = last_incarnation
+        self.roster.clear()
+        for index, bucket in self.buckets.items():
+            bucket.restore(images[index])
+        self.data.restore({index: images[index].committed for index in self.buckets})
 
     def _own(self, rank: int) -> None:
         for bucket in self.buckets.values():
@@ -300,6 +335,14 @@ class ShardJob:
         """By live rank, the lowest clock over this shard's buckets."""
         each = [bucket.protocol.clocks() for bucket in self._trained()]
         return {rank: min((clocks[rank] for clocks in each), default=0) for rank in self.roster}
+
+    def extent(self) -> Extent:
+        """How far the buckets that train are, with the clocks of the dead."""
+        return extent(
+            (bucket.protocol.version, bucket.protocol.applied)
+            for bucket in self.buckets.values()
+            if not bucket.layout.held
+        )
 
     def _trained(self) -> Iterable[ShardBucket]:
         return (bucket for bucket in self.buckets.values() if not bucket.layout.held)

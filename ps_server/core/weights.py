@@ -9,8 +9,9 @@ import torch
 
 from ps_protocol.job import HyperParameters, JobSpec
 from ps_protocol.layout import Bucket
-from ps_protocol.optimizers import ELEMENTWISE
+from ps_protocol.optimizers import ELEMENTWISE, hyper_parameters
 from ps_protocol.tensors import TORCH_DTYPES
+from ps_server.core.snapshot import OptimizerState
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class BucketWeights:
 
     def __init__(self, spec: JobSpec, bucket: Bucket, scratch: Scratch) -> None:
         self.bucket = bucket
+        self._name = spec.optimizer
         self._scratch = scratch
         self.flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])  # [numel]
         self._segments = [self.flat[s.offset : s.offset + s.length] for s in bucket.segments]  # each [length]
@@ -80,8 +82,8 @@ class BucketWeights:
     def add(self, gradient: Gradient) -> None:
         """Adds one contribution to the open update. The order of calls is the order of the sum."""
         # The first contributor's hyper-parameters count: in sync that is the lowest rank's, whoever came first.
-        for group, hyper_parameters in (gradient.groups or {}).items():
-            self._groups.setdefault(group, hyper_parameters)
+        for group, told in (gradient.groups or {}).items():
+            self._groups.setdefault(group, told)
         if gradient.values is None:
             # Without a gradient for any segment it counts as zero, as in a bucket that it fills in part; else it is a
             # step that was left out, and the mean is that of the others.
@@ -140,6 +142,35 @@ class BucketWeights:
         states = {position: optimizer.state.get(self._segments[position], {}) for position in self._present}
         fresh = {position for position, state in states.items() if state.get("momentum_buffer") is None}
         return [positions for positions in (self._present - fresh, fresh) if positions]
+
+    def copy_state(self) -> dict[int, dict[str, torch.Tensor]]:
+        """A copy of the optimizer's state, by segment."""
+        if self._optimizer is None:
+            return {}
+        states = ((position, self._optimizer.state.get(tensor)) for position, tensor in enumerate(self._segments))
+        return {
+            position: {name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+            for position, state in states
+            if state
+        }
+
+    def groups(self) -> dict[int, HyperParameters]:
+        """The hyper-parameters that the last update was made with, by group."""
+        if self._optimizer is None:
+            return {}
+        return {group["index"]: hyper_parameters(self._name, group) for group in self._optimizer.param_groups}
+
+    def restore(self, weights: torch.Tensor, state: OptimizerState, groups: Mapping[int, HyperParameters]) -> None:
+        """Sets weights, optimizer state and hyper-parameters to those of an image, by copying them."""
+        self.load(weights)
+        if self._optimizer is None:
+            return
+        for position, tensor in enumerate(self._segments):
+            self._optimizer.state.pop(tensor, None)
+            if position in state:
+                self._optimizer.state[tensor] = {name: value.clone() for name, value in state[position].items()}
+        for group in self._optimizer.param_groups:
+            group.update(groups.get(group["index"], {}))
 
     def own(self) -> None:
         """Copies what the open update borrowed of a worker's memory."""

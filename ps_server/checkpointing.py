@@ -1,0 +1,366 @@
+"""Checkpoints of one job, from the coordinator's side: when, at which clock, and what belongs to each.
+
+In sync every bucket of every shard, and every worker, is caught at one clock, which has to lie ahead of all of them
+when it is named: the shards are asked, and if one is past it already, a later one is named. In ssp and async there is
+no common clock: each shard copies its buckets at once, and the manifest says how far each was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ps_protocol.errors import CheckpointFailed, InvalidRequest, NotFound, OutOfOrder, PSError, TryLater
+from ps_protocol.job import JobSpec
+from ps_server import messages
+from ps_server.capture import Captured
+from ps_server.checkpoints import CheckpointStore, Manifest, WorkerPart
+from ps_server.core.snapshot import Extent
+from ps_server.shard_client import ShardClient, on_all
+
+log = logging.getLogger("ps_server")
+
+LOOK_SECONDS = 0.25
+BEGIN_SECONDS = 0.05
+# Parts are on disk, and some worker has not sent its state: it may be evaluating. After this it is left out.
+STATE_SECONDS = 60.0
+# Without a common clock an older state will do: it is not waited for that long.
+ANY_STATE_SECONDS = 10.0
+# Somebody waits for a checkpoint, and nothing moves: if all buckets are at one version, they are taken as they are.
+STALL_SECONDS = 3.0
+DEFAULT_KEEP = 3
+
+
+@dataclass(frozen=True)
+class CheckpointPolicy:
+    """Where checkpoints go, when they are made, and how many are kept.
+
+    steps, seconds: make one every so many clocks, or seconds; neither: only when asked to, and at a job's end
+    restore:        jobs go on from what is there
+    """
+
+    directory: Path
+    steps: int | None = None
+    seconds: float | None = None
+    keep: int = DEFAULT_KEEP
+    restore: bool = False
+
+
+def parse_every(text: str) -> tuple[int | None, float | None]:
+    """`100steps` or `60s` as (steps, seconds). Raises InvalidRequest for anything else."""
+    for unit, kind in (("steps", int), ("s", float)):
+        if text.endswith(unit):
+            with contextlib.suppress(ValueError):
+                value = kind(text.removesuffix(unit))
+                if 0 < value < 1e9:
+                    return (int(value), None) if unit == "steps" else (None, float(value))
+    raise InvalidRequest(f"expected a number of steps or of seconds, such as 100steps or 60s, got {text!r}")
+
+
+@dataclass(frozen=True)
+class JobView:
+    """What checkpoints need to know of a job while it runs.
+
+    live: by rank, the clock of each live worker as last heard
+    """
+
+    spec: JobSpec
+    run: Callable[[], str]
+    placement: Callable[[], list[int]]
+    clients: Callable[[], list[ShardClient]]
+    live: Callable[[], Mapping[int, int]]
+    counts: Callable[[], tuple[int, int]]  # last incarnation, restore count
+
+
+class JobCheckpoints:
+    """Makes the checkpoints of one job in a thread of its own, from its making to `stop`."""
+
+    def __init__(
+        self,
+        job: JobView,
+        store: CheckpointStore,
+        policy: CheckpointPolicy,
+        shard_count: int,
+    ) -> None:
+        self.last: Manifest | None = None
+        self.complete, self.failed = 0, 0
+        self.last_seconds, self.last_held_up = 0.0, 0.0
+        self.last_at = time.monotonic()
+        self._job, self._store, self._policy = job, store, policy
+        self._pool = ThreadPoolExecutor(shard_count, "checkpoints")  # its calls wait for the shards' disks
+        self._aggregate = job.spec.consistency.aggregate
+        self._number = int(store.next_name(job.spec.name)) - 1
+        self._states: dict[int, tuple[int, bytes]] = {}  # by rank, what came last
+        self._kept: dict[int, tuple[int, bytes]] = {}  # by rank, what the last checkpoint has
+        self._reached = 0  # the highest version or clock known
+        self._changed = threading.Condition()
+        self._asked, self._answered = 0, 0  # checkpoints that somebody waits for
+        self._error: PSError | None = None  # why the last one that was asked for failed
+        self._generation = 0  # rises when the job is set back: what is being taken is void
+        self._final = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
+
+    @property
+    def last_clock(self) -> int:
+        """The clock of the last checkpoint; 0 before the first."""
+        return self.last.clock if self.last is not None else 0
+
+    def start(self) -> None:
+        """Begins."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Gives up what is being taken, and ends the thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._pool.shutdown(wait=False)
+
+    # -- what workers and others bring -------------------------------------------------------------------------------
+
+    def save_state(self, rank: int, clock: int, state: bytes) -> None:
+        """Takes a worker's own part."""
+        with self._changed:
+            self._states[rank] = clock, state
+            self._changed.notify_all()
+
+    def state_of(self, rank: int) -> tuple[int, bytes] | None:
+        """What the last checkpoint has of a worker: its clock then, and the state."""
+        with self._changed:
+            return self._kept.get(rank)
+
+    def set_back(self, manifest: Manifest | None, states: Mapping[int, tuple[int, bytes]]) -> None:
+        """The job goes on from a checkpoint: what is being taken is void, and the next one comes in its time."""
+        with self._changed:
+            self._generation += 1
+            self.last, self._kept, self._states = manifest, dict(states), {}
+            self._reached = manifest.clock if manifest is not None else 0
+            self._changed.notify_all()
+
+    def request(self, seconds: float, final: bool = False) -> Manifest:
+        """Makes a checkpoint as soon as can be and waits for it. Raises CheckpointFailed, TryLater after `seconds`.
+
+        final: nobody trains any more
+        """
+        with self._changed:
+            self._final = final
+            self._asked += 1
+            mine = self._asked
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._answered >= mine or self._stopping, seconds)
+            if self._answered < mine:
+                raise TryLater(f"job {self._job.spec.name!r}: the checkpoint is not complete after {seconds:g} s")
+            if self._error is not None:
+                raise self._error
+            assert self.last is not None
+            return self.last
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._await_due()
+            if self._stopping:
+                return
+            started, asked = time.monotonic(), self._asked
+            error: PSError | None = None
+            try:
+                self._take()
+                self.last_seconds, self.last_at = time.monotonic() - started, time.monotonic()
+            except _Void:
+                continue
+            except PSError as found:
+                error = found
+                self.failed += 1
+                log.warning("job %s: no checkpoint: %s", self._job.spec.name, found)
+                self._pause(LOOK_SECONDS * 4)
+            with self._changed:
+                self._answered, self._error = max(self._answered, asked), error
+                self._changed.notify_all()
+
+    def _await_due(self) -> None:
+        """Returns when a checkpoint is to be begun. One at a clock that lies ahead is begun long before that."""
+        policy = self._policy
+        while not self._stopping and self._asked == self._answered:
+            if self.last is None and (policy.steps or policy.seconds):
+                return  # the first at once: from then on, there is one to go back to
+            if policy.steps and (self._aggregate or self._progress() >= self._reached + policy.steps):
+                return
+            if policy.seconds and time.monotonic() >= self.last_at + policy.seconds:
+                return
+            self._pause(LOOK_SECONDS)
+
+    def _progress(self) -> int:
+        """The highest version in sync, else the highest clock, on any shard that answers."""
+        found = 0
+        for client in self._job.clients():
+            with contextlib.suppress(PSError):
+                found = max(found, messages.progress(client.status(), self._job.spec.name, self._aggregate))
+        return found
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            asked = self._asked
+            self._changed.wait_for(lambda: self._stopping or self._asked > asked, seconds)
+
+    def _take(self) -> None:
+        """One checkpoint, from its beginning to its manifest."""
+        generation = self._generation
+        if self._final:
+            self._take_where_it_stands(generation)
+            return
+        name, clock = self._begin(generation)
+        parts = self._await_parts(name, clock, generation)
+        if parts is None:
+            self._take_where_it_stands(generation)
+        else:
+            self._commit(name, parts, self._await_states(clock, generation))
+
+    def _begin(self, generation: int) -> tuple[str, int | None]:
+        """Names a clock that all shards can still meet; in ssp and async there is none to name."""
+        attempt = 0
+        while True:
+            self._check_void(generation)
+            name, clock = self._next_name(), self._next_clock(attempt) if self._aggregate else None
+            try:
+                with self._changed:
+                    self._states = {}
+                self._on_all(name, clock)
+                return name, clock
+            except OutOfOrder:
+                attempt += 1
+                self._reached = max(self._reached, self._progress())
+            except (TryLater, NotFound):
+                self._pause(BEGIN_SECONDS)  # the job has no weights yet, or a shard is away
+
+    def _on_all(self, name: str, clock: int | None) -> None:
+        on_all(self._pool, self._job.clients(), lambda c: c.begin_checkpoint(self._job.spec.name, name, clock))
+
+    def _next_name(self) -> str:
+        self._number += 1
+        return f"{self._number:06d}"
+
+    def _next_clock(self, attempt: int) -> int:
+        """The clock to try: further ahead at each attempt, because training goes on meanwhile."""
+        ahead: int = 2**attempt
+        if self.last is None or self._policy.steps is None or self._asked > self._answered:
+            return self._reached + ahead
+        return (self._reached // self._policy.steps + ahead) * self._policy.steps
+
+    def _await_parts(self, name: str, clock: int | None, generation: int) -> list[Captured] | None:
+        """Every shard's part. None if somebody waits for the checkpoint and training stands still."""
+        since, asked, wanted = time.monotonic(), self._asked, self._asked > self._answered
+        found: dict[int, Captured] = {}
+        while True:
+            self._check_void(generation)
+            clients = self._job.clients()
+            futures = {
+                client.index: self._pool.submit(client.await_checkpoint, self._job.spec.name, name)
+                for client in clients
+                if client.index not in found
+            }
+            for index, future in futures.items():
+                try:
+                    found[index] = future.result()
+                except TryLater:
+                    pass
+                except NotFound:
+                    raise _Void from None
+            if len(found) == len(clients):
+                return [found[index] for index in sorted(found)]
+            if self._asked > asked and not wanted:
+                raise _Void  # somebody wants one now, and this one lies far ahead
+            if wanted and clock is not None and not found and time.monotonic() > since + STALL_SECONDS:
+                return None
+            self._pause(LOOK_SECONDS)
+
+    def _take_where_it_stands(self, generation: int) -> None:
+        """Takes each bucket as it is, which will do in sync if all are at one version: then training stands still."""
+        name = self._next_name()
+        self._on_all(name, None)
+        parts = self._await_parts(name, None, generation)
+        assert parts is not None
+        reached = _union(parts)
+        if self._aggregate and reached.version_min != reached.version_max:
+            self._store.discard(self._job.spec.name, name)
+            raise TryLater(f"the shards are between two clocks, {reached.version_min} and {reached.version_max}")
+        standing = reached.version_max if self._aggregate else None
+        self._commit(name, parts, {rank: s for rank, s in self._states.items() if standing in (None, s[0])})
+
+    def _await_states(self, clock: int | None, generation: int) -> dict[int, tuple[int, bytes]]:
+        """What each live worker needs besides the weights; a worker that is gone, or sends nothing, is left out."""
+        until = time.monotonic() + (STATE_SECONDS if self._aggregate else ANY_STATE_SECONDS)
+
+        def come() -> dict[int, tuple[int, bytes]]:
+            return {rank: state for rank, state in self._states.items() if clock in (None, state[0])}
+
+        with self._changed:
+            while self._job.live().keys() - come().keys() and time.monotonic() < until:
+                self._check_void(generation)
+                self._changed.wait(LOOK_SECONDS)
+            self._check_void(generation)
+            late = sorted(self._job.live().keys() - come().keys())
+            if late:
+                log.warning("job %s: the checkpoint is without the state of workers %s", self._job.spec.name, late)
+            return come() if self._aggregate else {**self._kept, **come()}
+
+    def _commit(self, name: str, parts: list[Captured], states: Mapping[int, tuple[int, bytes]]) -> None:
+        job, store = self._job.spec.name, self._store
+        reached = _union(parts)
+        try:
+            workers = {
+                rank: WorkerPart(store.write_worker(job, name, rank, state), clock)
+                for rank, (clock, state) in states.items()
+            }
+            manifest = Manifest(
+                name=name,
+                job=messages.job_spec_data(self._job.spec),
+                run=self._job.run(),
+                mode=str(self._job.spec.consistency),
+                clock=reached.version_max if self._aggregate else max(reached.clocks.values(), default=0),
+                placement=tuple(self._job.placement()),
+                shards={index: captured.part for index, captured in enumerate(parts)},
+                workers=workers,
+                versions=(reached.version_min, reached.version_max),
+                clocks=dict(reached.clocks),
+                last_incarnation=self._job.counts()[0],
+                restore_count=self._job.counts()[1],
+                written_by={"torch": torch.__version__.split("+")[0]},
+            )
+            store.commit(job, manifest)
+        except CheckpointFailed:
+            store.discard(job, name)
+            raise
+        with self._changed:
+            self.last, self._kept = manifest, dict(states)
+            self._reached = max(self._reached, manifest.clock)
+        self.complete += 1
+        self.last_held_up = max(captured.held_up for captured in parts)
+        store.prune(job, self._policy.keep)
+        log.info("job %s: checkpoint %s at clock %d, %d bytes", job, name, manifest.clock, manifest.bytes)
+
+    def _check_void(self, generation: int) -> None:
+        if self._stopping or self._generation != generation:
+            raise _Void
+
+
+class _Void(Exception):
+    """What was being taken is given up: the job was set back, or ends, or somebody wants one sooner."""
+
+
+def _union(parts: list[Captured]) -> Extent:
+    found = parts[0].extent
+    for captured in parts[1:]:
+        found = found.union(captured.extent)
+    return found

@@ -1,0 +1,74 @@
+"""A bucket as a checkpoint has it: a value that outlives the shard it was taken from.
+
+An image is taken between two updates, so nothing is half applied in it. What was staged and not yet applied at that
+moment is not in it: the clocks of an image are those of applied updates, and whoever goes on from it pushes again what
+came after. Buckets are the same on any number of shards, so an image goes back to whichever shard holds its bucket
+then.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ps_protocol.job import HyperParameters
+from ps_server.core.data_commits import Committed
+
+# By the segment's position in its bucket, the optimizer's state of that segment: name -> tensor.
+OptimizerState = Mapping[int, Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class BucketImage:
+    """One bucket at one version.
+
+    version: updates applied
+    clocks:  by rank, the highest clock whose update is in the weights, of the living and of the dead: what makes a push
+             exactly once
+    weights: [numel of the bucket] in the bucket's dtype
+    state:   of the optimizer, by segment; empty for a bucket that no optimizer steps
+    groups:  the hyper-parameters of the last update, by parameter group
+    committed: the leased data that is in the weights, by loader
+    """
+
+    index: int
+    version: int
+    clocks: Mapping[int, int]
+    weights: torch.Tensor
+    state: OptimizerState = field(default_factory=dict)
+    groups: Mapping[int, HyperParameters] = field(default_factory=dict)
+    committed: Committed = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        states = sum(tensor.nbytes for state in self.state.values() for tensor in state.values())
+        return self.weights.nbytes + states
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How far the buckets of a shard or a job are: the lowest and highest version, and by rank the lowest clock."""
+
+    version_min: int = 0
+    version_max: int = 0
+    clocks: Mapping[int, int] = field(default_factory=dict)
+
+    def union(self, other: Extent) -> Extent:
+        """The extent of both together."""
+        ranks = self.clocks.keys() | other.clocks.keys()
+        clocks = {
+            rank: min(extent.clocks[rank] for extent in (self, other) if rank in extent.clocks)
+            for rank in sorted(ranks)
+        }
+        low, high = min(self.version_min, other.version_min), max(self.version_max, other.version_max)
+        return Extent(low, high, clocks)
+
+
+def extent(buckets: Iterable[tuple[int, Mapping[int, int]]]) -> Extent:
+    """The extent of buckets that train, each given as its version and its clocks."""
+    each = [Extent(version, version, clocks) for version, clocks in buckets]
+    return functools.reduce(Extent.union, each) if each else Extent()

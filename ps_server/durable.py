@@ -1,0 +1,86 @@
+"""What a coordinator needs to come back after its death, in one small file beside the checkpoints.
+
+It is written when a job begins, ends, is set back, or somebody joins or leaves: never by training itself. It holds the
+keys of the workers' leases, so only its owner may read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ps_server.checkpoints import replace_file
+
+log = logging.getLogger("ps_server")
+
+FILE = ".coordinator.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class DurableWorker:
+    """A live worker; see core.membership.Member. The key as hexadecimal digits."""
+
+    rank: int
+    incarnation: int
+    clock: int
+    pid: int
+    host: str
+    metrics_address: str
+    key: str
+
+
+@dataclass(frozen=True)
+class DurableJob:
+    """A job that runs.
+
+    spec:    as plain data
+    run:     tells this job from earlier ones of its name
+    held_by: by shard, the process that holds the job's part
+    """
+
+    spec: dict[str, Any]
+    run: str
+    placement: tuple[int, ...]
+    held_by: Mapping[int, int]
+    last_incarnation: int
+    restore_count: int
+    started: bool
+    workers: tuple[DurableWorker, ...]
+
+
+def save(directory: Path, jobs: Mapping[str, DurableJob]) -> None:
+    """Replaces the file. Raises OSError."""
+    data = json.loads(json.dumps({"format": FORMAT, "jobs": {name: asdict(job) for name, job in jobs.items()}}))
+    replace_file(directory / FILE, json.dumps({**data, "seal": _seal(data)}).encode(), 0o600)
+
+
+def load(directory: Path) -> dict[str, DurableJob]:
+    """The jobs that ran; none where there is no file, or one that is not what was written: that is said in the log."""
+    path = directory / FILE
+    try:
+        data = json.loads(path.read_bytes())
+        if data.pop("seal") != _seal(data) or data["format"] != FORMAT:
+            raise ValueError("it is not what was written")
+        return {name: _job(job) for name, job in data["jobs"].items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s cannot be used: %s; jobs go on from their checkpoints when their workers come", path, error)
+        return {}
+
+
+def _job(data: dict[str, Any]) -> DurableJob:
+    data["placement"] = tuple(data["placement"])
+    data["held_by"] = {int(shard): process for shard, process in data["held_by"].items()}
+    data["workers"] = tuple(DurableWorker(**worker) for worker in data["workers"])
+    return DurableJob(**data)
+
+
+def _seal(data: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

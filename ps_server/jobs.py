@@ -1,0 +1,129 @@
+"""A job and its shards, as the coordinator holds them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import bucket_layout
+from ps_server.checkpointing import JobCheckpoints
+from ps_server.core.membership import Member, Membership
+from ps_server.core.placement import imbalance, place
+from ps_server.data_leases import JobData
+from ps_server.durable import DurableJob, DurableWorker
+from ps_server.messages import job_spec_data
+from ps_server.shard_client import ShardClient
+
+Roster = tuple[list[int], int, bool]
+Watcher = Callable[[Roster | None], None]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard that has called in."""
+
+    client: ShardClient
+    metrics_address: str
+    pid: int
+    process: int
+    seen: float
+
+
+@dataclass
+class CoordinatedJob:
+    """A job, as the coordinator holds it.
+
+    lock:  serialises joins and departures, which take round trips to the shards
+    guard: guards `membership` for the moment of a look or a change, so that heartbeats never wait for a join
+    run:   tells this job from earlier ones of its name
+    held_by: by shard, the process that holds the job's part; where another process has the shard now, the part is lost
+    restore_count: how many times the whole job was set back to a checkpoint
+    unaccounted:   after a shard was set back: by rank, the clock that it still has of the worker. What the worker had
+                   done since is lost there; how much that is, it says when it comes back.
+    lost_steps, redone_steps: by workers, of which a shard lost the updates (ssp, async); that are made again (sync)
+    """
+
+    spec: JobSpec
+    placement: list[int]
+    bytes: int
+    imbalance: float
+    membership: Membership
+    run: str
+    held_by: dict[int, int]
+    restore_count: int = 0
+    unaccounted: dict[int, int] = field(default_factory=dict)
+    lost_steps: int = 0
+    redone_steps: int = 0
+    checkpoints: JobCheckpoints | None = None
+    data: JobData = field(default_factory=JobData)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    guard: threading.Lock = field(default_factory=threading.Lock)
+    ghosts: set[tuple[int, int, int]] = field(default_factory=set)  # (shard, rank, incarnation) still to be retired
+    watchers: list[Watcher] = field(default_factory=list)
+    ended: bool = False
+
+    def roster(self) -> Roster:
+        """Live ranks, declared world size, whether training has started."""
+        with self.guard:
+            return sorted(self.membership.members), self.spec.world_size, self.membership.started
+
+    def members(self) -> list[Member]:
+        """The live workers, by rank."""
+        with self.guard:
+            return sorted(self.membership.members.values(), key=lambda member: member.rank)
+
+    def buckets_of(self, shard: int) -> list[int]:
+        """The buckets that a shard holds."""
+        return [bucket for bucket, index in enumerate(self.placement) if index == shard]
+
+    def counts(self) -> tuple[int, int]:
+        """The last incarnation that was given out, and how many times the job was set back."""
+        with self.guard:
+            return self.membership.last_incarnation, self.restore_count
+
+    def account(self, rank: int, clock: int) -> None:
+        """Books what a worker had done, and a shard that was set back has not: lost, or to be made again."""
+        restored = self.unaccounted.pop(rank, None)
+        if restored is not None and clock > restored:
+            if self.spec.consistency.aggregate:
+                self.redone_steps += clock - restored
+            else:
+                self.lost_steps += clock - restored
+
+    def durable(self) -> DurableJob:
+        """What is kept of it on disk."""
+        workers = tuple(
+            DurableWorker(m.rank, m.incarnation, m.clock, m.pid, m.host, m.metrics_address, m.key.hex())
+            for m in self.members()
+        )
+        last_incarnation, restore_count = self.counts()
+        placement, held_by, started = tuple(self.placement), dict(self.held_by), self.membership.started
+        spec = job_spec_data(self.spec)
+        return DurableJob(spec, self.run, placement, held_by, last_incarnation, restore_count, started, workers)
+
+
+def make_job(spec: JobSpec, shards: Mapping[int, Shard], shard_count: int, lease: float, run: str) -> CoordinatedJob:
+    """A job with its buckets placed, of which no shard holds anything yet."""
+    layout = bucket_layout(spec.parameters, spec.bucket_bytes)
+    sizes = [bucket.nbytes for bucket in layout.buckets]
+    placement = place(sizes, shard_count)
+    held_by = {index: shard.process for index, shard in shards.items()}
+    uneven = imbalance(sizes, placement, shard_count)
+    return CoordinatedJob(spec, placement, layout.nbytes, uneven, Membership(spec.world_size, lease), run, held_by)
+
+
+def job_that_ran(kept: DurableJob, spec: JobSpec, shard_count: int, lease: float, now: float) -> CoordinatedJob:
+    """A job as its coordinator left it: its workers may be training, and have two leases to say so."""
+    job = make_job(spec, {}, shard_count, lease, kept.run)
+    membership = job.membership
+    membership.last_incarnation, job.restore_count = kept.last_incarnation, kept.restore_count
+    for worker in kept.workers:
+        key = bytes.fromhex(worker.key)
+        place_of = worker.pid, worker.host, worker.metrics_address
+        membership.join(Member(worker.rank, worker.incarnation, now + 2 * lease, worker.clock, *place_of, key))
+    membership.started = kept.started
+    if len(kept.held_by) == shard_count and all(shard < shard_count for shard in kept.placement):
+        job.placement, job.held_by = list(kept.placement), dict(kept.held_by)
+    return job

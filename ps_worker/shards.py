@@ -1,0 +1,125 @@
+"""The way to every shard, for one incarnation of a worker.
+
+A worker that joins again opens a new one: its calls carry another incarnation, shards may have moved, and they have let
+go of the segment that the older incarnation shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ps_protocol.credentials import PLAINTEXT, Access
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import Bucket, Layout
+from ps_worker.flat import FlatModel
+from ps_worker.messages import BucketPush, Identity, ShardMap
+from ps_worker.shared_memory import share_memory
+from ps_worker.transports import NetworkTransport, ShardCalls, SharedTransport, Transport
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Link:
+    """How shards are reached.
+
+    timeout:   seconds without any progress after which a call gives up
+    transport: "shm", "grpc", or "auto": shared memory with every shard that can see this worker's
+    shared_directory: where that memory is a file if it must be
+    """
+
+    timeout: float
+    transport: str
+    shared_directory: Path
+    access: Access = PLAINTEXT
+
+
+class Shards:
+    """Connections to every shard of a job. Between making it and `open` its `segment` is there to be moved into.
+
+    Raises what `share_memory` does; nothing is open then.
+    """
+
+    def __init__(self, link: Link, who: Identity, spec: JobSpec, layout: Layout, shard_map: ShardMap) -> None:
+        self._who = who
+        self._shard_of = shard_map.bucket_shards
+        self._calls = {
+            index: ShardCalls(index, address, link.timeout, link.access)
+            for index, address in shard_map.addresses.items()
+        }
+        self._buckets: dict[int, list[Bucket]] = {index: [] for index in self._calls}
+        for bucket, shard in zip(layout.buckets, shard_map.bucket_shards, strict=True):
+            self._buckets[shard].append(bucket)
+        self._network: dict[int, NetworkTransport] = {}
+        self._transports: Mapping[int, Transport] = {}
+        self._under_way: list[Future[Any]] = []
+        self._left: list[Future[Any]] = []  # of steps that failed: nobody waits for them but `end`
+        try:
+            self.segment, self._sharing = share_memory(
+                spec, layout, self._calls, who, link.transport, link.shared_directory
+            )
+        except BaseException:
+            self.cut()
+            raise
+
+    def open(self, flat: FlatModel) -> None:
+        """Buckets may travel from here on, from and into the model."""
+        self._network = {index: NetworkTransport(call, self._who, flat) for index, call in self._calls.items()}
+        self._transports = {
+            index: SharedTransport(call, self._who, flat) if index in self._sharing else self._network[index]
+            for index, call in self._calls.items()
+        }
+
+    def push_initial(self, buckets: Sequence[Bucket]) -> list[Future[int]]:
+        """Sends initial values."""
+        return self._note([self._network[self._shard_of[b.index]].push_initial(b) for b in buckets])
+
+    def push(self, push: BucketPush) -> Future[int]:
+        """Sends one bucket's part of a step."""
+        future = self._transports[self._shard_of[push.bucket.index]].push(push)
+        self._under_way.append(future)
+        return future
+
+    def pull(self, clock: int, held: bool = False) -> list[Future[tuple[int, float]]]:
+        """Asks every shard for the weights at a clock; `held`: for what no optimizer steps."""
+        found = []
+        for index, buckets in self._buckets.items():
+            wanted = [bucket for bucket in buckets if bucket.held == held]
+            if wanted:
+                found.append((self._network if held else self._transports)[index].pull(clock, wanted))
+        return self._note(found)
+
+    def _note(self, futures: list[Future[T]]) -> list[Future[T]]:
+        self._under_way += futures
+        return futures
+
+    def settle(self) -> BaseException | None:
+        """Waits for all that is under way; the first error of any as soon as it is, else None."""
+        # One wait for all: each wait looks at every future, and there may be thousands.
+        done, _ = wait(self._under_way, return_when=FIRST_EXCEPTION)
+        error = next((found for future in done if (found := future.exception()) is not None), None)
+        self._left += [future for future in self._under_way if not future.done()]
+        self._under_way = []
+        return error
+
+    def cut(self) -> None:
+        """Ends every call that is under way; from any thread."""
+        for call in self._calls.values():
+            call.close()
+
+    def close(self) -> None:
+        """Ends every call, thread and connection."""
+        self.cut()
+        transports: dict[int, Transport] = {id(t): t for t in (*self._network.values(), *self._transports.values())}
+        for transport in transports.values():
+            transport.close()
+
+    def end(self) -> None:
+        """As `close`; when it returns, nothing lands in the model or is read from it any more."""
+        self.close()
+        wait([*self._under_way, *self._left])
+        self._under_way, self._left = [], []

@@ -1,0 +1,109 @@
+"""A cable between one worker and the servers, that a test can cut and plug in again."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+from dataclasses import replace
+
+import pytest
+
+from ps_worker.client import CoordinatorClient
+from ps_worker.messages import Place, ShardMap
+
+CHUNK = 2**16
+
+
+class Proxy:
+    """Listens on a free port and passes connections on to a target. While it is cut, connections are reset."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self.is_cut = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                threading.Thread(target=self._pass, args=(near,), daemon=True).start()
+
+    def _pass(self, near: socket.socket) -> None:
+        with contextlib.suppress(OSError), near, socket.create_connection(self._target) as far:
+            with self._lock:
+                if self.is_cut:
+                    return
+                self._open |= {near, far}
+            other = {near: far, far: near}
+            with selectors.DefaultSelector() as ready:
+                for end in other:
+                    ready.register(end, selectors.EVENT_READ)
+                while True:
+                    for key, _ in ready.select():
+                        found = key.fileobj.recv(CHUNK)  # type: ignore[union-attr]
+                        if not found:
+                            return
+                        other[key.fileobj].sendall(found)  # type: ignore[index]
+
+    def cut(self) -> None:
+        with self._lock:
+            self.is_cut = True
+            for end in self._open:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+            self._open.clear()
+
+    def heal(self) -> None:
+        self.is_cut = False
+
+    def close(self) -> None:
+        self.cut()
+        self._listener.close()
+
+
+class Cable:
+    """Between the workers that are connected to `address`, and everything that a cluster serves."""
+
+    def __init__(self, coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._proxies = {coordinator: Proxy(coordinator)}
+        self.address = self._proxies[coordinator].address
+        register, join = CoordinatorClient.register, CoordinatorClient.join
+
+        def registered(client: CoordinatorClient, *arguments: object) -> ShardMap:
+            found = register(client, *arguments)
+            return self._through(found) if client.address == self.address else found
+
+        def joined(client: CoordinatorClient, *arguments: object) -> Place:
+            found = join(client, *arguments)  # type: ignore[arg-type]
+            if client.address != self.address or found.shard_map is None:
+                return found
+            return replace(found, shard_map=self._through(found.shard_map))
+
+        # What this worker is told of addresses leads through the cable: as behind a router.
+        monkeypatch.setattr(CoordinatorClient, "register", registered)
+        monkeypatch.setattr(CoordinatorClient, "join", joined)
+
+    def _through(self, found: ShardMap) -> ShardMap:
+        for address in found.addresses.values():
+            if address not in self._proxies:
+                self._proxies[address] = Proxy(address)
+        return ShardMap({i: self._proxies[a].address for i, a in found.addresses.items()}, found.bucket_shards)
+
+    def cut(self) -> None:
+        for proxy in self._proxies.values():
+            proxy.cut()
+
+    def heal(self) -> None:
+        for proxy in self._proxies.values():
+            proxy.heal()
+
+    def close(self) -> None:
+        for proxy in self._proxies.values():
+            proxy.close()
