@@ -15,8 +15,18 @@ from types import ModuleType
 from bench.report import write_page
 from bench.results import Result
 
-NAMES = ("round", "train", "straggler", "network", "scale", "memory")
-PRIVATE = ("--addresses", "--exec", "--interface", "--python", "--directory", "--json", "--picture", "--folder")
+NAMES = ("round", "train", "straggler", "network", "scale", "memory", "chaos")
+PRIVATE = (
+    "--addresses",
+    "--exec",
+    "--interface",
+    "--python",
+    "--directory",
+    "--json",
+    "--picture",
+    "--folder",
+    "--keep",
+)
 
 
 def modules() -> dict[str, ModuleType]:
@@ -63,6 +73,8 @@ def run(arguments: argparse.Namespace, command: str) -> None:
         arguments.json.write_text(text)
     if arguments.picture is not None:
         module.draw(lines, arguments.picture)
+    if any(line.get("violations") for line in lines):
+        raise SystemExit("promises were broken: see the violations above")
 
 
 def run_all(folder: Path, short: bool, words: list[str]) -> None:

@@ -94,6 +94,8 @@ def validate(spec: JobSpec, max_bucket_bytes: int) -> None:
 def _validate_parameter(parameter: ParameterSpec, group_count: int) -> None:
     if not 1 <= len(parameter.name) <= MAX_NAME_LENGTH:
         raise InvalidRequest(f"a parameter's name has 1 to {MAX_NAME_LENGTH} characters, got {len(parameter.name)}")
+    if not parameter.name.isprintable():  # it is part of errors, which are shown on the terminals of others
+        raise InvalidRequest(f"a parameter's name has printable characters only, got {parameter.name[:80]!r}")
     if parameter.dtype not in DATA_TYPES:
         raise InvalidRequest(f"{parameter.name}: expected one of {', '.join(DATA_TYPES)}, got {parameter.dtype}")
     if parameter.group is not None and not 0 <= parameter.group < group_count:

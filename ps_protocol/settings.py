@@ -95,6 +95,17 @@ def seconds(text: str) -> float:
     return value
 
 
+def amount(text: str) -> float:
+    """A positive number; inf is one."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return value
+
+
 def host_port(text: str) -> str:
     """HOST:PORT."""
     host, _, port = text.rpartition(":")

@@ -33,7 +33,7 @@ from ps_server.boundary import Boundary
 from ps_server.callers import Callers
 from ps_server.checkpointing import DEFAULT_KEEP, CheckpointPolicy, parse_every
 from ps_server.checkpoints import CheckpointStore
-from ps_server.coordinator import DEFAULT_LEASE_SECONDS, SHARD_CALL_SECONDS, Coordinator
+from ps_server.coordinator import DEFAULT_LEASE_SECONDS, Coordinator
 from ps_server.engine import Engine
 from ps_server.gate import Gate
 from ps_server.gauges import coordinator_gauges, security_gauges, service_discovery, shard_gauges
@@ -49,6 +49,7 @@ from ps_server.services import (
     ShardService,
     add_health,
 )
+from ps_server.shard_directory import SHARD_CALL_SECONDS
 
 log = logging.getLogger("ps_server")
 
@@ -217,6 +218,8 @@ class Server:
             self._config.limits.staged_bytes,
             CheckpointStore(self._config.checkpoint_dir) if self._config.checkpoint_dir is not None else None,
             self._config.index or 0,
+            norm_limit=self._config.limits.push_norm,
+            caller_limit=self._config.limits.caller_bytes,
         )
         self.engine = engine
         data = DataService(engine)

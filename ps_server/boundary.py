@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.errors import InvalidRequest, PSError, Unsupported
 from ps_server.core.roles import Caller
 from ps_server.gate import Gate
 from ps_server.metrics import LATENCY_BUCKETS
@@ -147,6 +147,8 @@ def _keep_pool(wrapped: Callable[..., Any], behaviour: Callable[..., Any]) -> No
 def _error_of(error: Exception) -> PSError:
     if isinstance(error, PSError):
         return error
+    if isinstance(error, NotImplementedError):  # a method of the protocol that a library's servicer does not have yet
+        return Unsupported("this server does not have that method")
     log.error("a call failed", exc_info=error)
     return PSError("internal error; the server's log says more")
 

@@ -230,9 +230,9 @@ class JobCheckpoints:
     def _begin(self, generation: int) -> tuple[str, int | None]:
         """Names a clock that all shards can still meet; in ssp and async there is none to name."""
         attempt = 0
+        name, clock = self._next_name(), self._next_clock(attempt) if self._aggregate else None
         while True:
             self._check_void(generation)
-            name, clock = self._next_name(), self._next_clock(attempt) if self._aggregate else None
             try:
                 with self._changed:
                     self._states = {}
@@ -241,6 +241,7 @@ class JobCheckpoints:
             except OutOfOrder:
                 attempt += 1
                 self._reached = max(self._reached, self._progress())
+                name, clock = self._next_name(), self._next_clock(attempt)
             except (TryLater, NotFound):
                 self._pause(BEGIN_SECONDS)  # the job has no weights yet, or a shard is away
 

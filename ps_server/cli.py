@@ -73,8 +73,11 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("output", metavar="OUT", help="directory that gets model.safetensors and the optimizer's state")
 
     certs = commands.add_parser("dev-certs", help="make a small CA with certificates for servers and clients")
-    certs.add_argument("directory", metavar="DIR", help="gets ca.pem, server.pem, client.pem, their keys, and roles")
+    certs.add_argument(
+        "directory", metavar="DIR", help="gets ca.pem, server.pem, client.pem, reader.pem, keys, and roles"
+    )
     certs.add_argument("--host", action="append", default=[], metavar="NAME", help="a server's name; may be repeated")
+    certs.add_argument("--split", action="store_true", help="into server/, client/ and reader/: no other's key in any")
     certs.add_argument("--days", type=count, default=365, help="for which they are valid [default 365]")
     return root
 
@@ -139,7 +142,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "dev-certs":
         from ps_server.dev_certs import write
 
-        made = write(Path(arguments.directory), arguments.host, arguments.days)
+        made = write(Path(arguments.directory), arguments.host, arguments.days, arguments.split)
         print(f"ps-server: {arguments.directory} {'has certificates now' if made else 'has certificates already'}")
         return 0
     from ps_protocol.credentials import access

@@ -1,4 +1,4 @@
-"""`ps-server dev-certs`: a small CA with one certificate for servers and one for clients, for trying things out."""
+"""`ps-server dev-certs`: a small CA with a certificate each for servers, clients and readers, for trying things out."""
 
 from __future__ import annotations
 
@@ -16,35 +16,44 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ps_protocol.errors import InvalidRequest
 
-SERVER_NAME, CLIENT_NAME = "ps-server", "ps-client"
-# In both certificates: what Prometheus may take for the server name of every process, whatever its address is.
+SERVER_NAME, CLIENT_NAME, READER_NAME = "ps-server", "ps-client", "ps-reader"
+# In the first two certificates: what Prometheus may take for the server name of every process, whatever its address is.
 SCRAPE_NAME = "ps-torch"
-FILES = ("ca.pem", "server.pem", "server.key", "client.pem", "client.key", "roles")
+# Who needs which: `--split` gives each a directory of its own.
+HOLDERS = {
+    "server": ("ca.pem", "server.pem", "server.key", "roles"),
+    "client": ("ca.pem", "client.pem", "client.key"),
+    "reader": ("ca.pem", "reader.pem", "reader.key"),
+}
+FILES = tuple(dict.fromkeys(name for names in HOLDERS.values() for name in names))
 _BACKDATED = datetime.timedelta(minutes=5)  # clocks of two machines are never quite the same
 
 _ROLES = f"""# Who may do what, for --tokens: lines "cn:NAME ROLE[:JOB]" and "ROLE[:JOB] TOKEN".
 cn:{SERVER_NAME} cluster
 cn:{CLIENT_NAME} worker
 cn:{CLIENT_NAME} admin
+cn:{READER_NAME} reader
 """
 
 
-def write(directory: Path, hosts: Iterable[str] = (), days: int = 365) -> bool:
-    """Writes ca.pem, server.pem, server.key, client.pem, client.key and roles; False if all are there already.
+def write(directory: Path, hosts: Iterable[str] = (), days: int = 365, split: bool = False) -> bool:
+    """Writes ca.pem, a certificate and a key each for servers, clients and readers, and roles; False if all are there.
 
-    The CA's key is forgotten: nobody can make a third certificate that these would trust. `hosts`: names and addresses
-    of servers besides localhost and this machine's own. Raises InvalidRequest if only some of the files are there.
+    The CA's key is forgotten: nobody can make another certificate that these would trust. `hosts`: names and addresses
+    of servers besides localhost and this machine's own. `split`: into server/, client/ and reader/, what each needs and
+    no other's key. Raises InvalidRequest if only some of the files are there.
     """
-    there = [name for name in FILES if (directory / name).exists()]
-    if len(there) == len(FILES):
+    wanted = [f"{holder}/{name}" for holder, names in HOLDERS.items() for name in names] if split else list(FILES)
+    there = [name for name in wanted if (directory / name).exists()]
+    if len(there) == len(wanted):
         return False
     if there:
-        raise InvalidRequest(f"{directory} holds {', '.join(there)} already; remove all of {', '.join(FILES)} first")
+        raise InvalidRequest(f"{directory} holds {', '.join(there)} already; remove all of {', '.join(wanted)} first")
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for name, content in _make(["localhost", "127.0.0.1", "::1", socket.gethostname(), *hosts], days).items():
-            secret = name.endswith(".key")
-            _write(directory / name, content, 0o600 if secret else 0o644)
+        made = _make(["localhost", "127.0.0.1", "::1", socket.gethostname(), *hosts], days)
+        for path in (directory / name for name in wanted):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _write(path, made[path.name], 0o600 if path.suffix == ".key" else 0o644)
     except OSError as error:
         raise InvalidRequest(f"cannot write to {directory} ({error.strerror})") from None
     return True
@@ -54,6 +63,7 @@ def _make(hosts: list[str], days: int) -> dict[str, bytes]:
     authority, ca = _certificate("ps-torch development CA", days)
     server_key, server = _certificate(SERVER_NAME, days, [SERVER_NAME, SCRAPE_NAME, *hosts], (authority, ca))
     client_key, client = _certificate(CLIENT_NAME, days, [CLIENT_NAME, SCRAPE_NAME], (authority, ca))
+    reader_key, reader = _certificate(READER_NAME, days, [READER_NAME], (authority, ca))
     pem = serialization.Encoding.PEM
     return {
         "ca.pem": ca.public_bytes(pem),
@@ -61,6 +71,8 @@ def _make(hosts: list[str], days: int) -> dict[str, bytes]:
         "server.key": _pem(server_key),
         "client.pem": client.public_bytes(pem),
         "client.key": _pem(client_key),
+        "reader.pem": reader.public_bytes(pem),
+        "reader.key": _pem(reader_key),
         "roles": _ROLES.encode(),
     }
 

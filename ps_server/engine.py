@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater, UnknownWorker
@@ -26,6 +28,8 @@ from ps_server.core.bucket import Add, Step
 from ps_server.core.data_commits import Committed
 from ps_server.core.shard_job import Push, PushKind, SharedPush, Staged
 from ps_server.core.snapshot import BucketImage, Extent
+from ps_server.core.weights import Gradient
+from ps_server.ledger import Ledger
 from ps_server.metrics import ShardMetrics
 from ps_server.pulls import NOTICE_AFTER_SECONDS, Pulls, WritePull
 from ps_server.running import Attached, RunningBucket, RunningJob
@@ -44,6 +48,8 @@ class Engine:
     staged_limit: bytes that one worker of a job may have staged
     checkpoints: where checkpoints are; None: there are none
     index:       of this shard: its part of a checkpoint is called after it
+    caller_limit: bytes that one caller may have staged, over all its workers
+    norm_limit: the L2 norm that the gradient in one push may have
     """
 
     def __init__(
@@ -56,11 +62,15 @@ class Engine:
         staged_limit: int = 2**63,
         checkpoints: CheckpointStore | None = None,
         index: int = 0,
+        norm_limit: float = math.inf,
+        caller_limit: int = 2**63,
     ) -> None:
+        self._ledger = Ledger(caller_limit)
         self._staged_limit = staged_limit
         self._checkpoints = checkpoints
         self._index = index
         self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._norm_limit = norm_limit
         self._metrics = metrics
         self._pulls = Pulls(metrics, write_pull, write_shared)
         self._shared_directory = shared_directory
@@ -88,7 +98,7 @@ class Engine:
             known = self._jobs.get(spec.name)
             if known is None:
                 with self._making_room(spec):
-                    self._jobs[spec.name] = RunningJob(spec, buckets, self._staged_limit)
+                    self._jobs[spec.name] = RunningJob(spec, buckets, self._staged_limit, self._norm_limit)
                 log.info("job %s: %d buckets", spec.name, len(self._jobs[spec.name].buckets))
                 return
         found = difference(known.state.spec, spec)
@@ -145,7 +155,7 @@ class Engine:
         store = self._store()
         manifest = store.manifest(spec.name, checkpoint)
         with self._making_room(spec):
-            job = RunningJob(spec, buckets, self._staged_limit)
+            job = RunningJob(spec, buckets, self._staged_limit, self._norm_limit)
         layouts = [bucket.layout for bucket in job.state.buckets.values()]
         job.state.restore(store.read_buckets(spec.name, manifest, layouts), last_incarnation)
         with self._lock:
@@ -231,7 +241,8 @@ class Engine:
                 for push in pushes[:1]:  # all come from one worker
                     job.state.check_worker(push.rank, push.incarnation, push.key)
             gradients = [job.state.check(push) for push in pushes]
-            for push, gradient in zip(pushes, gradients, strict=True):
+            for push, checked in zip(pushes, gradients, strict=True):
+                gradient = self._booked(push, checked)
                 with job.lock:
                     staged = job.state.stage(push, gradient)
                 found.append(staged)
@@ -243,6 +254,13 @@ class Engine:
             self._metrics.refused(name, error)
             raise
         return found
+
+    def _booked(self, push: Push, gradient: Gradient) -> Gradient:
+        """The gradient with its bytes booked on who pushes it."""
+        if gradient.values is None:
+            return gradient
+        ticket = self._ledger.take(push.caller, gradient.values.nbytes)
+        return replace(gradient, ticket=ticket, within=ticket.within)
 
     def attach(self, name: str, rank: int, incarnation: int, location: str, nonce: bytes, key: bytes = b"") -> None:
         """Maps the segment that a live worker made. Raises NotShared if it is not to be seen from here."""
@@ -272,6 +290,7 @@ class Engine:
                 borrowed=True,
                 key=push.key,
                 ranges=push.ranges,
+                caller=push.caller,
             )
             for bucket in push.buckets
         ]

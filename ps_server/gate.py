@@ -15,7 +15,7 @@ from contextvars import ContextVar
 
 import grpc
 
-from ps_protocol.errors import LimitExceeded
+from ps_protocol.errors import Forbidden, LimitExceeded
 from ps_server.callers import Callers, host_of
 from ps_server.core.roles import EVERYONE, METHODS, Caller
 from ps_server.limits import Limits
@@ -34,6 +34,21 @@ def check_job(job: str) -> None:
         caller.check(method, job)
 
 
+def may_see(job: str) -> bool:
+    """Whether who calls the method that runs in this thread may be told of that job by it."""
+    try:
+        check_job(job)
+    except Forbidden:
+        return False
+    return True
+
+
+def caller_name() -> str:
+    """Who calls the method that runs in this thread; empty outside of one."""
+    call = _CALL.get()
+    return "" if call is None else call[0].name
+
+
 class Gate:
     """Lets calls in. Thread-safe."""
 
@@ -42,6 +57,7 @@ class Gate:
         self._limits = limits
         self._lock = threading.Lock()
         self._in_flight: Counter[tuple[str, str]] = Counter()
+        self._all = 0  # of these, all but the probes
         self._due: dict[int, tuple[float, grpc.ServicerContext]] = {}
         self._next = 0
         self._stopping = threading.Event()
@@ -65,21 +81,27 @@ class Gate:
     def enter(self, method: str, context: grpc.ServicerContext) -> Caller:
         """Counts a call in until it ends. Raises Unauthenticated, Forbidden, or LimitExceeded."""
         host = host_of(context.peer())
-        if METHODS.get(method) == EVERYONE:
+        probe = METHODS.get(method) == EVERYONE
+        if probe:
             caller = Caller("anyone", frozenset())
         else:
             caller = self._callers.identify(context)
             caller.check(method)
         who = (caller.name, host)
         with self._lock:
+            # Probes are not counted among all: who fills the server must not have it killed as dead.
+            if not probe and self._all >= self._limits.all_calls:
+                raise LimitExceeded(f"{self._all} calls are in flight here: max-all-calls is {self._limits.all_calls}")
             if self._in_flight[who] >= self._limits.calls:
                 raise LimitExceeded(
                     f"{caller.name} has {self._limits.calls} calls in flight: that is the limit max-calls"
                 )
             self._in_flight[who] += 1
+            self._all += not probe
 
         def left() -> None:
             with self._lock:
+                self._all -= not probe
                 self._in_flight[who] -= 1
                 if not self._in_flight[who]:
                     del self._in_flight[who]

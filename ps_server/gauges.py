@@ -75,12 +75,12 @@ def coordinator_gauges(coordinator: Coordinator) -> Gauges:
             ((name,), read(job.checkpoints)) for name, job in coordinator.jobs().items() if job.checkpoints is not None
         ]
 
-    recovery = coordinator.recovery
+    keeping = coordinator.keeping
 
     def restores() -> Iterable[Sample]:
-        if recovery is not None:
-            yield ("restored",), recovery.restored
-            yield ("damaged",), recovery.damaged
+        if keeping is not None:
+            yield ("restored",), keeping.recovery.restored
+            yield ("damaged",), keeping.recovery.damaged
 
     return Gauges(
         [

@@ -74,6 +74,27 @@ class CoordinatedJob:
         with self.guard:
             return sorted(self.membership.members.values(), key=lambda member: member.rank)
 
+    def watch(self, watcher: Watcher) -> Callable[[], None]:
+        """Calls back with the roster now and after every change. Returns how to stop it. The caller holds the lock."""
+        self.watchers.append(watcher)
+        watcher(self.roster())
+
+        def stop() -> None:
+            with self.lock:
+                if watcher in self.watchers:
+                    self.watchers.remove(watcher)
+
+        return stop
+
+    def announce(self) -> None:
+        """Tells the watchers who takes part now. The caller holds the lock."""
+        for watcher in self.watchers:
+            watcher(self.roster())
+
+    def lost(self, shards: Mapping[int, Shard]) -> list[int]:
+        """The shards that are served by another process than the one that held their part of the job."""
+        return [index for index, shard in shards.items() if self.held_by.get(index) != shard.process]
+
     def buckets_of(self, shard: int) -> list[int]:
         """The buckets that a shard holds."""
         return [bucket for bucket, index in enumerate(self.placement) if index == shard]

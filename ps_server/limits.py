@@ -6,11 +6,12 @@ Past one, a call ends with RESOURCE_EXHAUSTED or INVALID_ARGUMENT and names it; 
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass, fields
 
 from ps_protocol.channel import MAX_MESSAGE_BYTES
 from ps_protocol.job import MAX_NAME_LENGTH, MAX_PARAMETERS
-from ps_protocol.settings import add_setting, count, seconds
+from ps_protocol.settings import add_setting, amount, count, seconds
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,11 @@ class Limits:
     samples:        of one loader, in an elastic job
     leases:         batches of one loader that one worker may have leased
     calls:          in flight of one caller (a token or certificate, from one host)
+    all_calls:      in flight of all callers together, but for health checks
     staged_bytes:   pushed by one worker of a job and not applied yet, on one shard
     state_bytes:    of what a worker saves of its own for a checkpoint
+    caller_bytes:   pushed by one caller, as whatever workers, and not applied yet, on one shard
+    push_norm:      the L2 norm of the gradient in one push, which is one bucket's
     connections:    to one process
     metadata_bytes: of one call
     handshake_seconds: from a connection to its first settings, TLS included
@@ -46,8 +50,11 @@ class Limits:
     samples: int = 2**40
     leases: int = 1_024
     calls: int = 512
+    all_calls: int = 16_384
     staged_bytes: int = 64 * 2**30
     state_bytes: int = 16 * 2**20
+    caller_bytes: int = 64 * 2**30
+    push_norm: float = math.inf
     connections: int = 8_192
     metadata_bytes: int = 16 * 2**10
     handshake_seconds: float = 10.0
@@ -80,8 +87,11 @@ _TEXTS = {
     "samples": "samples of a loader whose data is leased",
     "leases": "batches of one loader that one worker may have leased",
     "calls": "calls in flight of one caller from one host",
+    "all_calls": "calls in flight of all callers together",
     "staged_bytes": "bytes that one worker has pushed and that are not applied yet",
     "state_bytes": "bytes of a worker's own part of a checkpoint",
+    "caller_bytes": "bytes that one caller has pushed, as whatever workers, and that are not applied yet",
+    "push_norm": "L2 norm of the gradient in one push, which is one bucket's",
     "connections": "connections to one process",
     "metadata_bytes": "bytes of a call's metadata",
     "handshake_seconds": "seconds that a connection may take to be made",
@@ -94,7 +104,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for each limit."""
     group = parser.add_argument_group("limits")
     for entry in fields(Limits):
-        kind = seconds if entry.name.endswith("_seconds") else count
+        kind = seconds if entry.name.endswith("_seconds") else amount if entry.type == "float" else count
         flag = "--max-" + entry.name.replace("_", "-")
         add_setting(group, flag, _TEXTS[entry.name], default=getattr(DEFAULTS, entry.name), kind=kind, metavar="N")
 

@@ -16,12 +16,10 @@ from ps_protocol.v1 import control_pb2, data_pb2, job_pb2
 from ps_server.capture import Captured
 from ps_server.checkpoints import Part
 from ps_server.core.bucket import Verdict
-from ps_server.core.data_commits import Committed, DataRange
-from ps_server.core.data_leases import Grant, LoaderSpec, Progress, Report
 from ps_server.core.membership import Newcomer, Seat
 from ps_server.core.shard_job import Push, PushKind, SharedBucket, SharedPush, Staged
 from ps_server.core.snapshot import Extent
-from ps_server.data_leases import LeaseRequest
+from ps_server.lease_messages import loader_data, ranges_of
 
 _PUSH_KINDS: dict[int, PushKind] = {
     data_pb2.PUSH_KIND_GRADIENT: PushKind.GRADIENT,
@@ -49,7 +47,7 @@ def push(data: bytes) -> Push:
         absent=frozenset(header.absent_segments),
         groups=_group_updates(header.groups),
         key=header.worker.lease_key,
-        ranges=_ranges(header.ranges),
+        ranges=ranges_of(header.ranges),
     )
 
 
@@ -73,21 +71,9 @@ def shared_push(data: bytes) -> SharedPush:
     buckets = tuple(SharedBucket(b.bucket, b.skip, frozenset(b.absent_segments)) for b in request.buckets)
     if len({bucket.index for bucket in buckets}) != len(buckets):
         raise InvalidRequest("a push names each bucket at most once")
-    worker = request.worker
-    return SharedPush(
-        worker.job,
-        worker.rank,
-        worker.incarnation,
-        request.clock,
-        buckets,
-        _group_updates(request.groups),
-        worker.lease_key,
-        _ranges(request.ranges),
-    )
-
-
-def _ranges(ranges: Any) -> tuple[DataRange, ...]:
-    return tuple(DataRange(one.loader, one.pass_number, one.start, one.stop) for one in ranges)
+    worker, groups, ranges = request.worker, _group_updates(request.groups), ranges_of(request.ranges)
+    who = worker.job, worker.rank, worker.incarnation
+    return SharedPush(*who, request.clock, buckets, groups, worker.lease_key, ranges=ranges)
 
 
 def shared_push_response(duplicates: int) -> bytes:
@@ -305,67 +291,6 @@ def shard_map(addresses: dict[int, str], placement: list[int]) -> job_pb2.ShardM
     )
 
 
-def lease_request(request: control_pb2.LeaseDataRequest) -> LeaseRequest:
-    """What a worker asks of a loader's data."""
-    seed = request.seed if request.HasField("seed") else None
-    return LeaseRequest(
-        rank=request.rank,
-        incarnation=request.incarnation,
-        key=request.lease_key,
-        loader=request.loader,
-        spec=LoaderSpec(request.sample_count, request.batch_size, request.drop_last, seed),
-        pass_number=request.pass_number,
-        count=request.batch_count,
-        report=Report(_ranges(request.held), _ranges(request.committed), _ranges(request.returned)),
-    )
-
-
-def lease_response(loader: int, grant: Grant) -> control_pb2.LeaseDataResponse:
-    """The batches given."""
-    ranges = [
-        job_pb2.DataRange(loader=loader, pass_number=grant.pass_number, start=start, stop=stop)
-        for start, stop in grant.spans
-    ]
-    return control_pb2.LeaseDataResponse(ranges=ranges, complete=grant.complete)
-
-
-def committed_request(job: str) -> control_pb2.GetCommittedDataRequest:
-    """Asks a shard what is committed."""
-    return control_pb2.GetCommittedDataRequest(job=job)
-
-
-def committed_response(committed: Committed, has_say: bool) -> control_pb2.GetCommittedDataResponse:
-    """What is committed on a shard."""
-    loaders = [
-        control_pb2.CommittedData(
-            loader=loader,
-            pass_number=number,
-            ranges=[job_pb2.DataRange(loader=loader, pass_number=number, start=a, stop=b) for a, b in spans],
-        )
-        for loader, (number, spans) in committed.items()
-    ]
-    return control_pb2.GetCommittedDataResponse(loaders=loaders, no_say=not has_say)
-
-
-def committed(response: control_pb2.GetCommittedDataResponse) -> Committed | None:
-    """What a shard has committed; None if it has no say."""
-    if response.no_say:
-        return None
-    return {one.loader: (one.pass_number, [(r.start, r.stop) for r in one.ranges]) for one in response.loaders}
-
-
-def loader_status(loader: int, progress: Progress) -> control_pb2.LoaderStatus:
-    """How far a job is in a loader's data."""
-    return control_pb2.LoaderStatus(
-        loader=loader,
-        pass_number=progress.pass_number,
-        sample_count=progress.samples,
-        committed_count=progress.committed,
-        leased_count=progress.leased,
-        returned_count=progress.returned,
-    )
-
-
 def shard_status_request() -> control_pb2.GetShardStatusRequest:
     """Asks a shard what it holds."""
     return control_pb2.GetShardStatusRequest()
@@ -461,17 +386,7 @@ def _job_data(job: control_pb2.JobStatus) -> dict[str, Any]:
         "parameter_bytes": job.parameter_bytes,
         "buckets": job.bucket_count,
         "imbalance": job.imbalance,
-        "loaders": [
-            {
-                "loader": loader.loader,
-                "pass": loader.pass_number,
-                "samples": loader.sample_count,
-                "committed": loader.committed_count,
-                "leased": loader.leased_count,
-                "returned": loader.returned_count,
-            }
-            for loader in job.loaders
-        ],
+        "loaders": [loader_data(loader) for loader in job.loaders],
         "restore_count": job.restore_count,
         "lost_steps": job.lost_steps,
         "redone_steps": job.redone_steps,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ps_protocol.errors import PSError
@@ -112,7 +112,10 @@ Sample = tuple[tuple[str, ...], float]
 
 
 class Gauges(Collector):
-    """Gauges that are read when somebody scrapes: (name, help, label names, function that lists the samples)."""
+    """What is read when somebody scrapes: (name, help, label names, function that lists the samples).
+
+    Counters where the name ends in _total, gauges else.
+    """
 
     def __init__(self, gauges: list[tuple[str, str, tuple[str, ...], Callable[[], Iterable[Sample]]]]) -> None:
         self._gauges = gauges
@@ -120,7 +123,9 @@ class Gauges(Collector):
     def collect(self) -> Iterable[Metric]:
         """Reads every gauge."""
         for name, text, labels, read in self._gauges:
-            family = GaugeMetricFamily(name, text, labels=labels)
+            # What only grows says so by its name; the suffix is put back when the family is written.
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(name, text, labels=labels)
             for values, number in read():
                 family.add_metric(values, number)
             yield family

@@ -6,6 +6,7 @@ weights while they are stepped or copied out. Where both are needed, `tensors` i
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -67,8 +68,10 @@ class RunningBucket:
 class RunningJob:
     """A job on this shard."""
 
-    def __init__(self, spec: JobSpec, buckets: Iterable[int], staged_limit: int = 2**63) -> None:
-        self.state = ShardJob(spec, buckets, staged_limit)
+    def __init__(
+        self, spec: JobSpec, buckets: Iterable[int], staged_limit: int = 2**63, norm_limit: float = math.inf
+    ) -> None:
+        self.state = ShardJob(spec, buckets, staged_limit, norm_limit)
         self.mode = str(spec.consistency)
         self.lock = threading.Lock()
         self.buckets = {index: RunningBucket(state) for index, state in self.state.buckets.items()}

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,11 +17,11 @@ from grpc_reflection.v1alpha import reflection
 from ps_protocol.errors import PSError
 from ps_protocol.job_messages import job_spec
 from ps_protocol.v1 import control_pb2, control_pb2_grpc, data_pb2
-from ps_server import messages
+from ps_server import lease_messages, messages
 from ps_server.checks import check_job_spec
 from ps_server.coordinator import Coordinator
 from ps_server.engine import Engine
-from ps_server.gate import check_job
+from ps_server.gate import caller_name, check_job, may_see
 from ps_server.jobs import CoordinatedJob, Roster
 from ps_server.limits import DEFAULTS, Limits
 from ps_server.running import RunningJob
@@ -68,7 +69,7 @@ class DataService:
     def _push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         push = messages.push(request)
         check_job(push.job)
-        return messages.push_response(self._engine.push(push))
+        return messages.push_response(self._engine.push(replace(push, caller=caller_name())))
 
     def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         found = messages.attach_request(request)
@@ -79,7 +80,7 @@ class DataService:
     def _push_shared(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         push = messages.shared_push(request)
         check_job(push.job)
-        return messages.shared_push_response(self._engine.push_shared(push))
+        return messages.shared_push_response(self._engine.push_shared(replace(push, caller=caller_name())))
 
     def _pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         # What is ready at the same time goes in one message: a header is not worth a message of its own.
@@ -133,7 +134,7 @@ class ShardService(control_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,
         return control_pb2.RetireWorkerResponse()
 
     def GetCommittedData(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return messages.committed_response(*self._engine.committed(request.job))
+        return lease_messages.committed_response(*self._engine.committed(request.job))
 
     def BeginCheckpoint(self, request: Any, context: grpc.ServicerContext) -> Any:
         clock = request.clock if request.HasField("clock") else None
@@ -151,7 +152,7 @@ class ShardService(control_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,
         return messages.restore_job_response(reached)
 
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
-        jobs = [_shard_job_status(name, job) for name, job in sorted(self._engine.jobs().items())]
+        jobs = [_shard_job_status(name, job) for name, job in sorted(self._engine.jobs().items()) if may_see(name)]
         return control_pb2.GetShardStatusResponse(jobs=jobs)
 
 
@@ -231,8 +232,8 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
 
     def LeaseData(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.job)
-        ask = messages.lease_request(request)
-        return messages.lease_response(ask.loader, self._coordinator.lease_data(request.job, ask))
+        ask = lease_messages.lease_request(request)
+        return lease_messages.lease_response(ask.loader, self._coordinator.lease_data(request.job, ask))
 
     def SaveWorkerState(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.job)
@@ -268,14 +269,18 @@ class ClusterService(control_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
 
     def GetStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         shards = sorted(self._coordinator.shards().items())
-        answers = self._pool.map(lambda item: _ask_status(*item), shards)
+        answers = list(self._pool.map(lambda item: _ask_status(*item), shards))
+        for shard in answers:  # the shards have told the coordinator, which may see everything
+            seen = [job for job in shard.jobs if may_see(job.job)]
+            del shard.jobs[:]
+            shard.jobs.extend(seen)
         return control_pb2.GetStatusResponse(
             address=self._address,
             metrics_address=self._metrics_address,
             pid=os.getpid(),
             shard_count=self._coordinator.shard_count,
-            shards=list(answers),
-            jobs=[_job_status(job) for _, job in sorted(self._coordinator.jobs().items())],
+            shards=answers,
+            jobs=[_job_status(job) for name, job in sorted(self._coordinator.jobs().items()) if may_see(name)],
         )
 
 
@@ -320,7 +325,7 @@ def _job_status(job: CoordinatedJob) -> Any:
             metrics_address=member.metrics_address,
         )
         worker.lease_left.FromTimedelta(timedelta(seconds=max(0.0, member.expires - now)))
-    status.loaders.extend(messages.loader_status(loader, how) for loader, how in job.data.progress().items())
+    status.loaders.extend(lease_messages.loader_status(loader, how) for loader, how in job.data.progress().items())
     return status
 
 

@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     add_setting(run, "--world-size", "workers of the whole job, if others start elsewhere", kind=count, metavar="W")
     add_setting(run, "--first-rank", "rank of the first worker here", default=0, kind=index, metavar="R")
     add_setting(run, "--elastic", "no fixed world size: ranks are given out, workers come and go", kind=bool)
+    add_setting(run, "--max-restarts", "how often a worker that fails is started again", default=0, kind=index)
     add_setting(run, "--connect-timeout", "seconds to keep trying a server", default=60.0, kind=seconds, metavar="S")
     add_setting(run, "--metrics-host", "address to serve metrics on; default: the one that faces the server")
     add_setting(run, "--metrics-port", "first worker's port of /metrics; 0: any", default=0, kind=port_number)
@@ -79,6 +80,8 @@ def main() -> NoReturn:
             raise InvalidRequest(f"there is no script {arguments.script}")
         if mode == "single" and arguments.workers > 1:
             raise InvalidRequest(f"mode single is one worker, got --workers {arguments.workers}")
+        if mode == "ddp" and arguments.max_restarts:
+            raise InvalidRequest("in ddp no worker can come back alone: no --max-restarts; torchrun restarts all")
         world_size = arguments.world_size or arguments.first_rank + arguments.workers
         if arguments.first_rank + arguments.workers > world_size:
             raise InvalidRequest(
@@ -103,6 +106,7 @@ def main() -> NoReturn:
                     transport=arguments.transport,
                     shared_directory=arguments.shared_directory,
                     access=_access_variables(arguments),
+                    max_restarts=arguments.max_restarts,
                 )
             )
         )

@@ -1,7 +1,7 @@
 """Starts worker processes on this machine and stays until all have ended.
 
-In the parameter-server modes a worker that dies takes nobody with it: the others go on, and the exit code tells at the
-end. In ddp the rest cannot go on, so they are stopped.
+In the parameter-server modes a worker that dies takes nobody with it: it is started again as often as was asked for,
+alone, and the others go on; the exit code tells at the end. In ddp the rest cannot go on, so they are stopped.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 STOP_SECONDS = 15.0
+FIRST_RESTART_SECONDS, LONGEST_RESTART_SECONDS = 0.5, 30.0
+LOOK_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
 
 
@@ -40,6 +42,7 @@ class Launch:
     transport: str
     shared_directory: str
     access: Mapping[str, str]
+    max_restarts: int = 0
 
 
 class _Stopped(Exception):
@@ -52,6 +55,8 @@ class _Stopped(Exception):
 def launch(what: Launch) -> int:
     """Runs the workers to their end. Returns 0, or the first code other than 0, or 128 + the signal that stopped us."""
     running: dict[int, subprocess.Popen[bytes]] = {}
+    restarts = dict.fromkeys(range(what.workers), 0)
+    due: dict[int, float] = {}  # by local rank, when a worker that ended is started again
     code = 0
 
     def stop(number: int, frame: object) -> None:
@@ -62,20 +67,31 @@ def launch(what: Launch) -> int:
     try:
         extra = _rendezvous() if what.mode == "ddp" else {}
         guard = _die_with_parent()
-        for local in range(what.workers):
+
+        def start(local: int) -> None:
             command = [sys.executable, what.script, *what.arguments]
+            environment = _environment(what, local, extra) | {"PS_RESTART_COUNT": str(restarts[local])}
             # A session of its own: Ctrl-C on a terminal reaches this process alone, which stops the workers once.
-            running[local] = subprocess.Popen(
-                command, env=_environment(what, local, extra), start_new_session=True, preexec_fn=guard
-            )
-        while running:
-            local, ended = _wait_any(running)
-            if ended:
-                code = code or (128 - ended if ended < 0 else ended)
-                print(f"ps-worker: worker {what.first_rank + local} ended with code {ended}", file=sys.stderr)
-                if what.mode == "ddp":
-                    _stop(list(running.values()))
-                    break
+            running[local] = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=guard)
+
+        for local in range(what.workers):
+            start(local)
+        while running or due:
+            for local in [local for local, when in due.items() if when <= time.monotonic()]:
+                del due[local]
+                start(local)
+            found = _wait_any(running, min(due.values(), default=None))
+            if found is None or not found[1]:
+                continue
+            local, ended = found
+            print(f"ps-worker: worker {what.first_rank + local} ended with code {ended}", file=sys.stderr)
+            if restarts[local] < what.max_restarts:
+                due[local] = time.monotonic() + _announce_restart(what, local, restarts)
+                continue
+            code = code or (128 - ended if ended < 0 else ended)
+            if what.mode == "ddp":
+                _stop(list(running.values()))
+                break
     except _Stopped as stopped:
         code = 128 + stopped.number
     finally:
@@ -83,6 +99,15 @@ def launch(what: Launch) -> int:
             signal.signal(number, signal.SIG_IGN)
         _stop(list(running.values()))
     return code
+
+
+def _announce_restart(what: Launch, local: int, restarts: dict[int, int]) -> float:
+    """Counts a restart and says so; returns the seconds until it: more each time."""
+    restarts[local] += 1
+    pause = min(FIRST_RESTART_SECONDS * 2.0 ** min(restarts[local] - 1, 9), LONGEST_RESTART_SECONDS)
+    rank, count = what.first_rank + local, f"{restarts[local]} of {what.max_restarts}"
+    print(f"ps-worker: worker {rank} is started again in {pause:g} s (restart {count})", file=sys.stderr)
+    return pause
 
 
 def _environment(what: Launch, local: int, extra: dict[str, str]) -> dict[str, str]:
@@ -138,15 +163,18 @@ def _die_with_parent() -> Callable[[], None] | None:
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait_any(running: dict[int, subprocess.Popen[bytes]]) -> tuple[int, int]:
-    """Waits for any worker to end; takes it off `running` and returns its local rank and code."""
-    while True:
-        pid, status = os.waitpid(-1, 0)
+def _wait_any(running: dict[int, subprocess.Popen[bytes]], until: float | None) -> tuple[int, int] | None:
+    """Waits for any worker to end; takes it off `running` and returns its local rank and code. None at `until`."""
+    while until is None or time.monotonic() < until:
+        pid, status = os.waitpid(-1, 0 if until is None else os.WNOHANG) if running else (0, 0)
         for local, process in running.items():
             if process.pid == pid:
                 process.returncode = os.waitstatus_to_exitcode(status)
                 del running[local]
                 return local, process.returncode
+        if pid == 0:
+            time.sleep(LOOK_SECONDS)
+    return None
 
 
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:

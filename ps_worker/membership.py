@@ -107,8 +107,10 @@ class Membership:
             while self.place is place:
                 self.raise_lost()
                 # Fenced by a shard, with no join of our own under way: by another process that took the rank.
-                replaced = isinstance(cause, Fenced) and not self._joining
-                if cause is not None and (replaced or self._closing.is_set() or time.monotonic() >= until):
+                if isinstance(cause, Fenced) and not self._joining:
+                    self._error = cause
+                    raise cause
+                if cause is not None and (self._closing.is_set() or time.monotonic() >= until):
                     raise cause
                 self._doubted.set()  # the coordinator says whether the place is lost, or the job
                 self._changed.wait(DOUBT_SECONDS)

@@ -59,6 +59,7 @@ class ParameterServer:
         self._shards: Shards | None = None
         self._flat: FlatModel | None = None
         self._begun = False
+        self._lost: BaseException | None = None  # how the place that the training thread is in was lost
         self._pushed: list[Future[int]] = []  # of the buckets that left during backward
         self._checked: list[HyperParameters] = []
         self._told: list[HyperParameters] | None = None  # what buckets that leave during backward are stepped with
@@ -193,15 +194,18 @@ class ParameterServer:
                 raise _PlaceLost from error
             raise error
 
-    def _come_back(self, cause: BaseException | None) -> bool:
+    def _come_back(self) -> bool:
         """Goes on in a new place, after the one of the last steps was lost. The step at hand is over: true if in."""
         assert self._shards is not None
         assert self._place is not None
         self._shards.end()
         before, clock = self._place, self._clock
-        staged = cause is not None and bool(self._pushed) and all(p.exception() is None for p in self._pushed)
-        self._abandon()
-        self._take_places(self._members.renewed(before, cause))
+        staged = bool(self._pushed) and all(push.exception() is None for push in self._pushed)
+        staged = staged and self._lost is not None  # by the time of the step: all its buckets are on their way
+        self._overlap.abandon()
+        self._pushed, self._told = [], None
+        self._take_places(self._members.renewed(before, self._lost))
+        self._lost = None
         self._metrics.rejoined(not staged, self._clock)
         log.warning(
             "worker %d lost its place at clock %d and goes on at clock %d as incarnation %d; the step at hand is %s",
@@ -210,10 +214,6 @@ class ParameterServer:
         if self._place.restore_count > before.restore_count:
             self.data.set_back()
         return staged
-
-    def _abandon(self) -> None:
-        self._overlap.abandon()
-        self._pushed, self._told = [], None
 
     # -- leased data -------------------------------------------------------------------------------------------------
 
@@ -231,7 +231,8 @@ class ParameterServer:
         except PSError as error:
             if not self._members.has_lost(self._place, error):
                 raise
-            self._come_back(error)
+            self._lost = error
+            self._come_back()
             return None
 
     def pause(self, seconds: float) -> None:
@@ -280,18 +281,17 @@ class ParameterServer:
     def _in_place(self, exchange: Callable[[], None]) -> bool | None:
         """Exchanges with the shards; None. Where this worker has lost its place: takes another, says if it was in."""
         self._members.raise_lost()
-        cause: BaseException | None = None
-        if self._members.place is self._place:
+        if self._members.place is self._place and self._lost is None:
             try:
                 exchange()
                 return None
             except _PlaceLost as lost:
-                cause = lost.__cause__
+                self._lost = lost.__cause__
             except BaseException:
                 self._pushed = []
                 self.data.failed()
                 raise
-        return self._come_back(cause)
+        return self._come_back()
 
     def _exchange(self) -> None:
         """Gradients for weights. Of what has not left yet, nothing is pushed unless every gradient is fit to be."""

@@ -15,25 +15,37 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class Closed(Exception):
+    """Nothing runs any more where a call was to run."""
+
+
 class DaemonPool:
     """Runs calls in the order of their submission on a fixed number of daemon threads."""
 
     def __init__(self, count: int, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._count = count
+        self._closed = False
+        self._lock = threading.Lock()
         for _ in range(count):
             threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """The future of the call's result."""
+        """The future of the call's result; it fails at once when the pool is closed."""
         future: Future[T] = Future()
-        self._calls.put((future, call))
+        with self._lock:
+            if not self._closed:
+                self._calls.put((future, call))
+                return future
+        future.set_exception(Closed())
         return future
 
     def close(self) -> None:
         """Ends the threads after what is queued."""
-        for _ in range(self._count):
-            self._calls.put(None)
+        with self._lock:
+            self._closed = True
+            for _ in range(self._count):
+                self._calls.put(None)
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:

@@ -23,7 +23,7 @@ from ps_worker import messages
 from ps_worker.client import CALL_SECONDS, Retry
 from ps_worker.flat import FlatModel
 from ps_worker.messages import BucketPush, Identity, Pulled
-from ps_worker.threads import DaemonPool
+from ps_worker.threads import Closed, DaemonPool
 
 log = logging.getLogger("ps_worker")
 
@@ -166,13 +166,19 @@ class SharedTransport:
         self._who = who
         self._flat = flat
         self._pushes: queue.SimpleQueue[tuple[BucketPush, Future[int]] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._lock = threading.Lock()
         self._puller = DaemonPool(1, "pull")
         threading.Thread(target=self._run, name="push", daemon=True).start()
 
     def push(self, push: BucketPush) -> Future[int]:
         """Joins the next message."""
         future: Future[int] = Future()
-        self._pushes.put((push, future))
+        with self._lock:
+            if not self._closed:
+                self._pushes.put((push, future))
+                return future
+        future.set_exception(Closed())
         return future
 
     def _run(self) -> None:
@@ -218,5 +224,7 @@ class SharedTransport:
     def close(self) -> None:
         """Ends the threads and the connection."""
         self._calls.close()
-        self._pushes.put(None)
+        with self._lock:
+            self._closed = True
+            self._pushes.put(None)
         self._puller.close()

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +22,11 @@ from ps_protocol.errors import PSError
 from ps_protocol.framing import write_message
 from ps_protocol.job import JobSpec
 from ps_protocol.job_messages import job_spec_message
-from ps_protocol.layout import ParameterSpec
+from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.v1 import control_pb2, data_pb2
 from ps_server import messages
+from ps_server.checkpoints import CheckpointStore, Manifest
 from ps_server.coordinator import Coordinator
 from ps_server.core.shard_job import Push, PushKind
 from ps_server.engine import Engine
@@ -30,6 +34,7 @@ from ps_server.metrics import ShardMetrics
 from ps_server.services import ClusterService, DataService, JobService, ShardService
 
 JOB, KEY = "job", b"sixteen bytes 01"
+KEPT, CHECKPOINT = "kept", "000001"
 SPEC = JobSpec(
     JOB,
     (ParameterSpec("w", (24,), "float32", 0), ParameterSpec("buffer", (3,), "int64", None)),
@@ -77,8 +82,17 @@ class Target:
     def __init__(self) -> None:
         self._level = logging.getLogger("ps_server").level
         logging.getLogger("ps_server").setLevel(logging.CRITICAL)
-        self.engine = Engine(ShardMetrics(CollectorRegistry()), messages.pull_response, messages.shared_pull_response)
+        self._files = tempfile.TemporaryDirectory()
+        self.store = CheckpointStore(Path(self._files.name))
+        self.engine = Engine(
+            ShardMetrics(CollectorRegistry()),
+            messages.pull_response,
+            messages.shared_pull_response,
+            checkpoints=self.store,
+        )
         self.engine._apply.shutdown()
+        self.engine._writer.shutdown()
+        self.engine._writer = _Inline()  # type: ignore[assignment]
         self.engine._apply = _Inline()  # type: ignore[assignment]  # so that nothing changes between two inputs
         self.coordinator = Coordinator(1)
         self._fill()
@@ -99,6 +113,14 @@ class Target:
             described = control_pb2.DESCRIPTOR.services_by_name[type(service).__name__]
             for method in described.methods:
                 self.handlers[method.name] = _handler(service, method)
+        self.handlers["AwaitCheckpoint"] = self._await_checkpoint  # as the service does, but for the waiting
+
+    def _await_checkpoint(self, raw: bytes) -> None:
+        try:
+            request = control_pb2.AwaitCheckpointRequest.FromString(raw)
+        except DecodeError:
+            return
+        messages.await_checkpoint_response(self.engine.await_checkpoint(request.job, request.name, 0.0))
 
     def _fill(self) -> None:
         engine = self.engine
@@ -112,6 +134,34 @@ class Target:
                 payload = torch.arange(layout.numel, dtype=torch.float32).numpy().tobytes()
             initial = PushKind.INITIAL_VALUE
             engine.push(Push(JOB, 0, 1, index, 0, initial, payload, key=b"another key of 1"))
+
+        self._keep(engine)
+
+    def _keep(self, engine: Engine) -> None:
+        """A checkpoint on disk, of a job that is not there any more."""
+        spec = replace(SPEC, name=KEPT)
+        engine.create_job(spec, [0, 1, 2])
+        engine.admit(KEPT, 0, 1, 0, KEY)
+        for bucket in bucket_layout(spec.parameters, spec.bucket_bytes).buckets:
+            engine.push(Push(KEPT, 0, 1, bucket.index, 0, PushKind.INITIAL_VALUE, bytes(bucket.nbytes), key=KEY))
+        engine.begin_checkpoint(KEPT, CHECKPOINT, None)
+        part = engine.await_checkpoint(KEPT, CHECKPOINT, 0.0).part
+        engine.drop_job(KEPT)
+        manifest = Manifest(
+            name=CHECKPOINT,
+            job={},
+            run="run",
+            mode="sync",
+            clock=0,
+            placement=(0, 0, 0),
+            shards={0: part},
+            workers={},
+            versions=(0, 0),
+            clocks={0: 0},
+            last_incarnation=1,
+            restore_count=0,
+        )
+        self.store.commit(KEPT, manifest)
 
     def throw(self, name: str, raw: bytes) -> PSError | None:
         """Has a handler answer these bytes; the error that it refuses them with, None if it takes them.
@@ -135,6 +185,7 @@ class Target:
         found.update(repr(sorted(self.coordinator.shards())).encode())
         for name, job in sorted(self.engine.jobs().items()):
             state = job.state
+            found.update(repr(job.capture and (job.capture.name, job.capture.clock)).encode())
             found.update(repr((name, state.spec, sorted(state.roster.items()), sorted(job.segments))).encode())
             for index, bucket in sorted(job.buckets.items()):
                 protocol = bucket.state.protocol
@@ -146,6 +197,7 @@ class Target:
     def stop(self) -> None:
         """Ends the threads."""
         self.engine.stop()
+        self._files.cleanup()
         self.coordinator.stop()
         logging.getLogger("ps_server").setLevel(self._level)
 
@@ -201,6 +253,18 @@ def seeds() -> dict[str, list[bytes]]:
         "DropJob": [control_pb2.DropJobRequest(job="new")],
         "AdmitWorker": [control_pb2.AdmitWorkerRequest(job="new", rank=1, incarnation=3)],
         "RetireWorker": [control_pb2.RetireWorkerRequest(job="new", rank=1, incarnation=3)],
+        "SaveWorkerState": [control_pb2.SaveWorkerStateRequest(**who, lease_key=KEY, clock=1, state=b"state")],
+        "CheckpointJob": [control_pb2.CheckpointJobRequest(job=JOB)],
+        "BeginCheckpoint": [
+            control_pb2.BeginCheckpointRequest(job=JOB, name="000002", clock=1),
+            control_pb2.BeginCheckpointRequest(job=JOB, name="000003"),
+        ],
+        "AwaitCheckpoint": [control_pb2.AwaitCheckpointRequest(job=JOB, name="000003")],
+        "RestoreJob": [
+            control_pb2.RestoreJobRequest(
+                spec=job_spec_message(replace(SPEC, name=KEPT)), buckets=[0, 1, 2], name=CHECKPOINT, last_incarnation=2
+            )
+        ],
         "GetStatus": [control_pb2.GetStatusRequest()],
         "GetShardStatus": [control_pb2.GetShardStatusRequest()],
     }

@@ -406,6 +406,51 @@ say("finished")
     assert "ps-worker: worker 1 ended with code 7" in done.stderr
 
 
+FAILS = """
+count = int(os.environ["PS_RESTART_COUNT"])
+say("worker", os.environ["PS_RANK"], "start", count)
+if os.environ["PS_RANK"] == "1" and count < 2:
+    os.kill(os.getpid(), 9) if count else sys.exit(7)
+"""
+
+
+def test_a_worker_that_fails_is_started_again_alone_as_often_as_was_asked_for(tmp_path: Path) -> None:
+    done = run("--server", "h:1", "--workers", "2", "--max-restarts", "2", script(tmp_path, FAILS))
+    assert done.returncode == 0, "it came to its end after all"
+    assert sorted(done.stdout.splitlines()) == [
+        "worker 0 start 0",
+        "worker 1 start 0",
+        "worker 1 start 1",
+        "worker 1 start 2",
+    ]
+    assert done.stderr.splitlines() == [
+        "ps-worker: worker 1 ended with code 7",
+        "ps-worker: worker 1 is started again in 0.5 s (restart 1 of 2)",
+        "ps-worker: worker 1 ended with code -9",
+        "ps-worker: worker 1 is started again in 1 s (restart 2 of 2)",
+    ]
+
+
+def test_a_worker_that_fails_too_often_is_not_started_again(tmp_path: Path) -> None:
+    done = run("--server", "h:1", "--workers", "2", script(tmp_path, FAILS), PS_MAX_RESTARTS="1")
+    assert done.returncode == 128 + signal.SIGKILL
+    assert sorted(done.stdout.splitlines()) == ["worker 0 start 0", "worker 1 start 0", "worker 1 start 1"]
+
+
+def test_a_signal_ends_workers_that_wait_to_be_started_again(start: Start, tmp_path: Path) -> None:
+    fails = script(tmp_path, "sys.exit(3)")
+    command = start("-m", "ps_worker", "run", "--server", "h:1", "--max-restarts", "60", fails)
+    until(lambda: "restart 3 of 60" in command.err)
+    assert command.end(signal.SIGTERM) == 128 + signal.SIGTERM
+
+
+def test_in_ddp_no_worker_is_started_again_alone(tmp_path: Path) -> None:
+    done = run("--mode", "ddp", "--workers", "2", "--max-restarts", "1", script(tmp_path, "say('here')"))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert re.fullmatch("ps-worker: in ddp no worker can come back alone: .*torchrun restarts all\n", done.stderr)
+
+
 def test_in_ddp_nobody_goes_on_alone(tmp_path: Path) -> None:
     stuck = script(
         tmp_path, "assert os.environ['MASTER_PORT']\nsys.exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -133,10 +134,11 @@ def test_everyone_has_its_own_certificates_and_shards_share_memory_with_workers(
         assert environment["PS_TLS_KEY"] == f"/certs/{whose}.key"
         assert environment["PS_TLS_CA"] == "/certs/ca.pem"
         assert environment.get("PS_TOKENS") == (None if name == "worker" else "/certs/roles")
-        assert "certs:/certs:ro" in found[name]["volumes"]
+        assert f"{whose}-certs:/certs:ro" in found[name]["volumes"], "and nobody else's"
     for name in ("shard-0", "shard-1", "worker"):
         directory = found[name]["environment"]["PS_SHARED_DIRECTORY"]
         assert f"shared:{directory}" in found[name]["volumes"]
+    assert "reader-certs:/certs:ro" in found["prometheus"]["volumes"]
     hosts = [found["certs"]["command"][at + 1] for at, word in enumerate(found["certs"]["command"]) if word == "--host"]
     assert hosts == list(SERVERS)
     assert found["coordinator"]["depends_on"] == {"certs": {"condition": "service_completed_successfully"}}
@@ -343,6 +345,22 @@ def answers(*words: str) -> bool:
     return subprocess.run(words, capture_output=True, timeout=ENGINE_SECONDS).returncode == 0
 
 
+def says_anything(port: int, context: ssl.SSLContext | None) -> bool:
+    """Whether a port of this machine answers a request with so much as one byte."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as plain:
+        try:
+            with context.wrap_socket(plain) if context else plain as connection:
+                http2 = context is not None and connection.selected_alpn_protocol() == "h2"  # type: ignore[attr-defined]
+                connection.sendall(
+                    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+                    if http2
+                    else b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+                )
+                return connection.recv(1) not in (b"", b"\x15")  # an alert of TLS is no answer
+        except (ssl.SSLError, ConnectionError):
+            return False
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -393,9 +411,16 @@ class TestDeployment:
             return found == ["healthy"] * (len(SERVERS) + 1)
 
         assert eventually(healthy), deployment("ps")
-        for _, container in deployment.containers():
-            assert container["HostConfig"]["ReadonlyRootfs"]
-            assert container["HostConfig"]["CapDrop"] == ["ALL"]
+        for name, container in deployment.containers():
+            settings = container["HostConfig"]
+            assert settings["ReadonlyRootfs"]
+            assert settings["CapDrop"] == ["ALL"]
+            assert not settings["CapAdd"]
+            assert settings["SecurityOpt"] == ["no-new-privileges:true"]
+            assert settings["Memory"] > 0
+            mounts = {it["Destination"]: it["RW"] for it in container["Mounts"]}
+            assert name == "certs" or mounts["/certs"] is False, "nobody else can change the certificates"
+            assert ("/shared" in mounts) == (name == "worker" or name.startswith("shard"))
         for name in (*SERVERS, "worker", "prometheus"):
             assert int(deployment("exec", "-T", name, "id", "-u")) > 0
 
@@ -409,6 +434,29 @@ class TestDeployment:
         assert eventually(lambda: len(deployment.series("ps_push_total{job='compose', role='shard'}")) >= 2)
         steps = "ps_worker_steps_total{job='compose', role='worker'}"
         assert eventually(lambda: {it["rank"] for it in deployment.series(steps)} == {"0", "1"})
+
+    def test_nobody_has_the_key_of_another(self, deployment: Deployment) -> None:
+        for name, key in (
+            ("coordinator", "server"),
+            ("shard-1", "server"),
+            ("worker", "client"),
+            ("prometheus", "reader"),
+        ):
+            keys = [word for word in deployment("exec", "-T", name, "ls", "/certs").split() if word.endswith(".key")]
+            assert keys == [f"{key}.key"]
+
+    def test_buckets_go_through_memory_that_containers_share(self, deployment: Deployment) -> None:
+        shared = "grpc_server_handled_total{grpc_method='PushShared', grpc_code='OK', role='shard'}"
+        assert eventually(lambda: len(deployment.series(shared)) == 2), deployment("logs", "--tail=50", "worker")
+
+    @pytest.mark.parametrize("setting", ["PS_PUBLISH_PORT", "PS_PUBLISH_METRICS_PORT"])
+    def test_nobody_gets_in_without_a_certificate(self, deployment: Deployment, setting: str) -> None:
+        port = int(deployment.environment[setting])
+        assert not says_anything(port, None), "plaintext"
+        stranger = ssl.create_default_context()
+        stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
+        stranger.set_alpn_protocols(["h2", "http/1.1"])
+        assert not says_anything(port, stranger), "TLS without a certificate"
 
     def test_workers_come_and_go_by_scaling(self, deployment: Deployment) -> None:
         deployment("up", "-d", "--scale", "worker=4")

@@ -13,9 +13,11 @@ import grpc
 import pytest
 import torch
 from conftest import Cluster, scrape, until
+from dripping import PREFACE, Dripping, opening
 from torch import nn
 
 from ps_protocol.channel import open_channel
+from ps_protocol.credentials import PLAINTEXT
 from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError, error_from
 from ps_protocol.job import JobSpec
 from ps_protocol.job_messages import job_spec_message
@@ -25,6 +27,7 @@ from ps_protocol.v1 import control_pb2, data_pb2
 from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
 from ps_server.app import Server
 from ps_server.limits import Limits, limit_flags, limits_of
+from ps_server.probe import is_serving
 
 MakeCluster = Callable[..., Cluster]
 
@@ -99,7 +102,52 @@ def test_a_request_that_does_not_arrive_in_time_is_cut_off(make_cluster: MakeClu
             threading.Event().wait(0.02)
 
 
+DRIPPING = 100
+
+
+@contextlib.contextmanager
+def dripping(address: str, prefix: bytes, drops: bytes, pause: float = 0.05) -> Iterator[Dripping]:
+    clients = Dripping(address, DRIPPING, prefix, drops, pause)
+    try:
+        yield clients
+    finally:
+        clients.stop()
+
+
+@pytest.mark.parametrize("method", ["DataService/Push", "JobService/Heartbeat"])
+def test_clients_that_send_a_request_byte_by_byte_delay_nobody_and_are_cut_off(
+    make_cluster: MakeCluster, method: str
+) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(upload_seconds=3.0))
+    server = cluster.servers[0]
+    with dripping(server.address, opening(f"/ps_protocol.v1.{method}", 10**6), b"x") as clients:
+        until(lambda: calls(cluster, method.rpartition("/")[2], "started") >= DRIPPING, "the start of every call")
+        assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
+        until(lambda: server.calls_in_flight() == 0, "the end of every call")
+        assert not clients.refused, "the calls are over; the connections may make others"
+        sent = clients.sent
+        until(lambda: clients.sent > sent, "another byte")
+        assert server.calls_in_flight() == 0
+
+
+def test_clients_that_shake_hands_byte_by_byte_delay_nobody_and_are_cut_off(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(handshake_seconds=2.0))
+    with dripping(cluster.address, b"", PREFACE, pause=0.2) as clients:  # a preface takes 4.8 s
+        assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
+        until(lambda: clients.refused == DRIPPING, "the end of every connection")
+
+
+def test_scrapers_that_ask_byte_by_byte_leave_the_cluster_alone(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1)
+    with dripping(cluster.servers[0].metrics_address, b"GET /metrics HTTP/1.1\r\n", b"x") as clients:
+        assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
+        assert clients.sent
+
+
 UNREAD = 80
+# A client that wants less than one answer at a time. Without these, gRPC's client guesses how much to take in before it
+# is asked for, and on a fast link now and then takes everything: nothing would lie unread at the server.
+_SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_535)]
 
 
 @contextlib.contextmanager
@@ -110,7 +158,7 @@ def unread_pulls(cluster: Cluster) -> Iterator[None]:
         session.prepare(big, torch.optim.SGD(big.parameters(), lr=0.1))
         pull = data_pb2.PullRequest(worker=data_pb2.WorkerIdentity(job="big"), buckets=[0, 1, 2]).SerializeToString()
         begun = pulls(cluster, "started")
-        with open_channel(cluster.address) as channel:
+        with grpc.insecure_channel(cluster.address, options=_SMALL_WINDOW) as channel:
             call = channel.unary_stream("/ps_protocol.v1.DataService/Pull")
             unread = [call(pull, timeout=600) for _ in range(UNREAD)]
             until(lambda: pulls(cluster, "started") >= begun + UNREAD, "the start of every pull")
@@ -120,12 +168,17 @@ def unread_pulls(cluster: Cluster) -> Iterator[None]:
 
 
 def pulls(cluster: Cluster, what: str, code: str = "") -> float:
-    """How many pulls the first server has "started" or "handled" since its start: it only grows."""
+    """How many pulls; see `calls`."""
+    return calls(cluster, "Pull", what, code)
+
+
+def calls(cluster: Cluster, method: str, what: str, code: str = "") -> float:
+    """How many calls of a method the first server has "started" or "handled" since its start: it only grows."""
     samples = scrape(cluster.servers[0].metrics_address)
     return sum(
         value
         for sample, value in samples.items()
-        if sample.startswith(f"grpc_server_{what}_total{{") and 'grpc_method="Pull"' in sample and code in sample
+        if sample.startswith(f"grpc_server_{what}_total{{") and f'grpc_method="{method}"' in sample and code in sample
     )
 
 
@@ -133,14 +186,15 @@ def test_readers_that_never_read_delay_nobody(make_cluster: MakeCluster) -> None
     cluster = make_cluster(shards=1, limits=Limits(stall_seconds=600.0))
     with unread_pulls(cluster):
         assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
-        assert pulls(cluster, "started") > pulls(cluster, "handled"), "they still lie there"
+        left = pulls(cluster, "started") - pulls(cluster, "handled")
+        assert left >= UNREAD, f"they still lie there, but for {UNREAD - left}"
 
 
 def test_readers_that_never_read_are_cut_off(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(shards=1, limits=Limits(stall_seconds=2.0))
     with unread_pulls(cluster):
         until(lambda: pulls(cluster, "started") == pulls(cluster, "handled"), "the end of every pull")
-        assert pulls(cluster, "handled", 'grpc_code="CANCELLED"') > 0
+        assert pulls(cluster, "handled", 'grpc_code="CANCELLED"') >= UNREAD
 
 
 def test_a_thousand_connections_that_say_nothing_delay_nobody_and_are_closed(make_cluster: MakeCluster) -> None:
@@ -183,6 +237,25 @@ def test_calls_in_flight_are_limited_by_caller(make_cluster: MakeCluster) -> Non
                 except grpc.RpcError as error:
                     errors.add(type(error_from(error, "it")))
             assert LimitExceeded in errors
+
+
+def test_calls_in_flight_are_limited_in_all_but_for_probes(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(all_calls=6))
+    server = cluster.servers[0]
+    with open_channel(cluster.address) as channel:
+        with contextlib.suppress(PSError):
+            _register(channel, _spec())
+        watching = [
+            JobServiceStub(channel).WatchJob(control_pb2.WatchJobRequest(job="job"), timeout=600) for _ in range(6)
+        ]
+        await_calls(server, 6)
+        with pytest.raises(LimitExceeded, match="max-all-calls is 6"):
+            _register(channel, _spec())
+        assert is_serving(cluster.address, PLAINTEXT)
+        for one in watching:
+            one.cancel()
+        until(lambda: server.calls_in_flight() == 0, "the end of every call")
+        _register(channel, _spec())
 
 
 # -- limits by name --------------------------------------------------------------------------------------------------
@@ -258,5 +331,5 @@ def test_every_limit_has_a_flag_that_reaches_the_servers() -> None:
     parser = argparse.ArgumentParser()
     add_limits(parser)
     assert limits_of(parser.parse_args([])) == Limits()
-    wanted = Limits(jobs=3, calls=7, handshake_seconds=1.5)
+    wanted = Limits(jobs=3, calls=7, handshake_seconds=1.5, push_norm=2.5, all_calls=9, caller_bytes=11)
     assert limits_of(parser.parse_args(limit_flags(wanted))) == wanted

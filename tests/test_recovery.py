@@ -281,9 +281,9 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before_it_and_that_is_said_and
         assert worker.clock == 2
         assert f"checkpoint {last} cannot be used, trying the one before" in caplog.text
         assert "SHA-256" in caplog.text
-        recovery = cluster.coordinator.recovery
-        assert recovery is not None
-        assert (recovery.damaged, recovery.restored) == (1, 1)
+        keeping = cluster.coordinator.keeping
+        assert keeping is not None
+        assert (keeping.recovery.damaged, keeping.recovery.restored) == (1, 1)
 
 
 def test_pushes_of_before_reach_nothing_after_the_job_was_set_back(make_cluster: MakeCluster, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ which steps counted, and that none counted twice.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -73,8 +74,7 @@ class Worker:
         self.optimizer.zero_grad()
 
     def mine(self) -> list[float]:
-        """The cells of the steps begun so far: 0 for one that was lost, 1 (in a mean of two: 1/2) for one that
-        counted."""
+        """The cells of the steps begun so far: 0 for one that was lost, 1 (in a mean: 1/2) for one that counted."""
         return self.model.cells.detach()[self.session.rank, : self.tried].tolist()
 
     def metric(self, name: str) -> float:
@@ -158,9 +158,7 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
                 assert 0.0 not in worker.mine()
         else:
             spec = until(lambda: cluster.coordinator.jobs().get("default")).spec
-            with RawWorker(cluster.address, spec, 1) as peer:
-                stop = threading.Event()
-                threading.Thread(target=alive, args=(peer, stop), daemon=True).start()
+            with RawWorker(cluster.address, spec, 1) as peer, alive(peer):
                 for clock in (1, 2):
                     until(lambda clock=clock: cluster.waits("default").get(0) == (clock, [1]))
                     if clock == 1:
@@ -171,16 +169,26 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
                 cable.heal()
                 until(lambda: live(cluster).get(0, 0) > before[1])
                 peer.step(torch.zeros(2 * CELLS))
-                until(lambda: cluster.coordinator.jobs().get("default") is None or 0 not in live(cluster))
-                stop.set()
+                until(lambda: 0 not in live(cluster))
 
     in_parallel(2, work)
     status.end_job(cluster.address, "default")
 
 
-def alive(peer: RawWorker, stop: threading.Event) -> None:
-    while not stop.wait(LEASE / 4):
-        peer.heartbeat()
+@contextlib.contextmanager
+def alive(peer: RawWorker) -> Iterator[None]:
+    """Keeps a worker's lease."""
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(LEASE / 4):
+            peer.heartbeat()
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
 
 
 def test_buckets_that_leave_during_backward_are_lost_with_the_place_and_none_twice(
@@ -271,7 +279,7 @@ def test_a_worker_whose_rank_another_process_took_gives_up(cluster: Cluster, cab
         worker.step()
         lose(cluster, cable)
         spec = cluster.coordinator.jobs()["default"].spec
-        with RawWorker(cluster.address, spec, 0) as new:
+        with RawWorker(cluster.address, spec, 0) as new, alive(new):
             before = cluster.state("default")
             cable.heal()
             with pytest.raises(Fenced, match="worker 0 was replaced"):

@@ -214,6 +214,24 @@ def test_tokens_are_in_no_repr_and_in_no_log(
         assert token not in caplog.text
 
 
+def test_a_token_file_may_be_a_link_that_is_turned_to_another_file(
+    guarded: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Kubernetes turns the secrets that it mounts."""
+    monkeypatch.setattr("ps_protocol.watched.CHECK_SECONDS", 0.0)
+    for name, token in (("old", "a-token-that-nobody-knows"), ("new", TOKENS["reader"])):
+        (tmp_path / name).write_text(token)
+        (tmp_path / name).chmod(0o600)
+    link = tmp_path / "link"
+    link.symlink_to("old")
+    mine = access(token_file=link)
+    with pytest.raises(Unauthenticated):
+        status.fetch(guarded.address, mine)
+    (tmp_path / "turned").symlink_to("new")
+    (tmp_path / "turned").replace(link)
+    assert status.fetch(guarded.address, mine)["jobs"] == []
+
+
 def test_a_token_does_not_leave_this_machine_in_plaintext() -> None:
     with pytest.raises(InvalidRequest, match="in plaintext"):
         open_channel("192.0.2.1:50051", carrying("admin"))
@@ -254,6 +272,11 @@ def test_a_worker_cannot_speak_for_another(cluster: Cluster) -> None:
             for server, path, request in [
                 (cluster.address, "/ps_protocol.v1.JobService/Heartbeat", control_pb2.HeartbeatRequest(**stolen)),
                 (cluster.address, "/ps_protocol.v1.JobService/LeaveJob", control_pb2.LeaveJobRequest(**stolen)),
+                (
+                    cluster.address,
+                    "/ps_protocol.v1.JobService/SaveWorkerState",
+                    control_pb2.SaveWorkerStateRequest(**stolen),
+                ),
             ] + [
                 (server.address, f"/ps_protocol.v1.DataService/{method}", request)
                 for server in cluster.servers

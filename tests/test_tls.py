@@ -202,6 +202,18 @@ def test_keys_are_open_to_nobody_else_and_nothing_is_overwritten(tmp_path: Path)
         dev_certs.write(tmp_path / "certs")
 
 
+def test_certificates_can_be_split_by_who_needs_them(tmp_path: Path) -> None:
+    assert dev_certs.write(tmp_path, split=True)
+    for holder, names in dev_certs.HOLDERS.items():
+        assert {path.name for path in (tmp_path / holder).iterdir()} == set(names)
+        assert [name for name in names if name.endswith(".key")] == [f"{holder}.key"], "no other's key"
+        Tls(*(tmp_path / holder / name for name in (f"{holder}.pem", f"{holder}.key", "ca.pem"))).load()
+    assert not dev_certs.write(tmp_path, split=True)
+    (tmp_path / "client" / "ca.pem").unlink()
+    with pytest.raises(InvalidRequest, match="already; remove all"):
+        dev_certs.write(tmp_path, split=True)
+
+
 def test_what_is_secret_is_not_in_a_repr(certs: Path) -> None:
     loaded = server_tls(certs).load()
     assert b"PRIVATE KEY" in (loaded.key or b"")

@@ -108,6 +108,15 @@ class BucketProtocol(Generic[T]):
             raise Backlogged(f"worker {rank}: the push of clock {staged} is not applied yet")
         return False
 
+    def is_awaited(self, rank: int, clock: int) -> bool:
+        """Whether this contribution, once staged, is the next to be added. Kept back, it would stop everybody; those
+        behind it can be kept back until it is in."""
+        if not self.consistency.aggregate or clock > self.version + 1:
+            return False
+        taken = {add.rank for add in self.added}
+        before = (other for other in self.waiting.keys() | self.roster.keys() if other < rank and other not in taken)
+        return not any(self._is_next(other) or self._is_needed(other) for other in before)
+
     def stage(self, rank: int, clock: int, contribution: T, ranges: tuple[DataRange, ...] = ()) -> None:
         """Takes a contribution that `is_repeat` let pass."""
         self.staged[rank] = clock
@@ -127,7 +136,7 @@ class BucketProtocol(Generic[T]):
         taken = {add.rank for add in self.added}
         for rank in sorted(self.waiting.keys() | self.roster.keys()):
             # A newcomer may stage its first clock while an earlier update is still open here: that one is not for it.
-            if rank in self.waiting and self.waiting[rank].clock <= self.version + 1:
+            if self._is_next(rank):
                 return self.waiting[rank]
             if rank not in taken and self._is_needed(rank):
                 return None
@@ -178,6 +187,10 @@ class BucketProtocol(Generic[T]):
     def clocks(self) -> dict[int, int]:
         """The clock of each live worker here."""
         return {rank: self.applied.get(rank, 0) for rank in self.roster}
+
+    def _is_next(self, rank: int) -> bool:
+        """Whether what this worker has staged belongs to the open update."""
+        return rank in self.waiting and self.waiting[rank].clock <= self.version + 1
 
     def _is_needed(self, rank: int) -> bool:
         """Whether the open update waits for this worker."""

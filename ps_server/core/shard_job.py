@@ -7,10 +7,21 @@ can run them outside of the lock that guards the rest.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, NonFiniteGradient, NotFound, OutOfOrder
+import torch
+
+from ps_protocol.errors import (
+    Backlogged,
+    Fenced,
+    InvalidRequest,
+    LimitExceeded,
+    NonFiniteGradient,
+    NotFound,
+    OutOfOrder,
+)
 from ps_protocol.framing import Buffer
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite, travels_as
 from ps_protocol.layout import DATA_TYPES, Bucket, bucket_layout
@@ -46,6 +57,7 @@ class Push:
     groups: Mapping[int, HyperParameters] | None = None
     borrowed: bool = False
     key: bytes = field(default=b"", repr=False)
+    caller: str = ""  # whose bytes they are, where callers are known
     ranges: tuple[DataRange, ...] = ()  # of leased data, that the step used
 
 
@@ -69,6 +81,7 @@ class SharedPush:
     buckets: tuple[SharedBucket, ...]
     groups: Mapping[int, HyperParameters]
     key: bytes = field(default=b"", repr=False)
+    caller: str = ""
     ranges: tuple[DataRange, ...] = ()
 
 
@@ -113,8 +126,11 @@ class ShardBucket:
 class ShardJob:
     """The buckets of one job that this shard holds."""
 
-    def __init__(self, spec: JobSpec, indices: Iterable[int], staged_limit: int = 2**63) -> None:
-        """staged_limit: bytes that one worker may have staged here; past it, its pushes are told to try again."""
+    def __init__(
+        self, spec: JobSpec, indices: Iterable[int], staged_limit: int = 2**63, norm_limit: float = math.inf
+    ) -> None:
+        """staged_limit: bytes that one worker may have staged here; past it, its pushes are told to try again.
+        norm_limit: the L2 norm that the gradient in one push may have."""
         layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         indices = list(indices)
         odd = next((index for index in indices if not 0 <= index < len(layout.buckets)), None)
@@ -130,6 +146,7 @@ class ShardJob:
         self.layout = layout
         self._checked: dict[int, HyperParameters] = {}
         self._staged_limit = staged_limit
+        self._norm_limit = norm_limit
 
     def bucket(self, index: int) -> ShardBucket:
         """The bucket with this index. Raises NotFound when this shard does not hold it."""
@@ -235,7 +252,10 @@ class ShardJob:
             )
         if push.kind is PushKind.SKIP:
             return Gradient(None, push.absent, push.groups)
-        values = tensor_from(push.payload, dtype)
+        values, borrowed = tensor_from(push.payload, dtype), push.borrowed
+        limited = push.kind is PushKind.GRADIENT and self._norm_limit < math.inf
+        if limited and borrowed:
+            values, borrowed = values.clone(), False  # or its worker could write another after this one was checked
         if push.kind is PushKind.GRADIENT and self.spec.non_finite is not NonFinite.ALLOW:
             for position, segment in enumerate(bucket.segments):
                 if position not in push.absent and not is_finite(
@@ -245,7 +265,21 @@ class ShardJob:
                         return Gradient(None, push.absent, push.groups)
                     name = self.spec.parameters[segment.parameter].name
                     raise NonFiniteGradient(f"the gradient of {name} from worker {push.rank} is not finite")
-        return Gradient(values, push.absent, push.groups, push.borrowed)
+        if limited:
+            self._check_norm(push, values)
+        return Gradient(values, push.absent, push.groups, borrowed)
+
+    def _check_norm(self, push: Push, values: torch.Tensor) -> None:
+        segments = self.bucket(push.bucket).layout.segments
+        present = [s for position, s in enumerate(segments) if position not in push.absent]
+        wide = torch.float32 if values.itemsize < 4 else values.dtype  # half types overflow
+        norms = [torch.linalg.vector_norm(values[s.offset : s.offset + s.length], dtype=wide).item() for s in present]
+        norm = math.hypot(*norms)
+        if not norm <= self._norm_limit:  # NaN is past every limit
+            raise LimitExceeded(
+                f"worker {push.rank}: the gradient of bucket {push.bucket} has norm {norm:g}, "
+                f"and max-push-norm is {self._norm_limit:g}"
+            )
 
     def stage(self, push: Push, gradient: Gradient) -> Staged:
         """Takes a checked push, once. Changes nothing if it raises UnknownWorker, Fenced, OutOfOrder or Backlogged."""
@@ -261,16 +295,22 @@ class ShardJob:
             raise OutOfOrder(f"worker {push.rank} joined at clock {start}, and a push of clock {push.clock} came")
         if protocol.is_repeat(push.rank, push.clock):
             return Staged(protocol.version, duplicate=True)
-        self._check_budget(push)
+        self._check_budget(push, gradient)
         use = self.data.use(push.bucket, push.ranges)
         if use.spent:
             gradient = Gradient(None, groups=gradient.groups)
         protocol.stage(push.rank, push.clock, gradient, push.ranges)
         return Staged(protocol.version, duplicate=False, skipped=gradient.values is None, use=use)
 
-    def _check_budget(self, push: Push) -> None:
+    def _check_budget(self, push: Push, gradient: Gradient) -> None:
+        # What an update waits for is always taken: all that is staged may be waiting behind it.
+        if not gradient.within and not self.bucket(push.bucket).protocol.is_awaited(push.rank, push.clock):
+            raise Backlogged(
+                f"worker {push.rank}: whom it pushes for has more bytes staged that are not applied yet, "
+                "over all workers, than max-caller-bytes lets it"
+            )
         # One contribution a bucket is the most a worker can stage: where all buckets fit, there is nothing to count.
-        if push.borrowed or self.parameter_bytes <= self._staged_limit:
+        if gradient.borrowed or self.parameter_bytes <= self._staged_limit:
             return
         waiting = (bucket.protocol.waiting.get(push.rank) for bucket in self.buckets.values())
         values = (add.contribution.values for add in waiting if add is not None and not add.contribution.borrowed)

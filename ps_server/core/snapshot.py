@@ -8,7 +8,6 @@ then.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -71,4 +70,7 @@ class Extent:
 def extent(buckets: Iterable[tuple[int, Mapping[int, int]]]) -> Extent:
     """The extent of buckets that train, each given as its version and its clocks."""
     each = [Extent(version, version, clocks) for version, clocks in buckets]
-    return functools.reduce(Extent.union, each) if each else Extent()
+    found = each[0] if each else Extent()
+    for other in each[1:]:
+        found = found.union(other)
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -23,12 +23,16 @@ class Gradient:
             step was left out, none
     groups: hyper-parameters to use from this update on, by group
     borrowed: the values lie in the worker's own memory, which it may write again once it is told that it was fenced
+    ticket: counts the bytes for as long as it is held
+    within: they are no more than the caller may have staged, over all of its workers
     """
 
     values: torch.Tensor | None
     absent: frozenset[int] = frozenset()
     groups: Mapping[int, HyperParameters] | None = None
     borrowed: bool = False
+    ticket: object = field(default=None, repr=False, compare=False)
+    within: bool = True
 
     def owned(self) -> Gradient:
         """The same contribution in memory of this process."""

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from conftest import Cluster
 from fuzzing import JOB, KEY, SPEC, WORKER, Target
 
 from ps_protocol.channel import open_channel
-from ps_protocol.errors import Backlogged, Forbidden, InvalidRequest, LimitExceeded, PSError
+from ps_protocol.credentials import Access
+from ps_protocol.errors import Backlogged, Forbidden, InvalidRequest, LimitExceeded, NotFound, PSError, error_from
 from ps_protocol.framing import read_message, write_message
 from ps_protocol.job_messages import job_spec_message
 from ps_protocol.v1 import control_pb2, data_pb2
+from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub, ShardServiceStub
 from ps_server.app import Server, ServerConfig
 from ps_server.core.shard_job import Push, PushKind, ShardJob
+from ps_server.limits import Limits
+
+MakeCluster = Callable[..., Cluster]
 
 
 @pytest.fixture
@@ -96,6 +104,14 @@ def test_a_host_name_with_control_characters_reached_the_terminal_of_who_asked_f
     assert isinstance(refused(target, "JoinJob", request.SerializeToString()), InvalidRequest)
 
 
+@pytest.mark.parametrize("address", ["http://h:1/x", "h:1\nother:2", "\x1b[2Jh:1", "h", "h:123456", "a" * 300 + ":1"])
+def test_a_worker_could_have_prometheus_scrape_what_is_no_address_and_terminals_show_it(
+    target: Target, address: str
+) -> None:
+    request = control_pb2.JoinJobRequest(job=JOB, host="h", metrics_address=address)
+    assert isinstance(refused(target, "JoinJob", request.SerializeToString()), InvalidRequest)
+
+
 @pytest.mark.parametrize("address", ["http://169.254.0.1/x?", "h:1/../secrets", "h:1\nother:2", ":", "h:"])
 def test_an_address_of_metrics_that_is_none_was_handed_to_prometheus(target: Target, address: str) -> None:
     request = control_pb2.RegisterShardRequest(index=0, address="127.0.0.1:1", metrics_address=address, process=1)
@@ -146,3 +162,70 @@ def test_a_worker_could_stage_as_much_as_the_whole_model_whatever_the_shard_can_
     push(0, 64)
     with pytest.raises(Backlogged, match="max-staged-bytes is 64"):
         push(1, 32 if job.bucket(1).layout.nbytes == 32 else job.bucket(1).layout.nbytes)
+
+
+@pytest.mark.parametrize("name", ["\x1b[2Jowned", "w\nps-server: all is well", "\u202eevil"])
+def test_a_parameters_name_with_control_characters_reached_the_terminals_of_the_other_workers(
+    target: Target, name: str
+) -> None:
+    spec = job_spec_message(SPEC)
+    spec.name = "another"
+    spec.parameters[0].name = name
+    raw = control_pb2.CreateJobRequest(spec=spec, buckets=[0]).SerializeToString()
+    found = refused(target, "CreateJob", raw)
+    assert isinstance(found, InvalidRequest)
+    assert str(found).isprintable()
+
+
+def test_joining_as_ever_new_ranks_grew_what_every_bucket_remembers_without_end(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(workers=4))
+    with open_channel(cluster.address) as channel:
+        jobs = JobServiceStub(channel)
+        spec = job_spec_message(replace(SPEC, world_size=0))
+        jobs.RegisterJob(control_pb2.RegisterJobRequest(spec=spec), timeout=20.0)
+        jobs.JoinJob(control_pb2.JoinJobRequest(job=JOB, rank=3), timeout=20.0)
+        for rank in (4, 2**32 - 1):
+            with pytest.raises(grpc.RpcError) as caught:
+                jobs.JoinJob(control_pb2.JoinJobRequest(job=JOB, rank=rank), timeout=20.0)
+            found = error_from(caught.value, "it")
+            assert isinstance(found, LimitExceeded)
+            assert "max-workers" in str(found)
+
+
+def test_a_reader_of_one_job_was_told_of_all(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("reader:job a-reader-of-one-job\nworker a-worker-of-all-jobs\ncluster the-clusters-own-token\n")
+    tokens.chmod(0o600)
+    cluster = make_cluster(tokens=tokens)
+    with open_channel(cluster.address, Access(token=lambda: "a-worker-of-all-jobs")) as channel:
+        for name in (JOB, "secret"):
+            spec = job_spec_message(replace(SPEC, name=name))
+            JobServiceStub(channel).RegisterJob(control_pb2.RegisterJobRequest(spec=spec), timeout=20.0)
+    with open_channel(cluster.address, Access(token=lambda: "a-reader-of-one-job")) as channel:
+        found = ClusterServiceStub(channel).GetStatus(control_pb2.GetStatusRequest(), timeout=20.0)
+        shard = ShardServiceStub(channel).GetShardStatus(control_pb2.GetShardStatusRequest(), timeout=20.0)
+    assert [job.name for job in found.jobs] == [JOB]
+    assert all(one.reachable for one in found.shards)
+    assert {job.job for one in found.shards for job in one.jobs} == {job.job for job in shard.jobs} == {JOB}
+
+
+def test_a_state_without_end_could_be_saved_on_the_coordinator_by_anybody(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(state_bytes=100), checkpoint_dir=tmp_path)
+    with open_channel(cluster.address) as channel:
+        jobs = JobServiceStub(channel)
+        spec = job_spec_message(replace(SPEC, world_size=1))
+        jobs.RegisterJob(control_pb2.RegisterJobRequest(spec=spec), timeout=20.0)
+        place = jobs.JoinJob(control_pb2.JoinJobRequest(job=JOB, rank=0), timeout=20.0)
+        who = {"job": JOB, "rank": 0, "incarnation": place.incarnation, "lease_key": place.lease_key}
+        for change, error in (
+            ({"state": bytes(101)}, LimitExceeded),
+            ({"state": bytes(100), "lease_key": bytes(16)}, Forbidden),
+            ({"state": bytes(100), "job": "../" + JOB}, NotFound),
+        ):
+            request = control_pb2.SaveWorkerStateRequest(**{**who, **change})
+            with pytest.raises(grpc.RpcError) as caught:
+                jobs.SaveWorkerState(request, timeout=20.0)
+            assert isinstance(error_from(caught.value, "it"), error)
+        jobs.SaveWorkerState(control_pb2.SaveWorkerStateRequest(**who, state=bytes(100)), timeout=20.0)

@@ -1,0 +1,271 @@
+"""The counting oracle: training whose weights tell which pushes are in them.
+
+Weights start at zero, SGD has lr 1, and a step's gradient is -1 in two cells of every bucket and 0 elsewhere: in the
+cell that counts its worker's steps, and in a cell of the step's own. So each push adds exactly 1 to both, and what is
+read from a pull says what was lost, doubled or torn, and how far behind the reader is. Checking is linear in the cells.
+
+                    ssp, async                          sync
+    a row is        one life of a worker process        one rank
+    a step's column number of the life's step           clock
+    a push adds     1                                   UNIT / n, when n workers are in the mean: together, UNIT
+
+A bucket is [rows, 1 + columns]: column 0 counts, the others take turns. A push that was acknowledged must be in, once;
+one whose worker died over it may be in, once, or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of the weights: each bucket is a float32 tensor of [rows, 1 + columns]."""
+
+    buckets: int = 6
+    rows: int = 512
+    columns: int = 15
+
+    @property
+    def bucket_bytes(self) -> int:
+        """What makes every tensor a bucket of its own: a multiple of 64."""
+        return -(-4 * self.rows * (1 + self.columns) // 64) * 64
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a job's weights must obey.
+
+    averaged: an update is a mean over workers (sync); `unit` is then what all of them add together
+    bound:    how many clocks a pull may lie behind a live worker; None: any number
+    """
+
+    shape: Shape
+    averaged: bool
+    unit: int
+    bound: int | None
+
+    @classmethod
+    def of(cls, mode: str, workers: int, shape: Shape) -> Rules:
+        """Those of a mode, with at most so many workers: every mean of theirs is then a whole number."""
+        if mode == "sync":
+            return cls(shape, True, math.lcm(*range(1, workers + 1)), 0)
+        return cls(shape, False, 1, int(mode.partition(":")[2]) if mode.startswith("ssp") else None)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One promise that the data shows broken; `where` names the place: bucket, row, column, clock, and so on."""
+
+    kind: str
+    said: str
+    where: Mapping[str, Any] = field(default_factory=dict)
+
+    def data(self) -> dict[str, Any]:
+        """For a line of JSON."""
+        return asdict(self)
+
+
+class Cells(nn.Module):
+    """The weights: zeros."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        size = shape.rows, 1 + shape.columns
+        self.buckets = nn.ParameterList(nn.Parameter(torch.zeros(size)) for _ in range(shape.buckets))
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """SGD with lr 1."""
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def view(self) -> torch.Tensor:
+        """A copy of all weights: [buckets, rows, 1 + columns]."""
+        return torch.stack([bucket.detach() for bucket in self.buckets])
+
+
+class Witness:
+    """One worker: marks its steps, and looks at what it pulls.
+
+    row: the worker's own, see the table above
+    """
+
+    def __init__(self, rules: Rules, row: int) -> None:
+        self.rules = rules
+        self.row = row
+        self._before: torch.Tensor | None = None  # the last view, if nothing happened since that it cannot explain
+        self._number = 0
+
+    def column(self, number: int) -> int:
+        """Where a step marks: `number` is the life's step, or in sync the clock."""
+        return 1 + number % self.rules.shape.columns
+
+    def mark(self, model: Cells, number: int) -> None:
+        """Sets the gradients of one step."""
+        gradient = torch.zeros(self.rules.shape.rows, 1 + self.rules.shape.columns)
+        gradient[self.row, 0] = gradient[self.row, self.column(number)] = -self.rules.unit
+        for bucket in model.buckets:
+            bucket.grad = gradient.clone()
+
+    def lost_track(self) -> None:
+        """Something happened between two steps (a new place in the job, a restored shard): the next view is a first."""
+        self._before = None
+
+    def check(self, view: torch.Tensor, number: int) -> list[Violation]:
+        """What is wrong with a view, [buckets, rows, 1 + columns], taken when step `number` had been acknowledged."""
+        found = [*whole(view, self.rules), *self._own_update(view, number)]
+        if self._before is not None and number == self._number + 1:
+            found += self._since(view, view - self._before, number)
+        self._before, self._number = view, number
+        return found
+
+    def _own_update(self, view: torch.Tensor, number: int) -> list[Violation]:
+        """A worker's own update is in every bucket that it pulls."""
+        cells = view[:, self.row, self.column(number)]
+        return [
+            Violation("own update missing", "a worker does not see its own push", self._place(bucket, number))
+            for bucket in (cells < 1).nonzero().flatten().tolist()
+        ]
+
+    def _since(self, view: torch.Tensor, grown: torch.Tensor, number: int) -> list[Violation]:
+        """What one more step of this worker may have changed."""
+        column = self.column(number)
+        found = []
+        if self.rules.averaged:
+            # Exactly one update: the marks of who is in the mean, all equal, together UNIT, in this clock's column.
+            for bucket, change in enumerate(grown):
+                marks = change[:, column]
+                present = marks[marks != 0]
+                rest = change[:, 1:].abs().sum() - marks.abs().sum()
+                if present.sum() != self.rules.unit or len(set(present.tolist())) > 1 or rest != 0:
+                    said = f"one update was expected, together {self.rules.unit}: {_changes(change)}"
+                    found.append(Violation("wrong update", said, self._place(bucket, number)))
+            return found
+        expected = torch.zeros(1 + self.rules.shape.columns)
+        expected[0] = expected[column] = 1
+        for bucket, change in enumerate(grown):
+            if not torch.equal(change[self.row], expected):
+                kind = "doubled" if bool((change[self.row] > expected).any()) else "lost"
+                said = f"own row changed by {_changes(change[self.row : self.row + 1])} in one step"
+                found.append(Violation(kind, said, self._place(bucket, number)))
+            if bool((change < 0).any()):
+                said = f"an older state than the one before: {_changes(change)}"
+                found.append(Violation("went back", said, self._place(bucket, number)))
+        return found
+
+    def _place(self, bucket: int, number: int) -> dict[str, int]:
+        return {"bucket": bucket, "row": self.row, "step": number}
+
+
+def whole(view: torch.Tensor, rules: Rules) -> list[Violation]:
+    """Signs of an update that was torn: [buckets, rows, 1 + columns] with a fraction, or a count unlike its marks."""
+    found = []
+    broken = view != view.round()
+    for bucket, row, column in broken.nonzero().tolist():
+        where = {"bucket": bucket, "row": row, "column": column}
+        found.append(Violation("torn", f"{view[bucket, row, column].item()} is no whole number", where))
+    unequal = view[:, :, 0] != view[:, :, 1:].sum(dim=2)
+    for bucket, row in unequal.nonzero().tolist():
+        said = f"the count is {view[bucket, row, 0].item()}, the marks are {view[bucket, row, 1:].sum().item()}"
+        found.append(Violation("torn", said, {"bucket": bucket, "row": row}))
+    return found
+
+
+def _changes(change: torch.Tensor) -> str:
+    cells = change.nonzero().tolist()
+    shown = ", ".join(f"[{row}, {column}] {change[row, column].item():+g}" for row, column in cells[:12])
+    return shown + (f" and {len(cells) - 12} more" if len(cells) > 12 else "") if cells else "nothing"
+
+
+# -- all workers together, afterwards --------------------------------------------------------------------------------
+
+
+@dataclass
+class Life:
+    """What one worker process did: a row of its own in ssp and async.
+
+    attempted: the numbers of the steps that it began (in sync, their clocks)
+    done:      of those that were acknowledged, the clock after them
+    seen:      after each of those, the counts of the rows that had changed: by row, one a bucket
+    """
+
+    number: int
+    rank: int
+    attempted: list[int] = field(default_factory=list)
+    done: dict[int, int] = field(default_factory=dict)
+    seen: list[tuple[int, dict[int, list[int]]]] = field(default_factory=list)  # (clock, counts)
+
+    @property
+    def unsure(self) -> set[int]:
+        """Steps of which nobody knows whether they are in."""
+        return set(self.attempted) - self.done.keys()
+
+
+def judge(view: torch.Tensor, lives: Sequence[Life], rules: Rules) -> list[Violation]:
+    """What is wrong with the weights, [buckets, rows, 1 + columns], after everybody has finished."""
+    return [*whole(view, rules), *(_judge_means if rules.averaged else _judge_rows)(view, lives, rules)]
+
+
+def _judge_rows(view: torch.Tensor, lives: Sequence[Life], rules: Rules) -> list[Violation]:
+    """Each life's row holds its steps: what was acknowledged once, what is unsure once or not."""
+    columns = rules.shape.columns
+    least, most = torch.zeros_like(view[0]), torch.zeros_like(view[0])
+    for life in lives:
+        for numbers, bounds in ((life.done, (least, most)), (life.unsure, (most,))):
+            for column, count in Counter(1 + number % columns for number in numbers).items():
+                for bound in bounds:
+                    bound[life.number, column] += count
+                    bound[life.number, 0] += count
+    found = []
+    for kind, wrong in (("lost", view < least), ("doubled", view > most)):
+        for bucket, row, column in wrong.nonzero().tolist():
+            limit = (least if kind == "lost" else most)[row, column].item()
+            said = f"{view[bucket, row, column].item():g} pushes are in, expected {limit:g}"
+            found.append(Violation(kind, said, {"bucket": bucket, "life": row, "column": column}))
+    return found
+
+
+def _judge_means(view: torch.Tensor, lives: Sequence[Life], rules: Rules) -> list[Violation]:
+    """Each clock's update adds UNIT to its column: those that were acknowledged are in, the unsure may be."""
+    done = {clock for life in lives for clock in life.done.values()}
+    unsure = {clock for life in lives for clock in life.unsure} - done
+    found = []
+    for column in range(1, 1 + rules.shape.columns):
+        least = rules.unit * sum(1 + clock % rules.shape.columns == column for clock in done)
+        most = least + rules.unit * sum(1 + clock % rules.shape.columns == column for clock in unsure)
+        for bucket, total in enumerate(view[:, :, column].double().sum(dim=1).tolist()):
+            if not least <= total <= most or total % rules.unit:
+                kind = "torn" if total % rules.unit else "lost" if total < least else "doubled"
+                said = f"{total / rules.unit:g} updates are in, expected {least / rules.unit:g}"
+                found.append(Violation(kind, said, {"bucket": bucket, "column": column}))
+    return found
+
+
+def too_stale(lives: Iterable[Life], rules: Rules) -> list[Violation]:
+    """Pulls of ssp workers that missed an update of a live worker from more than `bound` clocks before."""
+    lives = list(lives)
+    if rules.averaged or rules.bound is None:
+        return []
+    found = []
+    # By life: at which clock each of its acknowledged steps was, in order.
+    clocks = {life.number: sorted(life.done.values()) for life in lives}
+    for reader in lives:
+        known: dict[int, list[int]] = {}
+        position = dict.fromkeys(clocks, 0)
+        for clock, counts in reader.seen:
+            known.update(counts)
+            for other, finished in clocks.items():
+                while position[other] < len(finished) and finished[position[other]] <= clock - rules.bound:
+                    position[other] += 1
+                least = min(known.get(other, [0]))
+                if least < position[other]:
+                    said = f"at clock {clock} life {reader.number} saw {least} steps of life {other}, not "
+                    where = {"life": reader.number, "clock": clock, "other": other}
+                    found.append(Violation("too stale", f"{said}{position[other]}", where))
+    return found

@@ -1,0 +1,94 @@
+"""What a coordinator keeps on disk, and what it makes of it when it comes back: checkpoints, and its own small file."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from ps_protocol.errors import PSError
+from ps_protocol.job import JobSpec
+from ps_server import durable
+from ps_server.checkpointing import CheckpointPolicy, JobCheckpoints, JobView
+from ps_server.checkpoints import CheckpointStore
+from ps_server.checks import check_job_spec
+from ps_server.jobs import CoordinatedJob, job_that_ran, make_job
+from ps_server.limits import Limits
+from ps_server.messages import job_spec_from_data
+from ps_server.recovery import Recovery
+from ps_server.shard_directory import ShardDirectory
+
+log = logging.getLogger("ps_server")
+
+
+class Keeping:
+    """One coordinator's directory."""
+
+    def __init__(
+        self,
+        policy: CheckpointPolicy,
+        directory: ShardDirectory,
+        pool: ThreadPoolExecutor,
+        lease: float,
+        limits: Limits,
+    ) -> None:
+        self._policy, self._directory, self._lease, self._limits = policy, directory, lease, limits
+        self._store = CheckpointStore(policy.directory)
+        self.recovery = Recovery(self._store, pool)
+        self._saving = threading.Lock()
+
+    def checkpoints_of(self, job: CoordinatedJob) -> JobCheckpoints:
+        """What makes a job's checkpoints, once started. Raises InvalidRequest for a name that is no directory's."""
+        view = JobView(
+            spec=job.spec,
+            run=lambda: job.run,
+            placement=lambda: job.placement,
+            clients=self._directory.clients,
+            live=lambda: {member.rank: member.clock for member in job.members()},
+            counts=job.counts,
+        )
+        return JobCheckpoints(view, self._store, self._policy, self._directory.count)
+
+    def go_on(self, spec: JobSpec) -> CoordinatedJob | None:
+        """The job as the last checkpoint of its name has it; None where there is none, or nothing is to be gone on
+        with.
+
+        Raises JobMismatch if it is another job, NoCheckpoints if not one of its checkpoints is whole.
+        """
+        if not self._policy.restore or not self._store.names(spec.name):
+            return None
+        shards = self._directory.known()
+        job = make_job(spec, shards, self._directory.count, self._lease, secrets.token_hex(8))
+        job.checkpoints = self.checkpoints_of(job)
+        manifest = self.recovery.restore(job, shards, shards, any_run=True)
+        job.run, job.restore_count = manifest.run, manifest.restore_count + 1
+        job.checkpoints.start()
+        return job
+
+    def take_up(self) -> dict[str, CoordinatedJob]:
+        """The jobs that ran when a coordinator with this directory ended, if they are to be gone on with."""
+        found: dict[str, CoordinatedJob] = {}
+        for name, kept in (durable.load(self._policy.directory) if self._policy.restore else {}).items():
+            try:
+                spec = job_spec_from_data(kept.spec)
+                check_job_spec(spec, self._limits)
+                job = job_that_ran(kept, spec, self._directory.count, self._lease, time.monotonic())
+                job.checkpoints = self.checkpoints_of(job)
+                job.checkpoints.start()
+            except PSError as error:
+                log.error("job %s: cannot be taken up again: %s", name, error)
+                continue
+            found[name] = job
+            log.info("job %s: taken up again, with %d workers", name, len(job.members()))
+        return found
+
+    def save(self, jobs: Mapping[str, CoordinatedJob]) -> None:
+        """Keeps what a coordinator after this one needs. A disk that cannot take it is said in the log."""
+        with self._saving:
+            try:
+                durable.save(self._policy.directory, {name: job.durable() for name, job in jobs.items()})
+            except OSError as error:
+                log.error("%s cannot be written: %s", self._policy.directory / durable.FILE, error.strerror)

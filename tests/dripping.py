@@ -1,0 +1,83 @@
+"""A client that sends one byte at a time, for as long as it is let: just enough of HTTP/2 to be taken for a caller."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DATA, _HEADERS, _SETTINGS = 0, 1, 4
+_END_HEADERS = 4
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes, says: int | None = None) -> bytes:
+    """A frame (RFC 9113, 4.1). `says`: the length in its header, where that is not the payload's."""
+    length = len(payload) if says is None else says
+    return struct.pack(">I", length)[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def _field(name: str, value: str) -> bytes:
+    """A header field that is in no table (RFC 7541, 6.2.2), not Huffman coded; both shorter than 127 bytes."""
+    return b"\0" + bytes((len(name),)) + name.encode() + bytes((len(value),)) + value.encode()
+
+
+def opening(path: str, size: int) -> bytes:
+    """What stands before the bytes of a request: a connection's first settings, a call, and the length of what follows.
+
+    The call is of a method by its path; the frame that carries its request says that it is `size` bytes long.
+    """
+    fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x"}
+    fields |= {"content-type": "application/grpc", "te": "trailers"}
+    headers = b"".join(_field(name, value) for name, value in fields.items())
+    message = b"\0" + struct.pack(">I", size)
+    return (
+        PREFACE
+        + _frame(_SETTINGS, 0, 0, b"")
+        + _frame(_SETTINGS, 1, 0, b"")
+        + _frame(_HEADERS, _END_HEADERS, 1, headers)
+        + _frame(_DATA, 0, 1, message, says=len(message) + size)
+    )
+
+
+class Dripping:
+    """Connections on each of which one byte is sent every `pause` seconds, from one thread, until `stop`."""
+
+    def __init__(self, address: str, count: int, prefix: bytes, drops: bytes, pause: float) -> None:
+        """prefix: sent at once on each; drops: what is sent byte by byte, over and over."""
+        host, _, port = address.rpartition(":")
+        self._sockets = [socket.create_connection((host, int(port)), 20.0) for _ in range(count)]
+        for one in self._sockets:
+            one.sendall(prefix)
+        self._drops, self._pause = drops, pause
+        self.sent = 0
+        self.refused = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._drip, daemon=True)
+        self._thread.start()
+
+    def _next(self) -> Iterator[bytes]:
+        while True:
+            for value in self._drops:
+                yield bytes((value,))
+
+    def _drip(self) -> None:
+        open_ones = list(self._sockets)
+        for drop in self._next():
+            if self._stopping.wait(self._pause):
+                return
+            for one in list(open_ones):
+                try:
+                    one.sendall(drop)
+                    self.sent += 1
+                except OSError:  # the server has hung up
+                    open_ones.remove(one)
+                    self.refused += 1
+
+    def stop(self) -> None:
+        """Ends the thread and the connections."""
+        self._stopping.set()
+        self._thread.join()
+        for one in self._sockets:
+            one.close()

@@ -1,0 +1,134 @@
+"""Calls that go wrong, by real gRPC interceptors on every channel that this process makes.
+
+    lost      the request never reaches the handler; the client sees UNAVAILABLE
+    unheard   the handler ran, but the reply is lost; of a stream, some messages came before it broke
+    repeated  the call is made twice at the same time: two handlers run side by side
+
+What happens to the n-th call of a method depends on the seed alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+KINDS = ("lost", "unheard", "repeated")
+
+
+class Broken(grpc.RpcError):  # type: ignore[misc]  # grpcio ships no types
+    """What a client sees of a call whose connection broke."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return "a test broke this call"
+
+    def trailing_metadata(self) -> None:
+        return None
+
+
+class RpcFaults(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]
+    """Makes calls go wrong, each kind with the same chance.
+
+    chance: of each kind
+    spared: methods that always work
+    """
+
+    def __init__(self, seed: int, chance: float = 0.25, spared: Sequence[str] = ()) -> None:
+        self._seed = seed
+        self._chance = chance
+        self._spared = spared
+        self._lock = threading.Lock()
+        self._calls: Counter[str] = Counter()
+        self._repeats: list[threading.Thread] = []
+        self.counts: Counter[tuple[str, str]] = Counter()  # by method and kind
+
+    def intercept_unary_unary(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        kind, _ = self._draw(details.method)
+        if kind == "lost":
+            raise Broken
+        if kind == "repeated":
+            self._beside(lambda: continuation(details, request).result())
+        call = continuation(details, request)
+        if kind == "unheard":
+            call.result()  # an error of the server's own reaches the client: this one it did hear
+            raise Broken
+        return call
+
+    def intercept_unary_stream(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        kind, heard = self._draw(details.method)
+        if kind == "lost":
+            return _Stream(None, 0)
+        if kind == "repeated":
+            self._beside(lambda: list(continuation(details, request)))
+        return _Stream(continuation(details, request), heard if kind == "unheard" else None)
+
+    def _draw(self, path: str) -> tuple[str, int]:
+        """What happens to the next call of a method, and after how many messages if it is a stream."""
+        method = path.rpartition("/")[2]
+        with self._lock:
+            self._calls[method] += 1
+            draw = random.Random(f"{self._seed} {method} {self._calls[method]}")
+            point = draw.random()
+            found = [kind for index, kind in enumerate(KINDS) if index <= point / self._chance < index + 1]
+            kind = found[0] if found and method not in self._spared else "none"
+            self.counts[method, kind] += 1
+            return kind, draw.randrange(4)
+
+    def _beside(self, call: Callable[[], object]) -> None:
+        def run() -> None:
+            with contextlib.suppress(grpc.RpcError, ValueError):  # the channel may be closed meanwhile
+                call()
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        with self._lock:
+            self._repeats.append(thread)
+
+    def finish(self) -> None:
+        """Waits for the calls beside others."""
+        for thread in self._repeats:
+            thread.join(60)
+
+
+class _Stream:
+    """A call's messages; with `heard`, it breaks after so many."""
+
+    def __init__(self, call: Any, heard: int | None) -> None:
+        self._call = call
+        self._heard = heard
+
+    def __iter__(self) -> Iterator[Any]:
+        count = 0
+        while self._heard is None or count < self._heard:
+            try:
+                message = next(self._call)
+            except StopIteration:
+                break
+            yield message
+            count += 1
+        if self._heard is not None:
+            if self._call is not None:
+                self._call.cancel()
+            raise Broken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+
+def break_calls(monkeypatch: pytest.MonkeyPatch, faults: RpcFaults) -> None:
+    """Every channel that is made from now on goes through `faults`: of workers, coordinator and shards alike."""
+    real = grpc.insecure_channel
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        return grpc.intercept_channel(real(*arguments, **options), faults)
+
+    monkeypatch.setattr(grpc, "insecure_channel", broken)

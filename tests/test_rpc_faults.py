@@ -1,0 +1,97 @@
+"""Training while half of all calls fail and a quarter is made twice: the weights are those of a run without faults.
+
+The weights are the counting oracle's: what was lost, doubled or torn would be read from them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import Cluster, in_parallel
+from rpc_faults import KINDS, RpcFaults, break_calls
+
+from bench.oracle import Cells, Life, Rules, Shape, Violation, Witness, judge, too_stale
+from ps_server.core.bucket import BucketProtocol
+from ps_worker import client
+
+WORKERS = 3
+STEPS = 30
+SHAPE = Shape(buckets=4, rows=4, columns=7)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that fails is soon made again, so that a test can have many of them."""
+    monkeypatch.setattr(client, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(client, "LONGEST_PAUSE_SECONDS", 0.02)
+
+
+def train(cluster: Cluster, mode: str, transport: str) -> list[Violation]:
+    """Trains; what the oracle found wrong, on the way and at the end."""
+    rules = Rules.of(mode, WORKERS, SHAPE)
+    found: list[Violation] = []
+    lives = [Life(rank, rank) for rank in range(WORKERS)]
+    views: list[torch.Tensor] = []
+
+    def work(rank: int) -> None:
+        with cluster.connect(mode, rank, WORKERS, transport=transport) as session:
+            model = Cells(SHAPE)
+            model, optimizer = session.prepare(model, model.optimizer(), bucket_bytes=SHAPE.bucket_bytes)
+            witness = Witness(rules, rank)
+            while session.clock < STEPS:
+                number = session.clock + 1
+                lives[rank].attempted.append(number)
+                witness.mark(model, number)
+                optimizer.step()
+                lives[rank].done[number] = session.clock
+                view = model.view()
+                found.extend(witness.check(view, number))
+                counts = {row: [int(count) for count in view[:, row, 0]] for row in range(WORKERS)}
+                lives[rank].seen.append((session.clock, counts))
+            finished.wait()  # then everybody's last step is in
+            if rank == 0:
+                views.append(weights(cluster))
+            judged.wait()
+
+    finished = threading.Barrier(WORKERS, timeout=100)
+    judged = threading.Barrier(WORKERS, timeout=100)
+    in_parallel(WORKERS, work)
+    return found + judge(views[0], lives, rules) + too_stale(lives, rules)
+
+
+def weights(cluster: Cluster) -> torch.Tensor:
+    """What the shards hold: [buckets, rows, 1 + columns]."""
+    view = torch.zeros(SHAPE.buckets, SHAPE.rows, 1 + SHAPE.columns)
+    for engine in cluster.engines:
+        for index, bucket in engine.jobs()["default"].buckets.items():
+            with bucket.tensors:
+                view[index] = bucket.state.weights.flat[: view[0].numel()].view(view[0].shape)
+    return view
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("mode", ["sync", "ssp:2", "async"])
+def test_with_calls_lost_unheard_and_repeated_every_push_counts_once(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, mode: str, transport: str
+) -> None:
+    faults = RpcFaults(seed=7)
+    break_calls(monkeypatch, faults)
+    cluster = make_cluster(lease=60.0)
+    assert train(cluster, mode, transport) == []
+    faults.finish()
+    methods = ("PushShared", "PullShared") if transport == "shm" else ("Push", "Pull")
+    for method in (*methods, "AdmitWorker", "JoinJob"):
+        assert all(faults.counts[method, kind] for kind in KINDS), f"{method}: {faults.counts}"
+
+
+def test_a_shard_that_forgets_what_it_has_staged_is_found_out(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle can fail: here every repeat is taken for new."""
+    break_calls(monkeypatch, RpcFaults(seed=7))
+    cluster = make_cluster(lease=60.0)
+    monkeypatch.setattr(BucketProtocol, "is_repeat", lambda self, rank, clock: False)
+    assert {violation.kind for violation in train(cluster, "async", "grpc")} & {"doubled"}
