@@ -69,7 +69,7 @@ class RunningJob:
     """A job on this shard."""
 
     def __init__(
-        self, spec: JobSpec, buckets: Iterable[int], staged_limit: int = 2**63, norm_limit: float = math.inf
+        self, spec: JobSpec, buckets: Iterable[int], staged_limit: int | None = None, norm_limit: float = math.inf
     ) -> None:
         self.state = ShardJob(spec, buckets, staged_limit, norm_limit)
         self.mode = str(spec.consistency)

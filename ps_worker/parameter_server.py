@@ -29,7 +29,10 @@ from ps_worker.messages import BucketPush, Place
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.optimizer import ServerOptimizer
 from ps_worker.overlap import Overlap
+from ps_worker.rewind import Rewind
 from ps_worker.shards import Link, Shards
+from ps_worker.state_sender import StateSender
+from ps_worker.transports import Landed
 
 log = logging.getLogger("ps_worker")
 
@@ -62,7 +65,7 @@ class _PlaceLost(Exception):
 class ParameterServer:
     """One worker of one job."""
 
-    def __init__(self, options: ServerOptions, metrics: WorkerMetrics) -> None:
+    def __init__(self, options: ServerOptions, metrics: WorkerMetrics, device: torch.device) -> None:
         self._options = options
         self._metrics = metrics
         self._coordinator = CoordinatorClient(options.server, options.link.timeout, options.link.access)
@@ -76,6 +79,8 @@ class ParameterServer:
             self._finished,
             self._moved,
         )
+        self._sender = StateSender(self._coordinator, self._members)
+        self.rewind = Rewind(device, self._sender.send)
         self._place: Place | None = None  # the one that the training thread is in; the membership may have a newer one
         self._shards: Shards | None = None
         self._flat: FlatModel | None = None
@@ -116,6 +121,11 @@ class ParameterServer:
         if self._closing:
             return
         self._closing = True
+        try:
+            self.rewind.close()
+        except Exception:
+            log.exception("this worker's state could not be caught")  # and it leaves all the same
+        self._sender.close()
         self._coordinator.closing.set()
         self._members.close()
         self._coordinator.close()
@@ -145,6 +155,11 @@ class ParameterServer:
         self._layout = bucket_layout(self._spec.parameters, self._spec.bucket_bytes)
         self._overlap = Overlap([bucket for bucket in self._layout.buckets if not bucket.held], options.overlap)
         self._take_places(self._members.join())
+        assert self._place is not None
+        untrained = {i: tensor for i, tensor in enumerate(self._tensors) if self._spec.parameters[i].group is None}
+        self.rewind.watch(optimizer, untrained)
+        if self._place.state is not None:  # a worker of this rank was here before
+            self.rewind.go_back(self._place.state, self._clock)
         return model, ServerOptimizer(optimizer, self._step)
 
     # -- a place, taken and lost -------------------------------------------------------------------------------------
@@ -195,9 +210,11 @@ class ParameterServer:
             shards.pull(self._clock, held=True)
             self._settle()
         self._flat.begin_pull()
-        shards.pull(self._clock)
+        pulls = shards.pull(self._clock)
         self._settle()
         self._flat.end_pull()
+        if any(pull.result().checkpoint for pull in pulls):
+            self.rewind.want(self._clock)
         self._begun = True
         self._members.await_started(place)
         if self._members.place is not place:
@@ -226,11 +243,26 @@ class ParameterServer:
         self._pushed, self._told = [], None
         self._take_places(self._members.renewed(before, self._lost))
         self._lost = None
-        self._metrics.rejoined(not staged, self._clock)
+        back = self._place.restore_count > before.restore_count
+        if back:
+            self._go_back()
+        else:
+            self.rewind.stepped()
+        self._metrics.rejoined(not staged and not back, self._clock)
         log.warning(
-            "worker %d lost its place at clock %d and goes on at clock %d as incarnation %d; the step at hand is %s",
-            *(self.rank, clock, self._clock, self._place.identity.incarnation, "in" if staged else "lost"),
+            "worker %d lost its place at clock %d and goes on at clock %d as incarnation %d; %s",
+            *(self.rank, clock, self._clock, self._place.identity.incarnation),
+            "the job was set back" if back else f"its last gradient {'counts' if staged else 'is lost'}",
         )
+
+    def _go_back(self) -> None:
+        """This worker's own state becomes what it had saved for the checkpoint that the job goes on from."""
+        assert self._place is not None
+        if self._place.state is None:
+            log.warning("worker %d had saved no state: its place in the data stays what it is", self.rank)
+            return
+        self.rewind.go_back(self._place.state, self._clock)
+        self.rewind.settle()
 
     # -- step --------------------------------------------------------------------------------------------------------
 
@@ -258,6 +290,7 @@ class ParameterServer:
     def _step(self) -> None:
         """One step; where this worker has lost its place, the step in which it takes another."""
         self._members.raise_lost()
+        self.rewind.stepping()
         self._metrics.timer.stepping()
         if self._members.place is self._place and self._lost is None:
             try:
@@ -297,7 +330,7 @@ class ParameterServer:
         if refused is not None:
             raise refused
 
-    def _finish(self, pulls: list[Future[tuple[int, float]]]) -> None:
+    def _finish(self, pulls: list[Future[Landed]]) -> None:
         """Waits for a step's pushes and pulls, and counts them."""
         assert self._flat is not None
         timer = self._metrics.timer
@@ -314,8 +347,11 @@ class ParameterServer:
         sent = sum(push.result() for push in self._pushed)
         pulled = [pull.result() for pull in pulls]
         self._pushed = []
-        waited = max((seconds for _, seconds in pulled), default=0.0)
-        self._metrics.stepped(sent, sum(size for size, _ in pulled), pushed, waited, self._clock)
+        waited = max((landed.waited for landed in pulled), default=0.0)
+        self._metrics.stepped(sent, sum(landed.size for landed in pulled), pushed, waited, self._clock)
+        if any(landed.checkpoint for landed in pulled):
+            self.rewind.want(self._clock)
+        self.rewind.stepped()
 
     def _hyper_parameters(self) -> list[HyperParameters]:
         """The groups' hyper-parameters now. Raises InvalidRequest for what the shards would refuse, before a push."""

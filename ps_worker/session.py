@@ -155,10 +155,12 @@ class Session:
         seed: int = 0,
         ddp_options: Mapping[str, Any] | None = None,
     ) -> Any:
-        """A model, its optimizer and any number of loaders, ready to train; returned in the order given.
+        """A model, its optimizer, any number of loaders and schedulers, ready to train; returned in the order given.
 
         The model moves to `device` and starts from rank 0's weights; the optimizer steps wherever the mode says; a
-        loader yields this worker's share of the data, on `device`. Blocks until every declared worker is there.
+        loader yields this worker's share of the data, on `device`. Schedulers, and all else that has `state_dict` and
+        `load_state_dict`, come back as they are: should the job be set back to a checkpoint, so are they. Blocks until
+        every declared worker is there.
 
         bucket_bytes: size of a bucket in the model, a multiple of 64; by default one that travels as 4 MiB
         non_finite:   what to do with a gradient that holds an infinity or a NaN: "refuse" raises NonFiniteGradient and
@@ -174,10 +176,13 @@ class Session:
         models = [thing for thing in things if isinstance(thing, nn.Module)]
         optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
         loaders = [thing for thing in things if isinstance(thing, DataLoader)]
-        if len(models) + len(optimizers) + len(loaders) != len(things):
-            known = (nn.Module, torch.optim.Optimizer, DataLoader)
-            odd = next(type(thing).__name__ for thing in things if not isinstance(thing, known))
-            raise InvalidRequest(f"prepare takes a model, its optimizer and DataLoaders, got {odd}")
+        known = (nn.Module, torch.optim.Optimizer, DataLoader)
+        others = [thing for thing in things if not isinstance(thing, known)]
+        odd = next((type(thing).__name__ for thing in others if not _has_state(thing)), None)
+        if odd is not None:
+            raise InvalidRequest(
+                f"prepare takes a model, its optimizer, DataLoaders, and what has a state_dict (schedulers), got {odd}"
+            )
         if len(models) != len(optimizers) or len(models) > 1:
             raise InvalidRequest(
                 f"prepare takes one model together with its one optimizer, got {len(models)} and {len(optimizers)}"
@@ -196,6 +201,11 @@ class Session:
             made |= self._prepare_model(models[0], optimizers[0], options, ddp_options or {})
         for loader in loaders:
             made[id(loader)] = self._prepare_loader(loader, seed)
+        made |= {id(thing): thing for thing in others}
+        if isinstance(self._strategy, ParameterServer):
+            for thing in others:
+                self._strategy.rewind.add(thing)
+            self._strategy.rewind.settle()
         found = tuple(made[id(thing)] for thing in things)
         return found[0] if len(found) == 1 else found
 
@@ -222,6 +232,7 @@ class Session:
                     **options,
                 ),
                 self._metrics,
+                self.device,
             )
         elif ddp_options and isinstance(self._strategy, Ddp):
             self._strategy.options = ddp_options
@@ -244,7 +255,10 @@ class Session:
             )
         if not isinstance(self._strategy, Single):
             loader = shard_loader(loader, self._strategy.share, seed)
-        return PreparedLoader(loader, self.device, self._metrics.timer)
+        begin = None
+        if isinstance(self._strategy, ParameterServer):
+            begin = self._strategy.rewind.add_loader(loader).batches
+        return PreparedLoader(loader, self.device, self._metrics.timer, begin)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -291,6 +305,10 @@ class Session:
             return Single()
         assert self._config.rank is not None
         return Ddp(self._config.rank, self._config.world_size, self.device)
+
+
+def _has_state(thing: Any) -> bool:
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
 def _policy(name: str) -> NonFinite:

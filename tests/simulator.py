@@ -116,7 +116,8 @@ class Simulation:
         self.pace |= {"die": self.random.choice([1, 4]), "join": self.random.choice([1, 4])}
         self.spec = job_spec(mode)
         self.bound = self.spec.consistency.max_staleness
-        self.shards = [ShardJob(self.spec, [0, HELD]), ShardJob(self.spec, [1])]
+        room = self.random.choice([1, 128, 256, None])  # the most that may be staged on a shard; a push has 128 bytes
+        self.shards = [ShardJob(self.spec, [0, HELD], room), ShardJob(self.spec, [1], room)]
         self.home = {index: shard for shard in self.shards for index in shard.buckets}
         self.incarnations = 0
         self.live: dict[int, Worker] = {}

@@ -146,10 +146,17 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
 ) -> None:
     """Rank 0 waits for rank 1 when it is cut off: its gradient is in, only the answer is missing."""
 
+    sessions: list[Session] = []
+
+    def acknowledged() -> bool:
+        pushed = list(sessions[0]._strategy._pushed)  # type: ignore[union-attr]
+        return len(pushed) == 8 and all(push.done() for push in pushed)
+
     def work(which: int) -> None:
         if which == 0:
             with session_at(cable.address, mode, 0, transport) as session:
                 worker = Worker(session)
+                sessions.append(session)
                 worker.step()
                 worker.step()  # is cut off in this one
                 assert (worker.metric("rejoins"), worker.metric("lost_steps")) == (1, 0)
@@ -163,6 +170,7 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
                     until(lambda clock=clock: cluster.waits("default").get(0) == (clock, [1]))
                     if clock == 1:
                         peer.step(torch.zeros(2 * CELLS))
+                until(acknowledged)
                 lose(cluster, cable)
                 before = live(cluster)
                 peer.step(torch.zeros(2 * CELLS))
