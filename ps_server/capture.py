@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
 from ps_server.checkpoints import Part
 from ps_server.core.snapshot import BucketImage, Extent, extent
-from ps_server.running import Pull, RunningBucket
+from ps_server.running import Pull, RunningBucket, RunningJob
 
 log = logging.getLogger("ps_server")
 
@@ -40,15 +40,14 @@ class Capture:
     clock: the version at which each bucket is copied; None: now
     """
 
-    def __init__(
-        self, name: str, clock: int | None, buckets: Iterable[RunningBucket], write: Write, writer: Executor
-    ) -> None:
+    def __init__(self, name: str, clock: int | None, job: RunningJob, write: Write, writer: Executor) -> None:
         self.name = name
+        self._job = job
         self.clock = clock
         self._write = write
         self._writer = writer
         self._changed = threading.Condition()
-        buckets = list(buckets)
+        buckets = list(job.buckets.values())
         self._trained = {bucket.state.layout.index for bucket in buckets if not bucket.state.layout.held}
         self._wanted = {bucket.state.layout.index for bucket in buckets}
         self._images: list[BucketImage] = []
@@ -75,7 +74,9 @@ class Capture:
         if index not in self._wanted or not (now or self.clock is None or bucket.state.layout.held):
             return
         started = time.perf_counter()
-        image = bucket.state.image()
+        with self._job.lock:
+            committed = self._job.state.committed(index)
+        image = bucket.state.image(committed)
         with self._changed:
             self._held_up += time.perf_counter() - started
             self._images.append(image)

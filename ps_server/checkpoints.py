@@ -31,6 +31,7 @@ from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidReque
 from ps_protocol.job import HyperParameters
 from ps_protocol.layout import Bucket
 from ps_protocol.tensors import TORCH_DTYPES
+from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import BucketImage
 
 FORMAT = 1
@@ -106,6 +107,7 @@ def image_tensors(images: Sequence[BucketImage]) -> tuple[dict[str, torch.Tensor
             "version": image.version,
             "clocks": {str(rank): clock for rank, clock in image.clocks.items()},
             "groups": {str(group): dict(values) for group, values in image.groups.items()},
+            "data": {str(loader): [number, spans] for loader, (number, spans) in image.committed.items()},
         }
     return tensors, {"format": str(FORMAT), "buckets": json.dumps(buckets)}
 
@@ -354,7 +356,19 @@ def _image(file: Any, bucket: Bucket) -> BucketImage:
             raise ValueError(f"{key}: shape {tuple(tensor.shape)} and type {tensor.dtype} fit no optimizer state")
         state.setdefault(position, {})[name] = tensor
     groups = {int(group): _hyper_parameters(values) for group, values in described["groups"].items()}
-    return BucketImage(bucket.index, version, clocks, weights, state, groups)
+    return BucketImage(bucket.index, version, clocks, weights, state, groups, _committed(described.get("data", {})))
+
+
+def _committed(described: Mapping[str, Any]) -> Committed:
+    """The data that a bucket has had."""
+    found = {
+        int(loader): (number, [(start, stop) for start, stop in spans]) for loader, (number, spans) in described.items()
+    }
+    for number, spans in found.values():
+        numbers = [number, *(end for span in spans for end in span)]
+        if any(type(one) is not int or one < 0 for one in numbers) or any(start >= stop for start, stop in spans):
+            raise ValueError("passes and positions are numbers from 0, and a range ends after it starts")
+    return found
 
 
 def _hyper_parameters(values: Mapping[str, Any]) -> HyperParameters:

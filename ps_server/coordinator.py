@@ -31,9 +31,12 @@ from ps_protocol.job import JobSpec, difference
 from ps_server.checkpointing import CheckpointPolicy
 from ps_server.checkpoints import Manifest
 from ps_server.checks import check_address, check_host, check_job_spec
+from ps_server.core.data_leases import Grant
 from ps_server.core.membership import Member, Newcomer, Seat, check_key
+from ps_server.data_leases import LeaseRequest
 from ps_server.jobs import CoordinatedJob, Shard, Watcher, make_job
 from ps_server.keeping import Keeping
+from ps_server.leasing import lease_data
 from ps_server.limits import DEFAULTS, Limits
 from ps_server.retiring import lose_place, retire, retire_ghosts
 from ps_server.shard_client import ShardClient, on_all
@@ -264,6 +267,7 @@ class Coordinator:
             member = Member(rank, incarnation, time.monotonic() + self.lease, clock, *where, key, newcomer.attempt)
             with job.guard:
                 job.membership.join(member)
+            job.data.gone(rank, incarnation - 1)
             job.account(rank, newcomer.clock)
             self._save()
             job.announce()
@@ -283,6 +287,10 @@ class Coordinator:
         with job.guard:
             job.membership.heartbeat(rank, incarnation, clock, time.monotonic(), key)
             return len(job.membership.members)
+
+    def lease_data(self, name: str, ask: LeaseRequest) -> Grant:
+        """Gives a worker batches of an elastic job's data; see DataLeases.lease."""
+        return lease_data(self._job(name), ask, self._limits, self._directory, self._pool)
 
     def leave(self, name: str, rank: int, incarnation: int, key: bytes = b"") -> bool:
         """Takes a worker off; True when it was the last one and the job ended."""

@@ -25,6 +25,7 @@ from ps_protocol.tensors import bytes_of
 from ps_server.capture import Capture, Captured
 from ps_server.checkpoints import CheckpointStore, Part
 from ps_server.core.bucket import Add, Step
+from ps_server.core.data_commits import Committed
 from ps_server.core.shard_job import Push, PushKind, SharedPush, Staged
 from ps_server.core.snapshot import BucketImage, Extent
 from ps_server.core.weights import Gradient
@@ -130,7 +131,7 @@ class Engine:
         def write(checkpoint: str, images: list[BucketImage]) -> Part:
             return store.write_shard(name, checkpoint, self._index, images)
 
-        capture = Capture(checkpoint, clock, job.buckets.values(), write, self._writer)
+        capture = Capture(checkpoint, clock, job, write, self._writer)
         with job.lock:
             if job.capture is not None and job.capture.name == checkpoint:
                 return
@@ -190,6 +191,12 @@ class Engine:
             job.state.retire(rank, incarnation)
         self._detach(job, rank, incarnation + 1)
         self._roster_changed(job)
+
+    def committed(self, name: str) -> tuple[Committed, bool]:
+        """The leased data that every bucket that trains here has had, and whether there is such a bucket."""
+        job = self._job(name)
+        with job.lock:
+            return job.state.data.whole(), job.state.data.has_say
 
     def jobs(self) -> dict[str, RunningJob]:
         """The jobs here, by name."""
@@ -282,6 +289,7 @@ class Engine:
                 groups=push.groups,
                 borrowed=True,
                 key=push.key,
+                ranges=push.ranges,
                 caller=push.caller,
             )
             for bucket in push.buckets

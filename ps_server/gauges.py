@@ -59,6 +59,17 @@ def coordinator_gauges(coordinator: Coordinator) -> Gauges:
     def each_job(read: Callable[[Any], float]) -> Callable[[], Iterable[Sample]]:
         return lambda: [((name,), read(job)) for name, job in coordinator.jobs().items()]
 
+    def samples() -> Iterable[Sample]:
+        for name, job in coordinator.jobs().items():
+            for loader, how in job.data.progress().items():
+                yield (name, str(loader), "committed"), how.committed
+                yield (name, str(loader), "leased"), how.leased
+                yield (name, str(loader), "returned"), how.returned
+
+    def passes() -> Iterable[Sample]:
+        for name, job in coordinator.jobs().items():
+            yield from (((name, str(loader)), how.pass_number) for loader, how in job.data.progress().items())
+
     def each_kept(read: Callable[[JobCheckpoints], float]) -> Callable[[], Iterable[Sample]]:
         return lambda: [
             ((name,), read(job.checkpoints)) for name, job in coordinator.jobs().items() if job.checkpoints is not None
@@ -100,6 +111,8 @@ def coordinator_gauges(coordinator: Coordinator) -> Gauges:
             ("ps_shards", "Shards that have called in.", (), lambda: [((), len(coordinator.shards()))]),
             ("ps_jobs", "Jobs that run.", (), lambda: [((), len(coordinator.jobs()))]),
             ("ps_workers", "Live workers.", ("job",), each_job(lambda j: len(j.members()))),
+            ("ps_data_samples", "Leased data of the pass, by state.", ("job", "loader", "state"), samples),
+            ("ps_data_pass", "The pass over a loader's data, from 0.", ("job", "loader"), passes),
             ("ps_worker_clock", "Steps finished, as last heard.", ("job", "rank"), clocks),
             (
                 "ps_placement_imbalance_ratio",

@@ -11,6 +11,7 @@ from ps_protocol.layout import bucket_layout
 from ps_server.checkpointing import JobCheckpoints
 from ps_server.core.membership import Member, Membership
 from ps_server.core.placement import imbalance, place
+from ps_server.data_leases import JobData
 from ps_server.durable import DurableJob, DurableWorker
 from ps_server.messages import job_spec_data
 from ps_server.shard_client import ShardClient
@@ -56,6 +57,7 @@ class CoordinatedJob:
     lost_steps: int = 0
     redone_steps: int = 0
     checkpoints: JobCheckpoints | None = None
+    data: JobData = field(default_factory=JobData)
     lock: threading.RLock = field(default_factory=threading.RLock)
     guard: threading.Lock = field(default_factory=threading.Lock)
     ghosts: set[tuple[int, int, int]] = field(default_factory=set)  # (shard, rank, incarnation) still to be retired

@@ -25,6 +25,8 @@ class Limits:
     name_length:    characters of a parameter's name
     jobs:           at the same time
     workers:        live ones of a job
+    samples:        of one loader, in an elastic job
+    leases:         batches of one loader that one worker may have leased
     calls:          in flight of one caller (a token or certificate, from one host)
     staged_bytes:   of a job, pushed to one shard and held back there for other workers; None: derived from its size
     all_calls:      in flight of all callers together, but for health checks
@@ -45,6 +47,8 @@ class Limits:
     name_length: int = MAX_NAME_LENGTH
     jobs: int = 64
     workers: int = 4_096
+    samples: int = 2**40
+    leases: int = 1_024
     calls: int = 512
     staged_bytes: int | None = None
     all_calls: int = 16_384
@@ -80,6 +84,8 @@ _TEXTS = {
     "name_length": "characters of a parameter's name",
     "jobs": "jobs at the same time",
     "workers": "live workers of a job",
+    "samples": "samples of a loader whose data is leased",
+    "leases": "batches of one loader that one worker may have leased",
     "calls": "calls in flight of one caller from one host",
     "staged_bytes": "bytes of a job that a shard holds back for others (by default a quarter of its weights)",
     "all_calls": "calls in flight of all callers together",

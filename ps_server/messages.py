@@ -19,6 +19,7 @@ from ps_server.core.bucket import Verdict
 from ps_server.core.membership import Newcomer, Seat
 from ps_server.core.shard_job import Push, PushKind, SharedBucket, SharedPush, Staged
 from ps_server.core.snapshot import Extent
+from ps_server.lease_messages import loader_data, ranges_of
 
 _PUSH_KINDS: dict[int, PushKind] = {
     data_pb2.PUSH_KIND_GRADIENT: PushKind.GRADIENT,
@@ -46,6 +47,7 @@ def push(data: bytes) -> Push:
         absent=frozenset(header.absent_segments),
         groups=_group_updates(header.groups),
         key=header.worker.lease_key,
+        ranges=ranges_of(header.ranges),
     )
 
 
@@ -69,16 +71,9 @@ def shared_push(data: bytes) -> SharedPush:
     buckets = tuple(SharedBucket(b.bucket, b.skip, frozenset(b.absent_segments)) for b in request.buckets)
     if len({bucket.index for bucket in buckets}) != len(buckets):
         raise InvalidRequest("a push names each bucket at most once")
-    worker = request.worker
-    return SharedPush(
-        worker.job,
-        worker.rank,
-        worker.incarnation,
-        request.clock,
-        buckets,
-        _group_updates(request.groups),
-        worker.lease_key,
-    )
+    worker, groups, ranges = request.worker, _group_updates(request.groups), ranges_of(request.ranges)
+    who = worker.job, worker.rank, worker.incarnation
+    return SharedPush(*who, request.clock, buckets, groups, worker.lease_key, ranges=ranges)
 
 
 def shared_push_response(duplicates: int) -> bytes:
@@ -390,6 +385,7 @@ def _job_data(job: control_pb2.JobStatus) -> dict[str, Any]:
         "parameter_bytes": job.parameter_bytes,
         "buckets": job.bucket_count,
         "imbalance": job.imbalance,
+        "loaders": [loader_data(loader) for loader in job.loaders],
         "restore_count": job.restore_count,
         "lost_steps": job.lost_steps,
         "redone_steps": job.redone_steps,

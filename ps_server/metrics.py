@@ -52,6 +52,10 @@ class ShardMetrics:
         self._waited_for = counter(
             "ps_waited_for_seconds_total", "Time that pulls of a bucket waited, by the rank waited for.", "job", "rank"
         )
+        self._spent = counter(
+            "ps_data_spent_total", "Pushes left out because the bucket has had their samples from another.", "job"
+        )
+        self._lost = counter("ps_data_lost_samples_total", "Samples left out with those of such a push.", "job")
         # By job, every series that was touched: to find it fast, and to drop it when the job ends.
         self._series: dict[str, dict[tuple[Any, tuple[str, ...]], Any]] = {}
 
@@ -67,6 +71,9 @@ class ShardMetrics:
         result = "duplicate" if staged.duplicate else "skipped" if staged.skipped else "staged"
         self._of(self._push, job, result).inc()
         self._of(self._push_bytes, job).inc(size)
+        if staged.use.spent:
+            self._of(self._spent, job).inc()
+            self._of(self._lost, job).inc(staged.use.lost)
 
     def refused(self, job: str, error: PSError) -> None:
         """A push was refused."""

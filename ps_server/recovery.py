@@ -116,6 +116,7 @@ class Recovery:
             job.ghosts.clear()
         else:  # the shards that kept theirs still count them
             job.ghosts |= {(index, member.rank, member.incarnation) for index in shards for member in members}
+        job.data.restored()
         job.held_by = {index: shard.process for index, shard in shards.items()}
         if job.checkpoints is not None:
             job.checkpoints.set_back(manifest, states)

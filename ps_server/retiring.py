@@ -15,6 +15,7 @@ def retire(job: CoordinatedJob, rank: int, incarnation: int, shards: Mapping[int
     """Has every shard stop counting a worker. The caller holds the job's lock."""
     job.ghosts |= {(index, rank, incarnation) for index in shards}
     retire_ghosts(job, shards)
+    job.data.gone(rank, incarnation)
 
 
 def lose_place(job: CoordinatedJob, rank: int, incarnation: int, shards: Mapping[int, Shard]) -> None:

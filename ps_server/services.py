@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from ps_protocol.errors import PSError
 from ps_protocol.job_messages import job_spec
 from ps_protocol.v1 import control_pb2, control_pb2_grpc, data_pb2
-from ps_server import messages
+from ps_server import lease_messages, messages
 from ps_server.checks import check_job_spec
 from ps_server.coordinator import Coordinator
 from ps_server.engine import Engine
@@ -133,6 +133,9 @@ class ShardService(control_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,
         self._engine.retire(request.job, request.rank, request.incarnation)
         return control_pb2.RetireWorkerResponse()
 
+    def GetCommittedData(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return lease_messages.committed_response(*self._engine.committed(request.job))
+
     def BeginCheckpoint(self, request: Any, context: grpc.ServicerContext) -> Any:
         clock = request.clock if request.HasField("clock") else None
         self._engine.begin_checkpoint(request.job, request.name, clock)
@@ -227,6 +230,11 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
         ended = self._coordinator.leave(request.job, request.rank, request.incarnation, request.lease_key)
         return control_pb2.LeaveJobResponse(ended=ended)
 
+    def LeaseData(self, request: Any, context: grpc.ServicerContext) -> Any:
+        check_job(request.job)
+        ask = lease_messages.lease_request(request)
+        return lease_messages.lease_response(ask.loader, self._coordinator.lease_data(request.job, ask))
+
     def SaveWorkerState(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.job)
         who = request.rank, request.incarnation, request.lease_key
@@ -317,6 +325,7 @@ def _job_status(job: CoordinatedJob) -> Any:
             metrics_address=member.metrics_address,
         )
         worker.lease_left.FromTimedelta(timedelta(seconds=max(0.0, member.expires - now)))
+    status.loaders.extend(lease_messages.loader_status(loader, how) for loader, how in job.data.progress().items())
     return status
 
 

@@ -13,8 +13,9 @@ from ps_protocol.credentials import PLAINTEXT, Access
 from ps_protocol.errors import error_from
 from ps_protocol.job import JobSpec
 from ps_protocol.v1.control_pb2_grpc import ShardServiceStub
-from ps_server import messages
+from ps_server import lease_messages, messages
 from ps_server.capture import Captured
+from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import Extent
 
 T = TypeVar("T")
@@ -49,6 +50,11 @@ class ShardClient:
     def retire(self, job: str, rank: int, incarnation: int) -> None:
         """Stops counting a worker as live."""
         self._call(self._stub.RetireWorker, messages.retire_request(job, rank, incarnation))
+
+    def committed(self, job: str) -> Committed | None:
+        """The leased data that every bucket that trains there has had; None if there is no such bucket."""
+        request = lease_messages.committed_request(job)
+        return lease_messages.committed(self._call(self._stub.GetCommittedData, request, STATUS_SECONDS))
 
     def begin_checkpoint(self, job: str, name: str, clock: int | None) -> None:
         """Has the shard take its part of a checkpoint."""

@@ -79,6 +79,11 @@ def table(status: dict[str, Any]) -> str:
             f"job {job['name']}: {job['mode']}, {who}{waiting}; {job['parameter_bytes'] / 1e6:.1f} MB "
             f"in {job['buckets']} buckets, imbalance {job['imbalance']:.2f}{_history(job)}"
         )
+        lines += [
+            f"  loader {loader['loader']}: pass {loader['pass']}, {loader['committed']} of {loader['samples']} samples "
+            f"committed, {loader['leased']} leased; {loader['returned']} came back so far"
+            for loader in job["loaders"]
+        ]
     return "\n".join(lines)
 
 

@@ -22,7 +22,7 @@ from ps_protocol.errors import PSError, TryLater, Unreachable, error_from
 from ps_protocol.handshake import refusal
 from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 from ps_worker import messages
-from ps_worker.messages import Identity, Place, Roster, ShardMap
+from ps_worker.messages import DataRange, Identity, Lease, Place, Roster, ShardMap
 
 T = TypeVar("T")
 
@@ -144,6 +144,10 @@ class CoordinatorClient:
     def save_state(self, who: Identity, clock: int, state: bytes) -> None:
         """Sends a worker's own part of a checkpoint."""
         self._call(self._stub.SaveWorkerState, messages.save_request(who, clock, state))
+
+    def lease(self, who: Identity, ask: Lease) -> tuple[list[DataRange], bool]:
+        """Batches of leased data, and whether the pass is complete."""
+        return messages.leased(self._call(self._stub.LeaseData, messages.lease_request(who, ask)))
 
     def leave(self, who: Identity) -> None:
         """Leaves the job; one attempt, because the lease ends it anyway."""

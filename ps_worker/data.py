@@ -110,14 +110,17 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> DataLoader
         )
     size = len(loader.dataset)  # type: ignore[arg-type]
     mine = ShareSampler(size, share, type(sampler) is RandomSampler, bool(loader.drop_last), seed)
+    return rebuilt(loader, batch_size=loader.batch_size, sampler=mine, drop_last=loader.drop_last)
+
+
+def rebuilt(loader: DataLoader[Any], **sampling: Any) -> DataLoader[Any]:
+    """The same loader with other sampling: the arguments of DataLoader that say in which batches samples come."""
     return DataLoader(
         loader.dataset,
-        batch_size=loader.batch_size,
-        sampler=mine,
+        **sampling,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
-        drop_last=loader.drop_last,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,

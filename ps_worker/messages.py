@@ -75,6 +75,44 @@ class Pulled:
 
 
 @dataclass(frozen=True)
+class DataRange:
+    """A leased batch: positions [start, stop) of one pass over one loader's data."""
+
+    loader: int
+    pass_number: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all workers must agree on about a loader; see LeaseDataRequest. seed: None where nothing is shuffled."""
+
+    loader: int
+    size: int
+    batch_size: int
+    drop_last: bool
+    seed: int | None
+
+    @property
+    def batches(self) -> int:
+        """How many batches a pass has."""
+        return self.size // self.batch_size if self.drop_last else -(-self.size // self.batch_size)
+
+
+@dataclass(frozen=True)
+class Lease:
+    """One request for batches, with what became of those given before."""
+
+    order: Order
+    pass_number: int
+    count: int
+    held: Sequence[DataRange] = ()
+    pushed: Sequence[DataRange] = ()
+    returned: Sequence[DataRange] = ()
+
+
+@dataclass(frozen=True)
 class BucketPush:
     """One bucket's part of a step.
 
@@ -82,6 +120,7 @@ class BucketPush:
     empty:  none of them has one: nothing is sent; with `absent` naming all it counts as zero in a mean, with none named
             the worker's step is left out of it
     groups: hyper-parameters of the groups that have parameters in the bucket
+    ranges: the leased data that the step used
     """
 
     bucket: Bucket
@@ -89,6 +128,7 @@ class BucketPush:
     empty: bool
     absent: Sequence[int]
     groups: dict[int, HyperParameters]
+    ranges: Sequence[DataRange] = ()
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -103,6 +143,7 @@ def gradient_push(who: Identity, push: BucketPush, payload: memoryview | None) -
         kind=data_pb2.PUSH_KIND_SKIP if payload is None else data_pb2.PUSH_KIND_GRADIENT,
         absent_segments=push.absent,
         groups=_group_updates(push.groups),
+        ranges=_ranges(push.ranges),
     )
     return write_message(header, payload)
 
@@ -123,7 +164,15 @@ def shared_push(who: Identity, clock: int, pushes: Sequence[BucketPush]) -> byte
             for push in pushes
         ],
         groups=_group_updates(groups),
+        ranges=_ranges(pushes[0].ranges),  # of one clock, so of one step
     ).SerializeToString()
+
+
+def _ranges(ranges: Sequence[DataRange]) -> list[job_pb2.DataRange]:
+    return [
+        job_pb2.DataRange(loader=one.loader, pass_number=one.pass_number, start=one.start, stop=one.stop)
+        for one in ranges
+    ]
 
 
 def _group_updates(groups: Mapping[int, HyperParameters]) -> list[data_pb2.GroupUpdate]:
@@ -238,3 +287,29 @@ def save_request(who: Identity, clock: int, state: bytes) -> control_pb2.SaveWor
 def leave_request(who: Identity) -> control_pb2.LeaveJobRequest:
     """Says goodbye."""
     return control_pb2.LeaveJobRequest(job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key)
+
+
+def lease_request(who: Identity, ask: Lease) -> control_pb2.LeaseDataRequest:
+    """Asks for batches."""
+    return control_pb2.LeaseDataRequest(
+        job=who.job,
+        rank=who.rank,
+        incarnation=who.incarnation,
+        lease_key=who.key,
+        loader=ask.order.loader,
+        sample_count=ask.order.size,
+        batch_size=ask.order.batch_size,
+        drop_last=ask.order.drop_last,
+        seed=ask.order.seed,
+        pass_number=ask.pass_number,
+        batch_count=ask.count,
+        held=_ranges(ask.held),
+        committed=_ranges(ask.pushed),
+        returned=_ranges(ask.returned),
+    )
+
+
+def leased(response: control_pb2.LeaseDataResponse) -> tuple[list[DataRange], bool]:
+    """The batches given, and whether the pass is complete."""
+    found = [DataRange(one.loader, one.pass_number, one.start, one.stop) for one in response.ranges]
+    return found, response.complete

@@ -90,6 +90,11 @@ class WorkerMetrics:
         self._not_finite = Counter(
             "ps_worker_non_finite_total", "Steps whose gradient held an infinity or a NaN.", registry=self.registry
         )
+        self._empty_steps = Counter(
+            "ps_worker_empty_steps_total",
+            "Steps without a gradient, made because others wait for this worker's clock while it has no data.",
+            registry=self.registry,
+        )
         self._rejoins = Counter(
             "ps_worker_rejoins_total",
             "Times that the worker lost its place and took another.",
@@ -133,6 +138,10 @@ class WorkerMetrics:
     def not_finite(self) -> None:
         """A step's gradient held an infinity or a NaN."""
         self._not_finite.inc()
+
+    def empty_step(self) -> None:
+        """A step has no gradient, because there was no data for it."""
+        self._empty_steps.inc()
 
     def rejoined(self, lost: bool, clock: int) -> None:
         """The worker took its place again, at a clock; `lost`: the gradient of a step is in no weights."""

@@ -9,53 +9,32 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from ps_protocol.errors import NonFiniteGradient
+from ps_protocol.errors import NonFiniteGradient, PSError, UnknownWorker
 from ps_protocol.job import HyperParameters, NonFinite
 from ps_protocol.layout import Bucket, bucket_layout
-from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters
 from ps_worker.client import CoordinatorClient
 from ps_worker.describe import describe
 from ps_worker.flat import FlatModel
+from ps_worker.leased import StepData
 from ps_worker.membership import Membership
-from ps_worker.messages import BucketPush, Place
+from ps_worker.messages import BucketPush, DataRange, Lease, Place
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.optimizer import ServerOptimizer
 from ps_worker.overlap import Overlap
 from ps_worker.rewind import Rewind
-from ps_worker.shards import Link, Shards
+from ps_worker.server_options import ServerOptions
+from ps_worker.shards import Shards
 from ps_worker.state_sender import StateSender
 from ps_worker.transports import Landed
 
 log = logging.getLogger("ps_worker")
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """What a job on a parameter server is, besides model and optimizer.
-
-    link:    how shards, and the coordinator at `server`, are reached
-    overlap: whether full buckets leave while backward runs; None: once the script was seen to allow it
-    """
-
-    server: str
-    job: str
-    consistency: Consistency
-    rank: int | None
-    world_size: int
-    bucket_bytes: int
-    non_finite: NonFinite
-    gradient_wire: str
-    weight_wire: str
-    link: Link
-    overlap: bool | None
 
 
 class _PlaceLost(Exception):
@@ -89,6 +68,7 @@ class ParameterServer:
         self._pushed: list[Future[int]] = []  # of the buckets that left during backward
         self._checked: list[HyperParameters] = []
         self._told: list[HyperParameters] | None = None  # what buckets that leave during backward are stepped with
+        self.data = StepData()
         self._clock = 0
         self._closing = False
 
@@ -231,8 +211,8 @@ class ParameterServer:
                 raise _PlaceLost from error
             raise error
 
-    def _come_back(self) -> None:
-        """Goes on in a new place, after the one of the last steps was lost; the step at hand is over."""
+    def _come_back(self) -> bool:
+        """Goes on in a new place, after the one of the last steps was lost. The step at hand is over: true if in."""
         assert self._shards is not None
         assert self._place is not None
         self._shards.end()
@@ -246,6 +226,7 @@ class ParameterServer:
         back = self._place.restore_count > before.restore_count
         if back:
             self._go_back()
+            self.data.set_back()
         else:
             self.rewind.stepped()
         self._metrics.rejoined(not staged and not back, self._clock)
@@ -254,6 +235,40 @@ class ParameterServer:
             *(self.rank, clock, self._clock, self._place.identity.incarnation),
             "the job was set back" if back else f"its last gradient {'counts' if staged else 'is lost'}",
         )
+        return staged
+
+    # -- leased data -------------------------------------------------------------------------------------------------
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether other workers may wait for this one's clock."""
+        return self._options.consistency.max_staleness is not None
+
+    def lease(self, ask: Lease) -> tuple[list[DataRange], bool] | None:
+        """Batches of leased data, and whether the pass is complete; None: this worker took another place, ask anew."""
+        self.pause(0.0)
+        assert self._place is not None
+        try:
+            return self._coordinator.lease(self._place.identity, ask)
+        except PSError as error:
+            if not self._members.has_lost(self._place, error):
+                raise
+            self._lost = error
+            self._come_back()
+            return None
+
+    def pause(self, seconds: float) -> None:
+        """Waits; raises the reason if this worker takes part no more."""
+        self._coordinator.closing.wait(seconds)
+        self._members.raise_lost()
+        if self._closing:
+            raise UnknownWorker("the session is closed")
+
+    def empty_step(self) -> None:
+        """A step without a gradient, for a worker that has no data while others wait for its clock."""
+        self._metrics.empty_step()
+        if self._in_place(self._exchange_nothing) is not None:
+            self.data.keep()  # nobody has seen it
 
     def _go_back(self) -> None:
         """This worker's own state becomes what it had saved for the checkpoint that the job goes on from."""
@@ -289,19 +304,26 @@ class ParameterServer:
 
     def _step(self) -> None:
         """One step; where this worker has lost its place, the step in which it takes another."""
-        self._members.raise_lost()
         self.rewind.stepping()
         self._metrics.timer.stepping()
+        staged = self._in_place(self._exchange)
+        if staged is not None:
+            (self.data.pushed if staged else self.data.lost)()
+
+    def _in_place(self, exchange: Callable[[], None]) -> bool | None:
+        """Exchanges with the shards; None. Where this worker has lost its place: takes another, says if it was in."""
+        self._members.raise_lost()
         if self._members.place is self._place and self._lost is None:
             try:
-                self._exchange()
-                return
+                exchange()
+                return None
             except _PlaceLost as lost:
                 self._lost = lost.__cause__
             except BaseException:
                 self._pushed = []
+                self.data.failed()
                 raise
-        self._come_back()
+        return self._come_back()
 
     def _exchange(self) -> None:
         """Gradients for weights. Of what has not left yet, nothing is pushed unless every gradient is fit to be."""
@@ -319,6 +341,23 @@ class ParameterServer:
                 raise
             # A step that is half out is finished without the rest, so that all stay in step.
             skip, refused = True, error
+        self._send(absent, groups, skip, left)
+        if refused is not None:
+            raise refused
+
+    def _exchange_nothing(self) -> None:
+        """A step of empty pushes, but for what has left in a backward that no `step` followed."""
+        assert self._flat is not None
+        left: set[int] = set()
+        if self._pushed:
+            _, left = self._overlap.finish(self._flat.versions())
+            self._told = None
+        self._send(set(), self._hyper_parameters(), True, left)
+
+    def _send(self, absent: Set[int], groups: list[HyperParameters], skip: bool, left: Set[int]) -> None:
+        """Pushes all buckets but those that have left, and pulls all."""
+        assert self._shards is not None
+        assert self._flat is not None
         self._flat.begin_pull()
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         pulls = self._shards.pull(self._clock + 1)
@@ -327,8 +366,7 @@ class ParameterServer:
                 self._pushed.append(self._push(bucket, absent, groups, skip))
         self._clock += 1
         self._finish(pulls)
-        if refused is not None:
-            raise refused
+        self.data.pushed()
 
     def _finish(self, pulls: list[Future[Landed]]) -> None:
         """Waits for a step's pushes and pulls, and counts them."""
@@ -388,6 +426,7 @@ class ParameterServer:
             absent=[] if skip else missing,
             empty=skip or len(missing) == len(bucket.segments),
             groups={group: groups[group] for group in mine if group is not None},
+            ranges=self.data.use(),
         )
         self._flat.leaving(bucket)
         return self._shards.push(push)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.credentials import is_loopback
 from ps_protocol.errors import InvalidRequest, PSError
@@ -27,8 +27,10 @@ from ps_protocol.layout import DEFAULT_BUCKET_BYTES
 from ps_worker.config import WorkerConfig, resolve
 from ps_worker.data import PreparedLoader, shard_loader
 from ps_worker.ddp import Ddp
+from ps_worker.leased import LeasedFace, LeasedLoader, Leases, order_of
 from ps_worker.metrics import WorkerMetrics
-from ps_worker.parameter_server import ParameterServer, ServerOptions
+from ps_worker.parameter_server import ParameterServer
+from ps_worker.server_options import ServerOptions
 from ps_worker.shards import Link
 from ps_worker.strategy import Single, Strategy
 
@@ -248,17 +250,22 @@ class Session:
             self._lent = wrapped
         return {id(model): wrapped, id(optimizer): stepper}
 
-    def _prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader:
+    def _prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader | LeasedLoader:
         if self._strategy is None:
             raise InvalidRequest(
                 "prepare the model first, or together with its loaders: joining tells the share of data"
             )
-        if not isinstance(self._strategy, Single):
-            loader = shard_loader(loader, self._strategy.share, seed)
-        begin = None
-        if isinstance(self._strategy, ParameterServer):
-            begin = self._strategy.rewind.add_loader(loader).batches
-        return PreparedLoader(loader, self.device, self._metrics.timer, begin)
+        timer, strategy = self._metrics.timer, self._strategy
+        if isinstance(strategy, Single):
+            return PreparedLoader(loader, self.device, timer)
+        share = shard_loader(loader, strategy.share, seed)
+        if not isinstance(strategy, ParameterServer):
+            return PreparedLoader(share, self.device, timer)
+        if self._config.world_size or isinstance(loader.dataset, IterableDataset):
+            return PreparedLoader(share, self.device, timer, strategy.rewind.add_loader(share).batches)
+        leases = Leases(order_of(len(strategy.data.accounts), loader, seed), strategy.data, strategy)
+        face = LeasedFace(self.device, timer, lambda: strategy.world_size)
+        return LeasedLoader(loader, PreparedLoader(share, self.device, timer), leases, face)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

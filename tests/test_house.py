@@ -23,6 +23,7 @@ MOST_LINES = 400
 # The one place of each side where protobuf messages become Python values, and the servicers that carry them.
 KNOW_MESSAGES = {
     "ps_protocol/job_messages.py",
+    "ps_server/lease_messages.py",
     "ps_server/messages.py",
     "ps_server/services.py",
     "ps_worker/messages.py",
@@ -31,6 +32,7 @@ KNOW_MESSAGES = {
 # All that the rules of a shard and of the coordinator may know: values, and the tensors they are about.
 CORE_MAY_IMPORT = {
     "__future__",
+    "bisect",
     "collections",
     "dataclasses",
     "enum",

@@ -163,6 +163,46 @@ class CheckpointJobResponse(_message.Message):
     bytes: int
     def __init__(self, name: _Optional[str] = ..., clock: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
+class LeaseDataRequest(_message.Message):
+    __slots__ = ("job", "rank", "incarnation", "lease_key", "loader", "sample_count", "batch_size", "drop_last", "seed", "pass_number", "batch_count", "held", "committed", "returned")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_KEY_FIELD_NUMBER: _ClassVar[int]
+    LOADER_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DROP_LAST_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    PASS_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BATCH_COUNT_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    RETURNED_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    rank: int
+    incarnation: int
+    lease_key: bytes
+    loader: int
+    sample_count: int
+    batch_size: int
+    drop_last: bool
+    seed: int
+    pass_number: int
+    batch_count: int
+    held: _containers.RepeatedCompositeFieldContainer[_job_pb2.DataRange]
+    committed: _containers.RepeatedCompositeFieldContainer[_job_pb2.DataRange]
+    returned: _containers.RepeatedCompositeFieldContainer[_job_pb2.DataRange]
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., lease_key: _Optional[bytes] = ..., loader: _Optional[int] = ..., sample_count: _Optional[int] = ..., batch_size: _Optional[int] = ..., drop_last: bool = ..., seed: _Optional[int] = ..., pass_number: _Optional[int] = ..., batch_count: _Optional[int] = ..., held: _Optional[_Iterable[_Union[_job_pb2.DataRange, _Mapping]]] = ..., committed: _Optional[_Iterable[_Union[_job_pb2.DataRange, _Mapping]]] = ..., returned: _Optional[_Iterable[_Union[_job_pb2.DataRange, _Mapping]]] = ...) -> None: ...
+
+class LeaseDataResponse(_message.Message):
+    __slots__ = ("ranges", "complete")
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    ranges: _containers.RepeatedCompositeFieldContainer[_job_pb2.DataRange]
+    complete: bool
+    def __init__(self, ranges: _Optional[_Iterable[_Union[_job_pb2.DataRange, _Mapping]]] = ..., complete: bool = ...) -> None: ...
+
 class RegisterShardRequest(_message.Message):
     __slots__ = ("index", "address", "metrics_address", "pid", "process")
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -190,7 +230,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("name", "mode", "world_size", "started", "parameter_bytes", "bucket_count", "imbalance", "workers", "restore_count", "lost_steps", "redone_steps", "checkpoint", "checkpoint_clock", "awaited")
+    __slots__ = ("name", "mode", "world_size", "started", "parameter_bytes", "bucket_count", "imbalance", "workers", "restore_count", "lost_steps", "redone_steps", "checkpoint", "checkpoint_clock", "awaited", "loaders")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +245,7 @@ class JobStatus(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_CLOCK_FIELD_NUMBER: _ClassVar[int]
     AWAITED_FIELD_NUMBER: _ClassVar[int]
+    LOADERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     mode: str
     world_size: int
@@ -219,7 +260,24 @@ class JobStatus(_message.Message):
     checkpoint: str
     checkpoint_clock: int
     awaited: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., mode: _Optional[str] = ..., world_size: _Optional[int] = ..., started: bool = ..., parameter_bytes: _Optional[int] = ..., bucket_count: _Optional[int] = ..., imbalance: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., restore_count: _Optional[int] = ..., lost_steps: _Optional[int] = ..., redone_steps: _Optional[int] = ..., checkpoint: _Optional[str] = ..., checkpoint_clock: _Optional[int] = ..., awaited: _Optional[_Iterable[int]] = ...) -> None: ...
+    loaders: _containers.RepeatedCompositeFieldContainer[LoaderStatus]
+    def __init__(self, name: _Optional[str] = ..., mode: _Optional[str] = ..., world_size: _Optional[int] = ..., started: bool = ..., parameter_bytes: _Optional[int] = ..., bucket_count: _Optional[int] = ..., imbalance: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., restore_count: _Optional[int] = ..., lost_steps: _Optional[int] = ..., redone_steps: _Optional[int] = ..., checkpoint: _Optional[str] = ..., checkpoint_clock: _Optional[int] = ..., awaited: _Optional[_Iterable[int]] = ..., loaders: _Optional[_Iterable[_Union[LoaderStatus, _Mapping]]] = ...) -> None: ...
+
+class LoaderStatus(_message.Message):
+    __slots__ = ("loader", "pass_number", "sample_count", "committed_count", "leased_count", "returned_count")
+    LOADER_FIELD_NUMBER: _ClassVar[int]
+    PASS_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LEASED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RETURNED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    loader: int
+    pass_number: int
+    sample_count: int
+    committed_count: int
+    leased_count: int
+    returned_count: int
+    def __init__(self, loader: _Optional[int] = ..., pass_number: _Optional[int] = ..., sample_count: _Optional[int] = ..., committed_count: _Optional[int] = ..., leased_count: _Optional[int] = ..., returned_count: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("rank", "incarnation", "clock", "pid", "host", "metrics_address", "lease_left")
@@ -402,6 +460,30 @@ class RestoreJobResponse(_message.Message):
     version_max: int
     clocks: _containers.ScalarMap[int, int]
     def __init__(self, version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., clocks: _Optional[_Mapping[int, int]] = ...) -> None: ...
+
+class GetCommittedDataRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class CommittedData(_message.Message):
+    __slots__ = ("loader", "pass_number", "ranges")
+    LOADER_FIELD_NUMBER: _ClassVar[int]
+    PASS_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    loader: int
+    pass_number: int
+    ranges: _containers.RepeatedCompositeFieldContainer[_job_pb2.DataRange]
+    def __init__(self, loader: _Optional[int] = ..., pass_number: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[_job_pb2.DataRange, _Mapping]]] = ...) -> None: ...
+
+class GetCommittedDataResponse(_message.Message):
+    __slots__ = ("loaders", "no_say")
+    LOADERS_FIELD_NUMBER: _ClassVar[int]
+    NO_SAY_FIELD_NUMBER: _ClassVar[int]
+    loaders: _containers.RepeatedCompositeFieldContainer[CommittedData]
+    no_say: bool
+    def __init__(self, loaders: _Optional[_Iterable[_Union[CommittedData, _Mapping]]] = ..., no_say: bool = ...) -> None: ...
 
 class GetShardStatusRequest(_message.Message):
     __slots__ = ()

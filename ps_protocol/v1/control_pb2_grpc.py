@@ -80,6 +80,11 @@ class JobServiceStub(object):
                 request_serializer=ps__protocol_dot_v1_dot_control__pb2.CheckpointJobRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_control__pb2.CheckpointJobResponse.FromString,
                 _registered_method=True)
+        self.LeaseData = channel.unary_unary(
+                '/ps_protocol.v1.JobService/LeaseData',
+                request_serializer=ps__protocol_dot_v1_dot_control__pb2.LeaseDataRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_control__pb2.LeaseDataResponse.FromString,
+                _registered_method=True)
 
 
 class JobServiceServicer(object):
@@ -150,6 +155,18 @@ class JobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LeaseData(self, request, context):
+        """Gives out batches of one pass over a loader's data, each to one worker, and takes a worker's word for what became of
+        those it had. The next pass begins when every sample of this one is committed on the shards. Repeating it is safe: what
+        was given and is not in `held` is given again.
+        FAILED_PRECONDITION, reason JOB_MISMATCH: the job has that loader with other data, and the difference is named; reason
+        FENCED or UNKNOWN_WORKER: the caller lost its place. INVALID_ARGUMENT: a range is none of this loader's.
+        RESOURCE_EXHAUSTED: too many samples, loaders or leases. UNAVAILABLE: a shard that has to be asked does not answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -192,6 +209,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.CheckpointJob,
                     request_deserializer=ps__protocol_dot_v1_dot_control__pb2.CheckpointJobRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_control__pb2.CheckpointJobResponse.SerializeToString,
+            ),
+            'LeaseData': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaseData,
+                    request_deserializer=ps__protocol_dot_v1_dot_control__pb2.LeaseDataRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_control__pb2.LeaseDataResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -421,6 +443,33 @@ class JobService(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def LeaseData(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps_protocol.v1.JobService/LeaseData',
+            ps__protocol_dot_v1_dot_control__pb2.LeaseDataRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_control__pb2.LeaseDataResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class ClusterServiceStub(object):
     """What shards and operators ask of the coordinator.
@@ -588,6 +637,11 @@ class ShardServiceStub(object):
                 request_serializer=ps__protocol_dot_v1_dot_control__pb2.RestoreJobRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_control__pb2.RestoreJobResponse.FromString,
                 _registered_method=True)
+        self.GetCommittedData = channel.unary_unary(
+                '/ps_protocol.v1.ShardService/GetCommittedData',
+                request_serializer=ps__protocol_dot_v1_dot_control__pb2.GetCommittedDataRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_control__pb2.GetCommittedDataResponse.FromString,
+                _registered_method=True)
         self.GetShardStatus = channel.unary_unary(
                 '/ps_protocol.v1.ShardService/GetShardStatus',
                 request_serializer=ps__protocol_dot_v1_dot_control__pb2.GetShardStatusRequest.SerializeToString,
@@ -656,6 +710,13 @@ class ShardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCommittedData(self, request, context):
+        """Says which data is committed in every bucket that trains here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetShardStatus(self, request, context):
         """Says what this shard holds and who waits.
         """
@@ -700,6 +761,11 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     servicer.RestoreJob,
                     request_deserializer=ps__protocol_dot_v1_dot_control__pb2.RestoreJobRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_control__pb2.RestoreJobResponse.SerializeToString,
+            ),
+            'GetCommittedData': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCommittedData,
+                    request_deserializer=ps__protocol_dot_v1_dot_control__pb2.GetCommittedDataRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_control__pb2.GetCommittedDataResponse.SerializeToString,
             ),
             'GetShardStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetShardStatus,
@@ -897,6 +963,33 @@ class ShardService(object):
             '/ps_protocol.v1.ShardService/RestoreJob',
             ps__protocol_dot_v1_dot_control__pb2.RestoreJobRequest.SerializeToString,
             ps__protocol_dot_v1_dot_control__pb2.RestoreJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCommittedData(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps_protocol.v1.ShardService/GetCommittedData',
+            ps__protocol_dot_v1_dot_control__pb2.GetCommittedDataRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_control__pb2.GetCommittedDataResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,16 +43,18 @@ class SharedBucket(_message.Message):
     def __init__(self, bucket: _Optional[int] = ..., skip: bool = ..., absent_segments: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PushSharedRequest(_message.Message):
-    __slots__ = ("worker", "clock", "buckets", "groups")
+    __slots__ = ("worker", "clock", "buckets", "groups", "ranges")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerIdentity
     clock: int
     buckets: _containers.RepeatedCompositeFieldContainer[SharedBucket]
     groups: _containers.RepeatedCompositeFieldContainer[GroupUpdate]
-    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[SharedBucket, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupUpdate, _Mapping]]] = ...) -> None: ...
+    ranges: _containers.RepeatedCompositeFieldContainer[_job_pb2.DataRange]
+    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[SharedBucket, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupUpdate, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[_job_pb2.DataRange, _Mapping]]] = ...) -> None: ...
 
 class PushSharedResponse(_message.Message):
     __slots__ = ("duplicate_count",)
@@ -87,20 +89,22 @@ class GroupUpdate(_message.Message):
     def __init__(self, group: _Optional[int] = ..., hyper_parameters: _Optional[_Iterable[_Union[_job_pb2.HyperParameter, _Mapping]]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("worker", "bucket", "clock", "kind", "absent_segments", "groups")
+    __slots__ = ("worker", "bucket", "clock", "kind", "absent_segments", "groups", "ranges")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     ABSENT_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerIdentity
     bucket: int
     clock: int
     kind: PushKind
     absent_segments: _containers.RepeatedScalarFieldContainer[int]
     groups: _containers.RepeatedCompositeFieldContainer[GroupUpdate]
-    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., bucket: _Optional[int] = ..., clock: _Optional[int] = ..., kind: _Optional[_Union[PushKind, str]] = ..., absent_segments: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[_Union[GroupUpdate, _Mapping]]] = ...) -> None: ...
+    ranges: _containers.RepeatedCompositeFieldContainer[_job_pb2.DataRange]
+    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., bucket: _Optional[int] = ..., clock: _Optional[int] = ..., kind: _Optional[_Union[PushKind, str]] = ..., absent_segments: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[_Union[GroupUpdate, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[_job_pb2.DataRange, _Mapping]]] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("header", "payload")

@@ -134,3 +134,15 @@ class ShardMap(_message.Message):
     shards: _containers.RepeatedCompositeFieldContainer[ShardInfo]
     bucket_shards: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., bucket_shards: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DataRange(_message.Message):
+    __slots__ = ("loader", "pass_number", "start", "stop")
+    LOADER_FIELD_NUMBER: _ClassVar[int]
+    PASS_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    loader: int
+    pass_number: int
+    start: int
+    stop: int
+    def __init__(self, loader: _Optional[int] = ..., pass_number: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...

@@ -21,6 +21,7 @@ from typing import Generic, TypeVar
 
 from ps_protocol.errors import Backlogged, OutOfOrder
 from ps_protocol.modes import Consistency
+from ps_server.core.data_commits import DataRange
 
 T = TypeVar("T")
 
@@ -36,11 +37,12 @@ class Live:
 
 @dataclass(frozen=True)
 class Add(Generic[T]):
-    """Add this contribution to the open update."""
+    """Add this contribution to the open update. `ranges`: the leased data that its step used."""
 
     rank: int
     clock: int
     contribution: T
+    ranges: tuple[DataRange, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,11 @@ class BucketProtocol(Generic[T]):
         """A worker takes part from `clock` on: what came before counts as done by it."""
         self.staged[rank] = self.applied[rank] = clock
 
+    def unapplied(self) -> list[DataRange]:
+        """The leased data of contributions that are staged and not in the weights yet."""
+        waiting = [one for add in self.waiting.values() for one in add.ranges]
+        return waiting + [one for add in self.added for one in add.ranges]
+
     def frontier(self) -> int:
         """The highest clock that any worker has reached here, live or not."""
         return max([self.version if self.consistency.aggregate else 0, *self.staged.values()])
@@ -110,10 +117,10 @@ class BucketProtocol(Generic[T]):
         before = (other for other in self.waiting.keys() | self.roster.keys() if other < rank and other not in taken)
         return not any(self._is_next(other) or self._is_needed(other) for other in before)
 
-    def stage(self, rank: int, clock: int, contribution: T) -> None:
+    def stage(self, rank: int, clock: int, contribution: T, ranges: tuple[DataRange, ...] = ()) -> None:
         """Takes a contribution that `is_repeat` let pass."""
         self.staged[rank] = clock
-        self.waiting[rank] = Add(rank, clock, contribution)
+        self.waiting[rank] = Add(rank, clock, contribution, ranges)
 
     def next(self) -> Add[T] | Step | None:
         """What to do now; None when nothing can be done before something is staged or the roster changes.
@@ -140,7 +147,7 @@ class BucketProtocol(Generic[T]):
         """Records that what `next` said has been done."""
         if isinstance(work, Add):
             del self.waiting[work.rank]
-            self.added.append(Add(work.rank, work.clock, None))
+            self.added.append(Add(work.rank, work.clock, None, work.ranges))
             return
         self.version += 1
         for add in self.added:

@@ -135,12 +135,15 @@ class Membership:
         return before
 
     def give_up(self, now: float) -> list[int]:
-        """The ranks that were awaited too long: training starts without them."""
+        """The ranks that were awaited too long: training starts without them.
+
+        Where none came, it starts as it did at first: those who come now are new processes.
+        """
         late = [rank for rank, until in self.awaited.items() if until <= now]
         for rank in late:
             del self.awaited[rank]
         if late and not self.awaited:
-            self.started = True
+            self.started = bool(self.members) or not self.world_size
         return late
 
     def heartbeat(self, rank: int, incarnation: int, clock: int, now: float, key: bytes = b"") -> None:

@@ -28,6 +28,7 @@ from ps_protocol.layout import DATA_TYPES, Bucket, bucket_layout
 from ps_protocol.optimizers import check_change, check_hyper_parameters
 from ps_protocol.tensors import is_finite, tensor_from
 from ps_server.core.bucket import BucketProtocol, Live, Verdict
+from ps_server.core.data_commits import UNUSED, Committed, DataCommits, DataRange, Use, check_ranges
 from ps_server.core.membership import check_incarnation, check_key
 from ps_server.core.snapshot import BucketImage, Extent, extent
 from ps_server.core.weights import BucketWeights, Gradient, Scratch
@@ -61,6 +62,7 @@ class Push:
     borrowed: bool = False
     key: bytes = field(default=b"", repr=False)
     caller: str = ""  # whose bytes they are, where callers are known
+    ranges: tuple[DataRange, ...] = ()  # of leased data, that the step used
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,17 @@ class SharedPush:
     groups: Mapping[int, HyperParameters]
     key: bytes = field(default=b"", repr=False)
     caller: str = ""
+    ranges: tuple[DataRange, ...] = ()
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A push is staged: `duplicate` when it had been before."""
+    """A push is staged: `duplicate` when it had been before; `use`: what became of the leased data that it names."""
 
     version: int
     duplicate: bool
     skipped: bool = False
+    use: Use = UNUSED
 
 
 class ShardBucket:
@@ -103,12 +107,18 @@ class ShardBucket:
         self.protocol: BucketProtocol[Gradient] = BucketProtocol(spec.consistency, roster)
         self.weights = BucketWeights(spec, bucket, scratch)
 
-    def image(self) -> BucketImage:
-        """A copy of the bucket as it is. The caller sees to it that it is not being stepped."""
+    def image(self, committed: Committed | None = None) -> BucketImage:
+        """A copy of the bucket as it is, with the leased data in it. The caller keeps it from being stepped."""
         weights, protocol = self.weights, self.protocol
         state = weights.copy_state()
         return BucketImage(
-            self.layout.index, protocol.version, dict(protocol.applied), weights.flat.clone(), state, weights.groups()
+            self.layout.index,
+            protocol.version,
+            dict(protocol.applied),
+            weights.flat.clone(),
+            state,
+            weights.groups(),
+            committed or {},
         )
 
     def restore(self, image: BucketImage) -> None:
@@ -135,6 +145,7 @@ class ShardJob:
         self.roster: dict[int, Live] = {}
         scratch = Scratch()
         self.buckets = {i: ShardBucket(spec, layout.buckets[i], self.roster, scratch) for i in indices}
+        self.data = DataCommits(index for index in indices if not layout.buckets[index].held)
         self._retired: dict[int, int] = {}  # by rank, the highest incarnation that was retired
         self._fenced = 0  # no incarnation up to this one may come back
         self.layout = layout
@@ -212,6 +223,7 @@ class ShardJob:
         self.roster.clear()
         for index, bucket in self.buckets.items():
             bucket.restore(images[index])
+        self.data.restore({index: images[index].committed for index in self.buckets})
 
     def _own(self, rank: int) -> None:
         for bucket in self.buckets.values():
@@ -224,6 +236,7 @@ class ShardJob:
     def check(self, push: Push) -> Gradient:
         """What a push contributes. Raises InvalidRequest naming what was expected and what came. Changes nothing."""
         bucket = self.bucket(push.bucket).layout
+        check_ranges(push.ranges)
         if push.kind is not PushKind.INITIAL_VALUE:
             self.trained(push.bucket)
         for position in push.absent:
@@ -292,8 +305,11 @@ class ShardJob:
         if protocol.is_repeat(push.rank, push.clock):
             return Staged(protocol.version, duplicate=True)
         self._check_budget(push, gradient)
-        protocol.stage(push.rank, push.clock, gradient)
-        return Staged(protocol.version, duplicate=False, skipped=gradient.values is None)
+        use = self.data.use(push.bucket, push.ranges)
+        if use.spent:
+            gradient = Gradient(None, groups=gradient.groups)
+        protocol.stage(push.rank, push.clock, gradient, push.ranges)
+        return Staged(protocol.version, duplicate=False, skipped=gradient.values is None, use=use)
 
     @property
     def staged_limit(self) -> int:
@@ -352,6 +368,12 @@ class ShardJob:
         """Whether this bucket may be sent to a worker at `clock`. What no optimizer steps only waits for rank 0."""
         bucket = self.bucket(index)
         return bucket.protocol.admits(rank, 0 if bucket.layout.held else clock)
+
+    # -- leased data -------------------------------------------------------------------------------------------------
+
+    def committed(self, index: int) -> Committed:
+        """The leased data that is in the weights of a bucket, for a snapshot of it: what is only staged is left out."""
+        return self.data.of(index, self.bucket(index).protocol.unapplied())
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ps_protocol.job import HyperParameters
+from ps_server.core.data_commits import Committed
 
 # By the segment's position in its bucket, the optimizer's state of that segment: name -> tensor.
 OptimizerState = Mapping[int, Mapping[str, torch.Tensor]]
@@ -29,6 +30,7 @@ class BucketImage:
     weights: [numel of the bucket] in the bucket's dtype
     state:   of the optimizer, by segment; empty for a bucket that no optimizer steps
     groups:  the hyper-parameters of the last update, by parameter group
+    committed: the leased data that is in the weights, by loader
     """
 
     index: int
@@ -37,6 +39,7 @@ class BucketImage:
     weights: torch.Tensor
     state: OptimizerState = field(default_factory=dict)
     groups: Mapping[int, HyperParameters] = field(default_factory=dict)
+    committed: Committed = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

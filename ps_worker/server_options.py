@@ -1,0 +1,30 @@
+"""What a job on a parameter server is, as `prepare` was told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ps_protocol.job import NonFinite
+from ps_protocol.modes import Consistency
+from ps_worker.shards import Link
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What a job on a parameter server is, besides model and optimizer.
+
+    link:    how shards, and the coordinator at `server`, are reached
+    overlap: whether full buckets leave while backward runs; None: once the script was seen to allow it
+    """
+
+    server: str
+    job: str
+    consistency: Consistency
+    rank: int | None
+    world_size: int
+    bucket_bytes: int
+    non_finite: NonFinite
+    gradient_wire: str
+    weight_wire: str
+    link: Link
+    overlap: bool | None
