@@ -126,6 +126,22 @@ class RawWorker:
         )
         self._call(self.coordinator.LeaveJob, request)
 
+    def lease(self, **fields: Any) -> control_pb2.LeaseDataResponse:
+        """Asks for batches of 4 out of 12 samples; `fields` sets or replaces fields of the request."""
+        asked: dict[str, Any] = {
+            "job": self.spec.name,
+            "rank": self.rank,
+            "incarnation": self.incarnation,
+            "lease_key": self.lease_key,
+            "sample_count": 12,
+            "batch_size": 4,
+            "batch_count": 1,
+        }
+        found: control_pb2.LeaseDataResponse = self._call(
+            self.coordinator.LeaseData, control_pb2.LeaseDataRequest(**{**asked, **fields})
+        )
+        return found
+
     @property
     def trained(self) -> list[int]:
         """The buckets that an optimizer steps."""
