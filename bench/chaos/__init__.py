@@ -128,7 +128,7 @@ def _result(arguments: argparse.Namespace, mode: str, calm: Trace, wild: Trace) 
         shards=arguments.shards,
         size=size,
         ms=wild.step_ms(),
-        ratios={"undisturbed": rate / alone, "present": rate / (alone * present)},
+        ratios={"undisturbed": rate / alone, "present": rate / (alone * present)} if alone and present else {},
         samples_per_second=round(rate * arguments.batch, 1),
         undisturbed_samples_per_second=round(alone * arguments.batch, 1),
         seconds=round(seconds, 1),

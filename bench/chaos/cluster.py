@@ -274,9 +274,10 @@ def read_weights(task: Task) -> tuple[torch.Tensor, tuple[int, ...]]:
     buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
     view = torch.zeros(task.shape.buckets, task.shape.rows, 1 + task.shape.columns)
 
-    def land(bucket: Bucket, pulled: Pulled) -> None:
+    def land(bucket: Bucket, pulled: Pulled) -> int:
         values = tensor_from(pulled.payload, "float32")
         view[parameter_of(bucket)] = values[: view[0].numel()].view(view[0].shape)
+        return len(pulled.payload)
 
     for shard, address in found.addresses.items():
         mine = [bucket for bucket in buckets if found.bucket_shards[bucket.index] == shard]
