@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ps_server.core.bucket import Add
 
 
 class Held:
     """What was staged of one job, by bucket and rank.
 
-    still: whether the contribution of (bucket, rank, clock) is waiting. It is only asked when room is needed; until then
-           what has been added since counts too.
+    waiting: what waits in a bucket, by rank. Only asked when room is needed; until then what was added counts too.
     """
 
-    def __init__(self, still: Callable[[int, int, int], bool]) -> None:
+    def __init__(self, waiting: Callable[[int], Mapping[int, Add[Any]]]) -> None:
         self.bytes = 0
-        self._still = still
+        self._waiting = waiting
         self._sizes: dict[tuple[int, int], tuple[int, int]] = {}  # clock and bytes
 
     def take(self, bucket: int, rank: int, clock: int, size: int, limit: int, always: bool) -> bool:
@@ -29,5 +31,17 @@ class Held:
         return True
 
     def _forget(self) -> None:
-        self._sizes = {key: found for key, found in self._sizes.items() if self._still(*key, found[0])}
+        self._sizes = {key: found for key, found in self._sizes.items() if self._is_waiting(*key, found[0])}
         self.bytes = sum(size for _, size in self._sizes.values())
+
+    def _is_waiting(self, bucket: int, rank: int, clock: int) -> bool:
+        found = self._waiting(bucket).get(rank)
+        return found is not None and found.clock == clock
+
+
+def derived_limit(weights: int, bucket: int, workers: int) -> int:
+    """Bytes that may be staged on a shard where no limit says it: a quarter of its weights, or a bucket a worker.
+
+    The open updates take as much as the weights themselves already.
+    """
+    return max(weights // 4, bucket * workers)

@@ -29,14 +29,10 @@ from ps_protocol.optimizers import check_change, check_hyper_parameters
 from ps_protocol.tensors import is_finite, tensor_from
 from ps_server.core.bucket import BucketProtocol, Live, Verdict
 from ps_server.core.data_commits import UNUSED, Committed, DataCommits, DataRange, Use, check_ranges
-from ps_server.core.held import Held
+from ps_server.core.held import Held, derived_limit
 from ps_server.core.membership import check_incarnation, check_key
 from ps_server.core.snapshot import BucketImage, Extent, extent
 from ps_server.core.weights import BucketWeights, Gradient, Scratch
-
-# What may be staged on a shard unless a limit says otherwise: this part of its weights. The open updates take as
-# much as the weights themselves already.
-STAGED_PART = 4
 
 
 class PushKind(enum.Enum):
@@ -154,7 +150,7 @@ class ShardJob:
         self.layout = layout
         self._checked: dict[int, HyperParameters] = {}
         self._staged_limit = staged_limit
-        self._held = Held(self._is_held)
+        self._held = Held(lambda index: self.buckets[index].protocol.waiting)
         self._norm_limit = norm_limit
 
     def bucket(self, index: int) -> ShardBucket:
@@ -314,9 +310,7 @@ class ShardJob:
     @property
     def staged_limit(self) -> int:
         """Bytes that may be staged here, but for what an update waits for."""
-        if self._staged_limit is not None:
-            return self._staged_limit
-        return max(self.parameter_bytes // STAGED_PART, self.spec.bucket_bytes * len(self.roster))
+        return self._staged_limit or derived_limit(self.parameter_bytes, self.spec.bucket_bytes, len(self.roster))
 
     def _check_budget(self, push: Push, gradient: Gradient) -> None:
         """Counts a push in. Raises Backlogged if there is no room for it.
@@ -337,10 +331,6 @@ class ShardJob:
                 f"{self._held.bytes} bytes are staged here and wait for other workers, "
                 f"and max-staged-bytes is {self.staged_limit}"
             )
-
-    def _is_held(self, index: int, rank: int, clock: int) -> bool:
-        waiting = self.buckets[index].protocol.waiting.get(rank)
-        return waiting is not None and waiting.clock == clock
 
     def _initialise(self, push: Push, bucket: ShardBucket, gradient: Gradient) -> Staged:
         if push.rank != 0:
