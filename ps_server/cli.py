@@ -245,6 +245,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     # Told once, it finishes what it has; told again, it ends at once.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os._exit(128 + number))
-    server.drain(DRAIN_SECONDS)
+    if coordinates or not arguments.supervised:  # the parent stops the coordinator first, which has seen to it
+        server.drain(DRAIN_SECONDS)
     server.stop()
     return 0

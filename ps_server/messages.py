@@ -17,7 +17,7 @@ from ps_server.capture import Captured
 from ps_server.checkpoints import Part
 from ps_server.core.bucket import Verdict
 from ps_server.core.membership import Newcomer, Seat
-from ps_server.core.shard_job import Push, PushKind, SharedBucket, SharedPush, Staged
+from ps_server.core.pushes import Push, PushKind, SharedBucket, SharedPush, Staged
 from ps_server.core.snapshot import Extent
 from ps_server.lease_messages import loader_data, ranges_of
 

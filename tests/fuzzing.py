@@ -29,7 +29,7 @@ from ps_protocol.v1 import control_pb2, data_pb2
 from ps_server import messages
 from ps_server.checkpoints import CheckpointStore, Manifest
 from ps_server.coordinator import Coordinator
-from ps_server.core.shard_job import Push, PushKind
+from ps_server.core.pushes import Push, PushKind
 from ps_server.engine import Engine
 from ps_server.metrics import ShardMetrics
 from ps_server.services import ClusterService, DataService, JobService, ShardService

@@ -52,7 +52,7 @@ def train(cluster: Cluster, mode: str, transport: str) -> list[Violation]:
                 view = model.view()
                 found.extend(witness.check(view, number))
                 counts = {row: [int(count) for count in view[:, row, 0]] for row in range(WORKERS)}
-                lives[rank].seen.append((session.clock, counts))
+                lives[rank].seen.append((session.clock, counts, 0.0))
             finished.wait()  # then everybody's last step is in
             if rank == 0:
                 views.append(weights(cluster))
@@ -69,9 +69,11 @@ def weights(cluster: Cluster) -> torch.Tensor:
     """What the shards hold: [buckets, rows, 1 + columns]."""
     view = torch.zeros(SHAPE.buckets, SHAPE.rows, 1 + SHAPE.columns)
     for engine in cluster.engines:
-        for index, bucket in engine.jobs()["default"].buckets.items():
+        for bucket in engine.jobs()["default"].buckets.values():
             with bucket.tensors:
-                view[index] = bucket.state.weights.flat[: view[0].numel()].view(view[0].shape)
+                view[bucket.state.layout.segments[0].parameter] = bucket.state.weights.flat[: view[0].numel()].view(
+                    view[0].shape
+                )
     return view
 
 

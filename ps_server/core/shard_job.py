@@ -6,10 +6,9 @@ can run them outside of the lock that guards the rest.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -22,80 +21,17 @@ from ps_protocol.errors import (
     NotFound,
     OutOfOrder,
 )
-from ps_protocol.framing import Buffer
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite, travels_as
 from ps_protocol.layout import DATA_TYPES, Bucket, bucket_layout
 from ps_protocol.optimizers import check_change, check_hyper_parameters
 from ps_protocol.tensors import is_finite, tensor_from
 from ps_server.core.bucket import BucketProtocol, Live, Verdict
-from ps_server.core.data_commits import UNUSED, Committed, DataCommits, DataRange, Use, check_ranges
+from ps_server.core.data_commits import Committed, DataCommits, check_ranges
 from ps_server.core.held import Held, derived_limit
 from ps_server.core.membership import check_incarnation, check_key
+from ps_server.core.pushes import Push, PushKind, Staged
 from ps_server.core.snapshot import BucketImage, Extent, extent
 from ps_server.core.weights import BucketWeights, Gradient, Scratch
-
-
-class PushKind(enum.Enum):
-    """What a push carries."""
-
-    GRADIENT = "gradient"
-    INITIAL_VALUE = "initial_value"
-    SKIP = "skip"
-
-
-@dataclass(frozen=True)
-class Push:
-    """One bucket from a worker, as it came."""
-
-    job: str
-    rank: int
-    incarnation: int
-    bucket: int
-    clock: int
-    kind: PushKind
-    payload: Buffer  # in the job's wire format for gradients; initial values in the bucket's own type
-    absent: frozenset[int] = frozenset()
-    groups: Mapping[int, HyperParameters] | None = None
-    borrowed: bool = False
-    key: bytes = field(default=b"", repr=False)
-    caller: str = ""  # whose bytes they are, where callers are known
-    finite: bool = False  # nobody need look for infinities and NaNs
-    ranges: tuple[DataRange, ...] = ()  # of leased data, that the step used
-
-
-@dataclass(frozen=True)
-class SharedBucket:
-    """One bucket of a SharedPush; `skip` when this step has no gradient for it; `finite` if its worker has looked."""
-
-    index: int
-    skip: bool
-    absent: frozenset[int]
-    finite: bool = False
-
-
-@dataclass(frozen=True)
-class SharedPush:
-    """Several buckets from a worker, whose gradients lie in its segment."""
-
-    job: str
-    rank: int
-    incarnation: int
-    clock: int
-    buckets: tuple[SharedBucket, ...]
-    groups: Mapping[int, HyperParameters]
-    key: bytes = field(default=b"", repr=False)
-    caller: str = ""
-    ranges: tuple[DataRange, ...] = ()
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A push is staged: `duplicate` when it had been before; `use`: what became of the leased data that it names."""
-
-    version: int
-    duplicate: bool
-    skipped: bool = False
-    use: Use = UNUSED
 
 
 class ShardBucket:
