@@ -77,8 +77,8 @@ class Servers:
 
 
 @contextlib.contextmanager
-def servers(places: Sequence[Host]) -> Iterator[Servers]:
-    """A shard on each host, the first one with the coordinator, on free ports.
+def servers(places: Sequence[Host], more: Sequence[str] = ()) -> Iterator[Servers]:
+    """A shard on each host, the first one with the coordinator, on free ports; `more` flags for all.
 
     In plaintext between hosts too: DDP beside them is not encrypted either.
     """
@@ -89,6 +89,7 @@ def servers(places: Sequence[Host]) -> Iterator[Servers]:
                 flags = ["--host", host.address, "--port", "0", "--metrics-host", host.address, "--metrics-port", "0"]
                 if not is_loopback(host.address):
                     flags.append("--insecure")
+                flags += more
                 if index == 0:
                     flags += ["--with-coordinator", "--shards", str(len(places))]
                 shards.append(host.start("ps_server", "shard", "--supervised", "--index", str(index), *flags, log=log))

@@ -192,14 +192,14 @@ class Life:
 
     attempted: the numbers of the steps that it began (in sync, their clocks)
     done:      of those that were acknowledged, the clock after them
-    seen:      after each of those, the counts of the rows that had changed: by row, one a bucket
+    seen:      after each of those, its clock, the counts of the rows that had changed (by row, one a bucket), and when
     """
 
     number: int
     rank: int
     attempted: list[int] = field(default_factory=list)
     done: dict[int, int] = field(default_factory=dict)
-    seen: list[tuple[int, dict[int, list[int]]]] = field(default_factory=list)  # (clock, counts)
+    seen: list[tuple[int, dict[int, list[int]], float]] = field(default_factory=list)
 
     @property
     def unsure(self) -> set[int]:
@@ -207,13 +207,36 @@ class Life:
         return set(self.attempted) - self.done.keys()
 
 
-def judge(view: torch.Tensor, lives: Sequence[Life], rules: Rules) -> list[Violation]:
-    """What is wrong with the weights, [buckets, rows, 1 + columns], after everybody has finished."""
-    return [*whole(view, rules), *(_judge_means if rules.averaged else _judge_rows)(view, lives, rules)]
+def judge(
+    view: torch.Tensor, lives: Sequence[Life], rules: Rules, lossy: frozenset[int] = frozenset()
+) -> list[Violation]:
+    """What is wrong with the weights, [buckets, rows, 1 + columns], after everybody has finished.
+
+    lossy: in ssp and async, buckets that were set back to a checkpoint: there, steps may be missing; see `missing`
+    """
+    if rules.averaged:
+        return [*whole(view, rules), *_judge_means(view, lives, rules)]
+    least, most = _expected(view, lives, rules)
+    found = whole(view, rules)
+    for kind, wrong in (("lost", view < least), ("doubled", view > most)):
+        for bucket, row, column in wrong.nonzero().tolist():
+            if kind == "doubled" or bucket not in lossy:
+                limit = (least if kind == "lost" else most)[row, column].item()
+                said = f"{view[bucket, row, column].item():g} pushes are in, expected {limit:g}"
+                found.append(Violation(kind, said, {"bucket": bucket, "life": row, "column": column}))
+    return found
 
 
-def _judge_rows(view: torch.Tensor, lives: Sequence[Life], rules: Rules) -> list[Violation]:
-    """Each life's row holds its steps: what was acknowledged once, what is unsure once or not."""
+def missing(view: torch.Tensor, lives: Sequence[Life], rules: Rules) -> int:
+    """How many acknowledged steps are not in the bucket that lacks most of them; in sync none ever is."""
+    if rules.averaged:
+        return 0
+    least, _ = _expected(view, lives, rules)
+    return int((least - view)[:, :, 0].clamp(min=0).sum(dim=1).max())
+
+
+def _expected(view: torch.Tensor, lives: Sequence[Life], rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
+    """By row and column, the least and the most marks: what was acknowledged once, what is unsure once or not."""
     columns = rules.shape.columns
     least, most = torch.zeros_like(view[0]), torch.zeros_like(view[0])
     for life in lives:
@@ -222,13 +245,7 @@ def _judge_rows(view: torch.Tensor, lives: Sequence[Life], rules: Rules) -> list
                 for bound in bounds:
                     bound[life.number, column] += count
                     bound[life.number, 0] += count
-    found = []
-    for kind, wrong in (("lost", view < least), ("doubled", view > most)):
-        for bucket, row, column in wrong.nonzero().tolist():
-            limit = (least if kind == "lost" else most)[row, column].item()
-            said = f"{view[bucket, row, column].item():g} pushes are in, expected {limit:g}"
-            found.append(Violation(kind, said, {"bucket": bucket, "life": row, "column": column}))
-    return found
+    return least, most
 
 
 def _judge_means(view: torch.Tensor, lives: Sequence[Life], rules: Rules) -> list[Violation]:
@@ -247,23 +264,29 @@ def _judge_means(view: torch.Tensor, lives: Sequence[Life], rules: Rules) -> lis
     return found
 
 
-def too_stale(lives: Iterable[Life], rules: Rules) -> list[Violation]:
-    """Pulls of ssp workers that missed an update of a live worker from more than `bound` clocks before."""
+def too_stale(lives: Iterable[Life], rules: Rules, until: Mapping[int, float | None] | None = None) -> list[Violation]:
+    """Pulls of ssp workers that missed an update of a live worker from more than `bound` clocks before.
+
+    until: by bucket, when it was set back first: from then on its counts say nothing. None: never
+    """
     lives = list(lives)
     if rules.averaged or rules.bound is None:
         return []
-    found = []
+    ends = [(until or {}).get(bucket) or math.inf for bucket in range(rules.shape.buckets)]
     # By life: at which clock each of its acknowledged steps was, in order.
     clocks = {life.number: sorted(life.done.values()) for life in lives}
+    found = []
     for reader in lives:
         known: dict[int, list[int]] = {}
         position = dict.fromkeys(clocks, 0)
-        for clock, counts in reader.seen:
+        for clock, counts, at in reader.seen:
             known.update(counts)
+            looked_at = [bucket for bucket, end in enumerate(ends) if at < end]
             for other, finished in clocks.items():
                 while position[other] < len(finished) and finished[position[other]] <= clock - rules.bound:
                     position[other] += 1
-                least = min(known.get(other, [0]))
+                seen = known.get(other) or [0] * len(ends)
+                least = min((seen[bucket] for bucket in looked_at), default=position[other])
                 if least < position[other]:
                     said = f"at clock {clock} life {reader.number} saw {least} steps of life {other}, not "
                     where = {"life": reader.number, "clock": clock, "other": other}

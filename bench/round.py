@@ -48,6 +48,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wire", default="float32,bfloat16", help="float32, bfloat16, float16, or several (%(default)s)"
     )
+    parser.add_argument("--bucket-kib", type=int, help="of one bucket (what `prepare` chooses)")
     parser.add_argument("--no-peers", action="store_true", help="only ourselves")
 
 
@@ -57,6 +58,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     if (arguments.rounds + WARMUP) * (PATTERN - 1 + (arguments.workers + 1) / 2) > EXACT:
         raise SystemExit(f"with {arguments.workers} workers so many rounds cannot be checked exactly: fewer --rounds")
     options: dict[str, Any] = {"mib": arguments.mib, "rounds": arguments.rounds, "systems": systems}
+    options["bucket_bytes"] = arguments.bucket_kib and arguments.bucket_kib * 1024
     with (
         servers([HERE] * arguments.shards) as cluster,
         echo_servers(0 if arguments.no_peers else arguments.shards) as echoes,
@@ -134,8 +136,7 @@ def _systems(options: dict[str, Any]) -> dict[str, System]:
     elements = options["mib"] * MIB // 4
     gradient = (torch.arange(elements) % PATTERN + dist.get_rank() + 1).float()
     found = {
-        f"ours:{transport}:{wire}": _ours(options["server"], transport, wire, gradient)
-        for transport, wire in options["systems"]
+        f"ours:{transport}:{wire}": _ours(options, transport, wire, gradient) for transport, wire in options["systems"]
     }
     if options["echoes"]:
         found["gloo, whole"] = _gloo(gradient, elements)
@@ -154,14 +155,20 @@ class _Numbers(nn.Module):
         self.numbers = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in sizes)
 
 
-def _ours(server: str, transport: str, wire: str, gradient: torch.Tensor) -> System:
-    session = ps_worker.connect(
-        server, "sync", f"{transport}-{wire}", dist.get_rank(), dist.get_world_size(), transport=transport
-    )
+def _ours(options: dict[str, Any], transport: str, wire: str, gradient: torch.Tensor) -> System:
+    rank, size, job = dist.get_rank(), dist.get_world_size(), f"{transport}-{wire}"
+    session = ps_worker.connect(options["server"], "sync", job, rank, size, transport=transport)
     model = _Numbers(gradient.numel())
     plain = torch.optim.SGD(model.parameters(), lr=1.0)
     # gloo does not look for infinities either.
-    model, optimizer = session.prepare(model, plain, non_finite="allow", gradient_wire=wire, weight_wire=wire)
+    model, optimizer = session.prepare(
+        model,
+        plain,
+        bucket_bytes=options["bucket_bytes"],
+        non_finite="allow",
+        gradient_wire=wire,
+        weight_wire=wire,
+    )
     parameters = list(model.parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

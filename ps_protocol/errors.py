@@ -12,7 +12,7 @@
     ├── OutOfOrder            a push that skips a clock
     ├── TryLater              nothing is wrong; come back in a moment
     ├── LimitExceeded         past a named limit
-    │   └── Backlogged        this worker's previous push is not applied yet; come back in a moment
+    │   └── Backlogged        no room for a push yet; come back when it says
     ├── NoCheckpoints         no directory for checkpoints, or no checkpoint in it
     ├── CheckpointFailed      a checkpoint could not be written
     ├── CheckpointDamaged     what is on disk is not what was written
@@ -33,6 +33,7 @@ import grpc
 from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped,unused-ignore]
 
 DOMAIN = "ps_protocol"
+LONGEST_RETRY_SECONDS = 60.0  # nobody is kept waiting for longer by a number that a peer sent
 # Longer words are cut: gRPC carries them twice in the trailers of a call, which may hold 8 KiB in all.
 MAX_MESSAGE_BYTES = 1500
 
@@ -43,6 +44,7 @@ class PSError(Exception):
     reason: ClassVar[str] = "INTERNAL"
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     retryable: ClassVar[bool] = False
+    retry_after: float | None = None  # seconds after which to try again, where whoever refused says so
 
     def __str__(self) -> str:
         text = super().__str__().encode(errors="replace")
@@ -133,10 +135,11 @@ class LimitExceeded(PSError):
 
 
 class Backlogged(LimitExceeded):
-    """This worker's previous push to the bucket is not applied yet; the same call may succeed in a moment."""
+    """No room for a push yet, or its last one to the bucket is not applied; the same call may succeed later."""
 
     reason = "BACKLOGGED"
     retryable = True
+    retry_after = 0.05  # a bucket is sent again in vain each time: not too often
 
 
 class NoCheckpoints(PSError):
@@ -195,9 +198,14 @@ BY_REASON: dict[str, type[PSError]] = {error.reason: error for error in _all_err
 
 
 def status_of(error: PSError) -> status_pb2.Status:
-    """The google.rpc.Status that says this error: its code, its message, and an ErrorInfo with its reason."""
+    """The google.rpc.Status that says this error: its code, its message, an ErrorInfo with its reason, and when to try
+    again where that is known."""
     status = status_pb2.Status(code=getattr(code_pb2, error.code.name), message=str(error))
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
+    if error.retry_after is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(error.retry_after * 1e9))
+        status.details.add().Pack(retry)
     return status
 
 
@@ -211,10 +219,9 @@ def error_from(call: grpc.RpcError, peer: str) -> PSError:
     """
     for key, value in getattr(call, "trailing_metadata", lambda: None)() or ():
         if key == "grpc-status-details-bin":
-            info = error_details_pb2.ErrorInfo()
-            for detail in status_pb2.Status.FromString(value).details:
-                if detail.Unpack(info) and info.domain == DOMAIN and info.reason in BY_REASON:
-                    return BY_REASON[info.reason](call.details())
+            found = _error_in(status_pb2.Status.FromString(value), call.details())
+            if found is not None:
+                return found
     code = call.code()
     if code in _TRANSIENT:
         cause = (call.details() or code.name).rsplit("last error: ", 1)[-1]
@@ -222,3 +229,18 @@ def error_from(call: grpc.RpcError, peer: str) -> PSError:
     if code == grpc.StatusCode.UNIMPLEMENTED:
         return Unreachable(f"{peer}: something else answers gRPC there ({call.details()})")
     return PSError(f"{peer} failed ({code.name}: {call.details()})")
+
+
+def _error_in(status: status_pb2.Status, text: str) -> PSError | None:
+    """The error of ours that a status says, if it says one."""
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    found: PSError | None = None
+    delay: float | None = None
+    for detail in status.details:
+        if detail.Unpack(info) and info.domain == DOMAIN and info.reason in BY_REASON:
+            found = BY_REASON[info.reason](text)
+        elif detail.Unpack(retry):
+            delay = min(max(retry.retry_delay.ToNanoseconds() / 1e9, 0.0), LONGEST_RETRY_SECONDS)
+    if found is not None:
+        found.retry_after = delay
+    return found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import socketserver
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -21,10 +23,14 @@ _POLL_SECONDS = 0.05
 # A scrape is one short request: who takes longer to ask, or to shake hands, or to read, is cut off.
 CONNECTION_SECONDS = 10.0
 MAX_CONNECTIONS = 64
+MAX_CONNECTIONS_OF_A_HOST = 16  # so that no one host keeps the scraper out
 
 
 class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
-    """A thread for each connection, up to a limit; more are closed at once. `secure` wraps each in TLS, or not."""
+    """A thread for each connection, up to a limit; more are closed at once. `secure` wraps each in TLS, or not.
+
+    A connection is over when its time is: a timeout alone would begin anew with every byte that comes.
+    """
 
     daemon_threads = True
     block_on_close = False  # a connection that lies idle does not hold up the end of the process
@@ -32,23 +38,49 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
     secure: Callable[[socket.socket], socket.socket] = staticmethod(lambda plain: plain)
 
     def server_activate(self) -> None:
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        # A second handle on each socket (TLS takes the first away), its host, and when its time is over.
+        self._open: dict[socket.socket, tuple[str, float]] = {}
+        self._lock = threading.Lock()
         super().server_activate()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
+        host = str(client_address[0])
+        with self._lock:
+            full = len(self._open) >= MAX_CONNECTIONS
+            if full or sum(host == other for other, _ in self._open.values()) >= MAX_CONNECTIONS_OF_A_HOST:
+                self.shutdown_request(request)
+                return
+            handle = request.dup()
+            self._open[handle] = host, time.monotonic() + CONNECTION_SECONDS
+        try:
+            super().process_request((request, handle), client_address)
+        except RuntimeError:  # no thread can be had
+            self._over(handle)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        plain, handle = request
         try:
-            request.settimeout(CONNECTION_SECONDS)
-            super().process_request_thread(self.secure(request), client_address)
+            plain.settimeout(CONNECTION_SECONDS)
+            super().process_request_thread(self.secure(plain), client_address)
         except OSError:
-            self.shutdown_request(request)  # its handshake failed, or took too long
+            self.shutdown_request(plain)  # its handshake failed, or took too long
         finally:
-            self._free.release()
+            self._over(handle)
+
+    def _over(self, handle: socket.socket) -> None:
+        with self._lock:
+            del self._open[handle]
+            handle.close()
+
+    def service_actions(self) -> None:
+        """Called every _POLL_SECONDS: hangs up on those whose time is over."""
+        now = time.monotonic()
+        with self._lock:
+            late = [handle for handle, (_, until) in self._open.items() if until <= now]
+            for handle in late:
+                with contextlib.suppress(OSError):  # it hung up itself
+                    handle.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Who hangs up, or is cut off, in the middle of a scrape is no news."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -153,6 +153,19 @@ def _error_of(error: Exception) -> PSError:
     return PSError("internal error; the server's log says more")
 
 
+def _refuse(context: grpc.ServicerContext, error: Exception, labels: _Labels, begun: float) -> NoReturn:
+    """Ends a call with an error.
+
+    Not in the frame that caught it: one that keeps the error, whose traceback names the frame, would keep the request
+    too, megabytes of it, until the collector of cycles comes by.
+    """
+    known = _error_of(error)
+    labels.ended(known.code.name, begun)
+    set_error(context, known)
+    context.abort(known.code, str(known))  # raises, as gRPC wants it
+    raise AssertionError
+
+
 def _observe_unary(behaviour: Callable[..., Any], labels: _Labels, read: _Reader) -> Callable[..., Any]:
     def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
         begun = time.perf_counter()
@@ -167,10 +180,7 @@ def _observe_unary(behaviour: Callable[..., Any], labels: _Labels, read: _Reader
             labels.ended("CANCELLED", begun)
             raise
         except Exception as error:
-            known = _error_of(error)
-            labels.ended(known.code.name, begun)
-            set_error(context, known)
-            context.abort(known.code, str(known))  # raises, as gRPC wants it
+            _refuse(context, error, labels, begun)
         labels.sent.inc()
         labels.ended("OK", begun)
         return response

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import gc
 import json
 import logging
@@ -21,6 +23,7 @@ from ps_server.limits import add_limits, limits_of
 DEFAULT_METRICS_PORT = 9100
 SWITCH_SECONDS = 0.0005
 DRAIN_SECONDS = 15.0
+_M_ARENA_MAX = -8  # of mallopt(3)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -166,11 +169,24 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _share_memory_pool() -> None:
+    """Has all threads take memory from one pool of the C library.
+
+    By default glibc gives threads pools of their own, and what one of them frees is of no use to the others: with
+    buckets passing through dozens of threads, a shard kept half of its weights and optimizer state again in free
+    memory. With one pool rounds are no slower (measured). To give freed buckets back to the system at once
+    (M_MMAP_THRESHOLD) doubles the time of a round: fresh pages have to be cleared.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # another C library: it has ways of its own
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
 def _serve(arguments: argparse.Namespace) -> int:
     """Runs one server process until it is told to stop."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):  # before the imports: they take seconds, in which it may be told to
         signal.signal(number, lambda *_: stop.set())
+    _share_memory_pool()
     from ps_protocol.credentials import tls
     from ps_server.app import Server, ServerConfig
     from ps_server.supervisor import await_coordinator, watch_lifeline
@@ -229,6 +245,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     # Told once, it finishes what it has; told again, it ends at once.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os._exit(128 + number))
-    server.drain(DRAIN_SECONDS)
+    if coordinates or not arguments.supervised:  # the parent stops the coordinator first, which has seen to it
+        server.drain(DRAIN_SECONDS)
     server.stop()
     return 0

@@ -38,7 +38,7 @@ from ps_server.jobs import CoordinatedJob, Shard, Watcher, make_job
 from ps_server.keeping import Keeping
 from ps_server.leasing import lease_data
 from ps_server.limits import DEFAULTS, Limits
-from ps_server.retiring import retire, retire_ghosts
+from ps_server.retiring import lose_place, retire, retire_ghosts
 from ps_server.shard_client import ShardClient, on_all
 from ps_server.shard_directory import ShardDirectory
 
@@ -47,7 +47,6 @@ log = logging.getLogger("ps_server")
 DEFAULT_LEASE_SECONDS = 10.0
 LEASE_KEY_BYTES = 16
 CHECKPOINT_SECONDS = 300.0
-LAST_CHECKPOINT_SECONDS = 10.0
 RECOVERY_LOOK_SECONDS = 0.25
 REASONS_KEPT = 64
 
@@ -183,13 +182,10 @@ class Coordinator:
     def drain(self, seconds: float) -> None:
         """Admits no job and no worker any more, and makes a last checkpoint of each job."""
         self._draining = True
-        until = time.monotonic() + seconds
         checkpoints = [job.checkpoints for job in self.jobs().values() if job.checkpoints is not None]
         with ThreadPoolExecutor(max(1, len(checkpoints)), "drain") as pool:
-            for done in [pool.submit(each.request, max(0.0, until - time.monotonic())) for each in checkpoints]:
-                error = done.exception()
-                if error is not None:
-                    log.warning("stopping without a last checkpoint: %s", error)
+            for each in checkpoints:
+                pool.submit(each.last_one, seconds, standing=False)
 
     def _check_open(self) -> None:
         if self._draining:
@@ -244,6 +240,10 @@ class Coordinator:
                 raise NotFound(f"job {name!r} ended")
             self._check_whole(job)
             with job.guard:
+                seated = job.membership.seated(newcomer.attempt, time.monotonic())
+            if seated is not None:  # a repeat: the answer to the first call was lost, or is on its way
+                return self._seat(job, seated)
+            with job.guard:
                 rank = job.membership.claim(rank, newcomer)
                 # Shards remember every rank that there ever was, so that a repeat is known: there must be a last one.
                 if rank >= self._limits.workers:
@@ -257,10 +257,10 @@ class Coordinator:
                 clock = max(frontiers)
                 on_all(self._pool, clients, lambda c: c.admit(name, rank, incarnation, clock, key))
             except PSError:
-                retire(job, rank, incarnation, self.shards())
+                lose_place(job, rank, incarnation, self.shards())
                 raise
             where = newcomer.pid, newcomer.host, newcomer.metrics_address
-            member = Member(rank, incarnation, time.monotonic() + self.lease, clock, *where, key)
+            member = Member(rank, incarnation, time.monotonic() + self.lease, clock, *where, key, newcomer.attempt)
             with job.guard:
                 job.membership.join(member)
             job.data.gone(rank, incarnation - 1)
@@ -271,8 +271,11 @@ class Coordinator:
             "job %s: worker %d joins at clock %d (incarnation %d), metrics at %s",
             *(name, rank, clock, incarnation, newcomer.metrics_address or "no address"),
         )
-        state = job.checkpoints.state_of(rank) if job.checkpoints is not None else None
-        return Seat(member, clock, job.placement, job.restore_count, state)
+        return self._seat(job, member)
+
+    def _seat(self, job: CoordinatedJob, member: Member) -> Seat:
+        state = job.checkpoints.state_of(member.rank) if job.checkpoints is not None else None
+        return Seat(member, member.clock, job.placement, job.restore_count, state)
 
     def heartbeat(self, name: str, rank: int, incarnation: int, clock: int, key: bytes = b"") -> int:
         """Renews a lease; answers with the number of live workers."""
@@ -301,21 +304,14 @@ class Coordinator:
                 return job.ended
             log.info("job %s: worker %d leaves", name, rank)
             if empty:
-                self._last_checkpoint(job)
+                if job.checkpoints is not None:
+                    job.checkpoints.last_one()
                 self._end(job)
                 return True
             retire(job, rank, incarnation, self.shards())
             self._save()
             job.announce()
         return False
-
-    def _last_checkpoint(self, job: CoordinatedJob) -> None:
-        """What the job ends with, for who wants to export it or to go on."""
-        if job.checkpoints is not None:
-            try:
-                job.checkpoints.request(LAST_CHECKPOINT_SECONDS, final=True)
-            except PSError as error:
-                log.warning("job %s: ends without a last checkpoint: %s", job.spec.name, error)
 
     def watch(self, name: str, watcher: Watcher) -> Callable[[], None]:
         """Calls back with the roster now and after every change, and with None at the end. Returns how to stop it."""

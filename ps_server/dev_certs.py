@@ -53,7 +53,7 @@ def write(directory: Path, hosts: Iterable[str] = (), days: int = 365, split: bo
         made = _make(["localhost", "127.0.0.1", "::1", socket.gethostname(), *hosts], days)
         for path in (directory / name for name in wanted):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _write(path, made[path.name], 0o600 if path.suffix == ".key" else 0o644)
+            _write(path, made[path.name], 0o644 if path.suffix == ".pem" else 0o600)
     except OSError as error:
         raise InvalidRequest(f"cannot write to {directory} ({error.strerror})") from None
     return True

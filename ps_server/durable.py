@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class DurableJob:
     spec:    as plain data
     run:     tells this job from earlier ones of its name
     held_by: by shard, the process that holds the job's part
+    lost_steps, redone_steps, unaccounted: what set-backs have cost; see jobs.CoordinatedJob
     """
 
     spec: dict[str, Any]
@@ -52,6 +53,9 @@ class DurableJob:
     restore_count: int
     started: bool
     workers: tuple[DurableWorker, ...]
+    lost_steps: int = 0
+    redone_steps: int = 0
+    unaccounted: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 def save(directory: Path, jobs: Mapping[str, DurableJob]) -> None:
@@ -78,6 +82,7 @@ def load(directory: Path) -> dict[str, DurableJob]:
 def _job(data: dict[str, Any]) -> DurableJob:
     data["placement"] = tuple(data["placement"])
     data["held_by"] = {int(shard): process for shard, process in data["held_by"].items()}
+    data["unaccounted"] = {int(rank): tuple(clocks) for rank, clocks in data["unaccounted"].items()}
     data["workers"] = tuple(DurableWorker(**worker) for worker in data["workers"])
     return DurableJob(**data)
 

@@ -26,7 +26,7 @@ from ps_server.capture import Capture, Captured
 from ps_server.checkpoints import CheckpointStore, Part
 from ps_server.core.bucket import Add, Step
 from ps_server.core.data_commits import Committed
-from ps_server.core.shard_job import Push, PushKind, SharedPush, Staged
+from ps_server.core.pushes import Push, PushKind, SharedPush, Staged
 from ps_server.core.snapshot import BucketImage, Extent
 from ps_server.core.weights import Gradient
 from ps_server.ledger import Ledger
@@ -45,7 +45,7 @@ class Engine:
     write_pull, write_shared: how a pull's messages are written, over the network and by way of a segment
     apply_threads: threads that add gradients and step optimizers; buckets go in parallel, one bucket in order
     shared_directory: where workers on this host leave segments that are files
-    staged_limit: bytes that one worker of a job may have staged
+    staged_limit: bytes of a job that may be staged; None: derived from its size
     checkpoints: where checkpoints are; None: there are none
     index:       of this shard: its part of a checkpoint is called after it
     caller_limit: bytes that one caller may have staged, over all its workers
@@ -59,7 +59,7 @@ class Engine:
         write_shared: WritePull,
         apply_threads: int = 1,
         shared_directory: Path = DEFAULT_SHARED_DIRECTORY,
-        staged_limit: int = 2**63,
+        staged_limit: int | None = None,
         checkpoints: CheckpointStore | None = None,
         index: int = 0,
         norm_limit: float = math.inf,

@@ -40,8 +40,8 @@ class CoordinatedJob:
     run:   tells this job from earlier ones of its name
     held_by: by shard, the process that holds the job's part; where another process has the shard now, the part is lost
     restore_count: how many times the whole job was set back to a checkpoint
-    unaccounted:   after a shard was set back: by rank, the clock that it still has of the worker. What the worker had
-                   done since is lost there; how much that is, it says when it comes back.
+    unaccounted:   after a shard was set back: by rank, the clock that it still has of the worker, and the one that was
+                   heard last. What the worker had done since is lost there; how much, it says when it comes back.
     lost_steps, redone_steps: by workers, of which a shard lost the updates (ssp, async); that are made again (sync)
     """
 
@@ -53,7 +53,7 @@ class CoordinatedJob:
     run: str
     held_by: dict[int, int]
     restore_count: int = 0
-    unaccounted: dict[int, int] = field(default_factory=dict)
+    unaccounted: dict[int, tuple[int, int]] = field(default_factory=dict)
     lost_steps: int = 0
     redone_steps: int = 0
     checkpoints: JobCheckpoints | None = None
@@ -106,8 +106,9 @@ class CoordinatedJob:
 
     def account(self, rank: int, clock: int) -> None:
         """Books what a worker had done, and a shard that was set back has not: lost, or to be made again."""
-        restored = self.unaccounted.pop(rank, None)
-        if restored is not None and clock > restored:
+        restored, heard = self.unaccounted.pop(rank, (clock, clock))
+        clock = max(clock, heard)  # a new process in its place knows nothing of what it had done
+        if clock > restored:
             if self.spec.consistency.aggregate:
                 self.redone_steps += clock - restored
             else:
@@ -122,7 +123,9 @@ class CoordinatedJob:
         last_incarnation, restore_count = self.counts()
         placement, held_by, started = tuple(self.placement), dict(self.held_by), self.membership.started
         spec = job_spec_data(self.spec)
-        return DurableJob(spec, self.run, placement, held_by, last_incarnation, restore_count, started, workers)
+        booked = self.lost_steps, self.redone_steps, dict(self.unaccounted)
+        counts = last_incarnation, restore_count, started
+        return DurableJob(spec, self.run, placement, held_by, *counts, workers, *booked)
 
 
 def make_job(spec: JobSpec, shards: Mapping[int, Shard], shard_count: int, lease: float, run: str) -> CoordinatedJob:
@@ -140,6 +143,7 @@ def job_that_ran(kept: DurableJob, spec: JobSpec, shard_count: int, lease: float
     job = make_job(spec, {}, shard_count, lease, kept.run)
     membership = job.membership
     membership.last_incarnation, job.restore_count = kept.last_incarnation, kept.restore_count
+    job.lost_steps, job.redone_steps, job.unaccounted = kept.lost_steps, kept.redone_steps, dict(kept.unaccounted)
     for worker in kept.workers:
         key = bytes.fromhex(worker.key)
         place_of = worker.pid, worker.host, worker.metrics_address

@@ -28,8 +28,8 @@ class Limits:
     samples:        of one loader, in an elastic job
     leases:         batches of one loader that one worker may have leased
     calls:          in flight of one caller (a token or certificate, from one host)
+    staged_bytes:   of a job, pushed to one shard and held back there for other workers; None: derived from its size
     all_calls:      in flight of all callers together, but for health checks
-    staged_bytes:   pushed by one worker of a job and not applied yet, on one shard
     state_bytes:    of what a worker saves of its own for a checkpoint
     caller_bytes:   pushed by one caller, as whatever workers, and not applied yet, on one shard
     push_norm:      the L2 norm of the gradient in one push, which is one bucket's
@@ -50,8 +50,8 @@ class Limits:
     samples: int = 2**40
     leases: int = 1_024
     calls: int = 512
+    staged_bytes: int | None = None
     all_calls: int = 16_384
-    staged_bytes: int = 64 * 2**30
     state_bytes: int = 16 * 2**20
     caller_bytes: int = 64 * 2**30
     push_norm: float = math.inf
@@ -87,8 +87,8 @@ _TEXTS = {
     "samples": "samples of a loader whose data is leased",
     "leases": "batches of one loader that one worker may have leased",
     "calls": "calls in flight of one caller from one host",
+    "staged_bytes": "bytes of a job that a shard holds back for others (by default a quarter of its weights)",
     "all_calls": "calls in flight of all callers together",
-    "staged_bytes": "bytes that one worker has pushed and that are not applied yet",
     "state_bytes": "bytes of a worker's own part of a checkpoint",
     "caller_bytes": "bytes that one caller has pushed, as whatever workers, and that are not applied yet",
     "push_norm": "L2 norm of the gradient in one push, which is one bucket's",

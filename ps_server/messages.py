@@ -17,7 +17,7 @@ from ps_server.capture import Captured
 from ps_server.checkpoints import Part
 from ps_server.core.bucket import Verdict
 from ps_server.core.membership import Newcomer, Seat
-from ps_server.core.shard_job import Push, PushKind, SharedBucket, SharedPush, Staged
+from ps_server.core.pushes import Push, PushKind, SharedBucket, SharedPush, Staged
 from ps_server.core.snapshot import Extent
 from ps_server.lease_messages import loader_data, ranges_of
 
@@ -161,9 +161,8 @@ def retire_request(job: str, rank: int, incarnation: int) -> control_pb2.RetireW
 
 def newcomer(request: control_pb2.JoinJobRequest) -> Newcomer:
     """Who asks to join."""
-    return Newcomer(
-        request.pid, request.host, request.metrics_address, request.previous_incarnation or None, request.clock
-    )
+    where = request.pid, request.host, request.metrics_address
+    return Newcomer(*where, request.previous_incarnation or None, request.clock, request.attempt)
 
 
 def join_response(seat: Seat, lease: float, where: job_pb2.ShardMap) -> control_pb2.JoinJobResponse:

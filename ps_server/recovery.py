@@ -110,7 +110,8 @@ class Recovery:
             job.membership.last_incarnation = incarnation
         for member in members:
             job.account(member.rank, member.clock)  # of an earlier time: it never came back
-            job.unaccounted[member.rank] = min(manifest.clocks.get(member.rank, 0), manifest.clock)
+            restored = min(manifest.clocks.get(member.rank, 0), manifest.clock)
+            job.unaccounted[member.rank] = restored, member.clock
         if job.spec.consistency.aggregate:
             job.restore_count += 1
             job.ghosts.clear()

@@ -18,6 +18,17 @@ def retire(job: CoordinatedJob, rank: int, incarnation: int, shards: Mapping[int
     job.data.gone(rank, incarnation)
 
 
+def lose_place(job: CoordinatedJob, rank: int, incarnation: int, shards: Mapping[int, Shard]) -> None:
+    """A join failed half way: on some shards it has fenced whoever held the rank, who has to learn of it."""
+    with job.guard:
+        older = job.membership.members.get(rank)
+        if older is not None:
+            job.membership.leave(rank, older.incarnation)
+    retire(job, rank, incarnation, shards)
+    if older is not None:
+        job.announce()
+
+
 def retire_ghosts(job: CoordinatedJob, shards: Mapping[int, Shard]) -> None:
     """Tells the shards whom to retire, until each has heard: a ghost would be waited for for ever."""
     for ghost in sorted(job.ghosts):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 
 class Retry:
     """Repeats a call that failed for a passing reason, with growing pauses, for a stated time.
+
+    Where the peer says when to try again, that is obeyed, and is no failure, however often it says so.
 
     peer:    who is called, for messages, ending in its address
     timeout: seconds without any progress after which the last error is raised as Unreachable
@@ -63,6 +66,10 @@ class Retry:
             untrusted = refusal(self._peer.rpartition(" ")[2], self._access)
             if untrusted is not None:
                 raise untrusted from None
+        if error.retry_after is not None:  # it lives, and has said when there may be room
+            self.progressed()
+            self._closing.wait(error.retry_after * random.uniform(1.0, 1.5))
+            return
         passed = time.monotonic() - self._since
         if passed >= self._timeout:
             raise Unreachable(f"gave up after {self._timeout:g} s: {error}") from None
@@ -123,7 +130,8 @@ class CoordinatorClient:
 
         previous, clock: of a worker that comes back, its last incarnation and the steps it had finished
         """
-        request = messages.join_request(job, rank, pid, host, metrics, previous, clock)
+        # One number for all repeats: whichever arrives, and however late, they are one wish to join.
+        request = messages.join_request(job, rank, pid, host, metrics, previous, clock, secrets.randbits(63))
         return messages.place(job, self._call(self._stub.JoinJob, request))
 
     def heartbeat(self, who: Identity, clock: int, timeout: float) -> None:
@@ -132,6 +140,10 @@ class CoordinatorClient:
             self._stub.Heartbeat(messages.heartbeat_request(who, clock), timeout=timeout)
         except grpc.RpcError as error:
             raise error_from(error, f"coordinator at {self.address}") from None
+
+    def save_state(self, who: Identity, clock: int, state: bytes) -> None:
+        """Sends a worker's own part of a checkpoint."""
+        self._call(self._stub.SaveWorkerState, messages.save_request(who, clock, state))
 
     def lease(self, who: Identity, ask: Lease) -> tuple[list[DataRange], bool]:
         """Batches of leased data, and whether the pass is complete."""

@@ -23,18 +23,24 @@ class ShareSampler(Sampler[int]):
 
     def __init__(self, size: int, share: Share, shuffle: bool, drop_last: bool, seed: int = 0) -> None:
         self._size = size
-        self._share = share
+        self.share = share
         self._shuffle = shuffle
         self._drop_last = drop_last
         self._seed = seed
         self.epoch = 0
+        self._fixed: tuple[int, int] | None = None
+        self._skip = 0
+
+    def begin(self, epoch: int, share: tuple[int, int] | None, skip: int = 0) -> None:
+        """The next epoch is this one, with this share, and begins after so many samples."""
+        self.epoch, self._fixed, self._skip = epoch, share, skip
 
     def __len__(self) -> int:
-        _, count = self._share()
+        _, count = self._fixed or self.share()
         return self._size // count if self._drop_last else -(-self._size // count)
 
     def __iter__(self) -> Iterator[int]:
-        index, count = self._share()
+        index, count = self._fixed or self.share()
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + self.epoch)
             order = torch.randperm(self._size, generator=generator).tolist()
@@ -44,19 +50,30 @@ class ShareSampler(Sampler[int]):
         length = (self._size // count if self._drop_last else -(-self._size // count)) * count
         while 0 < len(order) < length:
             order += order[: length - len(order)]
-        return iter(order[index:length:count])
+        skip, self._skip, self._fixed = self._skip, 0, None
+        return iter(order[index:length:count][skip:])
 
 
 class PreparedLoader:
-    """Yields the loader's batches on the session's device. Everything else is the loader's."""
+    """Yields the loader's batches on the session's device. Everything else is the loader's.
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device, timer: StepTimer) -> None:
+    begin: begins a loop over the batches; by default over the loader
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        device: torch.device,
+        timer: StepTimer,
+        begin: Callable[[], Iterator[Any]] | None = None,
+    ) -> None:
         self._loader = loader
+        self._begin = begin or loader.__iter__
         self._device = device
         self._timer = timer
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
+        batches = self._begin()
         while True:
             started = self._timer.now()
             try:

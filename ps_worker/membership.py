@@ -117,6 +117,12 @@ class Membership:
             assert self.place is not None
             return self.place
 
+    def await_change(self, place: Place) -> None:
+        """Waits a moment for the place that follows one."""
+        with self._changed:
+            self._doubted.set()
+            self._changed.wait_for(lambda: self.place is not place or self._error is not None, DOUBT_SECONDS)
+
     def await_started(self, place: Place) -> None:
         """Waits until every declared worker has joined: a job that goes on without some trains another model."""
         said = time.monotonic()

@@ -61,13 +61,17 @@ class Roster:
 
 @dataclass(frozen=True)
 class Pulled:
-    """One message of a pull: a bucket's payload, or (`waiting`) whom the shard waits for and why."""
+    """One message of a pull: a bucket's payload, or (`waiting`) whom the shard waits for and why.
+
+    checkpoint: this version is kept for a checkpoint, to which this worker's own state belongs
+    """
 
     bucket: int
     version: int
     waited: float
     payload: memoryview
     waiting: tuple[tuple[int, ...], str] | None
+    checkpoint: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,7 +205,7 @@ def shared_pulled(data: bytes) -> list[Pulled]:
 
 def _pulled(header: data_pb2.PullHeader, payload: memoryview) -> Pulled:
     waiting = (tuple(header.waiting.ranks), header.waiting.reason) if header.HasField("waiting") else None
-    return Pulled(header.bucket, header.version, header.waited_seconds, payload, waiting)
+    return Pulled(header.bucket, header.version, header.waited_seconds, payload, waiting, header.checkpoint)
 
 
 def _identity(who: Identity) -> data_pb2.WorkerIdentity:
@@ -226,7 +230,7 @@ def _shard_map(found: job_pb2.ShardMap) -> ShardMap:
 
 
 def join_request(
-    job: str, rank: int | None, pid: int, host: str, metrics: str, previous: int, clock: int
+    job: str, rank: int | None, pid: int, host: str, metrics: str, previous: int, clock: int, attempt: int
 ) -> control_pb2.JoinJobRequest:
     """Asks to take part, or to come back: `previous` is the incarnation before, 0 for a new process."""
     return control_pb2.JoinJobRequest(
@@ -237,6 +241,7 @@ def join_request(
         metrics_address=metrics,
         previous_incarnation=previous,
         clock=clock,
+        attempt=attempt,
     )
 
 
@@ -269,6 +274,13 @@ def heartbeat_request(who: Identity, clock: int) -> control_pb2.HeartbeatRequest
     """A sign of life."""
     return control_pb2.HeartbeatRequest(
         job=who.job, rank=who.rank, incarnation=who.incarnation, clock=clock, lease_key=who.key
+    )
+
+
+def save_request(who: Identity, clock: int, state: bytes) -> control_pb2.SaveWorkerStateRequest:
+    """A worker's own part of a checkpoint."""
+    return control_pb2.SaveWorkerStateRequest(
+        job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key, clock=clock, state=state
     )
 
 

@@ -18,18 +18,21 @@ from torch import nn
 from ps_protocol.errors import NonFiniteGradient, PSError, UnknownWorker
 from ps_protocol.job import HyperParameters, NonFinite
 from ps_protocol.layout import Bucket, bucket_layout
-from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters
 from ps_worker.client import CoordinatorClient
 from ps_worker.describe import describe
 from ps_worker.flat import FlatModel
 from ps_worker.leased import StepData
 from ps_worker.membership import Membership
-from ps_worker.messages import BucketPush, DataRange, Lease, Place
+from ps_worker.messages import DataRange, Lease, Place
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.optimizer import ServerOptimizer
+from ps_worker.outgoing import LiveGroups, bucket_push, is_left_out
 from ps_worker.overlap import Overlap
+from ps_worker.rewind import Rewind
 from ps_worker.server_options import ServerOptions
 from ps_worker.shards import Shards
+from ps_worker.state_sender import StateSender
+from ps_worker.transports import Landed
 
 log = logging.getLogger("ps_worker")
 
@@ -41,7 +44,7 @@ class _PlaceLost(Exception):
 class ParameterServer:
     """One worker of one job."""
 
-    def __init__(self, options: ServerOptions, metrics: WorkerMetrics) -> None:
+    def __init__(self, options: ServerOptions, metrics: WorkerMetrics, device: torch.device) -> None:
         self._options = options
         self._metrics = metrics
         self._coordinator = CoordinatorClient(options.server, options.link.timeout, options.link.access)
@@ -55,13 +58,14 @@ class ParameterServer:
             self._finished,
             self._moved,
         )
+        self._sender = StateSender(self._coordinator, self._members)
+        self.rewind = Rewind(device, self._sender.send)
         self._place: Place | None = None  # the one that the training thread is in; the membership may have a newer one
         self._shards: Shards | None = None
         self._flat: FlatModel | None = None
         self._begun = False
         self._lost: BaseException | None = None  # how the place that the training thread is in was lost
         self._pushed: list[Future[int]] = []  # of the buckets that left during backward
-        self._checked: list[HyperParameters] = []
         self._told: list[HyperParameters] | None = None  # what buckets that leave during backward are stepped with
         self.data = StepData()
         self._clock = 0
@@ -96,6 +100,11 @@ class ParameterServer:
         if self._closing:
             return
         self._closing = True
+        try:
+            self.rewind.close()
+        except Exception:
+            log.exception("this worker's state could not be caught")  # and it leaves all the same
+        self._sender.close()
         self._coordinator.closing.set()
         self._members.close()
         self._coordinator.close()
@@ -120,11 +129,16 @@ class ParameterServer:
             gradient_wire=options.gradient_wire,
             weight_wire=options.weight_wire,
         )
-        self._optimizer = optimizer
+        self._groups = LiveGroups(self._spec, optimizer)
         self._shard_map = self._coordinator.register(self._spec)
         self._layout = bucket_layout(self._spec.parameters, self._spec.bucket_bytes)
         self._overlap = Overlap([bucket for bucket in self._layout.buckets if not bucket.held], options.overlap)
         self._take_places(self._members.join())
+        assert self._place is not None
+        untrained = {i: tensor for i, tensor in enumerate(self._tensors) if self._spec.parameters[i].group is None}
+        self.rewind.watch(optimizer, untrained)
+        if self._place.state is not None:  # a worker of this rank was here before
+            self.rewind.go_back(self._place.state, self._clock)
         return model, ServerOptimizer(optimizer, self._step)
 
     # -- a place, taken and lost -------------------------------------------------------------------------------------
@@ -175,9 +189,11 @@ class ParameterServer:
             shards.pull(self._clock, held=True)
             self._settle()
         self._flat.begin_pull()
-        shards.pull(self._clock)
+        pulls = shards.pull(self._clock)
         self._settle()
         self._flat.end_pull()
+        if any(pull.result().checkpoint for pull in pulls):
+            self.rewind.want(self._clock)
         self._begun = True
         self._members.await_started(place)
         if self._members.place is not place:
@@ -206,13 +222,18 @@ class ParameterServer:
         self._pushed, self._told = [], None
         self._take_places(self._members.renewed(before, self._lost))
         self._lost = None
-        self._metrics.rejoined(not staged, self._clock)
-        log.warning(
-            "worker %d lost its place at clock %d and goes on at clock %d as incarnation %d; the step at hand is %s",
-            *(self.rank, clock, self._clock, self._place.identity.incarnation, "in" if staged else "lost"),
-        )
-        if self._place.restore_count > before.restore_count:
+        back = self._place.restore_count > before.restore_count
+        if back:
+            self._go_back()
             self.data.set_back()
+        else:
+            self.rewind.stepped()
+        self._metrics.rejoined(not staged and not back, self._clock)
+        log.warning(
+            "worker %d lost its place at clock %d and goes on at clock %d as incarnation %d; %s",
+            *(self.rank, clock, self._clock, self._place.identity.incarnation),
+            "the job was set back" if back else f"its last gradient {'counts' if staged else 'is lost'}",
+        )
         return staged
 
     # -- leased data -------------------------------------------------------------------------------------------------
@@ -248,6 +269,15 @@ class ParameterServer:
         if self._in_place(self._exchange_nothing) is not None:
             self.data.keep()  # nobody has seen it
 
+    def _go_back(self) -> None:
+        """This worker's own state becomes what it had saved for the checkpoint that the job goes on from."""
+        assert self._place is not None
+        if self._place.state is None:
+            log.warning("worker %d had saved no state: its place in the data stays what it is", self.rank)
+            return
+        self.rewind.go_back(self._place.state, self._clock)
+        self.rewind.settle()
+
     # -- step --------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -263,7 +293,7 @@ class ParameterServer:
         """Backward has finished one gradient: full buckets leave now, if they may. Runs on autograd's thread."""
         assert self._flat is not None
         if self._told is None:
-            self._told = self._hyper_parameters()
+            self._told = self._groups.read()
         ready = self._overlap.ready(parameter, self._flat.versions())
         # One that is not finite stays, and all after it: `step` will refuse them.
         if ready and not any(self._flat.saw_not_finite(bucket) for bucket in ready):
@@ -273,6 +303,7 @@ class ParameterServer:
 
     def _step(self) -> None:
         """One step; where this worker has lost its place, the step in which it takes another."""
+        self.rewind.stepping()
         self._metrics.timer.stepping()
         staged = self._in_place(self._exchange)
         if staged is not None:
@@ -298,12 +329,12 @@ class ParameterServer:
         assert self._shards is not None
         assert self._flat is not None
         absent = self._flat.gather()
-        groups = self._hyper_parameters()
+        groups = self._groups.read()
         told, self._told = self._told, None
         changed, left = self._overlap.finish(self._flat.versions(), absent, told is not None and groups != told)
         refused: NonFiniteGradient | None = None
         try:
-            skip = self._refuse_or_skip(absent, changed)
+            skip = is_left_out(self._flat.not_finite(absent, changed), self._options.non_finite, self._metrics)
         except NonFiniteGradient as error:
             if not left:
                 raise
@@ -320,7 +351,7 @@ class ParameterServer:
         if self._pushed:
             _, left = self._overlap.finish(self._flat.versions())
             self._told = None
-        self._send(set(), self._hyper_parameters(), True, left)
+        self._send(set(), self._groups.read(), True, left)
 
     def _send(self, absent: Set[int], groups: list[HyperParameters], skip: bool, left: Set[int]) -> None:
         """Pushes all buckets but those that have left, and pulls all."""
@@ -336,7 +367,7 @@ class ParameterServer:
         self._finish(pulls)
         self.data.pushed()
 
-    def _finish(self, pulls: list[Future[tuple[int, float]]]) -> None:
+    def _finish(self, pulls: list[Future[Landed]]) -> None:
         """Waits for a step's pushes and pulls, and counts them."""
         assert self._flat is not None
         timer = self._metrics.timer
@@ -353,45 +384,15 @@ class ParameterServer:
         sent = sum(push.result() for push in self._pushed)
         pulled = [pull.result() for pull in pulls]
         self._pushed = []
-        waited = max((seconds for _, seconds in pulled), default=0.0)
-        self._metrics.stepped(sent, sum(size for size, _ in pulled), pushed, waited, self._clock)
-
-    def _hyper_parameters(self) -> list[HyperParameters]:
-        """The groups' hyper-parameters now. Raises InvalidRequest for what the shards would refuse, before a push."""
-        found = [hyper_parameters(self._spec.optimizer, group) for group in self._optimizer.param_groups]
-        if found != self._checked:
-            for values in found:
-                check_hyper_parameters(self._spec.optimizer, values)
-            self._checked = found
-        return found
-
-    def _refuse_or_skip(self, absent: set[int], changed: bool) -> bool:
-        assert self._flat is not None
-        name = self._flat.not_finite(absent, changed)
-        if name is None:
-            return False
-        self._metrics.not_finite()
-        if self._options.non_finite is NonFinite.REFUSE:
-            raise NonFiniteGradient(
-                f"the gradient of {name} is not finite; it was not pushed "
-                "(prepare(..., non_finite='skip') leaves out such steps instead)"
-            )
-        log.warning("the gradient of %s is not finite; this step is skipped", name)
-        return True
+        waited = max((landed.waited for landed in pulled), default=0.0)
+        self._metrics.stepped(sent, sum(landed.size for landed in pulled), pushed, waited, self._clock)
+        if any(landed.checkpoint for landed in pulled):
+            self.rewind.want(self._clock)
+        self.rewind.stepped()
 
     def _push(self, bucket: Bucket, absent: Set[int], groups: list[HyperParameters], skip: bool) -> Future[int]:
         assert self._flat is not None
         assert self._shards is not None
-        parameters = self._spec.parameters
-        missing = [position for position, segment in enumerate(bucket.segments) if segment.parameter in absent]
-        mine = {parameters[segment.parameter].group for segment in bucket.segments}
-        push = BucketPush(
-            bucket=bucket,
-            clock=self._clock + 1,
-            absent=[] if skip else missing,
-            empty=skip or len(missing) == len(bucket.segments),
-            groups={group: groups[group] for group in mine if group is not None},
-            ranges=self.data.use(),
-        )
+        push = bucket_push(self._spec, bucket, self._clock + 1, absent, groups, skip, self.data.use())
         self._flat.leaving(bucket)
         return self._shards.push(push)

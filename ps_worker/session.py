@@ -157,10 +157,12 @@ class Session:
         seed: int = 0,
         ddp_options: Mapping[str, Any] | None = None,
     ) -> Any:
-        """A model, its optimizer and any number of loaders, ready to train; returned in the order given.
+        """A model, its optimizer, any number of loaders and schedulers, ready to train; returned in the order given.
 
         The model moves to `device` and starts from rank 0's weights; the optimizer steps wherever the mode says; a
-        loader yields this worker's share of the data, on `device`. Blocks until every declared worker is there.
+        loader yields this worker's share of the data, on `device`. Schedulers, and all else that has `state_dict` and
+        `load_state_dict`, come back as they are: should the job be set back to a checkpoint, so are they. Blocks until
+        every declared worker is there.
 
         bucket_bytes: size of a bucket in the model, a multiple of 64; by default one that travels as 4 MiB
         non_finite:   what to do with a gradient that holds an infinity or a NaN: "refuse" raises NonFiniteGradient and
@@ -176,10 +178,13 @@ class Session:
         models = [thing for thing in things if isinstance(thing, nn.Module)]
         optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
         loaders = [thing for thing in things if isinstance(thing, DataLoader)]
-        if len(models) + len(optimizers) + len(loaders) != len(things):
-            known = (nn.Module, torch.optim.Optimizer, DataLoader)
-            odd = next(type(thing).__name__ for thing in things if not isinstance(thing, known))
-            raise InvalidRequest(f"prepare takes a model, its optimizer and DataLoaders, got {odd}")
+        known = (nn.Module, torch.optim.Optimizer, DataLoader)
+        others = [thing for thing in things if not isinstance(thing, known)]
+        odd = next((type(thing).__name__ for thing in others if not _has_state(thing)), None)
+        if odd is not None:
+            raise InvalidRequest(
+                f"prepare takes a model, its optimizer, DataLoaders, and what has a state_dict (schedulers), got {odd}"
+            )
         if len(models) != len(optimizers) or len(models) > 1:
             raise InvalidRequest(
                 f"prepare takes one model together with its one optimizer, got {len(models)} and {len(optimizers)}"
@@ -198,6 +203,11 @@ class Session:
             made |= self._prepare_model(models[0], optimizers[0], options, ddp_options or {})
         for loader in loaders:
             made[id(loader)] = self._prepare_loader(loader, seed)
+        made |= {id(thing): thing for thing in others}
+        if isinstance(self._strategy, ParameterServer):
+            for thing in others:
+                self._strategy.rewind.add(thing)
+            self._strategy.rewind.settle()
         found = tuple(made[id(thing)] for thing in things)
         return found[0] if len(found) == 1 else found
 
@@ -224,6 +234,7 @@ class Session:
                     **options,
                 ),
                 self._metrics,
+                self.device,
             )
         elif ddp_options and isinstance(self._strategy, Ddp):
             self._strategy.options = ddp_options
@@ -247,14 +258,14 @@ class Session:
         timer, strategy = self._metrics.timer, self._strategy
         if isinstance(strategy, Single):
             return PreparedLoader(loader, self.device, timer)
-        shares = PreparedLoader(shard_loader(loader, strategy.share, seed), self.device, timer)
-        elastic = isinstance(strategy, ParameterServer) and not self._config.world_size
-        if not elastic or isinstance(loader.dataset, IterableDataset):
-            return shares
-        assert isinstance(strategy, ParameterServer)
+        share = shard_loader(loader, strategy.share, seed)
+        if not isinstance(strategy, ParameterServer):
+            return PreparedLoader(share, self.device, timer)
+        if self._config.world_size or isinstance(loader.dataset, IterableDataset):
+            return PreparedLoader(share, self.device, timer, strategy.rewind.add_loader(share).batches)
         leases = Leases(order_of(len(strategy.data.accounts), loader, seed), strategy.data, strategy)
         face = LeasedFace(self.device, timer, lambda: strategy.world_size)
-        return LeasedLoader(loader, shares, leases, face)
+        return LeasedLoader(loader, PreparedLoader(share, self.device, timer), leases, face)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -301,6 +312,10 @@ class Session:
             return Single()
         assert self._config.rank is not None
         return Ddp(self._config.rank, self._config.world_size, self.device)
+
+
+def _has_state(thing: Any) -> bool:
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
 def _policy(name: str) -> NonFinite:

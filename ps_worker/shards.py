@@ -18,7 +18,7 @@ from ps_protocol.layout import Bucket, Layout
 from ps_worker.flat import FlatModel
 from ps_worker.messages import BucketPush, Identity, ShardMap
 from ps_worker.shared_memory import share_memory
-from ps_worker.transports import NetworkTransport, ShardCalls, SharedTransport, Transport
+from ps_worker.transports import Landed, NetworkTransport, ShardCalls, SharedTransport, Transport
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class Shards:
         self._under_way.append(future)
         return future
 
-    def pull(self, clock: int, held: bool = False) -> list[Future[tuple[int, float]]]:
+    def pull(self, clock: int, held: bool = False) -> list[Future[Landed]]:
         """Asks every shard for the weights at a clock; `held`: for what no optimizer steps."""
         found = []
         for index, buckets in self._buckets.items():

@@ -10,7 +10,8 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 
@@ -30,6 +31,20 @@ log = logging.getLogger("ps_worker")
 DATA_SERVICE = DATA.services_by_name["DataService"].full_name
 PULL_SECONDS = 60.0
 PUSHES_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class Landed:
+    """What a pull brought.
+
+    size:       its bytes
+    waited:     seconds for which a bucket was held back at most
+    checkpoint: this worker's own state at this clock belongs to a checkpoint
+    """
+
+    size: int
+    waited: float
+    checkpoint: bool
 
 
 class ShardCalls:
@@ -56,12 +71,12 @@ class ShardCalls:
         clock: int,
         buckets: Sequence[Bucket],
         read: Callable[[bytes], list[Pulled]],
-        land: Callable[[Bucket, Pulled], None],
-    ) -> float:
-        """Fetches buckets, landing each as it comes; returns for how many seconds one was held back at most."""
+        land: Callable[[Bucket, Pulled], int],
+    ) -> Landed:
+        """Fetches buckets, landing each as it comes; `land` returns its bytes."""
         stream = self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")
         left = {bucket.index: bucket for bucket in buckets}
-        longest = 0.0
+        size, longest, checkpoint = 0, 0.0, False
         retry = Retry(self.peer, self._timeout, self.closing, self._access)
         while left:
             try:
@@ -71,11 +86,12 @@ class ShardCalls:
                         if found.waiting is not None:
                             log.warning("waiting at clock %d: %s", clock, found.waiting[1])
                             continue
-                        land(left.pop(found.bucket), found)
+                        size += land(left.pop(found.bucket), found)
                         longest = max(longest, found.waited)
+                        checkpoint = checkpoint or found.checkpoint
             except grpc.RpcError as error:
                 retry.failed(error_from(error, self.peer))
-        return longest
+        return Landed(size, longest, checkpoint)
 
     def close(self) -> None:
         """Closes the connection; calls in flight end."""
@@ -91,8 +107,8 @@ class Transport(Protocol):
     def push(self, push: BucketPush) -> Future[int]:
         """Done when the shard has staged it; the result is the payload's size in bytes."""
 
-    def pull(self, clock: int, buckets: Sequence[Bucket]) -> Future[tuple[int, float]]:
-        """Done when all have landed; the result is their size in bytes, and seconds that one was held back at most."""
+    def pull(self, clock: int, buckets: Sequence[Bucket]) -> Future[Landed]:
+        """Done when all have landed."""
 
     def close(self) -> None:
         """Ends the threads and the connection."""
@@ -133,19 +149,15 @@ class NetworkTransport:
 
         return self._pushers.submit(send)
 
-    def pull(self, clock: int, buckets: Sequence[Bucket]) -> Future[tuple[int, float]]:
+    def pull(self, clock: int, buckets: Sequence[Bucket]) -> Future[Landed]:
         """One stream for all buckets."""
 
-        def fetch() -> tuple[int, float]:
-            size = 0
+        def land(bucket: Bucket, found: Pulled) -> int:
+            self._flat.land(bucket, found.payload)
+            return len(found.payload)
 
-            def land(bucket: Bucket, found: Pulled) -> None:
-                nonlocal size
-                size += len(found.payload)
-                self._flat.land(bucket, found.payload)
-
-            waited = self._calls.pull("Pull", self._who, clock, buckets, lambda m: [messages.pulled(m)], land)
-            return size, waited
+        def fetch() -> Landed:
+            return self._calls.pull("Pull", self._who, clock, buckets, lambda m: [messages.pulled(m)], land)
 
         return self._puller.submit(fetch)
 
@@ -209,15 +221,15 @@ class SharedTransport:
             for push, future in items:
                 future.set_result(0 if push.empty else self._flat.gradient_bytes(push.bucket))
 
-    def pull(self, clock: int, buckets: Sequence[Bucket]) -> Future[tuple[int, float]]:
+    def pull(self, clock: int, buckets: Sequence[Bucket]) -> Future[Landed]:
         """One stream for all buckets; the shard writes them into the segment."""
 
-        def fetch() -> tuple[int, float]:
-            def land(bucket: Bucket, found: Any) -> None:
-                self._flat.land_shared(bucket)
+        def land(bucket: Bucket, found: Pulled) -> int:
+            self._flat.land_shared(bucket)
+            return self._flat.weight_bytes(bucket)
 
-            waited = self._calls.pull("PullShared", self._who, clock, buckets, messages.shared_pulled, land)
-            return sum(self._flat.weight_bytes(bucket) for bucket in buckets), waited
+        def fetch() -> Landed:
+            return self._calls.pull("PullShared", self._who, clock, buckets, messages.shared_pulled, land)
 
         return self._puller.submit(fetch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -44,12 +45,13 @@ def opening(path: str, size: int) -> bytes:
 class Dripping:
     """Connections on each of which one byte is sent every `pause` seconds, from one thread, until `stop`."""
 
-    def __init__(self, address: str, count: int, prefix: bytes, drops: bytes, pause: float) -> None:
-        """prefix: sent at once on each; drops: what is sent byte by byte, over and over."""
+    def __init__(self, address: str, count: int, prefix: bytes, drops: bytes, pause: float, source: str) -> None:
+        """prefix: sent at once on each; drops: what is sent byte by byte, over and over; source: our address."""
         host, _, port = address.rpartition(":")
-        self._sockets = [socket.create_connection((host, int(port)), 20.0) for _ in range(count)]
+        self._sockets = [socket.create_connection((host, int(port)), 20.0, (source, 0)) for _ in range(count)]
         for one in self._sockets:
-            one.sendall(prefix)
+            with contextlib.suppress(OSError):  # hung up on already
+                one.sendall(prefix)
         self._drops, self._pause = drops, pause
         self.sent = 0
         self.refused = 0

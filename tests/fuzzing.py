@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +29,7 @@ from ps_protocol.v1 import control_pb2, data_pb2
 from ps_server import messages
 from ps_server.checkpoints import CheckpointStore, Manifest
 from ps_server.coordinator import Coordinator
-from ps_server.core.shard_job import Push, PushKind
+from ps_server.core.pushes import Push, PushKind
 from ps_server.engine import Engine
 from ps_server.metrics import ShardMetrics
 from ps_server.services import ClusterService, DataService, JobService, ShardService
@@ -82,7 +83,8 @@ class Target:
     def __init__(self) -> None:
         self._level = logging.getLogger("ps_server").level
         logging.getLogger("ps_server").setLevel(logging.CRITICAL)
-        self._files = tempfile.TemporaryDirectory()
+        # In memory where there is such a place: what is flushed to a disk would be most of the time.
+        self._files = tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
         self.store = CheckpointStore(Path(self._files.name))
         self.engine = Engine(
             ShardMetrics(CollectorRegistry()),

@@ -13,7 +13,7 @@ import contextlib
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import grpc
@@ -38,14 +38,14 @@ class Broken(grpc.RpcError):  # type: ignore[misc]  # grpcio ships no types
 class RpcFaults(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]
     """Makes calls go wrong, each kind with the same chance.
 
-    chance: of each kind
-    spared: methods that always work
+    chance: of each kind; may be changed on the way. At 1 every call is lost.
+    only:   the methods that may fail; None: all
     """
 
-    def __init__(self, seed: int, chance: float = 0.25, spared: Sequence[str] = ()) -> None:
+    def __init__(self, seed: int, chance: float = 0.25, only: Collection[str] | None = None) -> None:
         self._seed = seed
-        self._chance = chance
-        self._spared = spared
+        self.chance = chance
+        self._only = only
         self._lock = threading.Lock()
         self._calls: Counter[str] = Counter()
         self._repeats: list[threading.Thread] = []
@@ -78,8 +78,9 @@ class RpcFaults(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercep
             self._calls[method] += 1
             draw = random.Random(f"{self._seed} {method} {self._calls[method]}")
             point = draw.random()
-            found = [kind for index, kind in enumerate(KINDS) if index <= point / self._chance < index + 1]
-            kind = found[0] if found and method not in self._spared else "none"
+            place = int(point / self.chance) if self.chance else len(KINDS)
+            fails = place < len(KINDS) and (self._only is None or method in self._only)
+            kind = KINDS[place] if fails else "none"
             self.counts[method, kind] += 1
             return kind, draw.randrange(4)
 
@@ -116,12 +117,12 @@ class _Stream:
             yield message
             count += 1
         if self._heard is not None:
-            if self._call is not None:
-                self._call.cancel()
+            self.cancel()
             raise Broken
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._call, name)
+    def cancel(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
 
 
 def break_calls(monkeypatch: pytest.MonkeyPatch, faults: RpcFaults) -> None:

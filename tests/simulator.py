@@ -19,7 +19,8 @@ from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import parse_mode
 from ps_protocol.tensors import bytes_of
 from ps_server.core.bucket import Add, Step
-from ps_server.core.shard_job import Push, PushKind, ShardJob
+from ps_server.core.pushes import Push, PushKind
+from ps_server.core.shard_job import ShardJob
 
 # -- a small job and its pushes --------------------------------------------------------------------------------------
 
@@ -116,7 +117,8 @@ class Simulation:
         self.pace |= {"die": self.random.choice([1, 4]), "join": self.random.choice([1, 4])}
         self.spec = job_spec(mode)
         self.bound = self.spec.consistency.max_staleness
-        self.shards = [ShardJob(self.spec, [0, HELD]), ShardJob(self.spec, [1])]
+        room = self.random.choice([1, 128, 256, None])  # the most that may be staged on a shard; a push has 128 bytes
+        self.shards = [ShardJob(self.spec, [0, HELD], room), ShardJob(self.spec, [1], room)]
         self.home = {index: shard for shard in self.shards for index in shard.buckets}
         self.incarnations = 0
         self.live: dict[int, Worker] = {}

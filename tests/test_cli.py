@@ -441,7 +441,8 @@ def test_a_signal_ends_workers_that_wait_to_be_started_again(start: Start, tmp_p
     fails = script(tmp_path, "sys.exit(3)")
     command = start("-m", "ps_worker", "run", "--server", "h:1", "--max-restarts", "60", fails)
     until(lambda: "restart 3 of 60" in command.err)
-    assert command.end(signal.SIGTERM) == 128 + signal.SIGTERM
+    command.process.send_signal(signal.SIGTERM)
+    assert command.process.wait(END_SECONDS) == 128 + signal.SIGTERM
 
 
 def test_in_ddp_no_worker_is_started_again_alone(tmp_path: Path) -> None:

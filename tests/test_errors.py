@@ -118,6 +118,24 @@ def test_only_what_may_pass_is_worth_a_retry() -> None:
     assert {error.__name__ for error in ERRORS if error.retryable} == {"TryLater", "Backlogged"}
 
 
+def test_a_refusal_says_when_to_come_back(channel: grpc.Channel) -> None:
+    assert failing(channel, "BACKLOGGED words").retry_after == errors.Backlogged.retry_after
+    assert failing(channel, "LIMIT_EXCEEDED words").retry_after is None
+
+
+def test_nobody_is_kept_waiting_for_ever_by_a_number() -> None:
+    class Call(grpc.RpcError):
+        def details(self) -> str:
+            return "words"
+
+        def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+            error = errors.Backlogged("words")
+            error.retry_after = 1e9
+            return (("grpc-status-details-bin", status_of(error).SerializeToString()),)
+
+    assert error_from(Call(), PEER).retry_after == errors.LONGEST_RETRY_SECONDS
+
+
 def test_the_tree_in_the_docstring_is_the_tree() -> None:
     drawn: list[tuple[str, str]] = []
     path = {0: "PSError"}

@@ -106,8 +106,10 @@ DRIPPING = 100
 
 
 @contextlib.contextmanager
-def dripping(address: str, prefix: bytes, drops: bytes, pause: float = 0.05) -> Iterator[Dripping]:
-    clients = Dripping(address, DRIPPING, prefix, drops, pause)
+def dripping(
+    address: str, prefix: bytes, drops: bytes, pause: float = 0.05, source: str = "127.0.0.1"
+) -> Iterator[Dripping]:
+    clients = Dripping(address, DRIPPING, prefix, drops, pause, source)
     try:
         yield clients
     finally:
@@ -137,11 +139,19 @@ def test_clients_that_shake_hands_byte_by_byte_delay_nobody_and_are_cut_off(make
         until(lambda: clients.refused == DRIPPING, "the end of every connection")
 
 
-def test_scrapers_that_ask_byte_by_byte_leave_the_cluster_alone(make_cluster: MakeCluster) -> None:
+@pytest.mark.parametrize("prefix", [b"GET /metrics HTTP/1.1\r\n", b""])
+def test_scrapers_that_ask_byte_by_byte_keep_nobody_else_out_and_are_cut_off(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, prefix: bytes
+) -> None:
+    """Their timeout alone would begin anew with every byte."""
+    monkeypatch.setattr("ps_protocol.scrape.CONNECTION_SECONDS", 3.0)
     cluster = make_cluster(shards=1)
-    with dripping(cluster.servers[0].metrics_address, b"GET /metrics HTTP/1.1\r\n", b"x") as clients:
+    address = cluster.servers[0].metrics_address
+    with dripping(address, prefix, b"x", source="127.0.0.2") as clients:
+        assert scrape(address), "who scrapes from another host is answered"
         assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
-        assert clients.sent
+        until(lambda: clients.refused == DRIPPING, "the end of every connection")
+    assert scrape(address)
 
 
 UNREAD = 80

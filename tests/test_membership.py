@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ps_protocol.errors import Fenced, InvalidRequest, UnknownWorker
@@ -103,4 +105,41 @@ def test_the_same_worker_joining_twice_is_not_two_workers() -> None:
 def test_an_elastic_job_starts_with_whoever_is_there() -> None:
     membership = Membership(world_size=0, lease=LEASE)
     join(membership)
+    assert membership.started
+
+
+def test_a_repeated_join_gets_the_place_that_was_given_already() -> None:
+    membership = Membership(world_size=2, lease=10.0)
+    first = Member(0, membership.next_incarnation(), expires=10.0, attempt=77)
+    membership.join(first)
+    membership.join(Member(1, membership.next_incarnation(), expires=10.0))
+    assert membership.seated(77, now=4.0) == replace(first, expires=14.0), "and its lease begins anew"
+    assert membership.seated(78, now=4.0) is None
+    assert membership.seated(0, now=4.0) is None, "no number is nobody's"
+    membership.leave(0, first.incarnation)
+    assert membership.seated(77, now=4.0) is None
+
+
+def test_after_it_was_set_back_a_job_starts_with_those_who_came_back_in_time() -> None:
+    membership = Membership(world_size=2, lease=LEASE)
+    join(membership)
+    join(membership)
+    membership.set_back(now=100.0)
+    assert not membership.started
+    join(membership, 0)
+    assert membership.give_up(now=105.0) == []
+    assert not membership.started
+    assert membership.give_up(now=110.0) == [1]
+    assert membership.started
+
+
+def test_if_nobody_came_back_in_time_all_declared_workers_are_waited_for_again() -> None:
+    membership = Membership(world_size=2, lease=LEASE)
+    join(membership)
+    join(membership)
+    membership.set_back(now=100.0)
+    assert membership.give_up(now=110.0) == [0, 1]
+    join(membership, 0)
+    assert not membership.started
+    join(membership, 1)
     assert membership.started

@@ -114,7 +114,7 @@ def test_a_pull_beyond_the_bound_is_found(bound: int, found: set[str]) -> None:
     for step in range(1, 6):
         slow.attempted.append(step)
         slow.done[step] = step
-    fast.seen = [(5, {0: [5, 5], 1: [3, 2]})]  # one bucket has only two of the other's steps, at clock 5
+    fast.seen = [(5, {0: [5, 5], 1: [3, 2]}, 0.0)]  # one bucket has only two of the other's steps, at clock 5
     assert kinds(too_stale([fast, slow], rules)) == found
     assert too_stale([fast, slow], replace(rules, bound=None)) == []
 

@@ -12,9 +12,10 @@ from conftest import Cluster, in_parallel, until
 from raw_worker import RawWorker, vector_job
 
 from ps_protocol.errors import CheckpointDamaged, Fenced, JobMismatch, NoCheckpoints, NotFound, TryLater, UnknownWorker
-from ps_server import status
+from ps_server import durable, status
 from ps_server.checkpoints import CheckpointStore
 from ps_server.core.membership import Newcomer
+from ps_server.jobs import make_job
 
 MakeCluster = Callable[..., Cluster]
 CELLS = 64  # four buckets of 16, on two shards
@@ -308,3 +309,31 @@ def test_a_checkpoint_that_is_damaged_everywhere_is_an_error(tmp_path: Path) -> 
     (tmp_path / "job" / "000001" / "manifest.json").write_text("{")
     with pytest.raises(CheckpointDamaged, match=r"manifest\.json"):
         store.manifest("job", "000001")
+
+
+def test_what_a_set_back_has_cost_is_still_known_after_the_coordinator_died(tmp_path: Path) -> None:
+    kept = durable.DurableJob(
+        spec={},
+        run="a run",
+        placement=(0, 1),
+        held_by={0: 7, 1: 8},
+        last_incarnation=5,
+        restore_count=1,
+        started=True,
+        workers=(),
+        lost_steps=12,
+        redone_steps=3,
+        unaccounted={2: (40, 44)},
+    )
+    durable.save(tmp_path, {"job": kept})
+    assert durable.load(tmp_path) == {"job": kept}
+
+
+def test_a_new_process_does_not_make_what_its_rank_had_done_uncounted() -> None:
+    spec = vector_job("job", "async", CELLS, 1)
+    job = make_job(spec, {}, 1, 10.0, "a run")
+    job.unaccounted = {0: (40, 44), 1: (40, 44)}
+    job.account(0, 46)  # the same process comes back, and knows better than what was heard of it last
+    job.account(1, 0)
+    job.account(1, 9)  # each is booked once
+    assert (job.lost_steps, job.redone_steps) == (6 + 4, 0)

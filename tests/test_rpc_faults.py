@@ -11,9 +11,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import Cluster, in_parallel
+from raw_worker import RawWorker, vector_job
 from rpc_faults import KINDS, RpcFaults, break_calls
 
 from bench.oracle import Cells, Life, Rules, Shape, Violation, Witness, judge, too_stale
+from ps_protocol.errors import TryLater, UnknownWorker
 from ps_server.core.bucket import BucketProtocol
 from ps_worker import client
 
@@ -50,7 +52,7 @@ def train(cluster: Cluster, mode: str, transport: str) -> list[Violation]:
                 view = model.view()
                 found.extend(witness.check(view, number))
                 counts = {row: [int(count) for count in view[:, row, 0]] for row in range(WORKERS)}
-                lives[rank].seen.append((session.clock, counts))
+                lives[rank].seen.append((session.clock, counts, 0.0))
             finished.wait()  # then everybody's last step is in
             if rank == 0:
                 views.append(weights(cluster))
@@ -59,6 +61,7 @@ def train(cluster: Cluster, mode: str, transport: str) -> list[Violation]:
     finished = threading.Barrier(WORKERS, timeout=100)
     judged = threading.Barrier(WORKERS, timeout=100)
     in_parallel(WORKERS, work)
+    assert all(sorted(life.done) == list(range(1, STEPS + 1)) for life in lives), "nobody missed the beginning"
     return found + judge(views[0], lives, rules) + too_stale(lives, rules)
 
 
@@ -66,9 +69,11 @@ def weights(cluster: Cluster) -> torch.Tensor:
     """What the shards hold: [buckets, rows, 1 + columns]."""
     view = torch.zeros(SHAPE.buckets, SHAPE.rows, 1 + SHAPE.columns)
     for engine in cluster.engines:
-        for index, bucket in engine.jobs()["default"].buckets.items():
+        for bucket in engine.jobs()["default"].buckets.values():
             with bucket.tensors:
-                view[index] = bucket.state.weights.flat[: view[0].numel()].view(view[0].shape)
+                view[bucket.state.layout.segments[0].parameter] = bucket.state.weights.flat[: view[0].numel()].view(
+                    view[0].shape
+                )
     return view
 
 
@@ -95,3 +100,22 @@ def test_a_shard_that_forgets_what_it_has_staged_is_found_out(
     cluster = make_cluster(lease=60.0)
     monkeypatch.setattr(BucketProtocol, "is_repeat", lambda self, rank, clock: False)
     assert {violation.kind for violation in train(cluster, "async", "grpc")} & {"doubled"}
+
+
+def test_who_lost_its_place_to_a_join_that_failed_half_way_is_told_so(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shards count it no more: were it live to the coordinator alone, it would never learn why they refuse it."""
+    faults = RpcFaults(seed=0, chance=0.0, only={"AdmitWorker"})
+    break_calls(monkeypatch, faults)
+    cluster = make_cluster(lease=60.0)
+    spec = vector_job("default", "async", cells=16, world_size=1)
+    with RawWorker(cluster.address, spec, 0) as old:
+        old.initialise()
+        faults.chance = 1.0
+        with pytest.raises(TryLater, match="broke this call"):
+            RawWorker(cluster.address, spec, 0)
+        with pytest.raises(UnknownWorker):
+            old.send(old.message(0, 1))
+        with pytest.raises(UnknownWorker):
+            old.heartbeat()

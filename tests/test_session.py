@@ -55,6 +55,26 @@ def test_a_loader_is_optional_and_may_come_later(session: Session) -> None:
     assert isinstance(loader, PreparedLoader), "one thing comes back as one thing"
 
 
+def test_schedulers_and_what_else_has_a_state_come_back_as_they_are(session: Session) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model)
+    schedulers = torch.optim.lr_scheduler.StepLR(optimizer, 1), torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, 9)
+    scaler = torch.amp.GradScaler("cpu")
+    _, wrapped, *others = session.prepare(model, optimizer, *schedulers, scaler)
+    assert others == [*schedulers, scaler]
+    model(torch.ones(2)).sum().backward()
+    wrapped.step()
+    for scheduler in schedulers:
+        scheduler.step()
+
+
+@pytest.mark.parametrize("odd", [7, None, [1], object()])
+def test_what_has_no_state_is_refused(session: Session, odd: object) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(InvalidRequest, match=f"schedulers.*, got {type(odd).__name__}"):
+        session.prepare(model, sgd(model), odd)
+
+
 def test_the_optimizer_stays_an_optimizer(session: Session) -> None:
     model = nn.Linear(2, 2)
     mine = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}], lr=0.1, momentum=0.9)

@@ -94,6 +94,30 @@ def test_what_the_two_ends_do_not_agree_on_is_said_in_one_line(
         assert "\n" not in str(caught.value)
 
 
+def test_the_command_says_what_is_wrong_in_one_line_and_nothing_else(
+    make_cluster: MakeCluster, certs: Path, tmp_path: Path
+) -> None:
+    """Not even what grpc writes about a handshake that fails."""
+    dev_certs.write(tmp_path / "others")
+    dev_certs.write(tmp_path / "old", days=0)
+    cluster = make_cluster(shards=1, tls=server_tls(certs), host="0.0.0.0")
+    port = cluster.address.rpartition(":")[2]
+    pem, key, ca = certs / "client.pem", certs / "client.key", certs / "ca.pem"
+    for host, used, says in (
+        ("127.0.0.1", (pem, certs / "server.key", ca), "does not belong to the certificate"),
+        ("127.0.0.1", (tmp_path / "old/client.pem", tmp_path / "old/client.key", ca), "expired on"),
+        ("127.0.0.1", (pem, key, tmp_path / "others/ca.pem"), "not signed by the CA"),
+        ("127.0.0.2", (pem, key, ca), "not for the host name '127.0.0.2'"),
+    ):
+        words = [f"{flag}={path}" for flag, path in zip(("--tls-cert", "--tls-key", "--tls-ca"), used, strict=True)]
+        command = [sys.executable, "-m", "ps_server", "status", "--server", f"{host}:{port}", *words]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 1
+        assert ended.stderr.startswith("ps-server: ")
+        assert says in ended.stderr
+        assert ended.stderr.count("\n") == 1, ended.stderr
+
+
 def test_a_client_that_wants_tls_is_told_of_a_server_that_has_none(cluster: Cluster, certs: Path) -> None:
     with pytest.raises(Untrusted, match="speaks no TLS"):
         status.fetch(cluster.address, client(certs))
@@ -194,7 +218,7 @@ def test_keys_are_open_to_nobody_else_and_nothing_is_overwritten(tmp_path: Path)
     assert dev_certs.write(tmp_path / "certs")
     before = {path: path.read_bytes() for path in (tmp_path / "certs").iterdir()}
     assert {path.name for path in before} == set(dev_certs.FILES)
-    assert {path.stat().st_mode & 0o777 for path in before if path.suffix == ".key"} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in before if path.suffix != ".pem"} == {0o600}
     assert not dev_certs.write(tmp_path / "certs")
     assert {path: path.read_bytes() for path in before} == before
     (tmp_path / "certs" / "ca.pem").unlink()

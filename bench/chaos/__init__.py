@@ -1,14 +1,16 @@
 """Faults at random on a real cluster, with the counting oracle as the training: what is lost, and what it costs.
 
-Each mode is trained twice on servers of its own: first left alone, then with a fault about every so many seconds:
-workers killed, stopped and continued, cut off. Every push leaves marks in the weights; a push that was acknowledged and
-is not in them exactly once is a violation, and so is a torn update, a pull that is staler than the mode allows, and a
-job that does not go on. A step's computing is stood in for by a wait.
+Each mode is trained twice on servers of its own, which make checkpoints: first left alone, then with a fault about
+every so many seconds: workers killed, stopped and continued, cut off; shards killed and stopped, their disks full; with
+--apart, the coordinator killed. Every push leaves marks in the weights. A push that was acknowledged and is not in them
+exactly once is a violation, and so is a torn update, a pull that is staler than the mode allows, a worker that gives
+up, and a job that does not go on. In ssp and async a shard that was killed goes back to its last checkpoint: what is
+missing then must have been counted as lost by the servers. A step's computing is stood in for by a wait.
 
 `samples/s` is what was trained; the ratio `undisturbed` compares it with the run that was left alone, and `present`
 with that run's rate for the time in which workers were there: from a fault to its worker's next step, it is missing.
 Seconds are medians and maxima over the faults of a kind: `back`, until the worker that was hit steps again; `stall`,
-the longest that the others stood still. The seed says what happens when, and to whom.
+the longest that the others (with a server's fault, all) stood still. The seed says what happens when, and to whom.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.chaos.cluster import Servers, errors_in
+from bench.chaos.cluster import ServerFlags, Servers, errors_in
 from bench.chaos.faults import KINDS, plan
 from bench.chaos.links import Links
 from bench.chaos.trial import Trace, Trial
@@ -41,7 +43,9 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=float, default=10.0, help="seconds from fault to fault, about (%(default)s)")
     parser.add_argument("--modes", default="sync,ssp:4,async", help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    parser.add_argument("--faults", default=",".join(KINDS), help="the kinds to draw from (%(default)s)")
+    parser.add_argument("--faults", help="the kinds to draw from: any of " + ", ".join(KINDS) + " (all)")
+    parser.add_argument("--apart", action="store_true", help="the coordinator in a process of its own")
+    parser.add_argument("--checkpoint-every", default="5s", help="as for ps-server up (%(default)s)")
     parser.add_argument("--workers", type=int, default=4, help="(%(default)s)")
     parser.add_argument("--shards", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--lease", type=float, default=3.0, help="seconds a silent worker counts as live (%(default)s)")
@@ -58,19 +62,28 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     """Measures; one result for each mode."""
     modes = arguments.modes.split(",")
     seconds = 60 * arguments.minutes / len(modes)
-    unknown = set(arguments.faults.split(",")) - KINDS.keys()
+    unknown = set(kinds_of(arguments)) - KINDS.keys()
     if unknown:
         raise SystemExit(f"no such faults: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
     with tempfile.TemporaryDirectory() as folder:
         return [_mode(arguments, mode, seconds, Path(arguments.keep or folder)) for mode in modes]
 
 
+def kinds_of(arguments: argparse.Namespace) -> list[str]:
+    """The kinds of faults to draw from."""
+    if arguments.faults is not None:
+        return str(arguments.faults).split(",")
+    return [name for name, kind in KINDS.items() if kind.to != "coordinator" or arguments.apart]
+
+
 def _mode(arguments: argparse.Namespace, mode: str, seconds: float, folder: Path) -> Result:
     folder /= mode.replace(":", "-")
     seed = f"{arguments.seed} {mode}"
-    kinds = arguments.faults.split(",")
-    plans = plan(seed, seconds, arguments.every, kinds, arguments.workers, arguments.lease)
-    servers = Servers(arguments.shards, arguments.lease, folder)
+    sizes = {"worker": arguments.workers, "shard": arguments.shards, "coordinator": int(arguments.apart)}
+    plans = plan(seed, seconds, arguments.every, kinds_of(arguments), sizes, arguments.lease)
+    every = arguments.checkpoint_every
+    flags = ServerFlags(arguments.shards, arguments.lease, folder / "checkpoints", every, arguments.apart)
+    servers = Servers(flags, folder)
     links = Links(arguments.workers, servers.addresses)
     task = Task(
         mode=mode,
@@ -88,7 +101,8 @@ def _mode(arguments: argparse.Namespace, mode: str, seconds: float, folder: Path
         calm = Trial(servers, links, task, folder / "undisturbed", arguments.lease).run(alone)
         _say(f"{mode}: {len(plans)} faults in {seconds:.0f} s, seed {arguments.seed}")
         task = replace(task, job="chaos")
-        wild = Trial(servers, links, task, folder / "chaos", arguments.lease).run(seconds, plans)
+        trial = Trial(servers, links, task, folder / "chaos", arguments.lease)
+        wild = trial.run(seconds, plans)
     finally:
         servers.close()
         links.close()
@@ -96,7 +110,7 @@ def _mode(arguments: argparse.Namespace, mode: str, seconds: float, folder: Path
     wild.violations += [Violation(v.kind, v.said, {**v.where, "run": "undisturbed"}) for v in calm.violations]
     for violation in wild.violations[:SHOWN]:
         _say(f"{mode}: VIOLATION {violation.kind}: {violation.said} {dict(violation.where)}")
-    return _result(arguments, mode, calm, wild)
+    return {**_result(arguments, mode, calm, wild), "lost_steps": trial.lost_steps}
 
 
 def _result(arguments: argparse.Namespace, mode: str, calm: Trace, wild: Trace) -> Result:

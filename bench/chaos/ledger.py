@@ -117,7 +117,8 @@ class Ledgers:
             record.steps.append(line["at"])
             record.when[line["done"]] = line["at"]
             if not self._averaged:  # each step is held against one update there and then
-                record.life.seen.append((line["clock"], {int(row): counts for row, counts in line["seen"].items()}))
+                counts = {int(row): counts for row, counts in line["seen"].items()}
+                record.life.seen.append((line["clock"], counts, line["at"]))
         elif "event" in line:
             record.events.append((line["at"], line["event"], line["said"]))
         elif "violation" in line:

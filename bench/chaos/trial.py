@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,14 +17,13 @@ from bench.chaos.faults import KINDS, Arena, Fault, Plan
 from bench.chaos.ledger import Ledgers, Record
 from bench.chaos.links import Links
 from bench.chaos.worker import Task
-from bench.oracle import Rules, Violation, judge, too_stale
+from bench.oracle import Rules, Violation, judge, missing, too_stale
 
 LOOK_SECONDS = 0.05
 START_SECONDS = 120.0
 # Longer than any fault may hold up everybody, by far: beyond it a job counts as stuck.
 PATIENCE_SECONDS = 45.0
-# With what a worker may end when it was fenced or cut off.
-LOST_PLACE = {"UnknownWorker", "Fenced", "Unreachable", "TryLater"}
+QUIET_EVENTS = {"joined", "joined again", "held", "left"}
 
 
 @dataclass
@@ -58,12 +58,15 @@ class Trace:
         found = 0.0
         for fault in self.faults:
             back = self.back(fault)
-            if fault.kind == "kill" or fault.until > fault.at:
+            if fault.kind == "kill" or (KINDS[fault.kind].to == "worker" and fault.until > fault.at):
                 found += min(self.ended, fault.at + back if back is not None else self.ended) - fault.at
         return found
 
     def back(self, fault: Fault) -> float | None:
-        """Seconds from a fault's beginning until its victim's first step after its end."""
+        """Seconds from a fault's beginning until its victim's first step after its end; of a server's, the time
+        for which nobody stepped."""
+        if KINDS[fault.kind].to != "worker":
+            return self.stall(fault)
         after = (at for at, rank in self.steps() if rank == fault.victim and at > fault.until)
         first = next(after, None)
         return None if first is None else first - fault.at
@@ -71,7 +74,7 @@ class Trace:
     def stall(self, fault: Fault) -> float:
         """The longest time in which none of the other workers finished a step, between this fault and the next."""
         following = min((other.at for other in self.faults if other.at > fault.at), default=self.ended)
-        others = [at for at, rank in self.steps() if rank != fault.victim]
+        others = [at for at, rank in self.steps() if not fault.hits(rank)]
         before = [max((at for at in others if at <= fault.at), default=fault.at)]
         after = [next((at for at in others if at > following), following)]
         times = before + [at for at in others if fault.at < at <= following] + after
@@ -98,6 +101,8 @@ class Trial:
         self._crew = Crew(task, folder)
         self._arena = Arena(servers, self._crew, links, lease)
         self._faults: list[Fault] = []
+        self._restored: dict[int, float | None] = {}  # by bucket, when its shard was killed first
+        self.lost_steps = 0
         self._healed: list[tuple[float, int, Callable[[], object]]] = []  # (when, order, what ends the fault)
 
     def run(self, seconds: float, plans: Sequence[Plan] = ()) -> Trace:
@@ -120,8 +125,10 @@ class Trial:
                 violations.append(Violation("stuck", "a worker did not leave", {}))
             records = self._ledgers.read()
             self._ledgers.close()
+            (self._folder / "faults.json").write_text(json.dumps([fault.data() for fault in self._faults], indent=1))
         violations += [violation for record in records for violation in record.violations]
-        violations += [*too_stale([record.life for record in records], self._rules), *self._odd_ends(records)]
+        violations += too_stale([record.life for record in records], self._rules, self._restored)
+        violations += self._odd_ends(records)
         return Trace(begun, ended, records, self._faults, violations)
 
     # -- the window --------------------------------------------------------------------------------------------------
@@ -138,18 +145,24 @@ class Trial:
 
     def _inject(self, one: Plan, now: float) -> bool:
         """Does it to the first victim that is well; False if nobody is: then it is tried again in a moment."""
-        victim = next((rank for rank in one.victims if self._is_well(rank)), None)
+        worker = KINDS[one.kind].to == "worker"
+        well = (victim for victim in one.victims if self._is_well(victim) or not worker)
+        victim = next(well, None) if worker or self._all_step(self._last_fault()) else None
         heal = None if victim is None else KINDS[one.kind].begin(self._arena, victim)
         if victim is None or heal is None:
             return False
-        fences = one.kind == "kill" or one.seconds > self._arena.lease
-        self._faults.append(Fault(one.kind, victim, now, now + one.seconds, fences))
+        self._faults.append(Fault(one.kind, victim, now, now + one.seconds))
         heapq.heappush(self._healed, (now + one.seconds, len(self._faults), heal))
         return True
 
+    def _last_fault(self) -> float:
+        """When the last fault ended."""
+        return max((fault.until for fault in self._faults), default=0.0)
+
     def _is_well(self, rank: int) -> bool:
-        """Whether it has finished a step since its last fault ended."""
-        since = max((fault.until for fault in self._faults if fault.victim == rank), default=0.0)
+        """Whether it has finished a step since the last fault that hit it, or a server, ended."""
+        hit = (fault.until for fault in self._faults if fault.hits(rank) or KINDS[fault.kind].to != "worker")
+        since = max(hit, default=0.0)
         return any(record.life.rank == rank and record.steps and record.steps[-1] > since for record in self._records())
 
     def _heal(self, now: float) -> None:
@@ -170,8 +183,26 @@ class Trial:
         path.write_text(str(target))
         path.rename(self._folder / "stop")
         self._until(self._all_hold, PATIENCE_SECONDS + 60 * self._task.pause, f"reach clock {target}")
-        view = read_weights(self._task)
-        return judge(view, [record.life for record in self._records()], self._rules)
+        view, shard_of = read_weights(self._task)
+        lives = [record.life for record in self._records()]
+        self._restored = {bucket: self._first_kill(shard) for bucket, shard in enumerate(shard_of)}
+        lost = {} if self._rules.averaged else {b: at for b, at in self._restored.items() if at is not None}
+        found = judge(view, lives, self._rules, frozenset(lost))
+        self.lost_steps, counted = missing(view, lives, self._rules), self._counted()
+        if self.lost_steps > counted:
+            said = f"{self.lost_steps} acknowledged steps are not in, and the servers count {counted} as lost"
+            kills = [fault.data() for fault in self._faults if fault.kind == "kill-shard"]
+            found.append(Violation("lost uncounted", said, {"faults": kills}))
+        return found
+
+    def _first_kill(self, shard: int) -> float | None:
+        kills = (f.at for f in self._faults if f.kind == "kill-shard" and f.victim == shard)
+        return min(kills, default=None)
+
+    def _counted(self) -> int:
+        """How many steps the servers say that restored shards lost."""
+        jobs = self._arena.servers.status()["jobs"]
+        return sum(job["lost_steps"] for job in jobs if job["name"] == self._task.job)
 
     def _until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds
@@ -196,19 +227,17 @@ class Trial:
         return len(newest) == self._task.workers and all(record.has("held") for record in newest.values())
 
     def _odd_ends(self, records: list[Record]) -> list[Violation]:
-        """Workers that ended with an error which no fault of theirs explains."""
+        """Workers that ended otherwise than by leaving or by being killed: none has a reason to."""
         found = []
+        newest = {record.life.rank: record for record in records}
         for record in records:
-            for at, name, said in record.events:
-                if name in ("joined", "joined again", "held", "left"):
-                    continue
-                fenced = any(f.victim == record.life.rank and f.fences and f.at <= at for f in self._faults)
-                if name not in LOST_PLACE or not fenced:
-                    where = {"life": record.life.number, "rank": record.life.rank, "at": at}
-                    found.append(Violation("gave up", f"{name}: {said}", where))
-        for rank, code in self._crew.codes:
-            if code not in (0, 1) and not any(f.kind == "kill" and f.victim == rank for f in self._faults):
-                found.append(Violation("died", f"a worker ended with code {code}", {"rank": rank}))
+            where = {"life": record.life.number, "rank": record.life.rank}
+            errors = [event for event in record.events if event[1] not in QUIET_EVENTS]
+            for at, name, said in errors:
+                found.append(Violation("gave up", f"{name}: {said}", {**where, "at": at}))
+            killed = any(f.kind == "kill" and f.hits(record.life.rank) and f.at >= record.born for f in self._faults)
+            if record is not newest[record.life.rank] and not errors and not killed:
+                found.append(Violation("died", "a worker process ended without a word", where))
         return found
 
     def _status(self) -> object:

@@ -22,7 +22,7 @@ class RegisterJobResponse(_message.Message):
     def __init__(self, shard_map: _Optional[_Union[_job_pb2.ShardMap, _Mapping]] = ..., created: bool = ...) -> None: ...
 
 class JoinJobRequest(_message.Message):
-    __slots__ = ("job", "rank", "metrics_address", "pid", "host", "previous_incarnation", "clock")
+    __slots__ = ("job", "rank", "metrics_address", "pid", "host", "previous_incarnation", "clock", "attempt")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class JoinJobRequest(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
     metrics_address: str
@@ -37,7 +38,8 @@ class JoinJobRequest(_message.Message):
     host: str
     previous_incarnation: int
     clock: int
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., previous_incarnation: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
+    attempt: int
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., previous_incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class JoinJobResponse(_message.Message):
     __slots__ = ("rank", "incarnation", "clock", "lease", "lease_key", "shard_map", "restore_count", "worker_state", "worker_state_clock")

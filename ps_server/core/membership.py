@@ -16,6 +16,7 @@ class Member:
     expires:     when its lease runs out unless a heartbeat comes
     clock:       steps finished, as last heard
     key:         the secret that proves the incarnation: numbers can be guessed
+    attempt:     the number of the call that took the place; 0 for none
     """
 
     rank: int
@@ -26,6 +27,7 @@ class Member:
     host: str = ""
     metrics_address: str = ""
     key: bytes = field(default=b"", repr=False)
+    attempt: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Newcomer:
 
     previous: for a worker that comes back, its incarnation before
     clock:    how many steps it had finished then
+    attempt:  the same for all repeats of one call; 0: no two calls are repeats of each other
     """
 
     pid: int = 0
@@ -41,6 +44,7 @@ class Newcomer:
     metrics_address: str = ""
     previous: int | None = None
     clock: int = 0
+    attempt: int = field(default=0, repr=False)
 
 
 NOBODY = Newcomer()
@@ -98,6 +102,13 @@ class Membership:
             raise InvalidRequest(f"rank must be below the job's world_size {self.world_size}, got {rank}")
         return rank
 
+    def seated(self, attempt: int, now: float) -> Member | None:
+        """Who took a place with this attempt, and has it still: its lease begins anew. None for 0, or if nobody did."""
+        member = next((m for m in self.members.values() if attempt and m.attempt == attempt), None)
+        if member is not None:
+            member = self.members[member.rank] = replace(member, expires=now + self.lease)
+        return member
+
     def next_incarnation(self) -> int:
         """A number that no worker of this job has had."""
         self.last_incarnation += 1
@@ -124,12 +135,15 @@ class Membership:
         return before
 
     def give_up(self, now: float) -> list[int]:
-        """The ranks that were awaited too long: training starts without them."""
+        """The ranks that were awaited too long: training starts without them.
+
+        Where none came, it starts as it did at first: those who come now are new processes.
+        """
         late = [rank for rank, until in self.awaited.items() if until <= now]
         for rank in late:
             del self.awaited[rank]
         if late and not self.awaited:
-            self.started = True
+            self.started = bool(self.members) or not self.world_size
         return late
 
     def heartbeat(self, rank: int, incarnation: int, clock: int, now: float, key: bytes = b"") -> None:

@@ -42,9 +42,13 @@ class Gradient:
 
 
 class Scratch:
-    """Memory for sums, used again and again: to touch fresh memory costs as much as to sum in it. Thread-safe."""
+    """Memory for sums, used again and again: to touch fresh memory costs as much as to sum in it. Thread-safe.
 
-    def __init__(self) -> None:
+    keep: tensors of a size that are kept; where more are open at a time, their memory is given back
+    """
+
+    def __init__(self, keep: int = 4) -> None:
+        self._keep = keep
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -56,7 +60,9 @@ class Scratch:
 
     def give(self, tensor: torch.Tensor) -> None:
         """Takes a tensor back."""
-        self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+        free = self._free.setdefault((tensor.numel(), tensor.dtype), [])
+        if len(free) < self._keep:
+            free.append(tensor)
 
 
 class BucketWeights:

@@ -1,0 +1,154 @@
+"""What checkpoints cost, and how long a job stands still when a shard is killed.
+
+`checkpoints`: rounds without them and with one every so many seconds, in turn, on servers of their own; the ratio is
+throughput with them to that without. `killed`: a shard of `ps-server up` is killed with SIGKILL while workers train in
+async, from its last checkpoint on; `ms` is the longest pause of a worker's steps, `restart_ms` how long after the kill
+the shard was ready again, and `after_restart_ms` how long from then until every worker had made a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.cluster import HERE, Group, servers
+from bench.pictures import Bar, bars
+from bench.results import MIB, Result, median_ms, result
+from bench.train import step_times
+from bench.training import Task
+from ps_server.status import fetch
+
+SHORT = {"mib": 64, "rounds": 2, "seconds": 12.0, "every": 5.0}
+READY_SECONDS = 60.0
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The command line of `python -m bench recovery`."""
+    parser.add_argument("--mib", type=int, default=256, help="of weights, all shards together (%(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--shards", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between checkpoints (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=22.0, help="of each round (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="with and without checkpoints, each (%(default)s)")
+    parser.add_argument("--pause-ms", type=float, default=0.0, help="computing of a step (%(default)s)")
+    parser.add_argument("--where", type=Path, help="directory for checkpoints (a temporary one)")
+
+
+def run(arguments: argparse.Namespace) -> list[Result]:
+    """Measures."""
+    with tempfile.TemporaryDirectory(dir=arguments.where) as directory:
+        elements = arguments.mib * MIB // 4
+        pauses = (arguments.pause_ms / 1e3,) if arguments.pause_ms else ()
+        task = Task("vectors", "sync", parameters=elements, batch=2, warmup=3, pauses=pauses)
+        return [
+            _cost(arguments, task, Path(directory)),
+            _killed(arguments, replace(task, mode="async"), Path(directory)),
+        ]
+
+
+def _cost(arguments: argparse.Namespace, task: Task, directory: Path) -> Result:
+    kept = ("--checkpoint-dir", str(directory / "cost"), "--checkpoint-every", f"{arguments.every:g}s")
+    places = [HERE] * arguments.shards
+    rates: dict[str, list[float]] = {"without": [], "with": []}
+    steps: list[float] = []
+    with servers(places) as plain, servers(places, kept) as keeping:
+        for _ in range(arguments.rounds):
+            for name, cluster in (("without", plain), ("with", keeping)):
+                with Group([HERE] * arguments.workers, replace(task, server=cluster.address)) as group:
+                    found = group.run(seconds=arguments.seconds)
+                rates[name].append(min(len(each["ends"]) / each["ends"][-1] for each in found))
+                if name == "with":
+                    steps += [seconds for each in found for seconds in step_times(each["ends"])]
+    made = len(list((directory / "cost" / "default").iterdir()))
+    return result(
+        "recovery",
+        "checkpoints",
+        workers=arguments.workers,
+        shards=arguments.shards,
+        size=4 * task.parameters,
+        ms=median_ms(steps),
+        ratios={"without": statistics.median(w / o for w, o in zip(rates["with"], rates["without"], strict=True))},
+        every_seconds=arguments.every,
+        steps_per_second={name: [round(rate, 3) for rate in found] for name, found in rates.items()},
+        kept=made,
+    )
+
+
+def _killed(arguments: argparse.Namespace, task: Task, directory: Path) -> Result:
+    places = [HERE] * arguments.workers
+    times: dict[str, float] = {}
+    with (
+        _up(arguments, directory / "killed") as address,
+        Group(places, replace(task, server=address)) as group,
+    ):
+        now = [sys.executable, "-m", "ps_server", "checkpoint", "--server", address]
+        subprocess.run(now, check=True, stdout=sys.stderr)
+        thread = threading.Thread(target=_kill_and_watch, args=(address, times), daemon=True)
+        began = time.perf_counter()
+        thread.start()
+        found = group.run(seconds=arguments.seconds + 20.0)
+        thread.join(READY_SECONDS)
+    ready = times["ready"] - began
+    after = max(min(end for end in each["ends"] if end > ready) for each in found) - ready
+    return result(
+        "recovery",
+        "killed",
+        workers=arguments.workers,
+        shards=arguments.shards,
+        size=4 * task.parameters,
+        ms=round(1e3 * max(max(step_times(each["ends"])) for each in found), 1),
+        restart_ms=round(1e3 * (times["ready"] - times["killed"]), 1),
+        after_restart_ms=round(1e3 * after, 1),
+    )
+
+
+@contextlib.contextmanager
+def _up(arguments: argparse.Namespace, directory: Path) -> Iterator[str]:
+    """`ps-server up` on free ports: its address."""
+    command = [sys.executable, "-m", "ps_server", "up", "--shards", str(arguments.shards), "--port", "0"]
+    command += ["--metrics-port", "0", "--checkpoint-dir", str(directory)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().removeprefix("ps-server: ready at ").split(" ")[0]
+        yield address
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+
+
+def _kill_and_watch(address: str, times: dict[str, float]) -> None:
+    """Kills the last shard after a few steps, and says when, and when another serves in its place."""
+    time.sleep(5.0)  # steps of before, to compare with
+    shard = _last_shard(address)
+    times["killed"] = time.perf_counter()
+    os.kill(shard["pid"], signal.SIGKILL)
+    while _last_shard(address)["pid"] == shard["pid"]:
+        time.sleep(0.05)
+    times["ready"] = time.perf_counter()
+
+
+def _last_shard(address: str) -> dict[str, Any]:
+    return max((p for p in fetch(address)["processes"] if p["role"] == "shard"), key=lambda shard: shard["index"])
+
+
+def draw(lines: list[Result], path: Path) -> None:
+    """How long a killed shard's workers stood still, and of that, how long the shard took to start."""
+    [line] = [line for line in lines if line["system"] == "killed"]
+    found = [
+        Bar("until it serves again", line["restart_ms"] / 1e3, False),
+        Bar("and from then to the workers' next step", line["after_restart_ms"] / 1e3, True),
+    ]
+    bars(path, "s", {f"A killed shard, {line['bytes'] / MIB:.0f} MiB on {line['shards']} shards": found})

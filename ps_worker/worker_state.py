@@ -1,0 +1,275 @@
+"""What a worker needs besides the weights to go on from a clock, as values and as bytes.
+
+Place in the data, random states, schedulers, hyper-parameters, and the model's buffers. As bytes it is one safetensors
+file: every tensor by itself, and the rest as JSON in its metadata. Values are written with their type, so that a tuple
+comes back as a tuple; nothing that runs code is ever written or read.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from ps_protocol.errors import InvalidRequest, Unsupported
+
+FORMAT = 1
+KEY = "ps_worker"
+MOST_DEPTH = 32
+
+_SCALARS = (str, int, float, bool, type(None))
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The states of torch's generators, on the host and on the worker's GPU, of Python's `random`, and of numpy."""
+
+    cpu: torch.Tensor
+    gpu: torch.Tensor | None
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...] | None
+
+    @staticmethod
+    def now(device: torch.device) -> RandomState:
+        """The states as they are. numpy's only where something has imported it."""
+        numpy = sys.modules.get("numpy")
+        return RandomState(
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            random.getstate(),
+            None if numpy is None else _numpy_state(numpy.random.get_state()),
+        )
+
+    def restore(self, device: torch.device) -> None:
+        """Puts them back."""
+        torch.set_rng_state(self.cpu)
+        if self.gpu is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(self.gpu, device)
+        random.setstate(self.python)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and self.numpy is not None:
+            numpy.random.set_state(self.numpy)
+
+
+def _numpy_state(state: Any) -> tuple[Any, ...]:
+    kind, keys, *rest = state
+    return (kind, [int(key) for key in keys], *rest)
+
+
+@dataclass(frozen=True)
+class PassStart:
+    """How a pass over a loader began: the random states, that of the loader's own generator, and the share of data."""
+
+    random: RandomState
+    generator: torch.Tensor | None
+    share: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class DataPlace:
+    """How far a loop over a loader is.
+
+    begun: passes begun
+    going: whether the last of them is under way, with `taken` batches out of it, from `start`
+    """
+
+    begun: int
+    going: bool
+    taken: int
+    start: PassStart | None
+    generator: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a script sets beside the model: its random states, and all that was handed to `prepare`.
+
+    stateful: the state_dict of each scheduler and each other thing, in the order of `prepare`
+    groups:   the hyper-parameters of each of the optimizer's groups
+    """
+
+    random: RandomState
+    stateful: list[Any]
+    groups: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """All of it, at the end of one step.
+
+    feeding:  the index of the loader that fed the step; None where there is no loader
+    per_step: batches taken for one step
+    tensors:  by index among the job's parameters, what no optimizer steps and what has changed since the beginning
+    """
+
+    clock: int
+    settings: Settings
+    loaders: list[DataPlace]
+    feeding: int | None
+    per_step: int
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def encode(state: WorkerState) -> bytes:
+    """The state as bytes. Raises Unsupported for a value of a type that is not known here, saying where it is."""
+    tensors: dict[str, torch.Tensor] = {}
+    settings = state.settings
+    document = {
+        "format": FORMAT,
+        "clock": state.clock,
+        "random": _random(settings.random, tensors),
+        "stateful": plain(settings.stateful, tensors, "state"),
+        "groups": plain(settings.groups, tensors, "groups"),
+        "loaders": [_place(place, tensors) for place in state.loaders],
+        "feeding": state.feeding,
+        "per_step": state.per_step,
+        "tensors": plain(state.tensors, tensors, "tensors"),
+    }
+    return save(tensors, {KEY: json.dumps(document)})
+
+
+def _random(state: RandomState, tensors: dict[str, torch.Tensor]) -> Any:
+    return plain([state.cpu, state.gpu, state.python, state.numpy], tensors, "random state")
+
+
+def _place(place: DataPlace, tensors: dict[str, torch.Tensor]) -> Any:
+    start = place.start
+    found = [place.begun, place.going, place.taken, place.generator]
+    began = None if start is None else [_random(start.random, tensors), plain([start.generator, start.share], tensors)]
+    return [plain(found, tensors), began]
+
+
+def plain(value: Any, tensors: dict[str, torch.Tensor], where: str = "state") -> Any:
+    """A value as JSON can hold it; tensors go into `tensors`. Raises Unsupported for other types than Python's own."""
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        return {"f": float(value).hex()}
+    if isinstance(value, torch.Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+        return {"t": name}
+    for tag, kind in (("l", list), ("u", tuple), ("s", set)):
+        if type(value) is kind:
+            return {tag: [plain(item, tensors, where) for item in value]}
+    if isinstance(value, Mapping):
+        tag = "c" if isinstance(value, Counter) else "d"
+        return {tag: [[plain(k, tensors, where), plain(v, tensors, f"{where}.{k}")] for k, v in value.items()]}
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        return plain(value.item(), tensors, where)
+    if isinstance(value, int | str):
+        return plain(int(value) if isinstance(value, int) else str(value), tensors, where)
+    raise Unsupported(f"{where} holds a {type(value).__name__}, which cannot be saved")
+
+
+def copied(value: Any, where: str = "state") -> Any:
+    """A deep copy, with tensors on the host. Raises Unsupported as `plain` does."""
+    tensors: dict[str, torch.Tensor] = {}
+    return value_of(plain(value, tensors, where), tensors.__getitem__)
+
+
+def decode(data: bytes) -> WorkerState:
+    """The state that bytes hold. Raises InvalidRequest if they do not hold one."""
+    try:
+        text = _metadata(data)
+        tensors = load(data)
+        document = json.loads(text)
+        if document["format"] != FORMAT:
+            raise ValueError(f"its format is {document['format']!r}, known is {FORMAT}")
+        tensor = tensors.__getitem__
+
+        def read(value: Any) -> Any:
+            return value_of(value, tensor)
+
+        return WorkerState(
+            clock=_whole(document["clock"]),
+            settings=Settings(
+                _random_of(read(document["random"])),
+                list(read(document["stateful"])),
+                _groups_of(read(document["groups"])),
+            ),
+            loaders=[_place_of(place, read) for place in document["loaders"]],
+            feeding=None if document["feeding"] is None else _whole(document["feeding"]),
+            per_step=_whole(document["per_step"]),
+            tensors={_whole(index): _tensor(found) for index, found in read(document["tensors"]).items()},
+        )
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise InvalidRequest(f"what the servers keep of this worker's state cannot be read: {error}") from None
+
+
+def _metadata(data: bytes) -> str:
+    size = int.from_bytes(data[:8], "little")
+    found = json.loads(data[8 : 8 + size])["__metadata__"][KEY]
+    if not isinstance(found, str):
+        raise ValueError("it has no description")
+    return found
+
+
+def value_of(value: Any, tensor: Any, depth: int = 0) -> Any:
+    """What `plain` made JSON of. Raises ValueError for anything else."""
+    if type(value) in _SCALARS and not isinstance(value, float):
+        return value
+    if not isinstance(value, dict) or len(value) != 1 or depth > MOST_DEPTH:
+        raise ValueError(f"a value is not what was written: {str(value)[:60]}")
+    [(tag, inside)] = value.items()
+    if tag == "f":
+        return float.fromhex(inside)
+    if tag == "t":
+        return tensor(inside)
+    if tag in ("l", "u", "s"):
+        kind = {"l": list, "u": tuple, "s": set}[tag]
+        return kind(value_of(item, tensor, depth + 1) for item in inside)
+    if tag in ("d", "c"):
+        pairs = {value_of(k, tensor, depth + 1): value_of(v, tensor, depth + 1) for k, v in inside}
+        return Counter(pairs) if tag == "c" else pairs
+    raise ValueError(f"a value has the unknown kind {tag[:20]!r}")
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"expected a whole number from 0, got {str(value)[:60]}")
+    return value
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"expected a tensor, got {type(value).__name__}")
+    return value
+
+
+def _groups_of(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(group, dict) for group in value):
+        raise ValueError("its groups are no groups")
+    return value
+
+
+def _random_of(value: Any) -> RandomState:
+    cpu, gpu, python, numpy = value
+    expected = torch.get_rng_state()
+    if _tensor(cpu).dtype != expected.dtype or cpu.shape != expected.shape:
+        raise ValueError("its random state is none of torch's")
+    random.Random(0).setstate(python)  # raises for what is none of Python's
+    return RandomState(cpu, None if gpu is None else _tensor(gpu), python, numpy)
+
+
+def _place_of(value: Any, read: Any) -> DataPlace:
+    place, began = value
+    begun, going, taken, generator = read(place)
+    start = None
+    if began is not None:
+        own, share = read(began[1])
+        start = PassStart(_random_of(read(began[0])), own, None if share is None else (int(share[0]), int(share[1])))
+    if going and (start is None or begun == 0):
+        raise ValueError("a pass is under way that never began")
+    return DataPlace(_whole(begun), bool(going), _whole(taken), start, generator)
