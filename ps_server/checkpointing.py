@@ -34,6 +34,7 @@ BEGIN_SECONDS = 0.05
 STATE_SECONDS = 60.0
 # Without a common clock an older state will do: it is not waited for that long.
 ANY_STATE_SECONDS = 10.0
+LAST_SECONDS = 10.0
 # Somebody waits for a checkpoint, and nothing moves: if all buckets are at one version, they are taken as they are.
 STALL_SECONDS = 3.0
 DEFAULT_KEEP = 3
@@ -44,7 +45,8 @@ class CheckpointPolicy:
     """Where checkpoints go, when they are made, and how many are kept.
 
     steps, seconds: make one every so many clocks, or seconds; neither: only when asked to, and at a job's end
-    restore:        jobs go on from what is there
+    restore:        a job of a name that has a checkpoint goes on from it, also if it had ended
+    resume:         the jobs that ran when an earlier coordinator ended are taken up again; implied by `restore`
     """
 
     directory: Path
@@ -52,6 +54,7 @@ class CheckpointPolicy:
     seconds: float | None = None
     keep: int = DEFAULT_KEEP
     restore: bool = False
+    resume: bool = False
 
 
 def parse_every(text: str) -> tuple[int | None, float | None]:
@@ -165,6 +168,18 @@ class JobCheckpoints:
                 raise self._error
             assert self.last is not None
             return self.last
+
+    def last_one(self, seconds: float = LAST_SECONDS, standing: bool = True) -> None:
+        """Makes the last checkpoint before the job or its servers end, if training went on since the one before.
+
+        standing: nobody trains any more
+        """
+        if self.last is not None and self._aggregate and self.last.clock == self._progress():
+            return
+        try:
+            self.request(seconds, final=standing)
+        except PSError as error:
+            log.warning("job %s: ends without a last checkpoint: %s", self._job.spec.name, error)
 
     # -- the thread --------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,6 @@ log = logging.getLogger("ps_server")
 DEFAULT_LEASE_SECONDS = 10.0
 LEASE_KEY_BYTES = 16
 CHECKPOINT_SECONDS = 300.0
-LAST_CHECKPOINT_SECONDS = 10.0
 RECOVERY_LOOK_SECONDS = 0.25
 REASONS_KEPT = 64
 
@@ -183,13 +182,10 @@ class Coordinator:
     def drain(self, seconds: float) -> None:
         """Admits no job and no worker any more, and makes a last checkpoint of each job."""
         self._draining = True
-        until = time.monotonic() + seconds
         checkpoints = [job.checkpoints for job in self.jobs().values() if job.checkpoints is not None]
         with ThreadPoolExecutor(max(1, len(checkpoints)), "drain") as pool:
-            for done in [pool.submit(each.request, max(0.0, until - time.monotonic())) for each in checkpoints]:
-                error = done.exception()
-                if error is not None:
-                    log.warning("stopping without a last checkpoint: %s", error)
+            for each in checkpoints:
+                pool.submit(each.last_one, seconds, standing=False)
 
     def _check_open(self) -> None:
         if self._draining:
@@ -308,21 +304,14 @@ class Coordinator:
                 return job.ended
             log.info("job %s: worker %d leaves", name, rank)
             if empty:
-                self._last_checkpoint(job)
+                if job.checkpoints is not None:
+                    job.checkpoints.last_one()
                 self._end(job)
                 return True
             retire(job, rank, incarnation, self.shards())
             self._save()
             job.announce()
         return False
-
-    def _last_checkpoint(self, job: CoordinatedJob) -> None:
-        """What the job ends with, for who wants to export it or to go on."""
-        if job.checkpoints is not None:
-            try:
-                job.checkpoints.request(LAST_CHECKPOINT_SECONDS, final=True)
-            except PSError as error:
-                log.warning("job %s: ends without a last checkpoint: %s", job.spec.name, error)
 
     def watch(self, name: str, watcher: Watcher) -> Callable[[], None]:
         """Calls back with the roster now and after every change, and with None at the end. Returns how to stop it."""

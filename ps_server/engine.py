@@ -26,7 +26,7 @@ from ps_server.capture import Capture, Captured
 from ps_server.checkpoints import CheckpointStore, Part
 from ps_server.core.bucket import Add, Step
 from ps_server.core.data_commits import Committed
-from ps_server.core.shard_job import Push, PushKind, SharedPush, Staged
+from ps_server.core.pushes import Push, PushKind, SharedPush, Staged
 from ps_server.core.snapshot import BucketImage, Extent
 from ps_server.core.weights import Gradient
 from ps_server.ledger import Ledger
@@ -291,6 +291,7 @@ class Engine:
                 key=push.key,
                 ranges=push.ranges,
                 caller=push.caller,
+                finite=bucket.finite,
             )
             for bucket in push.buckets
         ]

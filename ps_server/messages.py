@@ -17,7 +17,7 @@ from ps_server.capture import Captured
 from ps_server.checkpoints import Part
 from ps_server.core.bucket import Verdict
 from ps_server.core.membership import Newcomer, Seat
-from ps_server.core.shard_job import Push, PushKind, SharedBucket, SharedPush, Staged
+from ps_server.core.pushes import Push, PushKind, SharedBucket, SharedPush, Staged
 from ps_server.core.snapshot import Extent
 from ps_server.lease_messages import loader_data, ranges_of
 
@@ -68,7 +68,7 @@ def shared_push(data: bytes) -> SharedPush:
     """What the bytes of a PushSharedRequest hold. Raises InvalidRequest for a bucket or a group that comes twice."""
     request = data_pb2.PushSharedRequest()
     _parse(request, data)
-    buckets = tuple(SharedBucket(b.bucket, b.skip, frozenset(b.absent_segments)) for b in request.buckets)
+    buckets = tuple(SharedBucket(b.bucket, b.skip, frozenset(b.absent_segments), b.finite) for b in request.buckets)
     if len({bucket.index for bucket in buckets}) != len(buckets):
         raise InvalidRequest("a push names each bucket at most once")
     worker, groups, ranges = request.worker, _group_updates(request.groups), ranges_of(request.ranges)

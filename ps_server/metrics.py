@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from ps_protocol.errors import PSError
 from ps_server.core.bucket import Add, Step
-from ps_server.core.shard_job import Staged
+from ps_server.core.pushes import Staged
 from ps_server.core.weights import Gradient
 
 # Half a millisecond doubling up to half a minute: a bucket's apply is at one end, a wait for a straggler at the other.

@@ -43,6 +43,18 @@ class Pull:
     since: float
     segment: SegmentMap | None = None
     notified: float = 0.0
+    words: list[bytes] = field(default_factory=list)  # of buckets in the segment, not sent yet
+    unsaid: int = 0  # the bytes of those buckets
+
+    def said(self, word: bytes, least: int, size: int) -> bytes:
+        """Keeps the word of a bucket of `size` bytes; returns all that are kept once they stand for `least` bytes."""
+        self.words.append(word)
+        self.unsaid += size
+        if self.unsaid < least:
+            return b""
+        words = b"".join(self.words)
+        self.words, self.unsaid = [], 0
+        return words
 
 
 @dataclass

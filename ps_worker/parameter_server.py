@@ -18,15 +18,15 @@ from torch import nn
 from ps_protocol.errors import NonFiniteGradient, PSError, UnknownWorker
 from ps_protocol.job import HyperParameters, NonFinite
 from ps_protocol.layout import Bucket, bucket_layout
-from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters
 from ps_worker.client import CoordinatorClient
 from ps_worker.describe import describe
 from ps_worker.flat import FlatModel
 from ps_worker.leased import StepData
 from ps_worker.membership import Membership
-from ps_worker.messages import BucketPush, DataRange, Lease, Place
+from ps_worker.messages import DataRange, Lease, Place
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.optimizer import ServerOptimizer
+from ps_worker.outgoing import LiveGroups, bucket_push, is_left_out
 from ps_worker.overlap import Overlap
 from ps_worker.rewind import Rewind
 from ps_worker.server_options import ServerOptions
@@ -66,7 +66,6 @@ class ParameterServer:
         self._begun = False
         self._lost: BaseException | None = None  # how the place that the training thread is in was lost
         self._pushed: list[Future[int]] = []  # of the buckets that left during backward
-        self._checked: list[HyperParameters] = []
         self._told: list[HyperParameters] | None = None  # what buckets that leave during backward are stepped with
         self.data = StepData()
         self._clock = 0
@@ -130,7 +129,7 @@ class ParameterServer:
             gradient_wire=options.gradient_wire,
             weight_wire=options.weight_wire,
         )
-        self._optimizer = optimizer
+        self._groups = LiveGroups(self._spec, optimizer)
         self._shard_map = self._coordinator.register(self._spec)
         self._layout = bucket_layout(self._spec.parameters, self._spec.bucket_bytes)
         self._overlap = Overlap([bucket for bucket in self._layout.buckets if not bucket.held], options.overlap)
@@ -294,7 +293,7 @@ class ParameterServer:
         """Backward has finished one gradient: full buckets leave now, if they may. Runs on autograd's thread."""
         assert self._flat is not None
         if self._told is None:
-            self._told = self._hyper_parameters()
+            self._told = self._groups.read()
         ready = self._overlap.ready(parameter, self._flat.versions())
         # One that is not finite stays, and all after it: `step` will refuse them.
         if ready and not any(self._flat.saw_not_finite(bucket) for bucket in ready):
@@ -330,12 +329,12 @@ class ParameterServer:
         assert self._shards is not None
         assert self._flat is not None
         absent = self._flat.gather()
-        groups = self._hyper_parameters()
+        groups = self._groups.read()
         told, self._told = self._told, None
         changed, left = self._overlap.finish(self._flat.versions(), absent, told is not None and groups != told)
         refused: NonFiniteGradient | None = None
         try:
-            skip = self._refuse_or_skip(absent, changed)
+            skip = is_left_out(self._flat.not_finite(absent, changed), self._options.non_finite, self._metrics)
         except NonFiniteGradient as error:
             if not left:
                 raise
@@ -352,7 +351,7 @@ class ParameterServer:
         if self._pushed:
             _, left = self._overlap.finish(self._flat.versions())
             self._told = None
-        self._send(set(), self._hyper_parameters(), True, left)
+        self._send(set(), self._groups.read(), True, left)
 
     def _send(self, absent: Set[int], groups: list[HyperParameters], skip: bool, left: Set[int]) -> None:
         """Pushes all buckets but those that have left, and pulls all."""
@@ -391,42 +390,9 @@ class ParameterServer:
             self.rewind.want(self._clock)
         self.rewind.stepped()
 
-    def _hyper_parameters(self) -> list[HyperParameters]:
-        """The groups' hyper-parameters now. Raises InvalidRequest for what the shards would refuse, before a push."""
-        found = [hyper_parameters(self._spec.optimizer, group) for group in self._optimizer.param_groups]
-        if found != self._checked:
-            for values in found:
-                check_hyper_parameters(self._spec.optimizer, values)
-            self._checked = found
-        return found
-
-    def _refuse_or_skip(self, absent: set[int], changed: bool) -> bool:
-        assert self._flat is not None
-        name = self._flat.not_finite(absent, changed)
-        if name is None:
-            return False
-        self._metrics.not_finite()
-        if self._options.non_finite is NonFinite.REFUSE:
-            raise NonFiniteGradient(
-                f"the gradient of {name} is not finite; it was not pushed "
-                "(prepare(..., non_finite='skip') leaves out such steps instead)"
-            )
-        log.warning("the gradient of %s is not finite; this step is skipped", name)
-        return True
-
     def _push(self, bucket: Bucket, absent: Set[int], groups: list[HyperParameters], skip: bool) -> Future[int]:
         assert self._flat is not None
         assert self._shards is not None
-        parameters = self._spec.parameters
-        missing = [position for position, segment in enumerate(bucket.segments) if segment.parameter in absent]
-        mine = {parameters[segment.parameter].group for segment in bucket.segments}
-        push = BucketPush(
-            bucket=bucket,
-            clock=self._clock + 1,
-            absent=[] if skip else missing,
-            empty=skip or len(missing) == len(bucket.segments),
-            groups={group: groups[group] for group in mine if group is not None},
-            ranges=self.data.use(),
-        )
+        push = bucket_push(self._spec, bucket, self._clock + 1, absent, groups, skip, self.data.use())
         self._flat.leaving(bucket)
         return self._shards.push(push)

@@ -12,7 +12,7 @@ import grpc
 import torch
 
 from ps_protocol.channel import open_channel
-from ps_protocol.errors import TryLater, error_from
+from ps_protocol.errors import Backlogged, TryLater, error_from
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.job_messages import hyper_messages, job_spec_message
 from ps_protocol.layout import Layout, ParameterSpec, bucket_layout
@@ -126,6 +126,22 @@ class RawWorker:
         )
         self._call(self.coordinator.LeaveJob, request)
 
+    def lease(self, **fields: Any) -> control_pb2.LeaseDataResponse:
+        """Asks for batches of 4 out of 12 samples; `fields` sets or replaces fields of the request."""
+        asked: dict[str, Any] = {
+            "job": self.spec.name,
+            "rank": self.rank,
+            "incarnation": self.incarnation,
+            "lease_key": self.lease_key,
+            "sample_count": 12,
+            "batch_size": 4,
+            "batch_count": 1,
+        }
+        found: control_pb2.LeaseDataResponse = self._call(
+            self.coordinator.LeaseData, control_pb2.LeaseDataRequest(**{**asked, **fields})
+        )
+        return found
+
     @property
     def trained(self) -> list[int]:
         """The buckets that an optimizer steps."""
@@ -176,7 +192,19 @@ class RawWorker:
             padded = torch.zeros(bucket.numel)
             mine = gradient[bucket.start : bucket.start + bucket.numel]
             padded[: len(mine)] = mine
-            self.send(self.message(index, self.clock, padded.numpy().tobytes()))
+            self._send_until_taken(self.message(index, self.clock, padded.numpy().tobytes()))
+
+    def _send_until_taken(self, message: data_pb2.PushRequest) -> None:
+        """As a session does: where a shard has no room for now, it is asked again."""
+        deadline = time.monotonic() + CALL_SECONDS
+        while True:
+            try:
+                self.send(message)
+                return
+            except Backlogged:
+                if time.monotonic() > deadline:
+                    raise
+                threading.Event().wait(0.01)
 
     def ask(self, clock: int, buckets: list[int], shard: int | None = None) -> Any:
         """Starts a Pull call and returns it; iterating over it waits for the answers."""

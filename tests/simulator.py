@@ -19,7 +19,8 @@ from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import parse_mode
 from ps_protocol.tensors import bytes_of
 from ps_server.core.bucket import Add, Step
-from ps_server.core.shard_job import Push, PushKind, ShardJob
+from ps_server.core.pushes import Push, PushKind
+from ps_server.core.shard_job import ShardJob
 
 # -- a small job and its pushes --------------------------------------------------------------------------------------
 

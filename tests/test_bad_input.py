@@ -422,7 +422,10 @@ def test_what_prepare_does_not_take_is_named(shared: Cluster, job: str) -> None:
     model, other = Net(), Net()
     with shared.connect("sync", job=job) as session:
         for things, text in (
-            ((model, sgd(model), "a string"), "prepare takes a model, its optimizer and DataLoaders, got str"),
+            (
+                (model, sgd(model), "a string"),
+                "prepare takes a model, its optimizer, DataLoaders, and what has a state_dict .*, got str",
+            ),
             ((model,), "one model together with its one optimizer, got 1 and 0"),
             ((sgd(model),), "got 0 and 1"),
             ((model, other, sgd(model), sgd(other)), "got 2 and 2"),

@@ -19,7 +19,8 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import parse_mode
 from ps_server.core.bucket import Add
-from ps_server.core.shard_job import Push, PushKind, ShardJob
+from ps_server.core.pushes import Push, PushKind
+from ps_server.core.shard_job import ShardJob
 from ps_server.limits import Limits
 
 BUCKETS, SIZE = 5, 64  # bytes of a bucket

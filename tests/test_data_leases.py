@@ -17,7 +17,8 @@ from ps_server.core.bucket import Add
 from ps_server.core.data_commits import MAX_RANGES, Committed, DataCommits, DataRange, common
 from ps_server.core.data_leases import DataLeases, LoaderSpec, Report
 from ps_server.core.intervals import Intervals
-from ps_server.core.shard_job import PushKind, ShardJob
+from ps_server.core.pushes import PushKind
+from ps_server.core.shard_job import ShardJob
 
 NUMBERS = st.integers(0, 30)
 CHANGES = st.lists(st.tuples(st.booleans(), NUMBERS, NUMBERS), max_size=20)

@@ -18,7 +18,7 @@ from ps_protocol.layout import Bucket
 from ps_protocol.v1 import data_pb2
 from ps_server import messages as server_messages
 from ps_server.core.bucket import Verdict
-from ps_server.core.shard_job import PushKind, Staged
+from ps_server.core.pushes import PushKind, Staged
 from ps_worker import messages as worker_messages
 from ps_worker.messages import BucketPush, Identity
 

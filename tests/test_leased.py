@@ -13,11 +13,14 @@ import pytest
 import torch
 from conftest import TEST_SECONDS, Cluster, in_parallel, scrape, until
 from counting import BATCH, BUCKET_BYTES, PASSES, SAMPLES, Cells, Indices, optimizer_for, train
+from raw_worker import RawWorker, vector_job
+from test_recovery import CELLS, keep, set_back
 from torch import nn
 from torch.utils.data import DataLoader
 
 import ps_worker
-from ps_protocol.errors import InvalidRequest, JobMismatch
+from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, JobMismatch, LimitExceeded, UnknownWorker
+from ps_protocol.v1.job_pb2 import DataRange
 from ps_server import status
 from ps_worker import Session
 
@@ -331,3 +334,102 @@ def test_status_and_metrics_say_how_far_the_data_is(shared: Cluster, job: str) -
         label = f'job="{job}",loader="0"'
         assert samples[f'ps_data_samples{{{label},state="committed"}}'] == 12
         assert samples[f"ps_data_pass{{{label}}}"] == 0
+
+
+# -- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def push(worker: RawWorker, bucket: int, ranges: Any, clock: int = 1) -> None:
+    """Pushes a gradient of -1 for every cell of a bucket."""
+    gradient = torch.full((worker.layout.buckets[bucket].numel,), -1.0)
+    worker.send(worker.message(bucket, clock, gradient.numpy().tobytes(), ranges=ranges))
+
+
+def train_on(worker: RawWorker, ranges: Any) -> torch.Tensor:
+    """One step that uses these ranges, and the weights after it."""
+    worker.clock += 1
+    for bucket in worker.trained:
+        push(worker, bucket, ranges, worker.clock)
+    return worker.pull()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_shard_lost_with_its_memory_is_given_out_again(
+    make_cluster: Callable[..., Cluster], tmp_path: Path, mode: str
+) -> None:
+    """In sync to all shards, which were set back together; else the shards that kept theirs leave it out."""
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    with RawWorker(cluster.address, vector_job("job", mode, CELLS, 0), 0) as worker:
+        worker.initialise()
+        first = worker.lease().ranges
+        train_on(worker, first)
+        keep(cluster, worker)
+        train_on(worker, worker.lease(committed=first).ranges)
+        cluster.start_again(1)
+        set_back(worker)
+        taken, last = 0, []
+        while not (answer := worker.lease(committed=last)).complete:
+            last = list(answer.ranges)
+            assert len(last) == 1
+            found = train_on(worker, last)
+            taken += 1
+        assert taken == 2, "the one that was lost, and the last"
+        assert (found == 3).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_was_half_pushed_is_finished_by_another_worker(shared: Cluster, job: str, mode: str) -> None:
+    spec = vector_job(job, mode, cells=32, world_size=0)
+    with RawWorker(shared.address, spec, 0) as first, RawWorker(shared.address, spec, 1) as second:
+        first.initialise()
+        batch = first.lease().ranges
+        push(first, 0, batch)
+        first.leave()
+        assert second.lease().ranges == batch, "not every bucket has had it"
+        for bucket in second.trained:
+            push(second, bucket, batch)
+        second.clock = 1
+        assert (second.pull() == 1).all(), "each bucket had it from one of them"
+        spent = sum(
+            samples.get(f'ps_data_spent_total{{job="{job}"}}', 0.0)
+            for samples in (scrape(server.metrics_address) for server in shared.servers)
+        )
+        assert spent == 1
+        left = [(one.start, one.stop) for _ in range(2) for one in second.lease(committed=batch).ranges]
+        assert left == [(4, 8)] * 2, "an answer is given again until it is known to have come"
+
+
+def test_only_live_workers_of_elastic_jobs_lease(shared: Cluster, job: str) -> None:
+    own = pytest.raises(InvalidRequest, match="has a world size: its workers divide the data by their ranks")
+    with RawWorker(shared.address, vector_job(f"{job}.fixed", "sync", 32, 1), 0) as fixed, own:
+        fixed.lease()
+    with RawWorker(shared.address, vector_job(job, "sync", 32, 0), 0) as worker:
+        with pytest.raises(Forbidden, match="does not come from worker 0"):
+            worker.lease(lease_key=bytes(16))
+        with pytest.raises(UnknownWorker):
+            worker.lease(rank=5)
+        with RawWorker(shared.address, worker.spec, 0), pytest.raises(Fenced):
+            worker.lease()
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "expected"),
+    [
+        ({"batch_size": 0}, InvalidRequest, "a batch has at least one sample, got batch_size 0"),
+        ({"loader": 64}, LimitExceeded, "at most 64 loaders, got loader 64"),
+        ({"sample_count": 2**41}, LimitExceeded, "max-samples is 1099511627776"),
+        ({"held": [DataRange(stop=4)] * 1025}, LimitExceeded, "max-leases is 1024, got a report of 1025"),
+        ({"returned": [DataRange(start=2, stop=14)]}, InvalidRequest, "batches of 4 out of 12 samples, got .2, 14."),
+        ({"sample_count": 13}, JobMismatch, "size is 12, got 13"),
+    ],
+)
+def test_an_odd_request_for_data_is_refused_and_changes_nothing(
+    shared: Cluster, job: str, fields: dict[str, Any], error: type[Exception], expected: str
+) -> None:
+    with RawWorker(shared.address, vector_job(job, "sync", 32, 0), 0) as worker:
+        first = worker.lease()
+        before = progress(shared, job)
+        with pytest.raises(error, match=expected):
+            worker.lease(**fields)
+        assert progress(shared, job) == before
+        assert worker.lease() == first

@@ -15,7 +15,8 @@ from torch import nn
 from ps_protocol.errors import LimitExceeded, NonFiniteGradient
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of
-from ps_server.core.shard_job import PushKind, ShardJob
+from ps_server.core.pushes import PushKind
+from ps_server.core.shard_job import ShardJob
 from ps_server.limits import Limits
 
 MakeCluster = Callable[..., Cluster]

@@ -15,7 +15,8 @@ from ps_protocol.job import HyperParameters, NonFinite
 from ps_protocol.layout import bucket_layout
 from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, hyper_parameter_names
 from ps_server.core.bucket import Add
-from ps_server.core.shard_job import Push, PushKind, ShardJob
+from ps_server.core.pushes import Push, PushKind
+from ps_server.core.shard_job import ShardJob
 
 NAN, INF = float("nan"), float("inf")
 
@@ -189,6 +190,13 @@ def test_a_non_finite_gradient_can_be_declared_to_be_skipped() -> None:
     stage(job, push(1))
     work(job, 1)
     assert job.clocks() == {0: 1}, "the clock counts on"
+
+
+def test_a_worker_that_has_looked_for_infinities_in_memory_of_its_own_is_believed() -> None:
+    job = running("async")
+    with pytest.raises(NonFiniteGradient):
+        stage(job, push(payload=payload(NAN), borrowed=True))
+    assert not stage(job, push(payload=payload(NAN), borrowed=True, finite=True))
 
 
 def test_what_is_not_finite_in_a_segment_without_a_gradient_is_ignored() -> None:

@@ -6,10 +6,9 @@ can run them outside of the lock that guards the rest.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -22,81 +21,17 @@ from ps_protocol.errors import (
     NotFound,
     OutOfOrder,
 )
-from ps_protocol.framing import Buffer
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite, travels_as
 from ps_protocol.layout import DATA_TYPES, Bucket, bucket_layout
 from ps_protocol.optimizers import check_change, check_hyper_parameters
 from ps_protocol.tensors import is_finite, tensor_from
 from ps_server.core.bucket import BucketProtocol, Live, Verdict
-from ps_server.core.data_commits import UNUSED, Committed, DataCommits, DataRange, Use, check_ranges
+from ps_server.core.data_commits import Committed, DataCommits, check_ranges
+from ps_server.core.held import Held, derived_limit
 from ps_server.core.membership import check_incarnation, check_key
+from ps_server.core.pushes import Push, PushKind, Staged
 from ps_server.core.snapshot import BucketImage, Extent, extent
 from ps_server.core.weights import BucketWeights, Gradient, Scratch
-
-# What may be staged on a shard unless a limit says otherwise: this part of its weights. The open updates take as
-# much as the weights themselves already.
-STAGED_PART = 4
-
-
-class PushKind(enum.Enum):
-    """What a push carries."""
-
-    GRADIENT = "gradient"
-    INITIAL_VALUE = "initial_value"
-    SKIP = "skip"
-
-
-@dataclass(frozen=True)
-class Push:
-    """One bucket from a worker, as it came."""
-
-    job: str
-    rank: int
-    incarnation: int
-    bucket: int
-    clock: int
-    kind: PushKind
-    payload: Buffer  # in the job's wire format for gradients; initial values in the bucket's own type
-    absent: frozenset[int] = frozenset()
-    groups: Mapping[int, HyperParameters] | None = None
-    borrowed: bool = False
-    key: bytes = field(default=b"", repr=False)
-    caller: str = ""  # whose bytes they are, where callers are known
-    ranges: tuple[DataRange, ...] = ()  # of leased data, that the step used
-
-
-@dataclass(frozen=True)
-class SharedBucket:
-    """One bucket of a SharedPush; `skip` when this step has no gradient for it."""
-
-    index: int
-    skip: bool
-    absent: frozenset[int]
-
-
-@dataclass(frozen=True)
-class SharedPush:
-    """Several buckets from a worker, whose gradients lie in its segment."""
-
-    job: str
-    rank: int
-    incarnation: int
-    clock: int
-    buckets: tuple[SharedBucket, ...]
-    groups: Mapping[int, HyperParameters]
-    key: bytes = field(default=b"", repr=False)
-    caller: str = ""
-    ranges: tuple[DataRange, ...] = ()
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A push is staged: `duplicate` when it had been before; `use`: what became of the leased data that it names."""
-
-    version: int
-    duplicate: bool
-    skipped: bool = False
-    use: Use = UNUSED
 
 
 class ShardBucket:
@@ -151,10 +86,7 @@ class ShardJob:
         self.layout = layout
         self._checked: dict[int, HyperParameters] = {}
         self._staged_limit = staged_limit
-        # What was staged, by bucket and rank: its clock and its bytes. What has been added since is only taken out when
-        # room is needed.
-        self._held: dict[tuple[int, int], tuple[int, int]] = {}
-        self._held_bytes = 0
+        self._held = Held(lambda index: self.buckets[index].protocol.waiting)
         self._norm_limit = norm_limit
 
     def bucket(self, index: int) -> ShardBucket:
@@ -265,7 +197,7 @@ class ShardJob:
         limited = push.kind is PushKind.GRADIENT and self._norm_limit < math.inf
         if limited and borrowed:
             values, borrowed = values.clone(), False  # or its worker could write another after this one was checked
-        if push.kind is PushKind.GRADIENT and self.spec.non_finite is not NonFinite.ALLOW:
+        if push.kind is PushKind.GRADIENT and not push.finite and self.spec.non_finite is not NonFinite.ALLOW:
             for position, segment in enumerate(bucket.segments):
                 if position not in push.absent and not is_finite(
                     values[segment.offset : segment.offset + segment.length]
@@ -314,9 +246,7 @@ class ShardJob:
     @property
     def staged_limit(self) -> int:
         """Bytes that may be staged here, but for what an update waits for."""
-        if self._staged_limit is not None:
-            return self._staged_limit
-        return max(self.parameter_bytes // STAGED_PART, self.spec.bucket_bytes * len(self.roster))
+        return self._staged_limit or derived_limit(self.parameter_bytes, self.spec.bucket_bytes, len(self.roster))
 
     def _check_budget(self, push: Push, gradient: Gradient) -> None:
         """Counts a push in. Raises Backlogged if there is no room for it.
@@ -324,33 +254,19 @@ class ShardJob:
         What an update waits for is always taken: all that is staged may be waiting behind it. Where no update waits for
         others (ssp, async), what is staged is applied without anybody's help, and there is room again.
         """
-        protocol = self.bucket(push.bucket).protocol
-        if not gradient.within and not protocol.is_awaited(push.rank, push.clock):
+        awaited = self.bucket(push.bucket).protocol.is_awaited(push.rank, push.clock)
+        if not gradient.within and not awaited:
             raise Backlogged(
                 f"worker {push.rank}: whom it pushes for has more bytes staged that are not applied yet, "
                 "over all workers, than max-caller-bytes lets it"
             )
         if gradient.borrowed or gradient.values is None:
             return
-        size = len(push.payload)
-        if self._held_bytes + size > self.staged_limit:
-            self._forget_added()
-            full = self._held_bytes and self._held_bytes + size > self.staged_limit
-            if full and not protocol.is_awaited(push.rank, push.clock):
-                raise Backlogged(
-                    f"{self._held_bytes} bytes are staged here and wait for other workers, "
-                    f"and max-staged-bytes is {self.staged_limit}"
-                )
-        _, before = self._held.get((push.bucket, push.rank), (0, 0))
-        self._held[push.bucket, push.rank] = push.clock, size
-        self._held_bytes += size - before
-
-    def _forget_added(self) -> None:
-        for (index, rank), (clock, _) in list(self._held.items()):
-            waiting = self.buckets[index].protocol.waiting.get(rank)
-            if waiting is None or waiting.clock != clock:
-                del self._held[index, rank]
-        self._held_bytes = sum(size for _, size in self._held.values())
+        if not self._held.take(push.bucket, push.rank, push.clock, len(push.payload), self.staged_limit, awaited):
+            raise Backlogged(
+                f"{self._held.bytes} bytes are staged here and wait for other workers, "
+                f"and max-staged-bytes is {self.staged_limit}"
+            )
 
     def _initialise(self, push: Push, bucket: ShardBucket, gradient: Gradient) -> Staged:
         if push.rank != 0:

@@ -21,7 +21,8 @@ from ps_protocol.job_messages import job_spec_message
 from ps_protocol.v1 import control_pb2, data_pb2
 from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub, ShardServiceStub
 from ps_server.app import Server, ServerConfig
-from ps_server.core.shard_job import Push, PushKind, ShardJob
+from ps_server.core.pushes import Push, PushKind
+from ps_server.core.shard_job import ShardJob
 from ps_server.limits import Limits
 
 MakeCluster = Callable[..., Cluster]

@@ -1,0 +1,74 @@
+"""What workers push, as it came, and what they are told."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ps_protocol.framing import Buffer
+from ps_protocol.job import HyperParameters
+from ps_server.core.data_commits import UNUSED, DataRange, Use
+
+
+class PushKind(enum.Enum):
+    """What a push carries."""
+
+    GRADIENT = "gradient"
+    INITIAL_VALUE = "initial_value"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True)
+class Push:
+    """One bucket from a worker, as it came."""
+
+    job: str
+    rank: int
+    incarnation: int
+    bucket: int
+    clock: int
+    kind: PushKind
+    payload: Buffer  # in the job's wire format for gradients; initial values in the bucket's own type
+    absent: frozenset[int] = frozenset()
+    groups: Mapping[int, HyperParameters] | None = None
+    borrowed: bool = False
+    key: bytes = field(default=b"", repr=False)
+    caller: str = ""  # whose bytes they are, where callers are known
+    finite: bool = False  # nobody need look for infinities and NaNs
+    ranges: tuple[DataRange, ...] = ()  # of leased data, that the step used
+
+
+@dataclass(frozen=True)
+class SharedBucket:
+    """One bucket of a SharedPush; `skip` when this step has no gradient for it; `finite` if its worker has looked."""
+
+    index: int
+    skip: bool
+    absent: frozenset[int]
+    finite: bool = False
+
+
+@dataclass(frozen=True)
+class SharedPush:
+    """Several buckets from a worker, whose gradients lie in its segment."""
+
+    job: str
+    rank: int
+    incarnation: int
+    clock: int
+    buckets: tuple[SharedBucket, ...]
+    groups: Mapping[int, HyperParameters]
+    key: bytes = field(default=b"", repr=False)
+    caller: str = ""
+    ranges: tuple[DataRange, ...] = ()
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A push is staged: `duplicate` when it had been before; `use`: what became of the leased data that it names."""
+
+    version: int
+    duplicate: bool
+    skipped: bool = False
+    use: Use = UNUSED
