@@ -7,6 +7,10 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 # How long `make fuzz` runs.
 SECONDS ?= 60
+# What `make simulate` runs: so many seeds in each mode, or one seed, in one mode.
+SEEDS ?= 200
+SEED ?=
+MODE ?=
 
 IN_VENV := .venv/bin
 PIP := $(IN_VENV)/python -m pip -qq --disable-pip-version-check
@@ -16,7 +20,7 @@ HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-docker bench fuzz lint format proto clean
+.PHONY: help demo test test-docker bench simulate fuzz lint format proto clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +36,10 @@ test-docker: .venv/dev.stamp ## run the tests that build and start the container
 
 bench: .venv/dev.stamp ## a short form of every benchmark; writes docs/benchmarks.md
 	@$(IN_VENV)/python -m bench all --short $(ARGS)
+
+simulate: .venv/dev.stamp ## clusters in virtual time, with faults, a seed each: make simulate SEEDS=1000
+	@PYTHONPATH=. $(IN_VENV)/python tests/virtual_cluster.py --seeds $(SEEDS) \
+		$(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode $(MODE))
 
 fuzz: .venv/dev.stamp ## throw hostile input at every handler, guided by coverage: make fuzz SECONDS=600
 	@$(PIP) install --constraint constraints.txt --editable '.[fuzz]' || echo "atheris cannot be installed here"

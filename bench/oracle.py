@@ -15,6 +15,7 @@ one whose worker died over it may be in, once, or not.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -191,7 +192,7 @@ class Life:
     """What one worker process did: a row of its own in ssp and async.
 
     attempted: the numbers of the steps that it began (in sync, their clocks)
-    done:      of those that were acknowledged, the clock after them
+    done:      of those that were acknowledged, the clock after them; `at`: when
     seen:      after each of those, its clock, the counts of the rows that had changed (by row, one a bucket), and when
     """
 
@@ -199,6 +200,7 @@ class Life:
     rank: int
     attempted: list[int] = field(default_factory=list)
     done: dict[int, int] = field(default_factory=dict)
+    at: dict[int, float] = field(default_factory=dict)
     seen: list[tuple[int, dict[int, list[int]], float]] = field(default_factory=list)
 
     @property
@@ -273,22 +275,35 @@ def too_stale(lives: Iterable[Life], rules: Rules, until: Mapping[int, float | N
     if rules.averaged or rules.bound is None:
         return []
     ends = [(until or {}).get(bucket) or math.inf for bucket in range(rules.shape.buckets)]
-    # By life: at which clock each of its acknowledged steps was, in order.
-    clocks = {life.number: sorted(life.done.values()) for life in lives}
     found = []
-    for reader in lives:
-        known: dict[int, list[int]] = {}
-        position = dict.fromkeys(clocks, 0)
-        for clock, counts, at in reader.seen:
-            known.update(counts)
-            looked_at = [bucket for bucket, end in enumerate(ends) if at < end]
-            for other, finished in clocks.items():
-                while position[other] < len(finished) and finished[position[other]] <= clock - rules.bound:
-                    position[other] += 1
-                seen = known.get(other) or [0] * len(ends)
-                least = min((seen[bucket] for bucket in looked_at), default=position[other])
-                if least < position[other]:
-                    said = f"at clock {clock} life {reader.number} saw {least} steps of life {other}, not "
-                    where = {"life": reader.number, "clock": clock, "other": other}
-                    found.append(Violation("too stale", f"{said}{position[other]}", where))
+    for end in sorted(set(ends)):
+        buckets = [bucket for bucket, its_end in enumerate(ends) if its_end >= end]
+        begin = max((other for other in ends if other < end), default=-math.inf)
+        # By life: at which clock each of its steps was. Clocks of after a set-back may be those of before once more.
+        clocks = {life.number: sorted(c for n, c in life.done.items() if life.at.get(n, 0.0) < end) for life in lives}
+        for reader in lives:
+            seen: dict[int, list[int]] = {}
+            for clock, counts, at in reader.seen:
+                seen.update(counts)
+                if begin <= at < end:
+                    found += _behind(reader.number, clock, rules.bound, seen, clocks, buckets)
+    return found
+
+
+def _behind(
+    reader: int,
+    clock: int,
+    bound: int,
+    seen: Mapping[int, list[int]],
+    clocks: Mapping[int, list[int]],
+    buckets: list[int],
+) -> list[Violation]:
+    """Of one pull, the lives of which it lacks a step from more than `bound` clocks before, in any of these buckets."""
+    found = []
+    for other, finished in clocks.items():
+        needed = bisect.bisect_right(finished, clock - bound)
+        least = min((seen[other][bucket] for bucket in buckets), default=0) if other in seen else 0
+        if least < needed:
+            said = f"at clock {clock} life {reader} saw {least} steps of life {other}, not {needed}"
+            found.append(Violation("too stale", said, {"life": reader, "clock": clock, "other": other}))
     return found

@@ -19,6 +19,11 @@ ALIGNMENT_BYTES = 64
 DEFAULT_BUCKET_BYTES = 4 * 2**20
 
 
+# In a worker's own part of a checkpoint, a parameter that no optimizer steps is called so, and its index: buffers that
+# training changes, which `ps-server export` puts into the model.
+HELD = "held/"
+
+
 @dataclass(frozen=True)
 class DataType:
     """An element type: its name (torch's own), its size, and whether an optimizer can step it."""

@@ -76,7 +76,7 @@ class ServerConfig:
     checkpoint_dir: where checkpoints are, the same directory for all shards and the coordinator; None: there are none
     checkpoint_every: `100steps` or `60s`; None: only when asked to, at a job's end, and when the server stops
     keep:        how many checkpoints of a job are kept
-    restore:     jobs go on from what is in checkpoint_dir
+    restore:     jobs go on from what is in checkpoint_dir; resume: those that ran when the coordinator ended
     """
 
     shard_count: int | None = None
@@ -99,6 +99,7 @@ class ServerConfig:
     checkpoint_every: str | None = None
     keep: int = DEFAULT_KEEP
     restore: bool = False
+    resume: bool = False
 
 
 class Server:
@@ -184,9 +185,9 @@ class Server:
         policy: CheckpointPolicy | None = None
         if config.checkpoint_dir is not None:
             steps, seconds = parse_every(config.checkpoint_every) if config.checkpoint_every else (None, None)
-            policy = CheckpointPolicy(config.checkpoint_dir, steps, seconds, config.keep, config.restore)
-        elif config.checkpoint_every or config.restore:
-            raise InvalidRequest("--checkpoint-every and --restore need --checkpoint-dir")
+            policy = CheckpointPolicy(config.checkpoint_dir, steps, seconds, config.keep, config.restore, config.resume)
+        elif config.checkpoint_every or config.restore or config.resume:
+            raise InvalidRequest("--checkpoint-every, --restore and --resume need --checkpoint-dir")
         return Coordinator(config.shard_count, config.lease, self._access, config.limits, policy)
 
     def _serve_metrics(self, config: ServerConfig) -> str:

@@ -45,7 +45,8 @@ class CheckpointPolicy:
     """Where checkpoints go, when they are made, and how many are kept.
 
     steps, seconds: make one every so many clocks, or seconds; neither: only when asked to, and at a job's end
-    restore:        jobs go on from what is there
+    restore:        a job of a name that has a checkpoint goes on from it, also if it had ended
+    resume:         the jobs that ran when an earlier coordinator ended are taken up again; implied by `restore`
     """
 
     directory: Path
@@ -53,6 +54,7 @@ class CheckpointPolicy:
     seconds: float | None = None
     keep: int = DEFAULT_KEEP
     restore: bool = False
+    resume: bool = False
 
 
 def parse_every(text: str) -> tuple[int | None, float | None]:

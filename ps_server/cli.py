@@ -108,6 +108,7 @@ def _add_checkpoints(command: argparse.ArgumentParser) -> None:
     add_setting(group, "--checkpoint-every", "make one every so often, as in 100steps or 60s", metavar="EVERY")
     add_setting(group, "--keep", "how many checkpoints of a job to keep", default=3, kind=count, metavar="N")
     add_setting(group, "--restore", "go on from what is in the checkpoint directory", kind=bool)
+    add_setting(group, "--resume", "take up the jobs that ran when the coordinator ended, and no others", kind=bool)
 
 
 def _add_advertise(command: argparse.ArgumentParser) -> None:
@@ -222,6 +223,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             checkpoint_every=arguments.checkpoint_every,
             keep=arguments.keep,
             restore=arguments.restore,
+            resume=arguments.resume,
         )
     )
     # What imports have made stays for good: the collector need not walk through it again in the middle of a round,

@@ -291,6 +291,7 @@ class Engine:
                 key=push.key,
                 ranges=push.ranges,
                 caller=push.caller,
+                finite=bucket.finite,
             )
             for bucket in push.buckets
         ]

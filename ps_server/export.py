@@ -18,7 +18,7 @@ import torch
 
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import Bucket, bucket_layout
+from ps_protocol.layout import HELD, Bucket, bucket_layout
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.checkpoints import CheckpointStore, Manifest
 from ps_server.core.snapshot import BucketImage
@@ -32,6 +32,7 @@ def export(directory: Path, job: str, name: str | None, output: Path) -> str:
     store = CheckpointStore(directory)
     manifest, spec, buckets, images = _read(store, job, name)
     model, optimizer, groups = _gather(spec, buckets, images)
+    model |= _changed(store, job, manifest, spec)
     try:
         output.mkdir(parents=True, exist_ok=True)
         safetensors.torch.save_file(model, output / "model.safetensors", {"format": "pt"})
@@ -73,6 +74,26 @@ def _read(
                 raise
             said = str(error)
     raise NoCheckpoints(f"no checkpoint of job {job!r} can be used: {said}")
+
+
+def _changed(store: CheckpointStore, job: str, manifest: Manifest, spec: JobSpec) -> dict[str, torch.Tensor]:
+    """What no optimizer steps and training has changed, as the worker of the lowest rank has it, by name.
+
+    Raises CheckpointDamaged if it does not fit the job.
+    """
+    rank = min(manifest.workers, default=None)
+    if rank is None:
+        return {}
+    try:
+        held = safetensors.torch.load(store.read_worker(job, manifest.name, manifest.workers[rank].part))
+        found = {int(key.removeprefix(HELD)): tensor for key, tensor in held.items() if key.startswith(HELD)}
+        for index, tensor in found.items():
+            parameter = spec.parameters[index]
+            if tensor.shape != parameter.shape or tensor.dtype != TORCH_DTYPES[parameter.dtype]:
+                raise ValueError(f"{parameter.name}: found {tuple(tensor.shape)} {tensor.dtype}")
+    except (safetensors.SafetensorError, ValueError, IndexError) as error:
+        raise CheckpointDamaged(f"the state of worker {rank} in checkpoint {manifest.name}: {error}") from None
+    return {spec.parameters[index].name: tensor for index, tensor in found.items()}
 
 
 def _gather(

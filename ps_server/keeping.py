@@ -71,7 +71,7 @@ class Keeping:
     def take_up(self) -> dict[str, CoordinatedJob]:
         """The jobs that ran when a coordinator with this directory ended, if they are to be gone on with."""
         found: dict[str, CoordinatedJob] = {}
-        for name, kept in (durable.load(self._policy.directory) if self._policy.restore else {}).items():
+        for name, kept in self._before().items():
             try:
                 spec = job_spec_from_data(kept.spec)
                 check_job_spec(spec, self._limits)
@@ -84,6 +84,10 @@ class Keeping:
             found[name] = job
             log.info("job %s: taken up again, with %d workers", name, len(job.members()))
         return found
+
+    def _before(self) -> dict[str, durable.DurableJob]:
+        wanted = self._policy.restore or self._policy.resume
+        return durable.load(self._policy.directory) if wanted else {}
 
     def save(self, jobs: Mapping[str, CoordinatedJob]) -> None:
         """Keeps what a coordinator after this one needs. A disk that cannot take it is said in the log."""

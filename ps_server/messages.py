@@ -68,7 +68,7 @@ def shared_push(data: bytes) -> SharedPush:
     """What the bytes of a PushSharedRequest hold. Raises InvalidRequest for a bucket or a group that comes twice."""
     request = data_pb2.PushSharedRequest()
     _parse(request, data)
-    buckets = tuple(SharedBucket(b.bucket, b.skip, frozenset(b.absent_segments)) for b in request.buckets)
+    buckets = tuple(SharedBucket(b.bucket, b.skip, frozenset(b.absent_segments), b.finite) for b in request.buckets)
     if len({bucket.index for bucket in buckets}) != len(buckets):
         raise InvalidRequest("a push names each bucket at most once")
     worker, groups, ranges = request.worker, _group_updates(request.groups), ranges_of(request.ranges)

@@ -49,6 +49,7 @@ class UpConfig:
     checkpoint_every: str | None = None
     keep: int = 3
     restore: bool = False
+    resume: bool = False
     limits: Limits = DEFAULTS
 
 
@@ -133,8 +134,9 @@ def _start(config: UpConfig, index: int, before: dict[str, str] | None = None) -
         command += ["--with-coordinator", "--shards", str(config.shards), "--lease", str(config.lease)]
         command += ["--keep", str(config.keep)]
         command += ["--checkpoint-every", config.checkpoint_every] if config.checkpoint_every else []
+        command += ["--restore"] * config.restore
         # One that comes back takes up what ran; whoever starts the cluster says whether to.
-        command += ["--restore"] * (config.checkpoint_dir is not None and (config.restore or before is not None))
+        command += ["--resume"] * (config.checkpoint_dir is not None and (config.resume or before is not None))
     # What a parent was told by its environment is in the flags; a variable must not tell a child otherwise.
     environment = {name: value for name, value in os.environ.items() if name not in ("PS_ADVERTISE", "PS_COORDINATOR")}
     # A session of its own: Ctrl-C on a terminal reaches the parent alone, which then stops the children in order.

@@ -166,6 +166,11 @@ class FlatModel:
         """Whether backward has made a gradient in this bucket that is not finite."""
         return any(self._finite.get(segment.parameter) is False for segment in bucket.segments)
 
+    def was_looked_at(self, bucket: Bucket) -> bool:
+        """Whether a bucket that leaves was looked at for infinities and NaNs, in the very bytes that leave: a half type
+        has infinities where float32 has none."""
+        return self._check and travels_as(bucket.dtype, self._spec.gradient_wire) == bucket.dtype
+
     def leaving(self, bucket: Bucket) -> None:
         """A bucket's gradient is complete: called by the thread that made it, before another one sends it."""
         if self._staging is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from ps_protocol.framing import read_message, write_message
@@ -153,14 +153,19 @@ def attach_request(who: Identity, location: str, nonce: bytes) -> bytes:
     return data_pb2.AttachSegmentRequest(worker=_identity(who), location=location, nonce=nonce).SerializeToString()
 
 
-def shared_push(who: Identity, clock: int, pushes: Sequence[BucketPush]) -> bytes:
-    """Several buckets whose gradients lie in the segment."""
+def shared_push(who: Identity, clock: int, pushes: Sequence[BucketPush], finite: Set[int] = frozenset()) -> bytes:
+    """Several buckets whose gradients lie in the segment; `finite`: those whose bytes there were looked at."""
     groups = {group: values for push in pushes for group, values in push.groups.items()}
     return data_pb2.PushSharedRequest(
         worker=_identity(who),
         clock=clock,
         buckets=[
-            data_pb2.SharedBucket(bucket=push.bucket.index, skip=push.empty, absent_segments=push.absent)
+            data_pb2.SharedBucket(
+                bucket=push.bucket.index,
+                skip=push.empty,
+                absent_segments=push.absent,
+                finite=push.bucket.index in finite,
+            )
             for push in pushes
         ],
         groups=_group_updates(groups),

@@ -213,7 +213,8 @@ class SharedTransport:
             for push in pushes:
                 if not push.empty:
                     self._flat.share_gradient(push.bucket)
-            self._calls.unary("PushShared", messages.shared_push(self._who, clock, pushes))
+            finite = {push.bucket.index for push in pushes if self._flat.was_looked_at(push.bucket)}
+            self._calls.unary("PushShared", messages.shared_push(self._who, clock, pushes, finite))
         except Exception as error:
             for _, future in items:
                 future.set_exception(error)

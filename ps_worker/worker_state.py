@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.layout import HELD
 
 FORMAT = 1
 KEY = "ps_worker"
@@ -134,9 +135,10 @@ def encode(state: WorkerState) -> bytes:
         "loaders": [_place(place, tensors) for place in state.loaders],
         "feeding": state.feeding,
         "per_step": state.per_step,
-        "tensors": plain(state.tensors, tensors, "tensors"),
+        "held": sorted(state.tensors),
     }
-    return save(tensors, {KEY: json.dumps(document)})
+    held = {f"{HELD}{index}": tensor.detach().to("cpu").contiguous() for index, tensor in state.tensors.items()}
+    return save(tensors | held, {KEY: json.dumps(document)})
 
 
 def _random(state: RandomState, tensors: dict[str, torch.Tensor]) -> Any:
@@ -202,7 +204,7 @@ def decode(data: bytes) -> WorkerState:
             loaders=[_place_of(place, read) for place in document["loaders"]],
             feeding=None if document["feeding"] is None else _whole(document["feeding"]),
             per_step=_whole(document["per_step"]),
-            tensors={_whole(index): _tensor(found) for index, found in read(document["tensors"]).items()},
+            tensors={_whole(index): tensors[f"{HELD}{index}"] for index in document["held"]},
         )
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise InvalidRequest(f"what the servers keep of this worker's state cannot be read: {error}") from None

@@ -65,7 +65,8 @@ class Cluster:
         """Ends a server as its death would, without a last checkpoint, and starts another at its ports."""
         before = self.servers[index]
         before.stop()
-        config = replace(self._rest, index=index) if index else replace(self._first, restore=True)
+        first = replace(self._first, resume=self._first.checkpoint_dir is not None)
+        config = replace(self._rest, index=index) if index else first
         ports = {
             name: int(address.rpartition(":")[2])
             for name, address in (("port", before.address), ("metrics_port", before.metrics_address))

@@ -239,6 +239,10 @@ def seeds() -> dict[str, list[bytes]]:
     spec = job_spec_message(SPEC)
     spec.name = "new"
     who = {"job": JOB, "rank": 1, "incarnation": 2}
+    lease = control_pb2.LeaseDataRequest(**who, lease_key=KEY, sample_count=12, batch_size=4, seed=1, batch_count=2)
+    lease.held.add(stop=4)
+    lease.committed.add(start=4, stop=8)
+    header.ranges.add(start=4, stop=8)
     found: dict[str, list[Any]] = {
         "PushShared": [shared],
         "Pull": [pull],
@@ -250,6 +254,8 @@ def seeds() -> dict[str, list[bytes]]:
         "WatchJob": [control_pb2.WatchJobRequest(job=JOB)],
         "Heartbeat": [control_pb2.HeartbeatRequest(**who, clock=1, lease_key=KEY)],
         "LeaveJob": [control_pb2.LeaveJobRequest(**who, lease_key=KEY)],
+        "LeaseData": [lease],
+        "GetCommittedData": [control_pb2.GetCommittedDataRequest(job=JOB)],
         "EndJob": [control_pb2.EndJobRequest(job=JOB)],
         "RegisterShard": [control_pb2.RegisterShardRequest(index=1, address="h:1", process=1)],
         "DropJob": [control_pb2.DropJobRequest(job="new")],

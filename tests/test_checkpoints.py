@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,17 @@ import torch
 from conftest import Cluster, in_parallel, scrape, until
 from raw_worker import RawWorker, vector_job
 from safetensors.torch import load_file
+from test_cli import END_SECONDS, Command
 from test_optimizers import UNUSUAL, make
 from torch import nn
 
-from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints
+from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints, TryLater
 from ps_protocol.job import HyperParameters, JobSpec
+from ps_protocol.job_messages import job_spec_message
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE
+from ps_protocol.v1 import control_pb2
 from ps_server.checkpointing import parse_every
 from ps_server.checkpoints import CheckpointStore, Manifest, Part, WorkerPart
 from ps_server.core.bucket import Live
@@ -303,6 +307,7 @@ def test_a_checkpoint_beside_training_is_of_one_version_in_sync_and_whole_in_eve
         worker.leave()
 
     in_parallel(2, run)
+    both = min(worker.clock for worker in workers)  # after that one was alone
     spec = vector_job("job", mode, cells, 2)
     layout = bucket_layout(spec.parameters, spec.bucket_bytes)
     for name in store.names("job"):
@@ -317,7 +322,7 @@ def test_a_checkpoint_beside_training_is_of_one_version_in_sync_and_whole_in_eve
     regular = [store.manifest("job", name) for name in store.names("job")][1:-1]
     if mode == "sync":
         assert all(manifest.clock % 5 == 0 for manifest in regular)
-        assert all(sorted(manifest.workers) == [0, 1] for manifest in regular)
+        assert all(sorted(manifest.workers) == [0, 1] for manifest in regular if manifest.clock < both)
 
 
 def test_what_checkpoints_do_is_in_the_metrics(make_cluster: MakeCluster, tmp_path: Path) -> None:
@@ -383,6 +388,27 @@ def test_what_is_exported_goes_on_in_plain_pytorch(make_cluster: MakeCluster, tm
         torch.testing.assert_close(mine, theirs)
 
 
+def test_what_training_changes_besides_the_weights_is_exported_too(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path / "checkpoints")
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    session = cluster.connect("sync", job="job")
+    net, steps = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    made: list[Manifest] = []
+    asked = threading.Thread(target=lambda: made.append(cluster.coordinator.checkpoint_job("job")))
+    asked.start()
+    while asked.is_alive():
+        net(torch.randn(8, 4)).pow(2).sum().backward()
+        steps.step()
+        steps.zero_grad()
+    [manifest] = made
+    buffers = {name: tensor.clone() for name, tensor in net.state_dict().items() if "running" in name}
+    export(tmp_path / "checkpoints", "job", manifest.name, tmp_path / "out")
+    session.close()
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found["1.num_batches_tracked"] == manifest.clock
+    assert all(not torch.equal(found[name], torch.zeros(4)) for name in buffers if "mean" in name)
+
+
 def test_there_is_nothing_to_export_where_there_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpoints, match="no checkpoint of job 'job' can be used: there is none"):
         export(tmp_path, "job", None, tmp_path / "out")
@@ -390,15 +416,22 @@ def test_there_is_nothing_to_export_where_there_is_no_checkpoint(tmp_path: Path)
         export(tmp_path / "missing", "job", None, tmp_path / "out")
 
 
-def test_a_server_that_is_told_to_stop_makes_a_last_checkpoint(tmp_path: Path) -> None:
-    from test_cli import Command
-
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[tuple[Command, str]]:
+    """`ps-server up` with two shards and a directory for checkpoints: the command, and its address."""
     command = Command(
         tmp_path,
         *("-m", "ps_server", "up", "--shards", "2", "--port", "0", "--metrics-port", "0"),
         *("--checkpoint-dir", str(tmp_path / "checkpoints")),
     )
     [address] = command.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
+    yield command, address
+    if command.process.poll() is None:
+        command.end(signal.SIGKILL)
+
+
+def test_servers_that_are_told_to_stop_make_a_last_checkpoint(up: tuple[Command, str], tmp_path: Path) -> None:
+    command, address = up
     with RawWorker(address, vector_job("job", "sync", 64, 1), 0) as worker:
         worker.initialise()
         worker.step(torch.full((64,), -1.0))
@@ -407,4 +440,24 @@ def test_a_server_that_is_told_to_stop_makes_a_last_checkpoint(tmp_path: Path) -
         assert command.process.wait(60) == 0
     store = CheckpointStore(tmp_path / "checkpoints")
     assert store.manifest("job", store.names("job")[-1]).clock == 1
-    until(lambda: not command.family() if command.process.poll() is None else True)
+
+
+def test_servers_that_are_told_twice_end_at_once(up: tuple[Command, str]) -> None:
+    """With a worker that takes no step, a checkpoint at a clock to come is waited for: long enough to be told again."""
+    command, address = up
+    with RawWorker(address, vector_job("job", "sync", 64, 1), 0) as worker:
+        worker.initialise()
+        family = command.family()
+        command.process.send_signal(signal.SIGTERM)
+
+        def draining() -> bool:
+            try:
+                RawWorker.register(address, control_pb2.RegisterJobRequest(spec=job_spec_message(worker.spec)))
+            except TryLater as error:
+                return "stopping" in str(error)
+            return False
+
+        until(draining, "the refusal of newcomers")
+        command.process.send_signal(signal.SIGTERM)
+        assert command.process.wait(END_SECONDS) == 128 + signal.SIGTERM
+    until(lambda: not any(process.is_running() for process in family), "the shards' end")

@@ -245,7 +245,7 @@ def test_the_coordinator_comes_back_and_its_workers_notice_nothing(make_cluster:
             alone.stop()
             assert torch.equal(step(worker), torch.full((CELLS,), 2.0)), "training does not need it"
             port = int(alone.address.rpartition(":")[2])
-            alone = Server(ServerConfig(shard_count=1, checkpoint_dir=directory, lease=20.0, port=port, restore=True))
+            alone = Server(ServerConfig(shard_count=1, checkpoint_dir=directory, lease=20.0, port=port, resume=True))
 
             def heard() -> bool:
                 try:

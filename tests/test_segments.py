@@ -12,16 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Cluster
+from conftest import Cluster, until
 from torch import nn
 
-from ps_protocol.errors import NotShared
+from ps_protocol.errors import NonFiniteGradient, NotShared
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.segments import NAME_PREFIX, SegmentMap, SegmentPlan, segment_plan
 from ps_server.segments import attach
 from ps_worker.shared_memory import LocalSegment, remove_leftovers
+
+MakeCluster = Callable[..., Cluster]
 
 
 @pytest.fixture
@@ -81,6 +83,12 @@ def _gone(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
     return segment.location, segment.nonce
 
 
+def _of_the_dead(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
+    script = "import os, sys; print(f'{os.getpid()}/{os.memfd_create(sys.argv[1])}')"
+    child = subprocess.run([sys.executable, "-c", script, "ps-torch"], stdout=subprocess.PIPE, text=True, check=True)
+    return child.stdout.strip(), bytes(32)
+
+
 def _unsealed(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
     descriptor = os.memfd_create("ps-torch")
     os.ftruncate(descriptor, plan.size)
@@ -103,6 +111,7 @@ def _another_file_of_the_process(plan: SegmentPlan, path: Path) -> tuple[str, by
         (_outside, "PID/FD or"),
         (_link, "cannot be opened"),
         (_gone, "cannot be opened"),
+        (_of_the_dead, "not to be seen"),
         (_unsealed, "sealed"),
         (_another_file_of_the_process, "no memory file"),
     ],
@@ -171,6 +180,62 @@ def test_every_transport_and_wire_format_trains_alike(cluster: Cluster, transpor
     tolerance = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 2e-3}[wire]
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_what_overflows_on_the_way_is_refused_by_the_shard(cluster: Cluster, transport: str) -> None:
+    """The worker has looked at float32, where it is finite; what travels is not."""
+    model = nn.Linear(4, 4)
+    with cluster.connect("sync", transport=transport) as session:
+        ours, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), gradient_wire="float16")
+        (ours(torch.ones(1, 4)).sum() * 1e6).backward()
+        with pytest.raises(NonFiniteGradient):
+            optimizer.step()
+
+
+LENDER = """
+import sys, torch, ps_worker
+vector = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(64))])
+session = ps_worker.connect(sys.argv[1], "sync", job="lent", rank=1, world_size=2, transport="shm")
+vector, optimizer = session.prepare(vector, torch.optim.SGD(vector.parameters(), lr=1.0), bucket_bytes=64)
+vector[0].grad = torch.full((64,), -2.0)
+print("steps", flush=True)
+optimizer.step()
+"""
+
+
+def test_a_worker_killed_while_shards_read_its_segment_leaves_what_it_pushed(make_cluster: MakeCluster) -> None:
+    """Its gradient lies in its own memory, held back for rank 0's, which comes when its worker is gone."""
+    cluster = make_cluster(shards=2, lease=1.0)
+    vector = nn.ParameterList([nn.Parameter(torch.zeros(64))])
+    child = subprocess.Popen(
+        [sys.executable, "-c", LENDER, cluster.address], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        with cluster.connect("sync", 0, 2, job="lent", transport="shm") as session:
+            vector, optimizer = session.prepare(vector, torch.optim.SGD(vector.parameters(), lr=1.0), bucket_bytes=64)
+            until(lambda: _staged(cluster) == 64 * 4, "all of the other's gradient")
+            child.kill()
+            child.wait()
+            vector[0].grad = torch.full((64,), -4.0)
+            optimizer.step()
+            assert torch.equal(vector[0].detach(), torch.full((64,), 3.0)), "the mean of both"
+            until(lambda: _lent(cluster) == {0}, "the end of the other's lease")
+    finally:
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+
+
+def _staged(cluster: Cluster) -> int:
+    jobs = [engine.jobs().get("lent") for engine in cluster.engines]
+    return sum(job.state.staged_bytes for job in jobs if job is not None)
+
+
+def _lent(cluster: Cluster) -> set[int]:
+    """The ranks whose segments shards map."""
+    return {rank for engine in cluster.engines for rank in engine.jobs()["lent"].segments}
 
 
 def test_shm_is_refused_where_shards_cannot_see_the_memory(

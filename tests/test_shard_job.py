@@ -192,6 +192,13 @@ def test_a_non_finite_gradient_can_be_declared_to_be_skipped() -> None:
     assert job.clocks() == {0: 1}, "the clock counts on"
 
 
+def test_a_worker_that_has_looked_for_infinities_in_memory_of_its_own_is_believed() -> None:
+    job = running("async")
+    with pytest.raises(NonFiniteGradient):
+        stage(job, push(payload=payload(NAN), borrowed=True))
+    assert not stage(job, push(payload=payload(NAN), borrowed=True, finite=True))
+
+
 def test_what_is_not_finite_in_a_segment_without_a_gradient_is_ignored() -> None:
     job = running("async")
     stage(job, push(0, payload=payload(NAN), absent=frozenset({0})))

@@ -62,6 +62,8 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     """Measures; one result for each mode."""
     modes = arguments.modes.split(",")
     seconds = 60 * arguments.minutes / len(modes)
+    if arguments.keep is not None and arguments.keep.is_dir() and any(arguments.keep.iterdir()):
+        raise SystemExit(f"--keep takes a new or an empty folder, and something lies in {arguments.keep}")
     unknown = set(kinds_of(arguments)) - KINDS.keys()
     if unknown:
         raise SystemExit(f"no such faults: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
@@ -128,7 +130,7 @@ def _result(arguments: argparse.Namespace, mode: str, calm: Trace, wild: Trace) 
         shards=arguments.shards,
         size=size,
         ms=wild.step_ms(),
-        ratios={"undisturbed": rate / alone, "present": rate / (alone * present)},
+        ratios={"undisturbed": rate / alone, "present": rate / (alone * present)} if alone and present else {},
         samples_per_second=round(rate * arguments.batch, 1),
         undisturbed_samples_per_second=round(alone * arguments.batch, 1),
         seconds=round(seconds, 1),

@@ -61,7 +61,7 @@ class Ledger:
 class Record:
     """What is known of one life, from its file.
 
-    steps:  when each acknowledged step was; `when`: by its number, the last time if it was made again
+    steps:  when each acknowledged step was
     events: (when, name, said)
     """
 
@@ -69,7 +69,6 @@ class Record:
     pid: int
     born: float
     averaged: bool
-    when: dict[int, float] = field(default_factory=dict)
     steps: list[float] = field(default_factory=list)
     events: list[tuple[float, str, str]] = field(default_factory=list)
     violations: list[Violation] = field(default_factory=list)
@@ -115,7 +114,7 @@ class Ledgers:
         elif "done" in line:
             record.life.done[line["done"]] = line["clock"]
             record.steps.append(line["at"])
-            record.when[line["done"]] = line["at"]
+            record.life.at[line["done"]] = line["at"]
             if not self._averaged:  # each step is held against one update there and then
                 counts = {int(row): counts for row, counts in line["seen"].items()}
                 record.life.seen.append((line["clock"], counts, line["at"]))

@@ -48,7 +48,7 @@ class Trace:
             {
                 (record.life.rank, number) if record.averaged else (-1 - record.life.number, number)
                 for record in self.records
-                for number, at in record.when.items()
+                for number, at in record.life.at.items()
                 if self.begun <= at <= self.ended
             }
         )

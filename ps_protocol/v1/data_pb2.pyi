@@ -33,14 +33,16 @@ class AttachSegmentResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SharedBucket(_message.Message):
-    __slots__ = ("bucket", "skip", "absent_segments")
+    __slots__ = ("bucket", "skip", "absent_segments", "finite")
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     SKIP_FIELD_NUMBER: _ClassVar[int]
     ABSENT_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    FINITE_FIELD_NUMBER: _ClassVar[int]
     bucket: int
     skip: bool
     absent_segments: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, bucket: _Optional[int] = ..., skip: bool = ..., absent_segments: _Optional[_Iterable[int]] = ...) -> None: ...
+    finite: bool
+    def __init__(self, bucket: _Optional[int] = ..., skip: bool = ..., absent_segments: _Optional[_Iterable[int]] = ..., finite: bool = ...) -> None: ...
 
 class PushSharedRequest(_message.Message):
     __slots__ = ("worker", "clock", "buckets", "groups", "ranges")

@@ -35,16 +35,18 @@ class Push:
     borrowed: bool = False
     key: bytes = field(default=b"", repr=False)
     caller: str = ""  # whose bytes they are, where callers are known
+    finite: bool = False  # nobody need look for infinities and NaNs
     ranges: tuple[DataRange, ...] = ()  # of leased data, that the step used
 
 
 @dataclass(frozen=True)
 class SharedBucket:
-    """One bucket of a SharedPush; `skip` when this step has no gradient for it."""
+    """One bucket of a SharedPush; `skip` when this step has no gradient for it; `finite` if its worker has looked."""
 
     index: int
     skip: bool
     absent: frozenset[int]
+    finite: bool = False
 
 
 @dataclass(frozen=True)

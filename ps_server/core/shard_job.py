@@ -27,14 +27,11 @@ from ps_protocol.optimizers import check_change, check_hyper_parameters
 from ps_protocol.tensors import is_finite, tensor_from
 from ps_server.core.bucket import BucketProtocol, Live, Verdict
 from ps_server.core.data_commits import Committed, DataCommits, check_ranges
+from ps_server.core.held import Held, derived_limit
 from ps_server.core.membership import check_incarnation, check_key
 from ps_server.core.pushes import Push, PushKind, Staged
 from ps_server.core.snapshot import BucketImage, Extent, extent
 from ps_server.core.weights import BucketWeights, Gradient, Scratch
-
-# What may be staged on a shard unless a limit says otherwise: this part of its weights. The open updates take as
-# much as the weights themselves already.
-STAGED_PART = 4
 
 
 class ShardBucket:
@@ -72,7 +69,7 @@ class ShardJob:
         self, spec: JobSpec, indices: Iterable[int], staged_limit: int | None = None, norm_limit: float = math.inf
     ) -> None:
         """staged_limit: bytes that may be staged here; past it, pushes are told to try again, but for those that an
-        update waits for. None: a part of the weights here, and a bucket for each worker.
+        update waits for. None: a part of the weights here, or two buckets for each worker.
         norm_limit: the L2 norm that the gradient in one push may have."""
         layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         indices = list(indices)
@@ -89,10 +86,7 @@ class ShardJob:
         self.layout = layout
         self._checked: dict[int, HyperParameters] = {}
         self._staged_limit = staged_limit
-        # What was staged, by bucket and rank: its clock and its bytes. What has been added since is only taken out when
-        # room is needed.
-        self._held: dict[tuple[int, int], tuple[int, int]] = {}
-        self._held_bytes = 0
+        self._held = Held(lambda index: self.buckets[index].protocol.waiting)
         self._norm_limit = norm_limit
 
     def bucket(self, index: int) -> ShardBucket:
@@ -203,7 +197,7 @@ class ShardJob:
         limited = push.kind is PushKind.GRADIENT and self._norm_limit < math.inf
         if limited and borrowed:
             values, borrowed = values.clone(), False  # or its worker could write another after this one was checked
-        if push.kind is PushKind.GRADIENT and self.spec.non_finite is not NonFinite.ALLOW:
+        if push.kind is PushKind.GRADIENT and not push.finite and self.spec.non_finite is not NonFinite.ALLOW:
             for position, segment in enumerate(bucket.segments):
                 if position not in push.absent and not is_finite(
                     values[segment.offset : segment.offset + segment.length]
@@ -252,9 +246,7 @@ class ShardJob:
     @property
     def staged_limit(self) -> int:
         """Bytes that may be staged here, but for what an update waits for."""
-        if self._staged_limit is not None:
-            return self._staged_limit
-        return max(self.parameter_bytes // STAGED_PART, self.spec.bucket_bytes * len(self.roster))
+        return self._staged_limit or derived_limit(self.parameter_bytes, self.spec.bucket_bytes, len(self.roster))
 
     def _check_budget(self, push: Push, gradient: Gradient) -> None:
         """Counts a push in. Raises Backlogged if there is no room for it.
@@ -262,33 +254,19 @@ class ShardJob:
         What an update waits for is always taken: all that is staged may be waiting behind it. Where no update waits for
         others (ssp, async), what is staged is applied without anybody's help, and there is room again.
         """
-        protocol = self.bucket(push.bucket).protocol
-        if not gradient.within and not protocol.is_awaited(push.rank, push.clock):
+        awaited = self.bucket(push.bucket).protocol.is_awaited(push.rank, push.clock)
+        if not gradient.within and not awaited:
             raise Backlogged(
                 f"worker {push.rank}: whom it pushes for has more bytes staged that are not applied yet, "
                 "over all workers, than max-caller-bytes lets it"
             )
         if gradient.borrowed or gradient.values is None:
             return
-        size = len(push.payload)
-        if self._held_bytes + size > self.staged_limit:
-            self._forget_added()
-            full = self._held_bytes and self._held_bytes + size > self.staged_limit
-            if full and not protocol.is_awaited(push.rank, push.clock):
-                raise Backlogged(
-                    f"{self._held_bytes} bytes are staged here and wait for other workers, "
-                    f"and max-staged-bytes is {self.staged_limit}"
-                )
-        _, before = self._held.get((push.bucket, push.rank), (0, 0))
-        self._held[push.bucket, push.rank] = push.clock, size
-        self._held_bytes += size - before
-
-    def _forget_added(self) -> None:
-        for (index, rank), (clock, _) in list(self._held.items()):
-            waiting = self.buckets[index].protocol.waiting.get(rank)
-            if waiting is None or waiting.clock != clock:
-                del self._held[index, rank]
-        self._held_bytes = sum(size for _, size in self._held.values())
+        if not self._held.take(push.bucket, push.rank, push.clock, len(push.payload), self.staged_limit, awaited):
+            raise Backlogged(
+                f"{self._held.bytes} bytes are staged here and wait for other workers, "
+                f"and max-staged-bytes is {self.staged_limit}"
+            )
 
     def _initialise(self, push: Push, bucket: ShardBucket, gradient: Gradient) -> Staged:
         if push.rank != 0:
