@@ -114,8 +114,9 @@ class Pulls:
         """Sends the bucket to every waiting pull that is admitted now, and ends those whose worker lost its place."""
         admitted: list[Waiter] = []
         lost: list[tuple[Pull, UnknownWorker]] = []
-        index, now = bucket.state.layout.index, time.monotonic()
+        index = bucket.state.layout.index
         with job.lock:
+            now = time.monotonic()  # not before: a pull that came meanwhile would have begun to wait later
             staying: list[Waiter] = []
             for waiter in bucket.waiters:
                 pull = waiter.pull

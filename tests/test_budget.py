@@ -19,6 +19,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import parse_mode
 from ps_server.core.bucket import Add
+from ps_server.core.held import derived_limit
 from ps_server.core.pushes import Push, PushKind
 from ps_server.core.shard_job import ShardJob
 from ps_server.limits import Limits
@@ -130,8 +131,8 @@ def test_in_sync_all_but_the_one_that_is_waited_for_are_held_to_the_budget() -> 
 
 
 def test_unless_a_limit_says_otherwise_the_budget_grows_with_the_job() -> None:
-    assert job("sync", 1, None).staged_limit == BUCKETS * SIZE // 4, "a quarter of the weights"
-    assert job("sync", 4, None).staged_limit == 4 * SIZE, "at least a bucket for each worker"
+    assert derived_limit(1000, 16, 4) == 250, "a quarter of the weights"
+    assert job("sync", 4, None).staged_limit == 2 * 4 * SIZE, "at least two buckets for each worker"
     assert job("sync", 4, 100).staged_limit == 100
 
 

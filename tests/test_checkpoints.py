@@ -307,6 +307,7 @@ def test_a_checkpoint_beside_training_is_of_one_version_in_sync_and_whole_in_eve
         worker.leave()
 
     in_parallel(2, run)
+    both = min(worker.clock for worker in workers)  # after that one was alone
     spec = vector_job("job", mode, cells, 2)
     layout = bucket_layout(spec.parameters, spec.bucket_bytes)
     for name in store.names("job"):
@@ -321,7 +322,7 @@ def test_a_checkpoint_beside_training_is_of_one_version_in_sync_and_whole_in_eve
     regular = [store.manifest("job", name) for name in store.names("job")][1:-1]
     if mode == "sync":
         assert all(manifest.clock % 5 == 0 for manifest in regular)
-        assert all(sorted(manifest.workers) == [0, 1] for manifest in regular)
+        assert all(sorted(manifest.workers) == [0, 1] for manifest in regular if manifest.clock < both)
 
 
 def test_what_checkpoints_do_is_in_the_metrics(make_cluster: MakeCluster, tmp_path: Path) -> None:

@@ -40,8 +40,9 @@ class Held:
 
 
 def derived_limit(weights: int, bucket: int, workers: int) -> int:
-    """Bytes that may be staged on a shard where no limit says it: a quarter of its weights, or a bucket a worker.
+    """Bytes that may be staged on a shard where no limit says it: a quarter of its weights, or two buckets a worker.
 
-    The open updates take as much as the weights themselves already.
+    The open updates take as much as the weights themselves already. Two buckets are what a worker has under way: where
+    all are equally fast, none is sent away, and no bucket crosses a slow link twice.
     """
-    return max(weights // 4, bucket * workers)
+    return max(weights // 4, 2 * bucket * workers)
