@@ -256,8 +256,10 @@ class Coordinator:
                 frontiers = on_all(self._pool, clients, lambda c: c.admit(name, rank, incarnation, None, key))
                 clock = max(frontiers)
                 on_all(self._pool, clients, lambda c: c.admit(name, rank, incarnation, clock, key))
-            except PSError:
+            except PSError as error:
                 lose_place(job, rank, incarnation, self.shards())
+                if isinstance(error, NotFound):  # a shard was started anew, and has not said so yet
+                    raise TryLater(f"job {name!r}: {error}") from None
                 raise
             where = newcomer.pid, newcomer.host, newcomer.metrics_address
             member = Member(rank, incarnation, time.monotonic() + self.lease, clock, *where, key, newcomer.attempt)

@@ -36,6 +36,14 @@ settings.register_profile("claims", derandomize=True, deadline=None, suppress_he
 settings.load_profile("claims")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that take minutes run only when they are asked for."""
+    if "slow" not in str(config.option.markexpr):
+        for item in items:
+            if item.get_closest_marker("slow") is not None:
+                item.add_marker(pytest.mark.skip(reason="slow: runs with -m slow"))
+
+
 class Cluster:
     """A coordinator inside shard 0, and more shards, all on free ports."""
 

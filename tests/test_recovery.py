@@ -337,3 +337,15 @@ def test_a_new_process_does_not_make_what_its_rank_had_done_uncounted() -> None:
     job.account(1, 0)
     job.account(1, 9)  # each is booked once
     assert (job.lost_steps, job.redone_steps) == (6 + 4, 0)
+
+
+def test_who_joins_when_a_shard_has_just_been_started_anew_is_told_to_try_again(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    """The coordinator does not know of it yet. That there is no such job there is no reason to give up."""
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    spec = vector_job("job", "async", CELLS, 1)
+    with RawWorker(cluster.address, spec, 0):
+        cluster.engines[1].drop_job("job")
+        with pytest.raises(TryLater, match="knows no job"):
+            cluster.coordinator.join("job", 0, Newcomer(pid=1))

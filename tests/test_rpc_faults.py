@@ -17,6 +17,7 @@ from rpc_faults import KINDS, RpcFaults, break_calls
 from bench.oracle import Cells, Life, Rules, Shape, Violation, Witness, judge, too_stale
 from ps_protocol.errors import TryLater, UnknownWorker
 from ps_server.core.bucket import BucketProtocol
+from ps_server.core.membership import Newcomer
 from ps_worker import client
 
 WORKERS = 3
@@ -114,7 +115,7 @@ def test_who_lost_its_place_to_a_join_that_failed_half_way_is_told_so(
         old.initialise()
         faults.chance = 1.0
         with pytest.raises(TryLater, match="broke this call"):
-            RawWorker(cluster.address, spec, 0)
+            cluster.coordinator.join("default", 0, Newcomer(pid=1))
         with pytest.raises(UnknownWorker):
             old.send(old.message(0, 1))
         with pytest.raises(UnknownWorker):

@@ -259,11 +259,13 @@ class Coordinator(Host):
             try:
                 frontiers = yield from self._on_all("admit", rank, incarnation, None)
                 yield from self._on_all("admit", rank, incarnation, max(frontiers))
-            except PSError:
+            except PSError as error:
                 older = self.members.members.get(rank)
                 if older is not None:
                     self.members.leave(rank, older.incarnation)
                 self._retire(rank, incarnation)
+                if isinstance(error, NotFound):
+                    raise TryLater("a shard was started anew, and has not said so yet") from None
                 raise
             expires = self.world.now + LEASE
             member = Member(rank, incarnation, expires, max(frontiers), newcomer.pid, attempt=newcomer.attempt)
