@@ -86,7 +86,8 @@ class ShardJob:
         self.layout = layout
         self._checked: dict[int, HyperParameters] = {}
         self._staged_limit = staged_limit
-        self._held = Held(lambda index: self.buckets[index].protocol.waiting)
+        buckets = self.buckets  # not `self`: in a circle, a job that was dropped would keep its memory for a while
+        self._held = Held(lambda index: buckets[index].protocol.waiting)
         self._norm_limit = norm_limit
 
     def bucket(self, index: int) -> ShardBucket:
