@@ -87,7 +87,7 @@ _TEXTS = {
     "samples": "samples of a loader whose data is leased",
     "leases": "batches of one loader that one worker may have leased",
     "calls": "calls in flight of one caller from one host",
-    "staged_bytes": "bytes of a job that a shard holds back for others (by default a quarter of its weights)",
+    "staged_bytes": "bytes of a job that a shard holds back for others (by default as many as its weights)",
     "all_calls": "calls in flight of all callers together",
     "state_bytes": "bytes of a worker's own part of a checkpoint",
     "caller_bytes": "bytes that one caller has pushed, as whatever workers, and that are not applied yet",

@@ -131,7 +131,7 @@ def test_in_sync_all_but_the_one_that_is_waited_for_are_held_to_the_budget() -> 
 
 
 def test_unless_a_limit_says_otherwise_the_budget_grows_with_the_job() -> None:
-    assert derived_limit(1000, 16, 4) == 250, "a quarter of the weights"
+    assert derived_limit(1000, 16, 4) == 1000, "as much as the weights"
     assert job("sync", 4, None).staged_limit == 2 * 4 * SIZE, "at least two buckets for each worker"
     assert job("sync", 4, 100).staged_limit == 100
 

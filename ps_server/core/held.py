@@ -40,9 +40,9 @@ class Held:
 
 
 def derived_limit(weights: int, bucket: int, workers: int) -> int:
-    """Bytes that may be staged on a shard where no limit says it: a quarter of its weights, or two buckets a worker.
+    """Bytes that may be staged on a shard where no limit says it: as many as its weights, or two buckets a worker.
 
-    The open updates take as much as the weights themselves already. Two buckets are what a worker has under way: where
-    all are equally fast, none is sent away, and no bucket crosses a slow link twice.
+    So of two workers none is ever sent away, however far one is ahead in a step, and no bucket crosses a slow link twice.
+    Two buckets are what a worker has under way.
     """
-    return max(weights // 4, 2 * bucket * workers)
+    return max(weights, 2 * bucket * workers)
