@@ -29,6 +29,8 @@ T = TypeVar("T")
 log = logging.getLogger("ps_worker")
 
 CALL_SECONDS = 15.0
+# Of our own: a script's random numbers must not depend on how often a call was repeated.
+_RANDOM = random.Random()
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 
 
@@ -68,7 +70,7 @@ class Retry:
                 raise untrusted from None
         if error.retry_after is not None:  # it lives, and has said when there may be room
             self.progressed()
-            self._closing.wait(error.retry_after * random.uniform(1.0, 1.5))
+            self._closing.wait(error.retry_after * _RANDOM.uniform(1.0, 1.5))
             return
         passed = time.monotonic() - self._since
         if passed >= self._timeout:
@@ -77,7 +79,7 @@ class Retry:
             log.warning("%s; trying again for %g s", error, self._timeout)
             self._said = True
         # Random pauses, so that workers that lost the same server do not come back in step.
-        self._closing.wait(self._pause * random.uniform(0.5, 1.0))
+        self._closing.wait(self._pause * _RANDOM.uniform(0.5, 1.0))
         self._pause = min(self._pause * 2, LONGEST_PAUSE_SECONDS)
 
     def call(self, attempt: Callable[[], T]) -> T:

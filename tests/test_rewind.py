@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -18,7 +19,8 @@ from safetensors.torch import save
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.errors import Backlogged, InvalidRequest, PSError, TryLater, Unsupported
+from ps_worker.client import Retry
 from ps_worker.data import PreparedLoader, shard_loader
 from ps_worker.metrics import StepTimer
 from ps_worker.rewind import Rewind
@@ -276,6 +278,15 @@ def test_so_does_one_whose_loader_has_processes(keep: int, back: int) -> None:
 @pytest.mark.parametrize(("keep", "back"), [(3, 5), (4, 13), (8, 9)])
 def test_so_does_one_without_a_loader(keep: int, back: int) -> None:
     assert same(run(without_a_loader, Worker(keep, back)), run(without_a_loader, Worker(keep)))
+
+
+@pytest.mark.parametrize("error", [Backlogged, TryLater])
+def test_a_call_that_is_repeated_draws_none_of_the_scripts_random_numbers(error: type[PSError]) -> None:
+    before = random.getstate(), torch.get_rng_state(), numpy.random.get_state()[1].tolist()
+    Retry("coordinator at 127.0.0.1:1", 60.0, threading.Event()).failed(error("come back"))
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert numpy.random.get_state()[1].tolist() == before[2]
 
 
 def test_without_being_put_back_it_ends_elsewhere() -> None:
