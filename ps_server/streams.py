@@ -46,14 +46,15 @@ class Outbox:
         self._lock = threading.Lock()
         self._queue: deque[Callable[[], Any]] = deque()
         self._draining = False
-        self._on_close: Callable[[], None] = lambda: None
+        self._on_close: Callable[[], None] = _nothing
         self.closed = not context.add_callback(self._closed)
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Has a sender call back when the stream is over, however it ended; at once if it already is."""
         with self._lock:
-            self._on_close = callback
             over = self.closed
+            if not over:
+                self._on_close = callback
         if over:
             self._submit(callback)
 
@@ -109,10 +110,16 @@ class Outbox:
         with self._lock:
             first, self.closed = not self.closed, True
             self._queue.clear()
+            # Let go of: who is called back holds this outbox, and a ring is only freed when the collector comes by.
+            callback, self._on_close = self._on_close, _nothing
         if first:
             # gRPC tells of a call's end on the one thread that serves every call: nothing may be waited for there.
-            self._submit(self._on_close)
+            self._submit(callback)
 
     def _submit(self, task: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the pool is shut down: the server is stopping, and nobody is left
             self._senders.submit(task)
+
+
+def _nothing() -> None:
+    pass
