@@ -27,6 +27,9 @@ COLUMNS = (
     ("shared_bytes", "shared, MiB", "{:.0f}"),
     ("held_bytes", "weights + state, MiB", "{:.0f}"),
     ("compute", "compute", "{}"),
+    ("fault_count", "faults", "{}"),
+    ("lost_steps", "steps lost with shards, and counted", "{}"),
+    ("violations", "violations", "{}"),
 )
 UNITS = {"moved_bytes": 1e6, "peak_bytes": MIB, "imports_bytes": MIB, "shared_bytes": MIB, "held_bytes": MIB}
 

@@ -252,11 +252,14 @@ class Coordinator:
                 if others >= self._limits.workers:
                     raise LimitExceeded(f"job {name!r} has {others} workers already: that is the limit max-workers")
                 incarnation, key = job.membership.next_incarnation(), secrets.token_bytes(LEASE_KEY_BYTES)
+            job.joining = rank, incarnation  # the shards may count it from now on, whoever coordinates then
+            self._save()
             try:
                 frontiers = on_all(self._pool, clients, lambda c: c.admit(name, rank, incarnation, None, key))
                 clock = max(frontiers)
                 on_all(self._pool, clients, lambda c: c.admit(name, rank, incarnation, clock, key))
             except PSError as error:
+                job.joining = None
                 lose_place(job, rank, incarnation, self.shards())
                 if isinstance(error, NotFound):  # a shard was started anew, and has not said so yet
                     raise TryLater(f"job {name!r}: {error}") from None
@@ -266,6 +269,7 @@ class Coordinator:
             with job.guard:
                 job.membership.join(member)
             job.data.gone(rank, incarnation - 1)
+            job.joining = None
             job.account(rank, newcomer.clock)
             self._save()
             job.announce()

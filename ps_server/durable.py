@@ -43,6 +43,8 @@ class DurableJob:
     run:     tells this job from earlier ones of its name
     held_by: by shard, the process that holds the job's part
     lost_steps, redone_steps, unaccounted: what set-backs have cost; see jobs.CoordinatedJob
+    awaited: ranks that the others wait for, after the job was set back
+    ghosts:  (shard, rank, incarnation) that shards may still count; with them who was just joining
     """
 
     spec: dict[str, Any]
@@ -56,6 +58,8 @@ class DurableJob:
     lost_steps: int = 0
     redone_steps: int = 0
     unaccounted: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    awaited: tuple[int, ...] = ()
+    ghosts: tuple[tuple[int, int, int], ...] = ()
 
 
 def save(directory: Path, jobs: Mapping[str, DurableJob]) -> None:
@@ -83,6 +87,8 @@ def _job(data: dict[str, Any]) -> DurableJob:
     data["placement"] = tuple(data["placement"])
     data["held_by"] = {int(shard): process for shard, process in data["held_by"].items()}
     data["unaccounted"] = {int(rank): tuple(clocks) for rank, clocks in data["unaccounted"].items()}
+    data["awaited"] = tuple(data["awaited"])
+    data["ghosts"] = tuple((shard, rank, incarnation) for shard, rank, incarnation in data["ghosts"])
     data["workers"] = tuple(DurableWorker(**worker) for worker in data["workers"])
     return DurableJob(**data)
 

@@ -42,6 +42,7 @@ class CoordinatedJob:
     restore_count: how many times the whole job was set back to a checkpoint
     unaccounted:   after a shard was set back: by rank, the clock that it still has of the worker, and the one that was
                    heard last. What the worker had done since is lost there; how much, it says when it comes back.
+    joining: rank and incarnation of who takes a place at this moment
     lost_steps, redone_steps: by workers, of which a shard lost the updates (ssp, async); that are made again (sync)
     """
 
@@ -56,6 +57,7 @@ class CoordinatedJob:
     unaccounted: dict[int, tuple[int, int]] = field(default_factory=dict)
     lost_steps: int = 0
     redone_steps: int = 0
+    joining: tuple[int, int] | None = None
     checkpoints: JobCheckpoints | None = None
     data: JobData = field(default_factory=JobData)
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -121,11 +123,22 @@ class CoordinatedJob:
             for m in self.members()
         )
         last_incarnation, restore_count = self.counts()
-        placement, held_by, started = tuple(self.placement), dict(self.held_by), self.membership.started
-        spec = job_spec_data(self.spec)
-        booked = self.lost_steps, self.redone_steps, dict(self.unaccounted)
-        counts = last_incarnation, restore_count, started
-        return DurableJob(spec, self.run, placement, held_by, *counts, workers, *booked)
+        joining = {(shard, *self.joining) for shard in self.held_by} if self.joining is not None else set()
+        return DurableJob(
+            spec=job_spec_data(self.spec),
+            run=self.run,
+            placement=tuple(self.placement),
+            held_by=dict(self.held_by),
+            last_incarnation=last_incarnation,
+            restore_count=restore_count,
+            started=self.membership.started,
+            workers=workers,
+            lost_steps=self.lost_steps,
+            redone_steps=self.redone_steps,
+            unaccounted=dict(self.unaccounted),
+            awaited=tuple(sorted(self.membership.awaited)),
+            ghosts=tuple(sorted(self.ghosts | joining)),
+        )
 
 
 def make_job(spec: JobSpec, shards: Mapping[int, Shard], shard_count: int, lease: float, run: str) -> CoordinatedJob:
@@ -149,6 +162,8 @@ def job_that_ran(kept: DurableJob, spec: JobSpec, shard_count: int, lease: float
         place_of = worker.pid, worker.host, worker.metrics_address
         membership.join(Member(worker.rank, worker.incarnation, now + 2 * lease, worker.clock, *place_of, key))
     membership.started = kept.started
+    membership.awaited = dict.fromkeys(kept.awaited, now + 2 * lease)
+    job.ghosts = set(kept.ghosts)
     if len(kept.held_by) == shard_count and all(shard < shard_count for shard in kept.placement):
         job.placement, job.held_by = list(kept.placement), dict(kept.held_by)
     return job

@@ -324,6 +324,8 @@ def test_what_a_set_back_has_cost_is_still_known_after_the_coordinator_died(tmp_
         lost_steps=12,
         redone_steps=3,
         unaccounted={2: (40, 44)},
+        awaited=(1,),
+        ghosts=((0, 1, 4), (1, 1, 4)),
     )
     durable.save(tmp_path, {"job": kept})
     assert durable.load(tmp_path) == {"job": kept}

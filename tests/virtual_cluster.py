@@ -37,7 +37,8 @@ MODES = ("sync", "ssp:0", "ssp:2", "async")
 WORKERS, SHARDS = 3, 2
 SHAPE = Shape(buckets=3, rows=48, columns=7)
 LEASE = 3.0
-FAULTY_SECONDS, SETTLE_SECONDS = 25.0, 60.0
+FAULTY_SECONDS, SETTLE_SECONDS = 16.0, 60.0
+GONE_FOR_GOOD = 0.3  # of the workers that die; the others are started again
 LAST_STEPS = 5
 
 
@@ -59,6 +60,8 @@ class Disk:
     last_incarnation: int = 0
     started: bool = False
     held_by: dict[int, int] = field(default_factory=dict)
+    awaited: list[int] = field(default_factory=list)
+    ghosts: set[tuple[int, int, int]] = field(default_factory=set)
 
 
 # -- shards ----------------------------------------------------------------------------------------------------------
@@ -208,8 +211,10 @@ class Coordinator(Host):
         for member in disk.members:
             self.members.join(dataclasses.replace(member, expires=self.world.now + 2 * LEASE))
         self.members.started = disk.started
+        self.members.awaited = dict.fromkeys(disk.awaited, self.world.now + 2 * LEASE)
         self._shards: dict[int, int] = {}
-        self._ghosts: set[tuple[int, int, int]] = set()
+        self._ghosts = set(disk.ghosts)
+        self._joining: set[tuple[int, int, int]] = set()
         self._locked = False
         for steps in (self._sweep(), self._watch_shards(), self._make_checkpoints()):
             self.spawn(steps)
@@ -255,11 +260,13 @@ class Coordinator(Host):
                 raise TryLater("not all shards are there, or the job is being set back")
             self.members.claim(rank, newcomer)
             incarnation = self.members.next_incarnation()
+            self._joining = {(index, rank, incarnation) for index in range(SHARDS)}
             self._save()
             try:
                 frontiers = yield from self._on_all("admit", rank, incarnation, None)
                 yield from self._on_all("admit", rank, incarnation, max(frontiers))
             except PSError as error:
+                self._joining = set()
                 older = self.members.members.get(rank)
                 if older is not None:
                     self.members.leave(rank, older.incarnation)
@@ -270,6 +277,7 @@ class Coordinator(Host):
             expires = self.world.now + LEASE
             member = Member(rank, incarnation, expires, max(frontiers), newcomer.pid, attempt=newcomer.attempt)
             self.members.join(member)
+            self._joining = set()
             self._save()
             return member
         finally:
@@ -299,7 +307,8 @@ class Coordinator(Host):
     def _save(self) -> None:
         disk, members = self.cluster.disk, self.members
         disk.members, disk.last_incarnation = list(members.members.values()), members.last_incarnation
-        disk.started = members.started
+        disk.started, disk.awaited = members.started, list(members.awaited)
+        disk.ghosts = self._ghosts | self._joining
 
     # -- checkpoints and set-backs
 
@@ -540,6 +549,7 @@ class Cluster:
         self.views: dict[int, torch.Tensor] = {}
         self.apply_seconds = draw.choice([0.001, 0.05])
         self._processes = itertools.count(1)
+        self._gone: set[int] = set()  # ranks that nobody has any more
         self._died: dict[int, float] = {}  # by shard, when it did first
         self.coordinator = Coordinator(self)
         self.shards = [Shard(self, index, next(self._processes)) for index in range(SHARDS)]
@@ -564,8 +574,11 @@ class Cluster:
         return worker
 
     def ended(self, worker: Worker) -> None:
-        """A worker's process is over: another takes its rank a little later."""
+        """A worker's process is over: mostly another takes its rank a little later."""
         worker.die()
+        if worker.rank and self.disk.started and self.world.random.random() < GONE_FOR_GOOD:
+            self._gone.add(worker.rank)
+            return
         delay = self.world.random.uniform(0.2, 2 * LEASE)
 
         def start() -> None:
@@ -586,8 +599,13 @@ class Cluster:
 
         world.run(lambda: False, world.now + 3 * LEASE)  # stops, cuts and restarts are over
         self.target = max(clocks(), default=0) + LAST_STEPS
-        if not world.run(lambda: all(w.alive and w.holds for w in self.workers), world.now + SETTLE_SECONDS):
-            where = {worker.name: (worker.alive, worker.clock) for worker in self.workers}
+        if not self.coordinator.members.started:  # all had to begin anew: then every declared worker is needed
+            for rank in sorted(self._gone):
+                self.workers[rank] = self._worker(rank)
+            self._gone.clear()
+        staying = [rank for rank in range(WORKERS) if rank not in self._gone]
+        if not world.run(lambda: all(self.workers[rank].holds for rank in staying), world.now + SETTLE_SECONDS):
+            where = {worker.name: worker.clock for worker in self.workers if worker.rank in staying}
             shards = [[b.protocol for b in s.job.buckets.values()] if s.job else None for s in self.shards]
             said = f"not everybody reaches clock {self.target}: {where}; {shards}"
             return [*self.violations, Violation("stuck", said, {})]
