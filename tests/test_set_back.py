@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from ps_server.checkpoints import CheckpointStore
 MakeCluster = Callable[..., Cluster]
 SCRIPT = str(Path(__file__).parent / "train_with_state.py")
 WORKERS = 2
-NEVER = 10**6
 WAIT_SECONDS = 90
 LEASE = 60.0  # processes take seconds to start, and are waited for no longer
 
@@ -33,14 +32,14 @@ Found = list[dict[str, torch.Tensor]]
 class Workers:
     """The processes of one job; ended with the `with`."""
 
-    def __init__(self, address: str, directory: Path, held: int, transport: str) -> None:
+    def __init__(self, address: str, directory: Path, holds: Sequence[int], transport: str) -> None:
         self.directory = directory
         self._stack = ExitStack()
         variables = {"PS_SERVER": address, "PS_MODE": "sync", "PS_WORLD_SIZE": str(WORKERS), "PS_TRANSPORT": transport}
         self.processes = [
             self._stack.enter_context(
                 subprocess.Popen(
-                    [sys.executable, SCRIPT, str(directory), str(held)],
+                    [sys.executable, SCRIPT, str(directory), *map(str, holds)],
                     env={**os.environ, **variables, "PS_RANK": str(rank), "PYTHONPATH": os.pathsep.join(sys.path)},
                 )
             )
@@ -55,17 +54,43 @@ class Workers:
             process.kill()
         self._stack.close()
 
-    def are_held(self) -> bool:
+    def are_held(self, clock: int) -> bool:
         assert all(process.poll() is None for process in self.processes), "a worker has ended"
-        return all((self.directory / f"held-{rank}").exists() for rank in range(WORKERS))
+        return all((self.directory / f"held-{clock}-{rank}").exists() for rank in range(WORKERS))
 
-    def let_go(self) -> None:
-        (self.directory / "go").touch()
+    def let_go(self, clock: int) -> None:
+        (self.directory / f"go-{clock}").touch()
+
+    def reach(self, clock: int, every: int, cluster: Cluster) -> None:
+        """Until they stand at a clock, with a checkpoint behind them at each multiple of `every`: each was begun in
+        time, because they were held a step before it."""
+        for multiple in range(every, clock, every):
+            until(lambda: self.are_held(multiple - 1), "the step before a checkpoint")  # noqa: B023
+            until(lambda: begun(cluster) == {multiple}, "the beginning of the checkpoint")  # noqa: B023
+            self.let_go(multiple - 1)
+        until(lambda: self.are_held(clock), "the clock to be held at")
 
     def ended(self) -> Found:
         """What each ended with."""
         assert [process.wait(WAIT_SECONDS) for process in self.processes] == [0] * WORKERS
         return [load_file(self.directory / f"rank-{rank}.safetensors") for rank in range(WORKERS)]
+
+
+def begun(cluster: Cluster) -> set[int | None]:
+    """The clocks of the checkpoints that the shards have begun last."""
+    captures = [engine.jobs()["default"].capture for engine in cluster.engines]
+    return {capture.clock if capture is not None else None for capture in captures}
+
+
+def holds(clock: int, every: int) -> list[int]:
+    """Where `reach` wants workers to be held."""
+    return [*(multiple - 1 for multiple in range(every, clock, every)), clock]
+
+
+def last(store: CheckpointStore) -> int:
+    """The clock of the last checkpoint."""
+    names = store.names("default")
+    return store.manifest("default", names[-1]).clock if names else 0
 
 
 def same(found: Found, expected: Found) -> bool:
@@ -79,7 +104,7 @@ def same(found: Found, expected: Found) -> bool:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What a run without checkpoints and without disturbance ends with."""
     cluster = Cluster()
-    with Workers(cluster.address, tmp_path_factory.mktemp("undisturbed"), NEVER, "auto") as workers:
+    with Workers(cluster.address, tmp_path_factory.mktemp("undisturbed"), (), "auto") as workers:
         found = workers.ended()
     cluster.stop()
     return found
@@ -101,16 +126,11 @@ def test_a_job_that_lost_a_shard_ends_with_the_weights_of_the_undisturbed_run(
     cluster = make_cluster(checkpoint_dir=tmp_path / "checkpoints", checkpoint_every=every)
     store = CheckpointStore(tmp_path / "checkpoints")
     steps = int(every.removesuffix("steps"))
-
-    def last() -> int:
-        names = store.names("default")
-        return store.manifest("default", names[-1]).clock if names else 0
-
-    with Workers(cluster.address, tmp_path, held, transport) as workers:
-        until(workers.are_held)
-        until(lambda: last() == held // steps * steps, "the last checkpoint is complete")
+    with Workers(cluster.address, tmp_path, holds(held, steps), transport) as workers:
+        workers.reach(held, steps, cluster)
+        until(lambda: last(store) == held // steps * steps, "the last checkpoint is complete")
         cluster.start_again(which)
-        workers.let_go()
+        workers.let_go(held)
         assert same(workers.ended(), undisturbed)
     assert cluster.coordinator.jobs() == {}
 
@@ -121,12 +141,12 @@ def test_a_job_whose_processes_all_ended_goes_on_to_the_same_weights(
     kept = tmp_path / "checkpoints"
     first = make_cluster(checkpoint_dir=kept, checkpoint_every="10steps", lease=LEASE)
     store = CheckpointStore(kept)
-    with Workers(first.address, tmp_path, 27, "auto") as workers:
-        until(workers.are_held)
-        until(lambda: store.manifest("default", store.names("default")[-1]).clock == 20)
+    with Workers(first.address, tmp_path, holds(27, 10), "auto") as workers:
+        workers.reach(27, 10, first)
+        until(lambda: last(store) == 20, "the last checkpoint is complete")
     first.stop()
     second = make_cluster(checkpoint_dir=kept, restore=True, shards=3, lease=LEASE)
-    with Workers(second.address, tmp_path, NEVER, "auto") as workers:
+    with Workers(second.address, tmp_path, (), "auto") as workers:
         assert same(workers.ended(), undisturbed)
 
 

@@ -1,8 +1,8 @@
 """A training script with everything in it that decides how a run ends: dropout, BatchNorm, shuffle, schedulers, noise.
 
-python tests/train_with_state.py DIRECTORY HOLD
+python tests/train_with_state.py DIRECTORY [CLOCK ...]
 
-Waits at clock HOLD for the file DIRECTORY/go, once. Leaves what it ended with in DIRECTORY.
+Waits at each of these clocks for the file DIRECTORY/go-CLOCK, once. Leaves what it ended with in DIRECTORY.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Noisy(Dataset[torch.Tensor]):
         return SAMPLES
 
 
-def hold(directory: Path, rank: int) -> None:
+def hold(directory: Path, rank: int, clock: int) -> None:
     """Says that it is here, and waits to be let go."""
-    (directory / f"held-{rank}").touch()
-    while not (directory / "go").exists():
+    (directory / f"held-{clock}-{rank}").touch()
+    while not (directory / f"go-{clock}").exists():
         threading.Event().wait(0.01)
 
 
 def main() -> None:
-    directory, held = Path(sys.argv[1]), int(sys.argv[2])
+    directory, holds = Path(sys.argv[1]), {int(clock) for clock in sys.argv[2:]}
     torch.set_num_threads(1)
     random.seed(int(os.environ["PS_RANK"]))
     torch.manual_seed(int(os.environ["PS_RANK"]))
@@ -60,9 +60,9 @@ def main() -> None:
                 optimizer.step()
                 cycle.step()
                 optimizer.zero_grad()
-                if session.clock == held:
-                    held = -1
-                    hold(directory, session.rank)
+                if session.clock in holds:
+                    holds.discard(session.clock)
+                    hold(directory, session.rank, session.clock)
             decay.step()
         assert session.clock == steps
         rest = torch.tensor([random.random(), torch.rand(()).item(), optimizer.param_groups[0]["lr"]])
