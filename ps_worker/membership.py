@@ -32,7 +32,7 @@ class Membership:
     rank:     the one wanted; None: any
     timeout:  seconds for which a shard and the coordinator may disagree about whether this worker is live
     finished: says how many steps the training thread has finished in a place
-    moved:    called in the heartbeat's thread when there is a new place
+    moved:    called in the heartbeat's thread when there is a new place, with it; with None when there will be none
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Membership:
         timeout: float,
         metrics_address: str,
         finished: Callable[[Place], int],
-        moved: Callable[[], None],
+        moved: Callable[[Place | None], None],
     ) -> None:
         self._coordinator = coordinator
         self._job = job
@@ -174,7 +174,7 @@ class Membership:
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()
-                self._moved()
+                self._moved(None)
                 return
 
     def _join_again(self, lost: Place) -> None:
@@ -192,7 +192,7 @@ class Membership:
                 watching = self._watching
         if watching is not None:
             watching.stop()  # who takes part is asked anew: what was said before says nothing about now
-        self._moved()
+        self._moved(place)
 
     def _watch(self) -> None:
         while not self._closing.is_set():

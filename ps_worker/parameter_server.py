@@ -147,10 +147,13 @@ class ParameterServer:
         """The steps that this worker has finished in a place."""
         return self._clock if self._place is place else place.clock
 
-    def _moved(self) -> None:
-        """There is a new place: what is under way in the old one would only keep the training thread waiting."""
+    def _moved(self, place: Place | None) -> None:
+        """There is a new place: what is under way in the old one would only keep the training thread waiting.
+
+        That thread may be quicker than this one, and have calls under way in the new place already.
+        """
         shards = self._shards
-        if shards is not None:
+        if shards is not None and (place is None or shards.who != place.identity):
             shards.cut()
 
     def _take_places(self, place: Place) -> None:

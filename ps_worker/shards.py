@@ -45,7 +45,7 @@ class Shards:
     """
 
     def __init__(self, link: Link, who: Identity, spec: JobSpec, layout: Layout, shard_map: ShardMap) -> None:
-        self._who = who
+        self.who = who
         self._shard_of = shard_map.bucket_shards
         self._calls = {
             index: ShardCalls(index, address, link.timeout, link.access)
@@ -68,9 +68,9 @@ class Shards:
 
     def open(self, flat: FlatModel) -> None:
         """Buckets may travel from here on, from and into the model."""
-        self._network = {index: NetworkTransport(call, self._who, flat) for index, call in self._calls.items()}
+        self._network = {index: NetworkTransport(call, self.who, flat) for index, call in self._calls.items()}
         self._transports = {
-            index: SharedTransport(call, self._who, flat) if index in self._sharing else self._network[index]
+            index: SharedTransport(call, self.who, flat) if index in self._sharing else self._network[index]
             for index, call in self._calls.items()
         }
 
