@@ -148,10 +148,7 @@ class ParameterServer:
         return self._clock if self._place is place else place.clock
 
     def _moved(self, place: Place | None) -> None:
-        """There is a new place: what is under way in the old one would only keep the training thread waiting.
-
-        That thread may be quicker than this one, and have calls under way in the new place already.
-        """
+        """Ends what is under way in the old place: the training thread waits for it, if it is not in the new one yet."""
         shards = self._shards
         if shards is not None and (place is None or shards.who != place.identity):
             shards.cut()
