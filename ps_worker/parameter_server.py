@@ -148,7 +148,7 @@ class ParameterServer:
         return self._clock if self._place is place else place.clock
 
     def _moved(self, place: Place | None) -> None:
-        """Ends what is under way in the old place: the training thread waits for it, if it is not in the new one yet."""
+        """Ends what is under way in the old place; the training thread may be in the new one already."""
         shards = self._shards
         if shards is not None and (place is None or shards.who != place.identity):
             shards.cut()
