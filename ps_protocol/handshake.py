@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+from collections.abc import Callable
 
 from ps_protocol.credentials import Access
 from ps_protocol.errors import InvalidRequest, Untrusted
 
 SECONDS = 3.0
+_READ_BYTES = 2**14
 
 # X509_V_ERR_* of OpenSSL.
 _EXPIRED, _NOT_YET, _WRONG_HOST, _WRONG_ADDRESS = 10, 9, 62, 64
@@ -35,8 +37,8 @@ def _without_tls(plain: socket.socket) -> str | None:
     context.verify_mode = ssl.CERT_NONE  # nothing is sent: only whether the other end speaks TLS is asked
     context.set_alpn_protocols(["h2"])
     try:
-        context.wrap_socket(plain).close()
-    except (ssl.SSLError, OSError):
+        _Tls(plain, context, None)
+    except OSError:  # of TLS, or of a connection that broke
         return None
     return "the server wants TLS: give --tls-ca, and --tls-cert and --tls-key if it asks for a certificate"
 
@@ -55,16 +57,54 @@ def _with_tls(plain: socket.socket, host: str, access: Access) -> str | None:
     if access.tls.cert is not None and access.tls.key is not None:
         context.load_cert_chain(access.tls.cert, access.tls.key)
     try:
-        with context.wrap_socket(plain, server_hostname=host) as secured:
-            # In TLS 1.3 a server looks at a client's certificate after the client is done. One that takes it speaks
-            # first, as HTTP/2 wants; gRPC's ends the connection without a word if it does not.
-            if secured.recv(1) == b"":
-                return _refused(access)
+        # In TLS 1.3 a server looks at a client's certificate after the client is done. One that takes it speaks first,
+        # as HTTP/2 wants; gRPC's ends the connection without a word if it does not.
+        if _Tls(plain, context, host).first_byte() == b"":
+            return _refused(access)
     except ssl.SSLCertVerificationError as error:
         return _verification(error, host, access)
     except ssl.SSLError as error:
         return _alert(error, access)
     return None
+
+
+class _Tls:
+    """TLS over a connection, from the handshake on.
+
+    By hand: SSLContext.wrap_socket takes a connection that has just been reset for one that was never made, shakes no
+    hands over it and does not say so, or leaves it open.
+    """
+
+    def __init__(self, plain: socket.socket, context: ssl.SSLContext, host: str | None) -> None:
+        self._plain = plain
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
+        if not self._until_done(self._tls.do_handshake):
+            raise ConnectionError("the connection ended in the middle of the handshake")
+
+    def first_byte(self) -> bytes:
+        """What the other end says first; nothing if it ends the connection."""
+        found: list[bytes] = []
+        self._until_done(lambda: found.append(self._tls.read(1)))
+        return b"".join(found)
+
+    def _until_done(self, what: Callable[[], object]) -> bool:
+        """Passes bytes to and fro until it is done; False if the connection ends before."""
+        while True:
+            try:
+                what()
+            except ssl.SSLWantReadError:
+                done = False
+            else:
+                done = True
+            finally:  # what is to be said about an error too
+                self._plain.sendall(self._outgoing.read())
+            if done:
+                return True
+            found = self._plain.recv(_READ_BYTES)
+            if not found:
+                return False
+            self._incoming.write(found)
 
 
 def _verification(error: ssl.SSLCertVerificationError, host: str, access: Access) -> str:

@@ -31,7 +31,7 @@ from ps_protocol.v1 import control_pb2_grpc
 from ps_server import messages
 from ps_server.boundary import Boundary
 from ps_server.callers import Callers
-from ps_server.checkpointing import DEFAULT_KEEP, CheckpointPolicy, parse_every
+from ps_server.checkpoint_policy import DEFAULT_KEEP, CheckpointPolicy, parse_every
 from ps_server.checkpoints import CheckpointStore
 from ps_server.coordinator import DEFAULT_LEASE_SECONDS, Coordinator
 from ps_server.engine import Engine

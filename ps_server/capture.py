@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
 from ps_server.checkpoints import Part
 from ps_server.core.snapshot import BucketImage, Extent, extent
+from ps_server.failpoints import failpoint
 from ps_server.running import Pull, RunningBucket, RunningJob
 
 log = logging.getLogger("ps_server")
@@ -89,6 +90,7 @@ class Capture:
         reached = extent((image.version, image.clocks) for image in images if image.index in self._trained)
         try:
             part = self._write(self.name, images)
+            failpoint("shard-file-written")
         except PSError as error:
             log.warning("checkpoint %s: %s", self.name, error)
             self._end(error=error)

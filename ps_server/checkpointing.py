@@ -12,18 +12,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from ps_protocol.errors import CheckpointFailed, InvalidRequest, NotFound, OutOfOrder, PSError, TryLater
+from ps_protocol.errors import CheckpointFailed, NotFound, OutOfOrder, PSError, TryLater
 from ps_protocol.job import JobSpec
 from ps_server import messages
 from ps_server.capture import Captured
+from ps_server.checkpoint_policy import CheckpointPolicy
 from ps_server.checkpoints import CheckpointStore, Manifest, WorkerPart
 from ps_server.core.snapshot import Extent
+from ps_server.failpoints import failpoint
 from ps_server.shard_client import ShardClient, on_all
 
 log = logging.getLogger("ps_server")
@@ -37,35 +38,6 @@ ANY_STATE_SECONDS = 10.0
 LAST_SECONDS = 10.0
 # Somebody waits for a checkpoint, and nothing moves: if all buckets are at one version, they are taken as they are.
 STALL_SECONDS = 3.0
-DEFAULT_KEEP = 3
-
-
-@dataclass(frozen=True)
-class CheckpointPolicy:
-    """Where checkpoints go, when they are made, and how many are kept.
-
-    steps, seconds: make one every so many clocks, or seconds; neither: only when asked to, and at a job's end
-    restore:        a job of a name that has a checkpoint goes on from it, also if it had ended
-    resume:         the jobs that ran when an earlier coordinator ended are taken up again; implied by `restore`
-    """
-
-    directory: Path
-    steps: int | None = None
-    seconds: float | None = None
-    keep: int = DEFAULT_KEEP
-    restore: bool = False
-    resume: bool = False
-
-
-def parse_every(text: str) -> tuple[int | None, float | None]:
-    """`100steps` or `60s` as (steps, seconds). Raises InvalidRequest for anything else."""
-    for unit, kind in (("steps", int), ("s", float)):
-        if text.endswith(unit):
-            with contextlib.suppress(ValueError):
-                value = kind(text.removesuffix(unit))
-                if 0 < value < 1e9:
-                    return (int(value), None) if unit == "steps" else (None, float(value))
-    raise InvalidRequest(f"expected a number of steps or of seconds, such as 100steps or 60s, got {text!r}")
 
 
 @dataclass(frozen=True)
@@ -98,7 +70,8 @@ class JobCheckpoints:
         self.last_seconds, self.last_held_up = 0.0, 0.0
         self.last_at = time.monotonic()
         self._job, self._store, self._policy = job, store, policy
-        self._pool = ThreadPoolExecutor(shard_count, "checkpoints")  # its calls wait for the shards' disks
+        # Its calls wait for the shards' disks; those for one that was given up may be waiting still.
+        self._pool = ThreadPoolExecutor(2 * shard_count, "checkpoints")
         self._aggregate = job.spec.consistency.aggregate
         self._number = int(store.next_name(job.spec.name)) - 1
         self._states: dict[int, tuple[int, bytes]] = {}  # by rank, what came last
@@ -109,6 +82,7 @@ class JobCheckpoints:
         self._error: PSError | None = None  # why the last one that was asked for failed
         self._generation = 0  # rises when the job is set back: what is being taken is void
         self._final = False
+        self._committing = threading.Lock()  # held while a manifest is written: it is there, or never will be
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
 
@@ -142,6 +116,11 @@ class JobCheckpoints:
         """What the last checkpoint has of a worker: its clock then, and the state."""
         with self._changed:
             return self._kept.get(rank)
+
+    def give_up(self) -> None:
+        """The job is about to be set back: what is being taken is void, and completed now or never."""
+        with self._committing, self._changed:
+            self._generation += 1
 
     def set_back(self, manifest: Manifest | None, states: Mapping[int, tuple[int, bytes]]) -> None:
         """The job goes on from a checkpoint: what is being taken is void, and the next one comes in its time."""
@@ -240,7 +219,8 @@ class JobCheckpoints:
         if parts is None:
             self._take_where_it_stands(generation)
         else:
-            self._commit(name, parts, self._await_states(clock, generation))
+            states = self._await_states(clock, generation)
+            self._commit(name, parts, states, generation)
 
     def _begin(self, generation: int) -> tuple[str, int | None]:
         """Names a clock that all shards can still meet; in ssp and async there is none to name."""
@@ -278,19 +258,20 @@ class JobCheckpoints:
         """Every shard's part. None if somebody waits for the checkpoint and training stands still."""
         since, asked, wanted = time.monotonic(), self._asked, self._asked > self._answered
         found: dict[int, Captured] = {}
+        waiting: dict[int, Future[Captured]] = {}
         while True:
             self._check_void(generation)
             clients = self._job.clients()
-            futures = {
-                client.index: self._pool.submit(client.await_checkpoint, self._job.spec.name, name)
-                for client in clients
-                if client.index not in found
-            }
-            for index, future in futures.items():
+            for client in clients:
+                if client.index not in found.keys() | waiting.keys():
+                    call = self._pool.submit(client.await_checkpoint, self._job.spec.name, name)
+                    waiting[client.index] = call
+            wait(waiting.values(), LOOK_SECONDS)  # and no longer: somebody may want something else meanwhile
+            for index in [index for index, call in waiting.items() if call.done()]:
                 try:
-                    found[index] = future.result()
+                    found[index] = waiting.pop(index).result()
                 except TryLater:
-                    pass
+                    self._pause(LOOK_SECONDS)
                 except NotFound:
                     raise _Void from None
             if len(found) == len(clients):
@@ -299,7 +280,6 @@ class JobCheckpoints:
                 raise _Void  # somebody wants one now, and this one lies far ahead
             if wanted and clock is not None and not found and time.monotonic() > since + STALL_SECONDS:
                 return None
-            self._pause(LOOK_SECONDS)
 
     def _take_where_it_stands(self, generation: int) -> None:
         """Takes each bucket as it is, which will do in sync if all are at one version: then training stands still."""
@@ -312,7 +292,8 @@ class JobCheckpoints:
             self._store.discard(self._job.spec.name, name)
             raise TryLater(f"the shards are between two clocks, {reached.version_min} and {reached.version_max}")
         standing = reached.version_max if self._aggregate else None
-        self._commit(name, parts, {rank: s for rank, s in self._states.items() if standing in (None, s[0])})
+        states = {rank: state for rank, state in self._states.items() if standing in (None, state[0])}
+        self._commit(name, parts, states, generation)
 
     def _await_states(self, clock: int | None, generation: int) -> dict[int, tuple[int, bytes]]:
         """What each live worker needs besides the weights; a worker that is gone, or sends nothing, is left out."""
@@ -331,40 +312,48 @@ class JobCheckpoints:
                 log.warning("job %s: the checkpoint is without the state of workers %s", self._job.spec.name, late)
             return come() if self._aggregate else {**self._kept, **come()}
 
-    def _commit(self, name: str, parts: list[Captured], states: Mapping[int, tuple[int, bytes]]) -> None:
+    def _commit(
+        self, name: str, parts: list[Captured], states: Mapping[int, tuple[int, bytes]], generation: int
+    ) -> None:
         job, store = self._job.spec.name, self._store
-        reached = _union(parts)
         try:
             workers = {
                 rank: WorkerPart(store.write_worker(job, name, rank, state), clock)
                 for rank, (clock, state) in states.items()
             }
-            manifest = Manifest(
-                name=name,
-                job=messages.job_spec_data(self._job.spec),
-                run=self._job.run(),
-                mode=str(self._job.spec.consistency),
-                clock=reached.version_max if self._aggregate else max(reached.clocks.values(), default=0),
-                placement=tuple(self._job.placement()),
-                shards={index: captured.part for index, captured in enumerate(parts)},
-                workers=workers,
-                versions=(reached.version_min, reached.version_max),
-                clocks=dict(reached.clocks),
-                last_incarnation=self._job.counts()[0],
-                restore_count=self._job.counts()[1],
-                written_by={"torch": torch.__version__.split("+")[0]},
-            )
-            store.commit(job, manifest)
+            manifest = self._manifest(name, parts, workers)
+            failpoint("manifest-missing")
+            with self._committing:
+                self._check_void(generation)
+                store.commit(job, manifest)
+                with self._changed:
+                    self.last, self._kept = manifest, dict(states)
+                    self._reached = max(self._reached, manifest.clock)
         except CheckpointFailed:
             store.discard(job, name)
             raise
-        with self._changed:
-            self.last, self._kept = manifest, dict(states)
-            self._reached = max(self._reached, manifest.clock)
         self.complete += 1
         self.last_held_up = max(captured.held_up for captured in parts)
         store.prune(job, self._policy.keep)
         log.info("job %s: checkpoint %s at clock %d, %d bytes", job, name, manifest.clock, manifest.bytes)
+
+    def _manifest(self, name: str, parts: list[Captured], workers: Mapping[int, WorkerPart]) -> Manifest:
+        reached = _union(parts)
+        return Manifest(
+            name=name,
+            job=messages.job_spec_data(self._job.spec),
+            run=self._job.run(),
+            mode=str(self._job.spec.consistency),
+            clock=reached.version_max if self._aggregate else max(reached.clocks.values(), default=0),
+            placement=tuple(self._job.placement()),
+            shards={index: captured.part for index, captured in enumerate(parts)},
+            workers=workers,
+            versions=(reached.version_min, reached.version_max),
+            clocks=dict(reached.clocks),
+            last_incarnation=self._job.counts()[0],
+            restore_count=self._job.counts()[1],
+            written_by={"torch": torch.__version__.split("+")[0]},
+        )
 
     def _check_void(self, generation: int) -> None:
         if self._stopping or self._generation != generation:

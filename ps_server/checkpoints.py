@@ -33,6 +33,7 @@ from ps_protocol.layout import Bucket
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import BucketImage
+from ps_server.failpoints import failpoint
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -147,6 +148,7 @@ class CheckpointStore:
         path = self.path(job, name) / f"shard-{index}.safetensors"
         with _writing(path):
             safetensors.torch.save_file(tensors, path, metadata)
+            failpoint("shard-file-half-written", lambda: os.truncate(path, path.stat().st_size // 2))
             return _part(path)
 
     def write_worker(self, job: str, name: str, rank: int, state: bytes) -> Part:
@@ -160,7 +162,7 @@ class CheckpointStore:
         """Makes a checkpoint whose parts are all written a checkpoint."""
         directory = self.path(job, manifest.name)
         with _writing(directory / MANIFEST):
-            replace_file(directory / MANIFEST, json.dumps(_sealed(manifest), indent=1).encode())
+            replace_file(directory / MANIFEST, json.dumps(_sealed(manifest), indent=1).encode(), "manifest")
             _flush(directory.parent)
 
     def discard(self, job: str, name: str) -> None:
@@ -168,6 +170,7 @@ class CheckpointStore:
         path = self.path(job, name)
         with contextlib.suppress(OSError):
             (path / MANIFEST).unlink()  # first: half removed, it must not look whole
+        failpoint("checkpoint-half-removed")
         shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, job: str, keep: int) -> None:
@@ -191,6 +194,11 @@ class CheckpointStore:
             for entry in _entries(self.path(job))
             if _NAME.fullmatch(entry.name) and (entry / MANIFEST).is_file()
         ]
+
+    def unfinished(self, job: str, after: str) -> list[str]:
+        """The checkpoints of a job that were begun after this one, and have no manifest."""
+        begun = [entry.name for entry in _entries(self.path(job)) if _NAME.fullmatch(entry.name) and entry.name > after]
+        return [name for name in begun if not (self.path(job, name) / MANIFEST).exists()]
 
     def manifest(self, job: str, name: str) -> Manifest:
         """What a checkpoint is. Raises CheckpointDamaged if its manifest is not what was written."""
@@ -242,13 +250,19 @@ class CheckpointStore:
         return path
 
 
-def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Gives a file new content, flushed to disk, so that it has the old or the new one whatever happens."""
-    partial = path.with_name(path.name + ".partial")
+def replace_file(path: Path, data: bytes, point: str, mode: int = 0o644) -> None:
+    """Gives a file new content, flushed to disk, so that it has the old or the new one whatever happens.
+
+    point: what its failpoints are called after
+    """
+    partial, half = path.with_name(path.name + ".partial"), len(data) // 2
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-        file.write(data)
+        file.write(data[:half])
+        failpoint(f"{point}-half-written", file.flush)
+        file.write(data[half:])
         file.flush()
         os.fsync(file.fileno())
+    failpoint(f"{point}-unnamed")
     partial.replace(path)
     _flush(path.parent)
 

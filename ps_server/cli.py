@@ -18,6 +18,7 @@ from typing import NoReturn
 from ps_protocol.channel import DEFAULT_PORT
 from ps_protocol.errors import PSError
 from ps_protocol.settings import add_access_settings, add_setting, count, host_port, index, port_number, seconds
+from ps_server.failpoints import arm
 from ps_server.limits import add_limits, limits_of
 
 DEFAULT_METRICS_PORT = 9100
@@ -187,13 +188,14 @@ def _serve(arguments: argparse.Namespace) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):  # before the imports: they take seconds, in which it may be told to
         signal.signal(number, lambda *_: stop.set())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    alone = arguments.command == "coordinator"
+    arm(None if alone else arguments.index)
     _share_memory_pool()
     from ps_protocol.credentials import tls
     from ps_server.app import Server, ServerConfig
     from ps_server.supervisor import await_coordinator, watch_lifeline
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    alone = arguments.command == "coordinator"
     coordinates = alone or arguments.with_coordinator
     where = None if coordinates else arguments.coordinator
     if arguments.command == "shard" and arguments.supervised:

@@ -1,11 +1,6 @@
 """The coordinator: jobs, who takes part in them, and where their buckets are.
 
-It is not on the data path: workers reach the shards by themselves once they have the shard map. It admits a worker in
-two rounds over the shards, so that every shard counts the newcomer from the same clock:
-
-    1. every shard counts the worker from its own frontier on, and says what that is: nothing that would need the
-       newcomer completes from here on;
-    2. the highest frontier becomes the clock at which the worker starts, everywhere.
+It is not on the data path: workers reach the shards by themselves once they have the shard map.
 """
 
 from __future__ import annotations
@@ -28,17 +23,19 @@ from ps_protocol.errors import (
     TryLater,
 )
 from ps_protocol.job import JobSpec, difference
-from ps_server.checkpointing import CheckpointPolicy
+from ps_server.admitting import admit
+from ps_server.checkpoint_policy import CheckpointPolicy
 from ps_server.checkpoints import Manifest
 from ps_server.checks import check_address, check_host, check_job_spec
 from ps_server.core.data_leases import Grant
 from ps_server.core.membership import Member, Newcomer, Seat, check_key
 from ps_server.data_leases import LeaseRequest
+from ps_server.failpoints import failpoint
 from ps_server.jobs import CoordinatedJob, Shard, Watcher, make_job
 from ps_server.keeping import Keeping
 from ps_server.leasing import lease_data
 from ps_server.limits import DEFAULTS, Limits
-from ps_server.retiring import lose_place, retire, retire_ghosts
+from ps_server.retiring import retire, retire_ghosts
 from ps_server.shard_client import ShardClient, on_all
 from ps_server.shard_directory import ShardDirectory
 
@@ -182,6 +179,7 @@ class Coordinator:
     def drain(self, seconds: float) -> None:
         """Admits no job and no worker any more, and makes a last checkpoint of each job."""
         self._draining = True
+        failpoint("drain-begun")
         checkpoints = [job.checkpoints for job in self.jobs().values() if job.checkpoints is not None]
         with ThreadPoolExecutor(max(1, len(checkpoints)), "drain") as pool:
             for each in checkpoints:
@@ -233,7 +231,7 @@ class Coordinator:
             check_address(newcomer.metrics_address, "where metrics are served")
         self._check_open()
         job = self._job(name)
-        clients = self._directory.clients()
+        self._directory.clients()  # all are there, or it is too early
         with job.lock:
             if job.ended:
                 self._job(name)
@@ -254,23 +252,15 @@ class Coordinator:
                 incarnation, key = job.membership.next_incarnation(), secrets.token_bytes(LEASE_KEY_BYTES)
             job.joining = rank, incarnation  # the shards may count it from now on, whoever coordinates then
             self._save()
-            try:
-                frontiers = on_all(self._pool, clients, lambda c: c.admit(name, rank, incarnation, None, key))
-                clock = max(frontiers)
-                on_all(self._pool, clients, lambda c: c.admit(name, rank, incarnation, clock, key))
-            except PSError as error:
-                job.joining = None
-                lose_place(job, rank, incarnation, self.shards())
-                if isinstance(error, NotFound):  # a shard was started anew, and has not said so yet
-                    raise TryLater(f"job {name!r}: {error}") from None
-                raise
+            clock = admit(job, rank, incarnation, key, self._directory, self._pool)
             where = newcomer.pid, newcomer.host, newcomer.metrics_address
             member = Member(rank, incarnation, time.monotonic() + self.lease, clock, *where, key, newcomer.attempt)
             with job.guard:
                 job.membership.join(member)
             job.data.gone(rank, incarnation - 1)
             job.joining = None
-            job.account(rank, newcomer.clock)
+            job.began.setdefault(rank, clock)
+            job.account(rank, None if newcomer.previous is None else newcomer.clock)
             self._save()
             job.announce()
         log.info(
@@ -343,6 +333,8 @@ class Coordinator:
             late = job.membership.give_up(time.monotonic())
         if late:
             log.warning("job %s: goes on without workers %s, which did not come back", job.spec.name, late)
+            for rank in late:
+                job.give_up(rank)
             job.announce()
         with job.guard:
             expired = job.membership.expired(time.monotonic())

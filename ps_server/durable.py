@@ -42,7 +42,7 @@ class DurableJob:
     spec:    as plain data
     run:     tells this job from earlier ones of its name
     held_by: by shard, the process that holds the job's part
-    lost_steps, redone_steps, unaccounted: what set-backs have cost; see jobs.CoordinatedJob
+    lost_steps, redone_steps, unaccounted, began: what set-backs have cost; see jobs.CoordinatedJob
     awaited: ranks that the others wait for, after the job was set back
     ghosts:  (shard, rank, incarnation) that shards may still count; with them who was just joining
     """
@@ -58,6 +58,7 @@ class DurableJob:
     lost_steps: int = 0
     redone_steps: int = 0
     unaccounted: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    began: Mapping[int, int] = field(default_factory=dict)
     awaited: tuple[int, ...] = ()
     ghosts: tuple[tuple[int, int, int], ...] = ()
 
@@ -65,7 +66,7 @@ class DurableJob:
 def save(directory: Path, jobs: Mapping[str, DurableJob]) -> None:
     """Replaces the file. Raises OSError."""
     data = json.loads(json.dumps({"format": FORMAT, "jobs": {name: asdict(job) for name, job in jobs.items()}}))
-    replace_file(directory / FILE, json.dumps({**data, "seal": _seal(data)}).encode(), 0o600)
+    replace_file(directory / FILE, json.dumps({**data, "seal": _seal(data)}).encode(), "coordinator-file", 0o600)
 
 
 def load(directory: Path) -> dict[str, DurableJob]:
@@ -87,6 +88,7 @@ def _job(data: dict[str, Any]) -> DurableJob:
     data["placement"] = tuple(data["placement"])
     data["held_by"] = {int(shard): process for shard, process in data["held_by"].items()}
     data["unaccounted"] = {int(rank): tuple(clocks) for rank, clocks in data["unaccounted"].items()}
+    data["began"] = {int(rank): clock for rank, clock in data.get("began", {}).items()}
     data["awaited"] = tuple(data["awaited"])
     data["ghosts"] = tuple((shard, rank, incarnation) for shard, rank, incarnation in data["ghosts"])
     data["workers"] = tuple(DurableWorker(**worker) for worker in data["workers"])

@@ -29,6 +29,7 @@ from ps_server.core.data_commits import Committed
 from ps_server.core.pushes import Push, PushKind, SharedPush, Staged
 from ps_server.core.snapshot import BucketImage, Extent
 from ps_server.core.weights import Gradient
+from ps_server.failpoints import failpoint
 from ps_server.ledger import Ledger
 from ps_server.metrics import ShardMetrics
 from ps_server.pulls import NOTICE_AFTER_SECONDS, Pulls, WritePull
@@ -158,6 +159,7 @@ class Engine:
             job = RunningJob(spec, buckets, self._staged_limit, self._norm_limit)
         layouts = [bucket.layout for bucket in job.state.buckets.values()]
         job.state.restore(store.read_buckets(spec.name, manifest, layouts), last_incarnation)
+        failpoint("restore-read")
         with self._lock:
             before = self._jobs.get(spec.name)
             self._jobs[spec.name] = job
@@ -243,9 +245,11 @@ class Engine:
             gradients = [job.state.check(push) for push in pushes]
             for push, checked in zip(pushes, gradients, strict=True):
                 gradient = self._booked(push, checked)
+                failpoint("push-checked")
                 with job.lock:
                     staged = job.state.stage(push, gradient)
                 found.append(staged)
+                failpoint("push-staged")
                 self._metrics.pushed(name, len(push.payload), staged)
                 if not staged.duplicate:
                     self._pulls.admit(job, job.buckets[push.bucket])  # or they learn whom they wait for now
@@ -320,8 +324,10 @@ class Engine:
                     started = time.perf_counter()
                     if isinstance(work, Add):
                         weights.add(work.contribution)
+                        failpoint("contribution-added")
                     else:
                         weights.step()
+                        failpoint("update-stepped")
                     self._metrics.applied(job.state.spec.name, work, time.perf_counter() - started)
                     with job.lock:
                         protocol.done(work)

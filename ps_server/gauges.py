@@ -81,6 +81,7 @@ def coordinator_gauges(coordinator: Coordinator) -> Gauges:
         if keeping is not None:
             yield ("restored",), keeping.recovery.restored
             yield ("damaged",), keeping.recovery.damaged
+            yield ("unfinished",), keeping.recovery.unfinished
 
     return Gauges(
         [

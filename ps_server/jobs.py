@@ -42,6 +42,7 @@ class CoordinatedJob:
     restore_count: how many times the whole job was set back to a checkpoint
     unaccounted:   after a shard was set back: by rank, the clock that it still has of the worker, and the one that was
                    heard last. What the worker had done since is lost there; how much, it says when it comes back.
+    began:         by rank, the clock at which a worker of that rank joined first
     joining: rank and incarnation of who takes a place at this moment
     lost_steps, redone_steps: by workers, of which a shard lost the updates (ssp, async); that are made again (sync)
     """
@@ -55,6 +56,7 @@ class CoordinatedJob:
     held_by: dict[int, int]
     restore_count: int = 0
     unaccounted: dict[int, tuple[int, int]] = field(default_factory=dict)
+    began: dict[int, int] = field(default_factory=dict)
     lost_steps: int = 0
     redone_steps: int = 0
     joining: tuple[int, int] | None = None
@@ -106,15 +108,26 @@ class CoordinatedJob:
         with self.guard:
             return self.membership.last_incarnation, self.restore_count
 
-    def account(self, rank: int, clock: int) -> None:
-        """Books what a worker had done, and a shard that was set back has not: lost, or to be made again."""
-        restored, heard = self.unaccounted.pop(rank, (clock, clock))
-        clock = max(clock, heard)  # a new process in its place knows nothing of what it had done
-        if clock > restored:
-            if self.spec.consistency.aggregate:
-                self.redone_steps += clock - restored
-            else:
-                self.lost_steps += clock - restored
+    def account(self, rank: int, clock: int | None = None) -> None:
+        """Books what a worker had done, and a shard that was set back has not: lost, or to be made again.
+
+        clock: how far it was, as it says itself, come back; None: nobody knows more than was heard of it
+        """
+        if rank not in self.unaccounted:
+            return
+        restored, heard = self.unaccounted.pop(rank)
+        lost = max(0, (heard if clock is None else clock) - restored)
+        if self.spec.consistency.aggregate:
+            self.redone_steps += lost
+        else:
+            self.lost_steps += lost
+
+    def give_up(self, rank: int) -> None:
+        """Books what was heard of a worker that did not come back; what it did beyond that, if it comes after all."""
+        if rank in self.unaccounted:
+            restored, heard = self.unaccounted[rank]
+            self.account(rank)
+            self.unaccounted[rank] = max(restored, heard), heard
 
     def durable(self) -> DurableJob:
         """What is kept of it on disk."""
@@ -136,6 +149,7 @@ class CoordinatedJob:
             lost_steps=self.lost_steps,
             redone_steps=self.redone_steps,
             unaccounted=dict(self.unaccounted),
+            began=dict(self.began),
             awaited=tuple(sorted(self.membership.awaited)),
             ghosts=tuple(sorted(self.ghosts | joining)),
         )
@@ -157,6 +171,7 @@ def job_that_ran(kept: DurableJob, spec: JobSpec, shard_count: int, lease: float
     membership = job.membership
     membership.last_incarnation, job.restore_count = kept.last_incarnation, kept.restore_count
     job.lost_steps, job.redone_steps, job.unaccounted = kept.lost_steps, kept.redone_steps, dict(kept.unaccounted)
+    job.began = dict(kept.began)
     for worker in kept.workers:
         key = bytes.fromhex(worker.key)
         place_of = worker.pid, worker.host, worker.metrics_address

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from ps_protocol.errors import PSError
 from ps_protocol.job import JobSpec
 from ps_server import durable
-from ps_server.checkpointing import CheckpointPolicy, JobCheckpoints, JobView
+from ps_server.checkpoint_policy import CheckpointPolicy
+from ps_server.checkpointing import JobCheckpoints, JobView
 from ps_server.checkpoints import CheckpointStore
 from ps_server.checks import check_job_spec
 from ps_server.jobs import CoordinatedJob, job_that_ran, make_job

@@ -245,6 +245,11 @@ def progress(response: control_pb2.GetShardStatusResponse, name: str, aggregate:
     return max(found, default=0)
 
 
+def live_clocks(response: control_pb2.GetShardStatusResponse, name: str) -> dict[int, int]:
+    """By rank, the steps of a job's live workers that a shard has applied."""
+    return {rank: clock for job in response.jobs if job.job == name for rank, clock in job.clocks.items()}
+
+
 def checkpoint_job_request(job: str) -> control_pb2.CheckpointJobRequest:
     """Asks the coordinator for a checkpoint."""
     return control_pb2.CheckpointJobRequest(job=job)

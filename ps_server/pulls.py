@@ -9,6 +9,7 @@ from ps_protocol.errors import InvalidRequest, PSError, UnknownWorker
 from ps_protocol.job import travels_as
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of
 from ps_server.core.bucket import Verdict
+from ps_server.failpoints import failpoint
 from ps_server.metrics import ShardMetrics
 from ps_server.running import Pull, RunningBucket, RunningJob, Waiter
 from ps_server.streams import Outbox
@@ -85,6 +86,7 @@ class Pulls:
             with bucket.tensors:
                 version = bucket.state.protocol.version
                 target.copy_(weights.flat)
+            failpoint("pull-half-sent")
             self._metrics.pulled(job.state.spec.name, target.nbytes)
             message = self._write_shared(layout.index, version, waited, None, None, _kept(job, pull, version))
         else:
@@ -107,6 +109,7 @@ class Pulls:
             payload = bytes_of(bucket.state.weights.flat.to(TORCH_DTYPES[wire]))
             version = bucket.state.protocol.version
             message = self._write_pull(layout.index, version, waited, None, payload, _kept(job, pull, version))
+        failpoint("pull-half-sent")
         self._metrics.pulled(job.state.spec.name, len(payload))
         return message
 

@@ -8,16 +8,19 @@ joins again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from ps_protocol.errors import CheckpointDamaged, JobMismatch, NoCheckpoints
+from ps_protocol.errors import CheckpointDamaged, JobMismatch, NoCheckpoints, PSError
 from ps_protocol.job import difference
+from ps_server import messages
 from ps_server.checkpoints import CheckpointStore, Manifest
+from ps_server.core.snapshot import Extent
+from ps_server.failpoints import failpoint
 from ps_server.jobs import CoordinatedJob, Shard
-from ps_server.messages import job_spec_from_data
 from ps_server.shard_client import ShardClient, on_all
 
 log = logging.getLogger("ps_server")
@@ -26,11 +29,16 @@ States = Mapping[int, tuple[int, bytes]]
 
 
 class Recovery:
-    """Sets jobs back. `damaged` counts checkpoints that could not be used, `restored` those that were."""
+    """Sets jobs back.
+
+    Counts checkpoints: `restored`, those gone back to; `damaged`, those that could not be used; `unfinished`, those
+    that were begun after the one gone back to, and whose writing was cut short.
+    """
 
     def __init__(self, store: CheckpointStore, pool: ThreadPoolExecutor) -> None:
         self.damaged = 0
         self.restored = 0
+        self.unfinished = 0
         self._store = store
         self._pool = pool
 
@@ -50,6 +58,8 @@ class Recovery:
         Raises NoCheckpoints if there is none, TryLater if a shard does not answer; then nothing has changed for
         workers, or all are fenced: the same call may be made again.
         """
+        if job.checkpoints is not None:
+            job.checkpoints.give_up()
         everything = job.spec.consistency.aggregate
         back = [shard.client for index, shard in shards.items() if everything or index in set(lost)]
         last = job.membership.last_incarnation
@@ -57,20 +67,46 @@ class Recovery:
             incarnation = max(last, manifest.last_incarnation)
 
             try:
-                self._go_back(job, back, manifest.name, incarnation)
+                heard = self._heard(job, shards, lost)
+                reached = self._go_back(job, back, manifest.name, incarnation)
                 states = self._states(job, manifest)
+                failpoint("restore-half-done")
             except CheckpointDamaged as error:
                 self._say(job, manifest.name, error)
                 continue
+            for name in self._store.unfinished(job.spec.name, manifest.name):
+                self.unfinished += 1
+                log.warning("job %s: checkpoint %s was not completed: it has no manifest", job.spec.name, name)
             self._set_back(job, shards, manifest, states, incarnation)
+            self._book(job, reached, heard)
             return manifest
         raise NoCheckpoints(f"job {job.spec.name!r}: there is no checkpoint that can be used")
 
-    def _go_back(self, job: CoordinatedJob, shards: list[ShardClient], name: str, incarnation: int) -> None:
-        def one(shard: ShardClient) -> object:
+    def _go_back(self, job: CoordinatedJob, shards: list[ShardClient], name: str, incarnation: int) -> list[Extent]:
+        def one(shard: ShardClient) -> Extent:
             return shard.restore_job(job.spec, job.buckets_of(shard.index), name, incarnation)
 
-        on_all(self._pool, shards, one)
+        return on_all(self._pool, shards, one)
+
+    def _heard(self, job: CoordinatedJob, shards: Mapping[int, Shard], lost: Iterable[int]) -> dict[int, int]:
+        """By rank, how far each live worker is: as it said last, or as the shards that keep theirs know better."""
+        heard = {member.rank: member.clock for member in job.members()}
+        for index in set() if job.spec.consistency.aggregate else shards.keys() - set(lost):
+            with contextlib.suppress(PSError):
+                clocks = messages.live_clocks(shards[index].client.status(), job.spec.name)
+                heard = {rank: max(clock, clocks.get(rank, 0)) for rank, clock in heard.items()}
+        return heard
+
+    def _book(self, job: CoordinatedJob, reached: list[Extent], heard: Mapping[int, int]) -> None:
+        """Keeps in mind, of each worker, how far it was and how far the shards that were set back are now."""
+        for rank in heard.keys() | job.unaccounted.keys():
+            known = [extent.clocks[rank] for extent in reached if rank in extent.clocks]
+            restored = min(known, default=job.began.get(rank, 0))
+            if rank in heard:
+                job.unaccounted[rank] = restored, heard[rank]
+            else:  # it has not come back since the time before
+                before, clock = job.unaccounted[rank]
+                job.unaccounted[rank] = min(before, restored), clock
 
     def _candidates(self, job: CoordinatedJob, any_run: bool) -> Iterable[Manifest]:
         for name in reversed(self._store.names(job.spec.name)):
@@ -81,7 +117,7 @@ class Recovery:
                 continue
             if not any_run and manifest.run != job.run:
                 continue
-            found = difference(job_spec_from_data(manifest.job), job.spec)
+            found = difference(messages.job_spec_from_data(manifest.job), job.spec)
             if found is not None:
                 raise JobMismatch(f"job {job.spec.name!r} differs from its checkpoint {name}: {found}")
             yield manifest
@@ -109,9 +145,7 @@ class Recovery:
             members = job.membership.set_back(time.monotonic())
             job.membership.last_incarnation = incarnation
         for member in members:
-            job.account(member.rank, member.clock)  # of an earlier time: it never came back
-            restored = min(manifest.clocks.get(member.rank, 0), manifest.clock)
-            job.unaccounted[member.rank] = restored, member.clock
+            job.account(member.rank)  # of an earlier time: it never came back
         if job.spec.consistency.aggregate:
             job.restore_count += 1
             job.ghosts.clear()

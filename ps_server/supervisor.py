@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from ps_protocol.errors import PSError
+from ps_server import failpoints
 from ps_server.limits import DEFAULTS, Limits, limit_flags
 
 START_SECONDS = 60.0
@@ -61,6 +62,7 @@ def up(config: UpConfig) -> int:
     """Runs the cluster until SIGTERM or SIGINT, and starts what dies again. Returns the exit code."""
     children: list[subprocess.Popen[str]] = []
     code = 0
+    failpoints.parse(os.environ.get(failpoints.VARIABLE, ""))  # said once here, rather than by each shard
 
     def stop(number: int, frame: object) -> None:
         raise Stopped
@@ -138,7 +140,8 @@ def _start(config: UpConfig, index: int, before: dict[str, str] | None = None) -
         # One that comes back takes up what ran; whoever starts the cluster says whether to.
         command += ["--resume"] * (config.checkpoint_dir is not None and (config.resume or before is not None))
     # What a parent was told by its environment is in the flags; a variable must not tell a child otherwise.
-    environment = {name: value for name, value in os.environ.items() if name not in ("PS_ADVERTISE", "PS_COORDINATOR")}
+    hidden = {"PS_ADVERTISE", "PS_COORDINATOR"} | ({failpoints.VARIABLE} if before is not None else set())
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
     # A session of its own: Ctrl-C on a terminal reaches the parent alone, which then stops the children in order.
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True

@@ -30,7 +30,7 @@ from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.v1 import control_pb2
-from ps_server.checkpointing import parse_every
+from ps_server.checkpoint_policy import parse_every
 from ps_server.checkpoints import CheckpointStore, Manifest, Part, WorkerPart
 from ps_server.core.bucket import Live
 from ps_server.core.shard_job import ShardBucket, ShardJob

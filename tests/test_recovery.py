@@ -324,6 +324,7 @@ def test_what_a_set_back_has_cost_is_still_known_after_the_coordinator_died(tmp_
         lost_steps=12,
         redone_steps=3,
         unaccounted={2: (40, 44)},
+        began={0: 0, 2: 17},
         awaited=(1,),
         ghosts=((0, 1, 4), (1, 1, 4)),
     )
@@ -336,9 +337,20 @@ def test_a_new_process_does_not_make_what_its_rank_had_done_uncounted() -> None:
     job = make_job(spec, {}, 1, 10.0, "a run")
     job.unaccounted = {0: (40, 44), 1: (40, 44)}
     job.account(0, 46)  # the same process comes back, and knows better than what was heard of it last
-    job.account(1, 0)
-    job.account(1, 9)  # each is booked once
+    job.account(1)
+    job.account(1, 90)  # each is booked once
     assert (job.lost_steps, job.redone_steps) == (6 + 4, 0)
+
+
+def test_what_a_worker_that_does_not_come_back_had_done_is_counted_and_the_rest_if_it_does() -> None:
+    job = make_job(vector_job("job", "async", CELLS, 1), {}, 1, 10.0, "a run")
+    job.unaccounted = {0: (40, 44)}
+    job.give_up(0)
+    assert job.lost_steps == 4
+    job.account(0, 45)
+    assert job.lost_steps == 5
+    job.account(0, 60)
+    assert job.lost_steps == 5
 
 
 def test_who_joins_when_a_shard_has_just_been_started_anew_is_told_to_try_again(

@@ -1,0 +1,104 @@
+"""Places where a server kills itself on request, so that tests can show what a death there does.
+
+    PS_FAILPOINTS=NAME[@SHARD][=N],...   SIGKILL the N-th time (first) that the place NAME is passed; with @SHARD, only
+                                         in the process that is this shard
+
+Only the commands `ps-server shard` and `ps-server coordinator` look at the variable, once, when they start. A process
+that `ps-server up` starts in place of one that died does not have it. Where it is not set, a place costs one look at
+an empty dictionary.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ps_protocol.errors import InvalidRequest
+
+log = logging.getLogger("ps_server")
+
+VARIABLE = "PS_FAILPOINTS"
+
+POINTS: Mapping[str, str] = {
+    "push-checked": "shard: a push was checked, and is not staged",
+    "push-staged": "shard: a push is staged, and not acknowledged",
+    "contribution-added": "shard: a gradient is in the sum of an update, and nothing says so yet",
+    "update-stepped": "shard: the optimizer has stepped, and the update is not counted",
+    "pull-half-sent": "shard: a bucket of a pull is read, and not sent; with =2, another one was",
+    "shard-file-half-written": "shard: half of its file of a checkpoint is on disk",
+    "shard-file-written": "shard: its file of a checkpoint is on disk, and the coordinator does not know",
+    "restore-read": "shard: it has read a checkpoint, and still holds what it held",
+    "manifest-missing": "coordinator: all files of a checkpoint are on disk, but the manifest",
+    "manifest-half-written": "coordinator: half of the manifest is written, under its temporary name",
+    "manifest-unnamed": "coordinator: the manifest is on disk, under its temporary name",
+    "checkpoint-half-removed": "coordinator: an old checkpoint has lost its manifest, and not its files",
+    "restore-half-done": "coordinator: the shards hold what a checkpoint has, and nothing else says so",
+    "worker-half-admitted": "coordinator: a shard counts a worker that joins; others may not yet",
+    "coordinator-file-half-written": "coordinator: half of its own file is written, under its temporary name",
+    "coordinator-file-unnamed": "coordinator: its own file is on disk, under its temporary name",
+    "drain-begun": "coordinator: told to stop, before it makes last checkpoints",
+}
+
+_ENTRY = re.compile(r"([a-z-]+)(?:@(\d{1,6}))?(?:=([1-9]\d{0,8}))?")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of the variable. `shard`: None for every process."""
+
+    name: str
+    shard: int | None
+    times: int
+
+
+_left: dict[str, int] = {}  # by name, how often it is still to be passed; empty unless the variable is set
+_lock = threading.Lock()
+
+
+def parse(text: str) -> list[Entry]:
+    """What the variable says. Raises InvalidRequest, naming what there is, for anything else."""
+    found = []
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        match = _ENTRY.fullmatch(entry)
+        if match is None or match[1] not in POINTS:
+            raise InvalidRequest(
+                f"{VARIABLE}: expected NAME[@SHARD][=N], with a name out of {', '.join(POINTS)}; got {entry[:200]!r}"
+            )
+        found.append(Entry(match[1], int(match[2]) if match[2] else None, int(match[3] or 1)))
+    return found
+
+
+def arm(shard: int | None) -> None:
+    """Does as the variable says from here on, in the process of this shard; None: of the coordinator alone."""
+    for entry in parse(os.environ.get(VARIABLE, "")):
+        if entry.shard in (None, shard):
+            _left[entry.name] = entry.times
+            log.warning(
+                "%s is set: this process kills itself at %r, time %d: %s",
+                *(VARIABLE, entry.name, entry.times, POINTS[entry.name]),
+            )
+
+
+def failpoint(name: str, before: Callable[[], object] | None = None) -> None:
+    """A place with a name. `before`: done before the process dies here, and only then."""
+    if _left:
+        _pass(name, before)
+
+
+def _pass(name: str, before: Callable[[], object] | None) -> None:
+    with _lock:
+        if name not in _left:
+            return
+        _left[name] -= 1
+        if _left[name]:
+            return
+        if before is not None:
+            before()
+        os.write(2, f"failpoint {name}: this process kills itself\n".encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()  # it is dead before another thread gets on, and so is this one
