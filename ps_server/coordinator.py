@@ -38,6 +38,7 @@ from ps_server.limits import DEFAULTS, Limits
 from ps_server.retiring import retire, retire_ghosts
 from ps_server.shard_client import ShardClient, on_all
 from ps_server.shard_directory import ShardDirectory
+from ps_server.strays import drop_strays
 
 log = logging.getLogger("ps_server")
 
@@ -45,6 +46,7 @@ DEFAULT_LEASE_SECONDS = 10.0
 LEASE_KEY_BYTES = 16
 CHECKPOINT_SECONDS = 300.0
 RECOVERY_LOOK_SECONDS = 0.25
+STRAYS_LOOK_SECONDS = 5.0
 REASONS_KEPT = 64
 
 
@@ -80,7 +82,7 @@ class Coordinator:
             self._jobs = self.keeping.take_up()
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
-            for name, run in (("leases", self._sweep), ("recovery", self._watch_shards))
+            for name, run in (("leases", self._sweep), ("recovery", self._watch_shards), ("strays", self._drop_strays))
         ]
         for thread in self._threads:
             thread.start()
@@ -351,6 +353,10 @@ class Coordinator:
             retire_ghosts(job, self.shards())
         if expired:
             self._save()
+
+    def _drop_strays(self) -> None:
+        while not self._stopping.wait(STRAYS_LOOK_SECONDS):
+            drop_strays(self.shards(), self.jobs, self._registering)
 
     # -- coming back -------------------------------------------------------------------------------------------------
 

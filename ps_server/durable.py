@@ -24,7 +24,10 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class DurableWorker:
-    """A live worker; see core.membership.Member. The key as hexadecimal digits."""
+    """A live worker; see core.membership.Member. The key as hexadecimal digits.
+
+    With the attempt: who never got its answer asks again, and is to find the place that it was given.
+    """
 
     rank: int
     incarnation: int
@@ -33,6 +36,7 @@ class DurableWorker:
     host: str
     metrics_address: str
     key: str
+    attempt: int = 0
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class CoordinatedJob:
     def durable(self) -> DurableJob:
         """What is kept of it on disk."""
         workers = tuple(
-            DurableWorker(m.rank, m.incarnation, m.clock, m.pid, m.host, m.metrics_address, m.key.hex())
+            DurableWorker(m.rank, m.incarnation, m.clock, m.pid, m.host, m.metrics_address, m.key.hex(), m.attempt)
             for m in self.members()
         )
         last_incarnation, restore_count = self.counts()
@@ -175,7 +175,8 @@ def job_that_ran(kept: DurableJob, spec: JobSpec, shard_count: int, lease: float
     for worker in kept.workers:
         key = bytes.fromhex(worker.key)
         place_of = worker.pid, worker.host, worker.metrics_address
-        membership.join(Member(worker.rank, worker.incarnation, now + 2 * lease, worker.clock, *place_of, key))
+        known = worker.rank, worker.incarnation, now + 2 * lease, worker.clock, *place_of, key, worker.attempt
+        membership.join(Member(*known))
     membership.started = kept.started
     membership.awaited = dict.fromkeys(kept.awaited, now + 2 * lease)
     job.ghosts = set(kept.ghosts)

@@ -42,6 +42,10 @@ class ShardClient:
         """Forgets a job."""
         self._call(self._stub.DropJob, messages.drop_job_request(job))
 
+    def jobs(self) -> set[str]:
+        """The names of the jobs that it holds."""
+        return {job.job for job in self.status().jobs}
+
     def admit(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes) -> int:
         """Counts a worker as live; answers with the shard's frontier."""
         request = messages.admit_request(job, rank, incarnation, clock, key)

@@ -103,16 +103,21 @@ def _keep_up(config: UpConfig, children: list[subprocess.Popen[str]], ready: lis
     deaths: dict[int, list[float]] = {index: [] for index in range(config.shards)}
     while True:
         index = _first_to_end(children)
-        now = time.monotonic()
-        deaths[index] = [at for at in deaths[index] if now - at < DEATHS_SECONDS] + [now]
-        said = f"shard {index} ended with code {children[index].returncode}"
-        if len(deaths[index]) > DEATHS:
-            raise PSError(f"{said} for the {len(deaths[index])}th time in {DEATHS_SECONDS:g} s; stopping")
-        print(f"ps-server: {said}; starting it again", file=sys.stderr, flush=True)
-        _close(children[index])
-        children[index] = _start(config, index, ready[index])
-        _tell(children[index], ready[0]["address"])
-        if _ready(children[index], index) != ready[index]:
+        found = None
+        while found is None:
+            now = time.monotonic()
+            deaths[index] = [at for at in deaths[index] if now - at < DEATHS_SECONDS] + [now]
+            said = f"shard {index} ended with code {children[index].returncode}"
+            if len(deaths[index]) > DEATHS:
+                raise PSError(f"{said} for the {len(deaths[index])}th time in {DEATHS_SECONDS:g} s; stopping")
+            print(f"ps-server: {said}; starting it again", file=sys.stderr, flush=True)
+            _close(children[index])
+            children[index] = _start(config, index, ready[index])
+            with contextlib.suppress(BrokenPipeError):
+                _tell(children[index], ready[0]["address"])
+            # It may end before it is ready: if somebody's outgoing connection has its port for a moment, say.
+            found = _said(children[index])
+        if found != ready[index]:
             raise PSError(f"shard {index} came back at another address")
         print(f"ps-server: shard {index} is back", file=sys.stderr, flush=True)
 
@@ -155,7 +160,15 @@ def _tell(child: subprocess.Popen[str], address: str) -> None:
 
 
 def _ready(child: subprocess.Popen[str], index: int) -> dict[str, str]:
-    """The line in which a child says that it is ready. Raises PSError if it ends first or takes too long."""
+    """What a child says when it is ready. Raises PSError if it ends first or takes too long."""
+    found = _said(child)
+    if found is None:
+        raise PSError(f"shard {index} did not start (exit code {child.returncode})")
+    return found
+
+
+def _said(child: subprocess.Popen[str]) -> dict[str, str] | None:
+    """The line in which a child says that it is ready; None if it ends first, or takes too long and was ended."""
     timer = threading.Timer(START_SECONDS, child.kill)
     timer.start()
     try:
@@ -164,7 +177,8 @@ def _ready(child: subprocess.Popen[str], index: int) -> dict[str, str]:
     finally:
         timer.cancel()
     if not line:
-        raise PSError(f"shard {index} did not start (exit code {child.wait()})")
+        child.wait()
+        return None
     found: dict[str, str] = json.loads(line)
     return found
 

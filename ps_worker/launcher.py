@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ps_worker.restarts import Restarts
+
 STOP_SECONDS = 15.0
-FIRST_RESTART_SECONDS, LONGEST_RESTART_SECONDS = 0.5, 30.0
 LOOK_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
 
@@ -55,7 +56,8 @@ class _Stopped(Exception):
 def launch(what: Launch) -> int:
     """Runs the workers to their end. Returns 0, or the first code other than 0, or 128 + the signal that stopped us."""
     running: dict[int, subprocess.Popen[bytes]] = {}
-    restarts = dict.fromkeys(range(what.workers), 0)
+    restarts = {local: Restarts(what.max_restarts) for local in range(what.workers)}
+    begun: dict[int, float] = {}  # by local rank, when it was started last
     due: dict[int, float] = {}  # by local rank, when a worker that ended is started again
     code = 0
 
@@ -70,7 +72,8 @@ def launch(what: Launch) -> int:
 
         def start(local: int) -> None:
             command = [sys.executable, what.script, *what.arguments]
-            environment = _environment(what, local, extra) | {"PS_RESTART_COUNT": str(restarts[local])}
+            environment = _environment(what, local, extra) | {"PS_RESTART_COUNT": str(restarts[local].count)}
+            begun[local] = time.monotonic()
             # A session of its own: Ctrl-C on a terminal reaches this process alone, which stops the workers once.
             running[local] = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=guard)
 
@@ -85,8 +88,11 @@ def launch(what: Launch) -> int:
                 continue
             local, ended = found
             print(f"ps-worker: worker {what.first_rank + local} ended with code {ended}", file=sys.stderr)
-            if restarts[local] < what.max_restarts:
-                due[local] = time.monotonic() + _announce_restart(what, local, restarts)
+            pause = restarts[local].after(time.monotonic() - begun[local])
+            if pause is not None:
+                due[local] = time.monotonic() + pause
+                rank, count = what.first_rank + local, f"{restarts[local].count} of {what.max_restarts}"
+                print(f"ps-worker: worker {rank} is started again in {pause:g} s (restart {count})", file=sys.stderr)
                 continue
             code = code or (128 - ended if ended < 0 else ended)
             if what.mode == "ddp":
@@ -99,15 +105,6 @@ def launch(what: Launch) -> int:
             signal.signal(number, signal.SIG_IGN)
         _stop(list(running.values()))
     return code
-
-
-def _announce_restart(what: Launch, local: int, restarts: dict[int, int]) -> float:
-    """Counts a restart and says so; returns the seconds until it: more each time."""
-    restarts[local] += 1
-    pause = min(FIRST_RESTART_SECONDS * 2.0 ** min(restarts[local] - 1, 9), LONGEST_RESTART_SECONDS)
-    rank, count = what.first_rank + local, f"{restarts[local]} of {what.max_restarts}"
-    print(f"ps-worker: worker {rank} is started again in {pause:g} s (restart {count})", file=sys.stderr)
-    return pause
 
 
 def _environment(what: Launch, local: int, extra: dict[str, str]) -> dict[str, str]:

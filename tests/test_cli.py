@@ -224,6 +224,20 @@ def test_a_shard_that_dies_again_and_again_is_given_up(start: Start) -> None:
     assert "ps-server: shard 0 ended with code -9 for the 6th time in 60 s; stopping" in command.err
 
 
+def test_a_shard_whose_port_is_taken_when_it_comes_back_is_started_until_it_is_free(start: Start) -> None:
+    """With --port 0 it is one that the system gives to others too, for a moment at least."""
+    command = start("-m", "ps_server", "up", PS_SHARDS="1", PS_PORT="0", PS_METRICS_PORT="0")
+    [address] = command.says(r"ps-server: ready at (\S+) \(1 shard\)\n")
+    [shard] = command.family()
+    shard.kill()
+    until(lambda: "ended with code -9; starting it again" in command.err, "its end")
+    with closing(socket.create_server(("127.0.0.1", int(address.rpartition(":")[2])))):
+        until(lambda: "ended with code 1; starting it again" in command.err, "a start in vain")
+    until(lambda: "ps-server: shard 0 is back\n" in command.err, "its return")
+    assert [p["address"] for p in status.fetch(address)["processes"] if p["role"] == "shard"] == [address]
+    assert command.end(signal.SIGTERM) == 0
+
+
 def test_a_port_in_use_ends_up_with_one_clear_line(start: Start) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]

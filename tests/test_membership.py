@@ -133,13 +133,30 @@ def test_after_it_was_set_back_a_job_starts_with_those_who_came_back_in_time() -
     assert membership.started
 
 
-def test_if_nobody_came_back_in_time_all_declared_workers_are_waited_for_again() -> None:
-    membership = Membership(world_size=2, lease=LEASE)
+def test_if_nobody_came_back_in_time_the_rest_is_waited_for_from_the_first_one_on() -> None:
+    """Nobody was kept waiting till then; and nobody waits for ever for one that is dead for good."""
+    membership = Membership(world_size=3, lease=LEASE)
+    for _ in range(3):
+        join(membership)
+    membership.set_back(now=100.0)
+    assert membership.give_up(now=500.0) == []
+    assert not membership.started
+    join(membership, 0, now=600.0)
+    assert not membership.started
+    join(membership, 1, now=605.0)
+    assert membership.give_up(now=609.0) == []
+    assert membership.give_up(now=610.0) == [2]
+    assert membership.started
+
+
+def test_an_elastic_job_whose_workers_were_all_late_waits_for_the_rest_too() -> None:
+    membership = Membership(world_size=0, lease=LEASE)
     join(membership)
     join(membership)
     membership.set_back(now=100.0)
-    assert membership.give_up(now=110.0) == [0, 1]
-    join(membership, 0)
+    assert membership.give_up(now=110.0) == []
+    assert membership.claim(None) == 2, "their ranks are kept for them"
+    join(membership, 1, now=200.0)
     assert not membership.started
-    join(membership, 1)
+    join(membership, 0, now=201.0)
     assert membership.started

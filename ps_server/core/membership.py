@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import math
 from dataclasses import dataclass, field, replace
 
 from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, UnknownWorker
@@ -74,7 +75,8 @@ class Membership:
     world_size: how many the job declares; 0 is elastic.
     started:    true from the moment that all declared workers had joined (at once for an elastic job). A worker that
                 dies later does not undo it: training goes on with who is left.
-    awaited:    after the job was set back: by rank, until when the others wait for it to come again
+    awaited:    after the job was set back: by rank, until when the others wait for it to come again; for ever, as long
+                as there are no others
     """
 
     world_size: int
@@ -116,6 +118,8 @@ class Membership:
 
     def join(self, member: Member) -> None:
         """Counts a worker as live, in place of an earlier one of its rank."""
+        if not self.members:  # the first to come back waits no longer for the rest than any other does
+            self.awaited = {r: member.expires if until == math.inf else until for r, until in self.awaited.items()}
         self.members[member.rank] = member
         self.ever_joined = True
         if self.awaited.pop(member.rank, None) is not None:
@@ -137,13 +141,17 @@ class Membership:
     def give_up(self, now: float) -> list[int]:
         """The ranks that were awaited too long: training starts without them.
 
-        Where none came, it starts as it did at first: those who come now are new processes.
+        Where none came at all, nobody was kept waiting: the lease for which the rest is waited for begins when the
+        first of them is back.
         """
         late = [rank for rank, until in self.awaited.items() if until <= now]
+        if not self.members:
+            self.awaited |= dict.fromkeys(late, math.inf)
+            return []
         for rank in late:
             del self.awaited[rank]
         if late and not self.awaited:
-            self.started = bool(self.members) or not self.world_size
+            self.started = True
         return late
 
     def heartbeat(self, rank: int, incarnation: int, clock: int, now: float, key: bytes = b"") -> None:
