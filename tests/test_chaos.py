@@ -13,9 +13,14 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.timeout(230)
-def test_two_faults_on_a_real_cluster_break_no_promise(tmp_path: Path) -> None:
-    flags = ["--minutes=0.2", "--every=5", "--modes=ssp:4", "--undisturbed=1", "--workers=2", "--lease=2"]
-    flags += ["--faults=kill,pause-shard", "--seed=1", f"--json={tmp_path / 'found.jsonl'}"]
+def test_three_faults_on_a_real_cluster_break_no_promise(tmp_path: Path) -> None:
+    flags = ["--minutes=0.4", "--every=7", "--modes=ssp:4", "--undisturbed=1", "--workers=2", "--lease=2"]
+    flags += [
+        "--faults=kill,pause-shard,kill-saving",
+        "--checkpoint-every=1s",
+        "--seed=9",
+        f"--json={tmp_path / 'found.jsonl'}",
+    ]
     ended = subprocess.run(
         [sys.executable, "-m", "bench", "chaos", *flags, f"--keep={tmp_path}"],
         cwd=ROOT,
@@ -27,6 +32,6 @@ def test_two_faults_on_a_real_cluster_break_no_promise(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     [line] = map(json.loads, (tmp_path / "found.jsonl").read_text().splitlines())
     assert line["violations"] == 0
-    assert line["faults"] == {"kill": 1, "pause-shard": 1}
+    assert line["faults"] == {"pause-shard": 1, "kill-saving": 1, "kill": 1}
     assert line["steps"] > 20
     assert line["ratios"]["undisturbed"] > 0

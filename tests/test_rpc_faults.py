@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import Cluster, in_parallel
+from oracle_run import Run
 from raw_worker import RawWorker, vector_job
 from rpc_faults import KINDS, RpcFaults, break_calls
 
 from bench.oracle import Cells, Life, Rules, Shape, Violation, Witness, judge, too_stale
 from ps_protocol.errors import TryLater, UnknownWorker
+from ps_server.checkpoints import CheckpointStore
 from ps_server.core.bucket import BucketProtocol
 from ps_server.core.membership import Newcomer
 from ps_worker import client
@@ -91,6 +94,34 @@ def test_with_calls_lost_unheard_and_repeated_every_push_counts_once(
     methods = ("PushShared", "PullShared") if transport == "shm" else ("Push", "Pull")
     for method in (*methods, "AdmitWorker", "JoinJob"):
         assert all(faults.counts[method, kind] for kind in KINDS), f"{method}: {faults.counts}"
+
+
+@pytest.mark.parametrize(
+    ("mode", "transport"), [("sync", "shm"), ("sync", "grpc"), ("ssp:2", "grpc"), ("async", "shm")]
+)
+def test_with_calls_broken_a_job_is_set_back_to_a_checkpoint_and_every_push_counts_once(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, transport: str
+) -> None:
+    faults = RpcFaults(seed=11)
+    break_calls(monkeypatch, faults)
+    cluster = make_cluster(lease=60.0, checkpoint_dir=tmp_path, checkpoint_every="4steps")
+    store, happened = CheckpointStore(tmp_path), threading.Event()
+    run = Run(cluster.address, mode, happened, store, transports=(transport,))
+
+    def stepped(rank: int, clock: int) -> None:
+        if rank == 0 and clock >= 12 and store.names("default") and not happened.is_set():
+            cluster.start_again(1)
+            happened.set()
+
+    run.stepped = stepped
+    ended = run.to_the_end()
+    faults.finish()
+    assert ended.found == []
+    [job] = ended.status["jobs"]
+    assert (job["redone_steps"] > 0) == (mode == "sync")
+    assert ended.lost <= job["lost_steps"] <= ended.missing
+    for method in ("SaveWorkerState", "BeginCheckpoint", "AwaitCheckpoint", "RestoreJob", "RegisterShard"):
+        assert sum(faults.counts[method, kind] for kind in KINDS), f"{method}: {faults.counts}"
 
 
 def test_a_shard_that_forgets_what_it_has_staged_is_found_out(

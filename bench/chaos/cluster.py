@@ -39,6 +39,7 @@ from ps_worker.transports import ShardCalls
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
 LOOK_SECONDS = 0.05
+SAVING_SECONDS = 1.0  # since its file changed last: an older one without a manifest is what an earlier fault has left
 READER = 0  # the incarnation of who only reads
 
 
@@ -184,6 +185,14 @@ class Servers:
     def status(self) -> dict[str, Any]:
         """What they say about themselves. Raises PSError."""
         return fetch(self.address)
+
+    def is_saving(self, shard: int) -> bool:
+        """Whether a shard is writing a checkpoint, or has just written it and the manifest is not there yet."""
+        with contextlib.suppress(FileNotFoundError):
+            for file in self._flags.checkpoints.glob(f"*/*/shard-{shard}.safetensors"):
+                if time.time() - file.stat().st_mtime < SAVING_SECONDS and not (file.parent / "manifest.json").exists():
+                    return True
+        return False
 
     def pid(self, shard: int | None) -> int | None:
         """The process of a shard, or of the coordinator (None); None if there is none now."""

@@ -8,6 +8,7 @@ flap        nothing passes between a worker and the servers for less than its le
 partition   the same for longer than its lease
 
 kill-shard        kill -9 of a shard; it is started again, and its part of the job set back to a checkpoint
+kill-saving       the same while its file of a checkpoint is being written, or is there and the manifest is not
 pause-shard       SIGSTOP of a shard, up to twice the lease, then SIGCONT
 full-disk         a shard can write no more than a few bytes to any file, for a few leases
 kill-coordinator  kill -9 of the coordinator, where it is in a process of its own; it is started again
@@ -19,6 +20,7 @@ import contextlib
 import random
 import resource
 import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -41,6 +43,11 @@ class Fault:
     victim: int
     at: float
     until: float
+
+    @property
+    def killed_shard(self) -> int | None:
+        """The shard that it killed, if it did."""
+        return self.victim if self.kind in ("kill-shard", "kill-saving") else None
 
     def hits(self, rank: int) -> bool:
         """Whether it was done to this worker."""
@@ -108,6 +115,16 @@ def _kill_shard(arena: Arena, index: int) -> Heal | None:
     return _nothing if arena.servers.signal(index, signal.SIGKILL) else None
 
 
+def _kill_saving(arena: Arena, index: int) -> Heal | None:
+    """Looks for a moment whether it is saving; if not, it is asked for again."""
+    until = time.monotonic() + WATCH_SECONDS
+    while time.monotonic() < until:
+        if arena.servers.is_saving(index):
+            return _kill_shard(arena, index)
+        time.sleep(WATCH_SECONDS / 400)
+    return None
+
+
 def _pause_shard(arena: Arena, index: int) -> Heal | None:
     if not arena.servers.signal(index, signal.SIGSTOP):
         return None
@@ -134,6 +151,7 @@ def _nothing() -> None:
     pass
 
 
+WATCH_SECONDS = 0.2
 FULL_BYTES, UNLIMITED = 64, resource.RLIM_INFINITY
 
 KINDS: Mapping[str, Kind] = {
@@ -144,6 +162,7 @@ KINDS: Mapping[str, Kind] = {
     "flap": Kind("worker", 1, (0.1, 0.5), _partition),
     "partition": Kind("worker", 2, (1.5, 2.5), _partition),
     "kill-shard": Kind("shard", 3, (0, 0), _kill_shard),
+    "kill-saving": Kind("shard", 1, (0, 0), _kill_saving),
     "pause-shard": Kind("shard", 1, (0.1, 2.0), _pause_shard),
     "full-disk": Kind("shard", 1, (1.0, 2.5), _full_disk),
     "kill-coordinator": Kind("coordinator", 2, (0, 0), _kill_coordinator),

@@ -191,12 +191,12 @@ class Trial:
         self.lost_steps, counted = missing(view, lives, self._rules), self._counted()
         if self.lost_steps > counted:
             said = f"{self.lost_steps} acknowledged steps are not in, and the servers count {counted} as lost"
-            kills = [fault.data() for fault in self._faults if fault.kind == "kill-shard"]
+            kills = [fault.data() for fault in self._faults if fault.killed_shard is not None]
             found.append(Violation("lost uncounted", said, {"faults": kills}))
         return found
 
     def _first_kill(self, shard: int) -> float | None:
-        kills = (f.at for f in self._faults if f.kind == "kill-shard" and f.victim == shard)
+        kills = (fault.at for fault in self._faults if fault.killed_shard == shard)
         return min(kills, default=None)
 
     def _counted(self) -> int:
