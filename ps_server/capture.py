@@ -55,7 +55,16 @@ class Capture:
         self._held_up = 0.0
         self._captured: Captured | None = None
         self._error: PSError | None = None
-        self._told: dict[int, Pull] = {}
+        self._told: dict[int, int] = {}  # by rank, the clock of the pull that was told first
+
+    def is_at_least(self, other: Capture) -> bool:
+        """Whether the other is this one, asked for once more. Raises OutOfOrder if it is an older one, or one that
+        another coordinator gave the same name: a late call must not take the place of what was begun since."""
+        if (self.name, self.clock) == (other.name, other.clock):
+            return True
+        if int(other.name) <= int(self.name):
+            raise OutOfOrder(f"checkpoint {self.name} was begun already, and checkpoint {other.name} is asked for")
+        return False
 
     def check(self, buckets: Iterable[RunningBucket]) -> None:
         """Raises OutOfOrder if a bucket is at the clock already or past it, TryLater if one has no weights yet."""
@@ -125,7 +134,10 @@ class Capture:
             return self._captured
 
     def tells(self, pull: Pull, version: int) -> bool:
-        """Whether a worker that gets this version by this pull is to save its own state: once each."""
+        """Whether a worker that gets this version by this pull is to save its own state.
+
+        At one clock each; but at any pull of that clock: the answer to the first may be lost.
+        """
         if self.clock is not None:
             return version == self.clock == pull.clock
-        return self._told.setdefault(pull.rank, pull) is pull
+        return self._told.setdefault(pull.rank, pull.clock) == pull.clock

@@ -225,20 +225,25 @@ class JobCheckpoints:
     def _begin(self, generation: int) -> tuple[str, int | None]:
         """Names a clock that all shards can still meet; in ssp and async there is none to name."""
         attempt = 0
-        name, clock = self._next_name(), self._next_clock(attempt) if self._aggregate else None
+        name, clock = self._fresh_name(), self._next_clock(attempt) if self._aggregate else None
         while True:
             self._check_void(generation)
             try:
-                with self._changed:
-                    self._states = {}
+                # Asked for once more, because an answer was lost, it may be complete by now: what workers have sent for
+                # it meanwhile stays.
                 self._on_all(name, clock)
                 return name, clock
             except OutOfOrder:
                 attempt += 1
                 self._reached = max(self._reached, self._progress())
-                name, clock = self._next_name(), self._next_clock(attempt)
+                name, clock = self._fresh_name(), self._next_clock(attempt)
             except (TryLater, NotFound):
                 self._pause(BEGIN_SECONDS)  # the job has no weights yet, or a shard is away
+
+    def _fresh_name(self) -> str:
+        with self._changed:
+            self._states = {}
+        return self._next_name()
 
     def _on_all(self, name: str, clock: int | None) -> None:
         on_all(self._pool, self._job.clients(), lambda c: c.begin_checkpoint(self._job.spec.name, name, clock))

@@ -134,7 +134,7 @@ class Engine:
 
         capture = Capture(checkpoint, clock, job, write, self._writer)
         with job.lock:
-            if job.capture is not None and job.capture.name == checkpoint:
+            if job.capture is not None and job.capture.is_at_least(capture):
                 return
             capture.check(job.buckets.values())
             before, job.capture = job.capture, capture
