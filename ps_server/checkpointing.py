@@ -288,8 +288,7 @@ class JobCheckpoints:
 
     def _take_where_it_stands(self, generation: int) -> None:
         """Takes each bucket as it is, which will do in sync if all are at one version: then training stands still."""
-        name = self._next_name()
-        self._on_all(name, None)
+        name = self._begin_now(generation)
         parts = self._await_parts(name, None, generation)
         assert parts is not None
         reached = _union(parts)
@@ -299,6 +298,14 @@ class JobCheckpoints:
         standing = reached.version_max if self._aggregate else None
         states = {rank: state for rank, state in self._states.items() if standing in (None, state[0])}
         self._commit(name, parts, states, generation)
+
+    def _begin_now(self, generation: int) -> str:
+        while True:
+            self._check_void(generation)
+            name = self._next_name()
+            with contextlib.suppress(OutOfOrder):  # an earlier coordinator has begun one of that name
+                self._on_all(name, None)
+                return name
 
     def _await_states(self, clock: int | None, generation: int) -> dict[int, tuple[int, bytes]]:
         """What each live worker needs besides the weights; a worker that is gone, or sends nothing, is left out."""

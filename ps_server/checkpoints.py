@@ -125,15 +125,15 @@ class CheckpointStore:
         if not os.access(directory, os.W_OK | os.X_OK):
             raise InvalidRequest(f"the checkpoint directory {directory} cannot be written to")
 
-    def path(self, job: str, name: str = "") -> Path:
+    def path(self, job: str, name: str | None = None) -> Path:
         """Where a job's checkpoints are, or one of them. Raises InvalidRequest for names that could lead elsewhere."""
         if job.startswith(".") or "/" in job or not job:
             raise InvalidRequest(
                 f"a job with checkpoints needs a name that does not start with a dot, got {job[:200]!r}"
             )
-        if name and not _NAME.fullmatch(name):
+        if name is not None and not _NAME.fullmatch(name):
             raise InvalidRequest(f"a checkpoint's name is 6 to 12 digits, got {name[:200]!r}")
-        return self.directory / job / name if name else self.directory / job
+        return self.directory / job if name is None else self.directory / job / name
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
