@@ -23,7 +23,8 @@ SHAPE = Shape(buckets=5, rows=4, columns=7)
 WORKERS = 2
 STEPS = 35
 PACE_SECONDS = 0.04  # of a step, until what is to happen has happened
-FIRST = 4  # no worker goes past this clock before there is a checkpoint
+FIRST = 4  # the clock at which workers begin to wait for a checkpoint
+AHEAD_SECONDS = 2.0
 
 
 class Model(Cells):
@@ -114,8 +115,8 @@ class Run:
     def _train(self, session: ps_worker.Session, model: Model, optimizer: torch.optim.Optimizer, rank: int) -> None:
         life, witness, step = self._lives[rank], Witness(self._rules, rank), 0
         while session.clock < STEPS:
-            if not self._happened.wait(PACE_SECONDS) and session.clock >= FIRST and not self._kept():
-                self._happened.wait(0.5)
+            if not self._happened.wait(PACE_SECONDS) and session.clock >= FIRST:
+                self._await_kept()
             step += 1
             number = session.clock + 1 if self._rules.averaged else step
             place = incarnation_of(session)
@@ -131,6 +132,12 @@ class Run:
             counts = {row: [int(count) for count in view[:, row, 0]] for row in range(self._workers)}
             life.seen.append((session.clock, counts, time.monotonic()))
             self.stepped(rank, session.clock)
+
+    def _await_kept(self) -> None:
+        """Waits for a checkpoint; not for ever, for the clock that it is to be of may lie ahead of everybody."""
+        until = time.monotonic() + AHEAD_SECONDS
+        while not self._kept() and time.monotonic() < until:
+            self._happened.wait(PACE_SECONDS)
 
     def _kept(self) -> bool:
         return bool(self._store.names("default"))
