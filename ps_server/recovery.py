@@ -99,13 +99,12 @@ class Recovery:
 
     def _book(self, job: CoordinatedJob, reached: list[Extent], heard: Mapping[int, int]) -> None:
         """Keeps in mind, of each worker, how far it was and how far the shards that were set back are now."""
-        for rank in heard.keys() | job.unaccounted.keys():
+        reached = [extent for extent in reached if extent.clocks]  # a shard that trains no bucket has nothing to lose
+        for rank in heard.keys() | job.unaccounted.keys() if reached else ():
             known = [extent.clocks[rank] for extent in reached if rank in extent.clocks]
             restored = min(known, default=job.began.get(rank, 0))
-            if rank in heard:
-                job.unaccounted[rank] = restored, heard[rank]
-            else:  # it has not come back since the time before
-                before, clock = job.unaccounted[rank]
+            before, clock = (restored, heard[rank]) if rank in heard else job.unaccounted[rank]
+            if rank in heard or before < clock:  # else it did not come back the time before, and that is booked
                 job.unaccounted[rank] = min(before, restored), clock
 
     def _candidates(self, job: CoordinatedJob, any_run: bool) -> Iterable[Manifest]:

@@ -64,6 +64,42 @@ def test_what_a_dead_worker_had_done_since_its_last_heartbeat_is_lost_too_and_co
         assert lost(cluster) == 5
 
 
+def test_a_dead_worker_is_counted_once_however_often_shards_die_after_it(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path, lease=2.0)
+    spec = vector_job("job", "async", CELLS, 2)
+    with RawWorker(cluster.address, spec, 0) as zero, RawWorker(cluster.address, spec, 1) as one:
+        zero.initialise()
+        assert keep(cluster, zero, one) == 0
+        train(one, 3)
+        for _ in range(2):
+            cluster.start_again(1)
+            set_back(zero)
+
+            def counted() -> bool:
+                zero.heartbeat()
+                return lost(cluster) > 0
+
+            until(counted, "the count")
+            assert lost(cluster) == 3
+
+
+def test_a_shard_that_held_nothing_has_lost_nothing(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    with RawWorker(cluster.address, vector_job("job", "async", 16, 1), 0) as worker:
+        worker.initialise()
+        assert worker.shard_of == [0]
+        assert keep(cluster, worker) == 0
+        for _ in range(3):
+            worker.step(-torch.ones(16))
+        assert torch.equal(worker.pull(), torch.full((16,), 3.0))
+        cluster.start_again(1)
+        set_back(worker)
+        assert torch.equal(worker.pull(), torch.full((16,), 3.0))
+        assert lost(cluster) == 0
+
+
 def test_a_late_call_to_begin_a_checkpoint_does_not_take_the_place_of_a_newer_one(
     make_cluster: MakeCluster, tmp_path: Path
 ) -> None:
