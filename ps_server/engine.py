@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFou
 from ps_protocol.job import JobSpec, difference
 from ps_protocol.settings import DEFAULT_SHARED_DIRECTORY
 from ps_protocol.tensors import bytes_of
+from ps_server.apply_threads import ApplyThreads
 from ps_server.capture import Capture, Captured
 from ps_server.checkpoints import CheckpointStore, Part
 from ps_server.core.bucket import Add, Step
@@ -76,7 +77,7 @@ class Engine:
         self._shared_directory = shared_directory
         self._jobs: dict[str, RunningJob] = {}
         self._lock = threading.Lock()
-        self._apply = ThreadPoolExecutor(apply_threads, "apply")
+        self._apply = ApplyThreads(apply_threads)
         self._stopping = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="notices", daemon=True)
         self._ticker.start()
@@ -85,7 +86,7 @@ class Engine:
         """Finishes what is staged and ends the threads. Waiting pulls are told to come back later."""
         self._stopping.set()
         self._ticker.join()
-        self._apply.shutdown(wait=True)
+        self._apply.stop()
         self._writer.shutdown(wait=True)
         for name in list(self._jobs):
             self._pulls.fail(self._jobs[name], TryLater("the shard is stopping"))
@@ -234,6 +235,13 @@ class Engine:
         return self._push_all(self._job(push.job), [push])[0]
 
     def _push_all(self, job: RunningJob, pushes: list[Push]) -> list[Staged]:
+        found = self._stage_all(job, pushes)
+        for push, staged in zip(pushes, found, strict=True):
+            if not staged.duplicate:
+                self._schedule(job, push.bucket)
+        return found
+
+    def _stage_all(self, job: RunningJob, pushes: list[Push]) -> list[Staged]:
         """Checks all, then stages each: a push that is refused for what it holds leaves none of them behind."""
         name, found = job.state.spec.name, []
         try:
@@ -249,7 +257,6 @@ class Engine:
                 self._metrics.pushed(name, len(push.payload), staged)
                 if not staged.duplicate:
                     self._pulls.admit(job, job.buckets[push.bucket])  # or they learn whom they wait for now
-                    self._schedule(job, push.bucket)
         except PSError as error:
             self._metrics.refused(name, error)
             raise
@@ -275,8 +282,22 @@ class Engine:
     def push_shared(self, push: SharedPush) -> int:
         """As `push`, for buckets whose gradients lie in the worker's segment; answers how many were repeats."""
         job = self._job(push.job)
+        return sum(staged.duplicate for staged in self._push_all(job, self._pushes(job, push)))
+
+    def push_pull_shared(self, push: SharedPush, indices: list[int], outbox: Outbox) -> None:
+        """As `push_shared`, then `pull`, at the same clock; what can be applied is applied by the calling thread."""
+        job = self._job(push.job)
+        asked = self._pulls.check(job, push.rank, push.incarnation, push.clock, indices, outbox, True, push.key)
+        for_each = self._stage_all(job, self._pushes(job, push))
+        self._pulls.ask(job, asked, indices)
+        fresh = [b.index for b, staged in zip(push.buckets, for_each, strict=True) if not staged.duplicate]
+        self._apply.lend([task for index in fresh if (task := self._due(job, index)) is not None])
+        asked.begin()
+
+    @staticmethod
+    def _pushes(job: RunningJob, push: SharedPush) -> list[Push]:
         segment = job.segment(push.rank, push.incarnation, push.key)
-        pushes = [
+        return [
             Push(
                 job=push.job,
                 rank=push.rank,
@@ -295,16 +316,21 @@ class Engine:
             )
             for bucket in push.buckets
         ]
-        return sum(staged.duplicate for staged in self._push_all(job, pushes))
 
     def _schedule(self, job: RunningJob, index: int) -> None:
         """Has an apply thread do what comes next on a bucket, unless one is at it already."""
+        task = self._due(job, index)
+        if task is not None:
+            self._apply.submit(task)
+
+    def _due(self, job: RunningJob, index: int) -> Callable[[], None] | None:
+        """What comes next on a bucket, to be run by the caller; None where nothing does, or a thread is at it."""
         bucket = job.buckets[index]
         with job.lock:
             if bucket.busy or self._stopping.is_set() or bucket.state.protocol.next() is None:
-                return
+                return None
             bucket.busy = True
-        self._apply.submit(self._work, job, bucket)
+        return lambda: self._work(job, bucket)
 
     def _work(self, job: RunningJob, bucket: RunningBucket) -> None:
         """Does what the protocol says comes next on one bucket, until nothing does."""
@@ -347,8 +373,10 @@ class Engine:
         shared: bool = False,
         key: bytes = b"",
     ) -> None:
-        """Sends buckets on the outbox as they are admitted; see Pulls.ask."""
-        self._pulls.ask(self._job(name), rank, incarnation, clock, indices, outbox, shared, key)
+        """Sends buckets on the outbox as they are admitted; see Pulls."""
+        job = self._job(name)
+        asked = self._pulls.check(job, rank, incarnation, clock, indices, outbox, shared, key)
+        self._pulls.ask(job, asked, indices)
 
     def _tick(self) -> None:
         while not self._stopping.wait(NOTICE_AFTER_SECONDS):

@@ -68,6 +68,17 @@ def shared_push(data: bytes) -> SharedPush:
     """What the bytes of a PushSharedRequest hold. Raises InvalidRequest for a bucket or a group that comes twice."""
     request = data_pb2.PushSharedRequest()
     _parse(request, data)
+    return _shared_push(request)
+
+
+def push_pull(data: bytes) -> tuple[SharedPush, list[int]]:
+    """What is pushed and which buckets are pulled by a PushPullSharedRequest. Raises as `shared_push`."""
+    request = data_pb2.PushPullSharedRequest()
+    _parse(request, data)
+    return _shared_push(request.push), list(request.buckets)
+
+
+def _shared_push(request: data_pb2.PushSharedRequest) -> SharedPush:
     buckets = tuple(SharedBucket(b.bucket, b.skip, frozenset(b.absent_segments), b.finite) for b in request.buckets)
     if len({bucket.index for bucket in buckets}) != len(buckets):
         raise InvalidRequest("a push names each bucket at most once")

@@ -11,6 +11,7 @@ from ps_protocol.tensors import TORCH_DTYPES, bytes_of
 from ps_server.core.bucket import Verdict
 from ps_server.metrics import ShardMetrics
 from ps_server.running import Pull, RunningBucket, RunningJob, Waiter
+from ps_server.streaming import copy_out
 from ps_server.streams import Outbox
 
 NOTICE_AFTER_SECONDS = 2.0
@@ -36,7 +37,7 @@ class Pulls:
         self._write_pull = write_pull
         self._write_shared = write_shared
 
-    def ask(
+    def check(
         self,
         job: RunningJob,
         rank: int,
@@ -46,8 +47,8 @@ class Pulls:
         outbox: Outbox,
         shared: bool,
         key: bytes = b"",
-    ) -> None:
-        """Sends each bucket on the outbox as soon as it is admitted, then ends the stream. Returns at once.
+    ) -> Pull:
+        """A pull to `ask` for. Raises what is wrong with it.
 
         shared: the buckets go into the worker's segment, and only the word of it on the outbox
         """
@@ -56,17 +57,22 @@ class Pulls:
             raise InvalidRequest(f"this shard holds {len(job.buckets)} buckets of the job, got {len(indices)}")
         if len(set(indices)) != len(indices):
             raise InvalidRequest("a pull names each bucket at most once")
-        now = time.monotonic()
-        pull = Pull(rank, incarnation, clock, outbox, len(indices), now, segment)
-        if shared:
-            for index in indices:
-                job.state.trained(index)
-        with job.lock:
-            if incarnation != READER:
+        for index in indices:
+            (job.state.trained if shared else job.state.bucket)(index)
+        if incarnation != READER:
+            with job.lock:
                 job.state.check_worker(rank, incarnation, key)
-            elif clock or shared:
-                raise InvalidRequest(f"who has not joined may only Pull at clock 0, got clock {clock}")
-            verdicts = {index: job.state.admits(index, rank, clock) for index in indices}
+        elif clock or shared:
+            raise InvalidRequest(f"who has not joined may only Pull at clock 0, got clock {clock}")
+        return Pull(rank, incarnation, clock, outbox, len(indices), time.monotonic(), segment)
+
+    def ask(self, job: RunningJob, pull: Pull, indices: list[int]) -> None:
+        """Sends each bucket on the pull's outbox as soon as it is admitted, then ends the stream. Returns at once."""
+        now, outbox = pull.since, pull.outbox
+        with job.lock:
+            if pull.incarnation != READER:  # it may have lost its place since
+                job.state.check_worker(pull.rank, pull.incarnation)
+            verdicts = {index: job.state.admits(index, pull.rank, pull.clock) for index in indices}
             for index, verdict in verdicts.items():
                 if not verdict.admitted:
                     job.buckets[index].waiters.append(Waiter(pull, verdict, now))
@@ -84,7 +90,7 @@ class Pulls:
             target = pull.segment.weight(layout)
             with bucket.tensors:
                 version = bucket.state.protocol.version
-                target.copy_(weights.flat)
+                copy_out(target, weights.flat)
             self._metrics.pulled(job.state.spec.name, target.nbytes)
             message = self._write_shared(layout.index, version, waited, None, None, _kept(job, pull, version))
         else:
@@ -95,6 +101,7 @@ class Pulls:
             last = pull.left == 0
             words = pull.said(message, 0 if last else WORD_BYTES, layout.nbytes)
         if words:
+            pull.begun = True
             pull.outbox.put(lambda: words)
         if last:
             pull.outbox.finish()

@@ -57,7 +57,11 @@ class DataService:
             )
         } | {
             name: grpc.unary_stream_rpc_method_handler(_in_pool(method, self._pull_pool, non_blocking=True))
-            for name, method in (("Pull", self._pull), ("PullShared", self._pull_shared))
+            for name, method in (
+                ("Pull", self._pull),
+                ("PullShared", self._pull_shared),
+                ("PushPullShared", self._push_pull_shared),
+            )
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(DATA_SERVICE, handlers),))
 
@@ -88,6 +92,12 @@ class DataService:
         check_job(job)
         outbox = Outbox(send, context, self.senders, join=True)
         self._engine.pull(job, rank, incarnation, clock, buckets, outbox, shared=True, key=key)
+
+    def _push_pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
+        push, buckets = messages.push_pull(request)
+        check_job(push.job)
+        outbox = Outbox(send, context, self.senders, join=True)
+        self._engine.push_pull_shared(replace(push, caller=caller_name()), buckets, outbox)
 
     def _pull(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         job, rank, incarnation, clock, buckets, key = messages.pull(request)

@@ -23,7 +23,7 @@ from ps_worker.describe import describe
 from ps_worker.flat import FlatModel
 from ps_worker.leased import StepData
 from ps_worker.membership import Membership
-from ps_worker.messages import DataRange, Lease, Place
+from ps_worker.messages import BucketPush, DataRange, Lease, Place
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.optimizer import ServerOptimizer
 from ps_worker.outgoing import LiveGroups, bucket_push, is_left_out
@@ -297,7 +297,8 @@ class ParameterServer:
         ready = self._overlap.ready(parameter, self._flat.versions())
         # One that is not finite stays, and all after it: `step` will refuse them.
         if ready and not any(self._flat.saw_not_finite(bucket) for bucket in ready):
-            self._pushed += [self._push(bucket, frozenset(), self._told, False) for bucket in ready]
+            assert self._shards is not None
+            self._pushed += [self._shards.push(self._made(b, frozenset(), self._told, False)) for b in ready]
         else:
             self._overlap.left -= {bucket.index for bucket in ready}
 
@@ -358,11 +359,10 @@ class ParameterServer:
         assert self._shards is not None
         assert self._flat is not None
         self._flat.begin_pull()
-        # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
-        pulls = self._shards.pull(self._clock + 1)
-        for bucket in self._layout.buckets:
-            if not bucket.held and bucket.index not in left:
-                self._pushed.append(self._push(bucket, absent, groups, skip))
+        rest = [bucket for bucket in self._layout.buckets if not bucket.held and bucket.index not in left]
+        pushes = [self._made(bucket, absent, groups, skip) for bucket in rest]
+        pushed, pulls = self._shards.push_pull(self._clock + 1, pushes)
+        self._pushed += pushed
         self._clock += 1
         self._finish(pulls)
         self.data.pushed()
@@ -390,9 +390,7 @@ class ParameterServer:
             self.rewind.want(self._clock)
         self.rewind.stepped()
 
-    def _push(self, bucket: Bucket, absent: Set[int], groups: list[HyperParameters], skip: bool) -> Future[int]:
+    def _made(self, bucket: Bucket, absent: Set[int], groups: list[HyperParameters], skip: bool) -> BucketPush:
         assert self._flat is not None
-        assert self._shards is not None
-        push = bucket_push(self._spec, bucket, self._clock + 1, absent, groups, skip, self.data.use())
         self._flat.leaving(bucket)
-        return self._shards.push(push)
+        return bucket_push(self._spec, bucket, self._clock + 1, absent, groups, skip, self.data.use())

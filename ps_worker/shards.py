@@ -93,6 +93,29 @@ class Shards:
                 found.append((self._network if held else self._transports)[index].pull(clock, wanted))
         return self._note(found)
 
+    def push_pull(self, clock: int, pushes: Sequence[BucketPush]) -> tuple[list[Future[int]], list[Future[Landed]]]:
+        """Sends what is left of a step, and asks every shard for the weights at its clock."""
+        pushed: list[Future[int]] = []
+        pulled: list[Future[Landed]] = []
+        rest: set[int] = set()
+        # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
+        for index, transport in self._transports.items():
+            wanted = [bucket for bucket in self._buckets[index] if not bucket.held]
+            mine = [push for push in pushes if self._shard_of[push.bucket.index] == index]
+            both = transport.push_pull(clock, mine, wanted) if wanted else None
+            if both is not None:
+                pushed.append(both[0])
+                pulled.append(both[1])
+            elif wanted:
+                rest.add(index)
+                pulled.append(transport.pull(clock, wanted))
+        for push in pushes:
+            index = self._shard_of[push.bucket.index]
+            if index in rest:
+                pushed.append(self._transports[index].push(push))
+        self._under_way += [*pushed, *pulled]
+        return pushed, pulled
+
     def _note(self, futures: list[Future[T]]) -> list[Future[T]]:
         self._under_way += futures
         return futures

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -56,6 +56,7 @@ class ShardCalls:
         self._timeout = timeout
         self._access = access
         self._channel = open_channel(address, access)
+        self._last: Any = None  # the pull that ended last
 
     def unary(self, method: str, request: bytes) -> bytes:
         """The answer of one method of the data service."""
@@ -67,21 +68,30 @@ class ShardCalls:
     def pull(
         self,
         method: str,
-        who: Identity,
+        request: Callable[[list[int]], bytes],
         clock: int,
         buckets: Sequence[Bucket],
         read: Callable[[bytes], list[Pulled]],
         land: Callable[[Bucket, Pulled], int],
+        answered: Callable[[], None] = lambda: None,
     ) -> Landed:
-        """Fetches buckets, landing each as it comes; `land` returns its bytes."""
+        """Fetches buckets, landing each as it comes.
+
+        request:  asks for buckets
+        land:     returns the bucket's bytes
+        answered: called with each message
+        """
         stream = self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")
         left = {bucket.index: bucket for bucket in buckets}
         size, longest, checkpoint = 0, 0.0, False
         retry = Retry(self.peer, self._timeout, self.closing, self._access)
         while left:
             try:
-                for message in stream(messages.pull_request(who, clock, list(left)), timeout=PULL_SECONDS):
+                # Kept: a call that nobody refers to is cancelled, and its end is still to come.
+                self._last = stream(request(list(left)), timeout=PULL_SECONDS)
+                for message in self._last:
                     retry.progressed()
+                    answered()
                     for found in read(message):
                         if found.waiting is not None:
                             log.warning("waiting at clock %d: %s", clock, found.waiting[1])
@@ -89,6 +99,8 @@ class ShardCalls:
                         size += land(left.pop(found.bucket), found)
                         longest = max(longest, found.waited)
                         checkpoint = checkpoint or found.checkpoint
+                    if not left:
+                        break
             except grpc.RpcError as error:
                 retry.failed(error_from(error, self.peer))
         return Landed(size, longest, checkpoint)
@@ -109,6 +121,11 @@ class Transport(Protocol):
 
     def pull(self, clock: int, buckets: Sequence[Bucket]) -> Future[Landed]:
         """Done when all have landed."""
+
+    def push_pull(
+        self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[Bucket]
+    ) -> tuple[Future[int], Future[Landed]] | None:
+        """As all those pushes, and the pull, in one call; None where that is no gain."""
 
     def close(self) -> None:
         """Ends the threads and the connection."""
@@ -156,16 +173,26 @@ class NetworkTransport:
             self._flat.land(bucket, found.payload)
             return len(found.payload)
 
-        def fetch() -> Landed:
-            return self._calls.pull("Pull", self._who, clock, buckets, lambda m: [messages.pulled(m)], land)
+        def ask(left: list[int]) -> bytes:
+            return messages.pull_request(self._who, clock, left)
 
-        return self._puller.submit(fetch)
+        return self._puller.submit(lambda: self._calls.pull("Pull", ask, clock, buckets, _one_pulled, land))
+
+    def push_pull(
+        self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[Bucket]
+    ) -> tuple[Future[int], Future[Landed]] | None:
+        """None: payloads travel side by side, and weights come back while gradients still leave."""
+        return None
 
     def close(self) -> None:
         """Ends the threads and the connection."""
         self._calls.close()
         self._pushers.close()
         self._puller.close()
+
+
+def _one_pulled(message: bytes) -> list[Pulled]:
+    return [messages.pulled(message)]
 
 
 class SharedTransport:
@@ -213,26 +240,70 @@ class SharedTransport:
             for push in pushes:
                 if not push.empty:
                     self._flat.share_gradient(push.bucket)
-            finite = {push.bucket.index for push in pushes if self._flat.was_looked_at(push.bucket)}
-            self._calls.unary("PushShared", messages.shared_push(self._who, clock, pushes, finite))
+            self._calls.unary("PushShared", messages.shared_push(self._who, clock, pushes, self._finite(pushes)))
         except Exception as error:
             for _, future in items:
                 future.set_exception(error)
         else:
             for push, future in items:
-                future.set_result(0 if push.empty else self._flat.gradient_bytes(push.bucket))
+                future.set_result(self._bytes([push]))
+
+    def _finite(self, pushes: Sequence[BucketPush]) -> set[int]:
+        return {push.bucket.index for push in pushes if self._flat.was_looked_at(push.bucket)}
+
+    def _bytes(self, pushes: Sequence[BucketPush]) -> int:
+        return sum(self._flat.gradient_bytes(push.bucket) for push in pushes if not push.empty)
 
     def pull(self, clock: int, buckets: Sequence[Bucket]) -> Future[Landed]:
         """One stream for all buckets; the shard writes them into the segment."""
 
-        def land(bucket: Bucket, found: Pulled) -> int:
+        def ask(left: list[int]) -> bytes:
+            return messages.pull_request(self._who, clock, left)
+
+        return self._puller.submit(lambda: self._pull("PullShared", ask, clock, buckets))
+
+    def push_pull(
+        self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[Bucket]
+    ) -> tuple[Future[int], Future[Landed]] | None:
+        """None where gradients are not made in the segment: each is pushed as soon as it is there."""
+        if not pushes or not self._flat.in_segment:
+            return None
+        finite, pushed = self._finite(pushes), Future[int]()
+
+        def ask(left: list[int]) -> bytes:
+            return messages.push_pull(self._who, clock, pushes, finite, left)
+
+        def staged() -> None:
+            if not pushed.done():
+                pushed.set_result(self._bytes(pushes))
+
+        def fetch() -> Landed:
+            try:
+                found = self._pull("PushPullShared", ask, clock, buckets, staged)
+            except BaseException as error:
+                if not pushed.done():
+                    pushed.set_exception(error)
+                raise
+            return found
+
+        pulled = self._puller.submit(fetch)
+        if pulled.done() and isinstance(pulled.exception(), Closed):
+            pushed.set_exception(Closed())
+        return pushed, pulled
+
+    def _pull(
+        self,
+        method: str,
+        ask: Callable[[list[int]], bytes],
+        clock: int,
+        buckets: Sequence[Bucket],
+        answered: Callable[[], None] = lambda: None,
+    ) -> Landed:
+        def land(bucket: Bucket, _: Pulled) -> int:
             self._flat.land_shared(bucket)
             return self._flat.weight_bytes(bucket)
 
-        def fetch() -> Landed:
-            return self._calls.pull("PullShared", self._who, clock, buckets, messages.shared_pulled, land)
-
-        return self._puller.submit(fetch)
+        return self._calls.pull(method, ask, clock, buckets, messages.shared_pulled, land, answered)
 
     def close(self) -> None:
         """Ends the threads and the connection."""

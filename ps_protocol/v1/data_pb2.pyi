@@ -64,6 +64,14 @@ class PushSharedResponse(_message.Message):
     duplicate_count: int
     def __init__(self, duplicate_count: _Optional[int] = ...) -> None: ...
 
+class PushPullSharedRequest(_message.Message):
+    __slots__ = ("push", "buckets")
+    PUSH_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    push: PushSharedRequest
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, push: _Optional[_Union[PushSharedRequest, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class PullSharedResponse(_message.Message):
     __slots__ = ("headers",)
     HEADERS_FIELD_NUMBER: _ClassVar[int]
