@@ -3,7 +3,7 @@
 RPC threads      check a push, stage it, and return: they never wait for another worker
 apply threads    do what the protocol says comes next: add contributions, step optimizers, admit waiting pulls
 sender threads   write buckets to the streams of admitted pulls
-one ticker       tells pulls that wait long whom they wait for
+one ticker       tells pulls that wait that their pushes are staged, and whom they wait for
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ps_server.core.snapshot import BucketImage, Extent
 from ps_server.core.weights import Gradient
 from ps_server.ledger import Ledger
 from ps_server.metrics import ShardMetrics
-from ps_server.pulls import NOTICE_AFTER_SECONDS, Pulls, WritePull
+from ps_server.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls, Writers
 from ps_server.running import Attached, RunningBucket, RunningJob
 from ps_server.segments import attach
 from ps_server.streams import Outbox
@@ -43,7 +43,7 @@ log = logging.getLogger("ps_server")
 class Engine:
     """Everything one shard holds and does. All methods may be called from any thread; none waits for a worker.
 
-    write_pull, write_shared: how a pull's messages are written, over the network and by way of a segment
+    writers:       how a pull's messages are written
     apply_threads: threads that add gradients and step optimizers; buckets go in parallel, one bucket in order
     shared_directory: where workers on this host leave segments that are files
     staged_limit: bytes of a job that may be staged; None: derived from its size
@@ -56,8 +56,7 @@ class Engine:
     def __init__(
         self,
         metrics: ShardMetrics,
-        write_pull: WritePull,
-        write_shared: WritePull,
+        writers: Writers,
         apply_threads: int = 1,
         shared_directory: Path = DEFAULT_SHARED_DIRECTORY,
         staged_limit: int | None = None,
@@ -73,7 +72,7 @@ class Engine:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._norm_limit = norm_limit
         self._metrics = metrics
-        self._pulls = Pulls(metrics, write_pull, write_shared)
+        self._pulls = Pulls(metrics, writers)
         self._shared_directory = shared_directory
         self._jobs: dict[str, RunningJob] = {}
         self._lock = threading.Lock()
@@ -288,11 +287,11 @@ class Engine:
         """As `push_shared`, then `pull`, at the same clock; what can be applied is applied by the calling thread."""
         job = self._job(push.job)
         asked = self._pulls.check(job, push.rank, push.incarnation, push.clock, indices, outbox, True, push.key)
-        for_each = self._stage_all(job, self._pushes(job, push))
+        asked.with_pushes = True
+        found = self._stage_all(job, self._pushes(job, push))
         self._pulls.ask(job, asked, indices)
-        fresh = [b.index for b, staged in zip(push.buckets, for_each, strict=True) if not staged.duplicate]
+        fresh = [bucket.index for bucket, staged in zip(push.buckets, found, strict=True) if not staged.duplicate]
         self._apply.lend([task for index in fresh if (task := self._due(job, index)) is not None])
-        asked.begin()
 
     @staticmethod
     def _pushes(job: RunningJob, push: SharedPush) -> list[Push]:
@@ -379,6 +378,11 @@ class Engine:
         self._pulls.ask(job, asked, indices)
 
     def _tick(self) -> None:
-        while not self._stopping.wait(NOTICE_AFTER_SECONDS):
-            for job in self.jobs().values():
-                self._pulls.notify(job, time.monotonic())
+        due = time.monotonic() + NOTICE_AFTER_SECONDS
+        while not self._stopping.wait(STAGED_AFTER_SECONDS):
+            now = time.monotonic()
+            self._pulls.say_staged(now)
+            if now >= due:
+                due = now + NOTICE_AFTER_SECONDS
+                for job in self.jobs().values():
+                    self._pulls.notify(job, now)

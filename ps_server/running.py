@@ -45,13 +45,7 @@ class Pull:
     notified: float = 0.0
     words: list[bytes] = field(default_factory=list)  # of buckets in the segment, not sent yet
     unsaid: int = 0  # the bytes of those buckets
-    begun: bool = False  # something was sent
-
-    def begin(self) -> None:
-        """Sends an empty message, unless something was sent: it says that what came with the pull is staged."""
-        if not self.begun:
-            self.begun = True
-            self.outbox.put(bytes)
+    with_pushes: bool = False  # came with pushes, and was not told yet that they are staged
 
     def said(self, word: bytes, least: int, size: int) -> bytes:
         """Keeps the word of a bucket of `size` bytes; returns all that are kept once they stand for `least` bytes."""

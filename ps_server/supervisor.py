@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from ps_protocol.errors import PSError
+from ps_server.c_library import streaming
 from ps_server.limits import DEFAULTS, Limits, limit_flags
 
 START_SECONDS = 60.0
@@ -139,9 +140,14 @@ def _start(config: UpConfig, index: int, before: dict[str, str] | None = None) -
         command += ["--resume"] * (config.checkpoint_dir is not None and (config.resume or before is not None))
     # What a parent was told by its environment is in the flags; a variable must not tell a child otherwise.
     environment = {name: value for name, value in os.environ.items() if name not in ("PS_ADVERTISE", "PS_COORDINATOR")}
-    # A session of its own: Ctrl-C on a terminal reaches the parent alone, which then stops the children in order.
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=streaming(environment),
+        # Ctrl-C on a terminal reaches the parent alone, which then stops the children in order.
+        start_new_session=True,
     )
 
 

@@ -217,9 +217,12 @@ def pulled(data: bytes) -> Pulled:
     return _pulled(data_pb2.PullHeader.FromString(bytes(raw)), payload)
 
 
-def shared_pulled(data: bytes) -> list[Pulled]:
-    """What one message of a shared pull's stream holds: buckets that are in the segment now."""
-    return [_pulled(header, memoryview(b"")) for header in data_pb2.PullSharedResponse.FromString(data).headers]
+def shared_pulled(data: bytes) -> tuple[list[Pulled], float | None]:
+    """What one message of a shared pull's stream holds: buckets that are in the segment now, and for how many seconds
+    the pushes that went with the pull have been staged, if it says so."""
+    message = data_pb2.PullSharedResponse.FromString(data)
+    found = [_pulled(header, memoryview(b"")) for header in message.headers]
+    return found, message.staged_seconds if message.HasField("staged_seconds") else None
 
 
 def _pulled(header: data_pb2.PullHeader, payload: memoryview) -> Pulled:

@@ -32,7 +32,7 @@ from ps_worker.rewind import Rewind
 from ps_worker.server_options import ServerOptions
 from ps_worker.shards import Shards
 from ps_worker.state_sender import StateSender
-from ps_worker.transports import Landed
+from ps_worker.transports import Landed, Sent
 
 log = logging.getLogger("ps_worker")
 
@@ -65,7 +65,7 @@ class ParameterServer:
         self._flat: FlatModel | None = None
         self._begun = False
         self._lost: BaseException | None = None  # how the place that the training thread is in was lost
-        self._pushed: list[Future[int]] = []  # of the buckets that left during backward
+        self._pushed: list[Future[Sent]] = []  # of the buckets that left during backward
         self._told: list[HyperParameters] | None = None  # what buckets that leave during backward are stepped with
         self.data = StepData()
         self._clock = 0
@@ -295,8 +295,10 @@ class ParameterServer:
         if self._told is None:
             self._told = self._groups.read()
         ready = self._overlap.ready(parameter, self._flat.versions())
-        # One that is not finite stays, and all after it: `step` will refuse them.
-        if ready and not any(self._flat.saw_not_finite(bucket) for bucket in ready):
+        # What is ready last goes with the pull of `step`. One that is not finite stays, and all after it: `step` will
+        # refuse them.
+        last = self._overlap.complete and self._flat.in_segment
+        if ready and not last and not any(self._flat.saw_not_finite(bucket) for bucket in ready):
             assert self._shards is not None
             self._pushed += [self._shards.push(self._made(b, frozenset(), self._told, False)) for b in ready]
         else:
@@ -370,22 +372,17 @@ class ParameterServer:
     def _finish(self, pulls: list[Future[Landed]]) -> None:
         """Waits for a step's pushes and pulls, and counts them."""
         assert self._flat is not None
-        timer = self._metrics.timer
-        pushed = timer.now()
-
-        def staged(_: Future[int]) -> None:
-            nonlocal pushed
-            pushed = timer.now()  # of the last one, once all are
-
-        for push in self._pushed:
-            push.add_done_callback(staged)
+        began = self._metrics.timer.now()
         self._settle()
         self._flat.end_pull()
-        sent = sum(push.result() for push in self._pushed)
+        sent = [push.result() for push in self._pushed]
+        pushed = max([began, *(push.staged for push in sent)])
         pulled = [pull.result() for pull in pulls]
         self._pushed = []
         waited = max((landed.waited for landed in pulled), default=0.0)
-        self._metrics.stepped(sent, sum(landed.size for landed in pulled), pushed, waited, self._clock)
+        self._metrics.stepped(
+            sum(push.size for push in sent), sum(landed.size for landed in pulled), pushed, waited, self._clock
+        )
         if any(landed.checkpoint for landed in pulled):
             self.rewind.want(self._clock)
         self.rewind.stepped()

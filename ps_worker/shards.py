@@ -18,7 +18,7 @@ from ps_protocol.layout import Bucket, Layout
 from ps_worker.flat import FlatModel
 from ps_worker.messages import BucketPush, Identity, ShardMap
 from ps_worker.shared_memory import share_memory
-from ps_worker.transports import Landed, NetworkTransport, ShardCalls, SharedTransport, Transport
+from ps_worker.transports import Landed, NetworkTransport, Sent, ShardCalls, SharedTransport, Transport
 
 T = TypeVar("T")
 
@@ -74,11 +74,11 @@ class Shards:
             for index, call in self._calls.items()
         }
 
-    def push_initial(self, buckets: Sequence[Bucket]) -> list[Future[int]]:
+    def push_initial(self, buckets: Sequence[Bucket]) -> list[Future[Sent]]:
         """Sends initial values."""
         return self._note([self._network[self._shard_of[b.index]].push_initial(b) for b in buckets])
 
-    def push(self, push: BucketPush) -> Future[int]:
+    def push(self, push: BucketPush) -> Future[Sent]:
         """Sends one bucket's part of a step."""
         future = self._transports[self._shard_of[push.bucket.index]].push(push)
         self._under_way.append(future)
@@ -93,9 +93,9 @@ class Shards:
                 found.append((self._network if held else self._transports)[index].pull(clock, wanted))
         return self._note(found)
 
-    def push_pull(self, clock: int, pushes: Sequence[BucketPush]) -> tuple[list[Future[int]], list[Future[Landed]]]:
+    def push_pull(self, clock: int, pushes: Sequence[BucketPush]) -> tuple[list[Future[Sent]], list[Future[Landed]]]:
         """Sends what is left of a step, and asks every shard for the weights at its clock."""
-        pushed: list[Future[int]] = []
+        pushed: list[Future[Sent]] = []
         pulled: list[Future[Landed]] = []
         rest: set[int] = set()
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -47,6 +48,14 @@ class Landed:
     checkpoint: bool
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What was pushed: its bytes, and when it was staged, on the clock of time.perf_counter."""
+
+    size: int
+    staged: float
+
+
 class ShardCalls:
     """The calls to one shard, each with the one retry loop. Identity (de)serializers: what goes in and out is bytes."""
 
@@ -73,14 +82,8 @@ class ShardCalls:
         buckets: Sequence[Bucket],
         read: Callable[[bytes], list[Pulled]],
         land: Callable[[Bucket, Pulled], int],
-        answered: Callable[[], None] = lambda: None,
     ) -> Landed:
-        """Fetches buckets, landing each as it comes.
-
-        request:  asks for buckets
-        land:     returns the bucket's bytes
-        answered: called with each message
-        """
+        """Fetches buckets, landing each as it comes; `request` asks for some, `land` returns the bytes of one."""
         stream = self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")
         left = {bucket.index: bucket for bucket in buckets}
         size, longest, checkpoint = 0, 0.0, False
@@ -91,7 +94,6 @@ class ShardCalls:
                 self._last = stream(request(list(left)), timeout=PULL_SECONDS)
                 for message in self._last:
                     retry.progressed()
-                    answered()
                     for found in read(message):
                         if found.waiting is not None:
                             log.warning("waiting at clock %d: %s", clock, found.waiting[1])
@@ -116,15 +118,15 @@ class Transport(Protocol):
 
     name: str
 
-    def push(self, push: BucketPush) -> Future[int]:
-        """Done when the shard has staged it; the result is the payload's size in bytes."""
+    def push(self, push: BucketPush) -> Future[Sent]:
+        """Done when the shard has staged it."""
 
     def pull(self, clock: int, buckets: Sequence[Bucket]) -> Future[Landed]:
         """Done when all have landed."""
 
     def push_pull(
         self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[Bucket]
-    ) -> tuple[Future[int], Future[Landed]] | None:
+    ) -> tuple[Future[Sent], Future[Landed]] | None:
         """As all those pushes, and the pull, in one call; None where that is no gain."""
 
     def close(self) -> None:
@@ -143,26 +145,26 @@ class NetworkTransport:
         self._pushers = DaemonPool(PUSHES_IN_FLIGHT, "push")
         self._puller = DaemonPool(1, "pull")
 
-    def push_initial(self, bucket: Bucket) -> Future[int]:
+    def push_initial(self, bucket: Bucket) -> Future[Sent]:
         """Sends a bucket's initial value; over the network whatever the transport, because it happens once."""
 
-        def send() -> int:
+        def send() -> Sent:
             payload = self._flat.initial(bucket)
             self._calls.unary("Push", messages.initial_push(self._who, bucket.index, payload))
-            return len(payload)
+            return Sent(len(payload), time.perf_counter())
 
         return self._pushers.submit(send)
 
-    def push(self, push: BucketPush) -> Future[int]:
+    def push(self, push: BucketPush) -> Future[Sent]:
         """The message is made when its turn has come, so that only those in flight are in memory."""
 
-        def send() -> int:
+        def send() -> Sent:
             payload = None if push.empty else self._flat.gradient(push.bucket)
             message = messages.gradient_push(self._who, push, payload)
             size = 0 if payload is None else len(payload)
             del payload
             self._calls.unary("Push", message)
-            return size
+            return Sent(size, time.perf_counter())
 
         return self._pushers.submit(send)
 
@@ -180,7 +182,7 @@ class NetworkTransport:
 
     def push_pull(
         self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[Bucket]
-    ) -> tuple[Future[int], Future[Landed]] | None:
+    ) -> tuple[Future[Sent], Future[Landed]] | None:
         """None: payloads travel side by side, and weights come back while gradients still leave."""
         return None
 
@@ -204,15 +206,15 @@ class SharedTransport:
         self._calls = calls
         self._who = who
         self._flat = flat
-        self._pushes: queue.SimpleQueue[tuple[BucketPush, Future[int]] | None] = queue.SimpleQueue()
+        self._pushes: queue.SimpleQueue[tuple[BucketPush, Future[Sent]] | None] = queue.SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()
         self._puller = DaemonPool(1, "pull")
         threading.Thread(target=self._run, name="push", daemon=True).start()
 
-    def push(self, push: BucketPush) -> Future[int]:
+    def push(self, push: BucketPush) -> Future[Sent]:
         """Joins the next message."""
-        future: Future[int] = Future()
+        future: Future[Sent] = Future()
         with self._lock:
             if not self._closed:
                 self._pushes.put((push, future))
@@ -226,7 +228,7 @@ class SharedTransport:
             while not self._pushes.empty():
                 waiting.append(self._pushes.get())
             batch = [item for item in waiting if item is not None]
-            by_clock: dict[int, list[tuple[BucketPush, Future[int]]]] = {}
+            by_clock: dict[int, list[tuple[BucketPush, Future[Sent]]]] = {}
             for item in batch:
                 by_clock.setdefault(item[0].clock, []).append(item)
             for clock, items in by_clock.items():
@@ -234,7 +236,7 @@ class SharedTransport:
             if len(batch) < len(waiting):
                 return
 
-    def _send(self, clock: int, items: list[tuple[BucketPush, Future[int]]]) -> None:
+    def _send(self, clock: int, items: list[tuple[BucketPush, Future[Sent]]]) -> None:
         pushes = [push for push, _ in items]
         try:
             for push in pushes:
@@ -246,13 +248,14 @@ class SharedTransport:
                 future.set_exception(error)
         else:
             for push, future in items:
-                future.set_result(self._bytes([push]))
+                future.set_result(self._sent([push]))
 
     def _finite(self, pushes: Sequence[BucketPush]) -> set[int]:
         return {push.bucket.index for push in pushes if self._flat.was_looked_at(push.bucket)}
 
-    def _bytes(self, pushes: Sequence[BucketPush]) -> int:
-        return sum(self._flat.gradient_bytes(push.bucket) for push in pushes if not push.empty)
+    def _sent(self, pushes: Sequence[BucketPush], ago: float = 0.0) -> Sent:
+        size = sum(self._flat.gradient_bytes(push.bucket) for push in pushes if not push.empty)
+        return Sent(size, time.perf_counter() - ago)
 
     def pull(self, clock: int, buckets: Sequence[Bucket]) -> Future[Landed]:
         """One stream for all buckets; the shard writes them into the segment."""
@@ -260,30 +263,37 @@ class SharedTransport:
         def ask(left: list[int]) -> bytes:
             return messages.pull_request(self._who, clock, left)
 
-        return self._puller.submit(lambda: self._pull("PullShared", ask, clock, buckets))
+        def read(message: bytes) -> list[Pulled]:
+            return messages.shared_pulled(message)[0]
+
+        return self._puller.submit(lambda: self._calls.pull("PullShared", ask, clock, buckets, read, self._land))
 
     def push_pull(
         self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[Bucket]
-    ) -> tuple[Future[int], Future[Landed]] | None:
+    ) -> tuple[Future[Sent], Future[Landed]] | None:
         """None where gradients are not made in the segment: each is pushed as soon as it is there."""
         if not pushes or not self._flat.in_segment:
             return None
-        finite, pushed = self._finite(pushes), Future[int]()
+        finite, pushed = self._finite(pushes), Future[Sent]()
 
         def ask(left: list[int]) -> bytes:
             return messages.push_pull(self._who, clock, pushes, finite, left)
 
-        def staged() -> None:
-            if not pushed.done():
-                pushed.set_result(self._bytes(pushes))
+        def read(message: bytes) -> list[Pulled]:
+            found, staged = messages.shared_pulled(message)
+            if staged is not None and not pushed.done():
+                pushed.set_result(self._sent(pushes, staged))
+            return found
 
         def fetch() -> Landed:
             try:
-                found = self._pull("PushPullShared", ask, clock, buckets, staged)
+                found = self._calls.pull("PushPullShared", ask, clock, buckets, read, self._land)
             except BaseException as error:
                 if not pushed.done():
                     pushed.set_exception(error)
                 raise
+            if not pushed.done():  # it would not have been answered else
+                pushed.set_result(self._sent(pushes))
             return found
 
         pulled = self._puller.submit(fetch)
@@ -291,19 +301,9 @@ class SharedTransport:
             pushed.set_exception(Closed())
         return pushed, pulled
 
-    def _pull(
-        self,
-        method: str,
-        ask: Callable[[list[int]], bytes],
-        clock: int,
-        buckets: Sequence[Bucket],
-        answered: Callable[[], None] = lambda: None,
-    ) -> Landed:
-        def land(bucket: Bucket, _: Pulled) -> int:
-            self._flat.land_shared(bucket)
-            return self._flat.weight_bytes(bucket)
-
-        return self._calls.pull(method, ask, clock, buckets, messages.shared_pulled, land, answered)
+    def _land(self, bucket: Bucket, _: Pulled) -> int:
+        self._flat.land_shared(bucket)
+        return self._flat.weight_bytes(bucket)
 
     def close(self) -> None:
         """Ends the threads and the connection."""

@@ -127,8 +127,7 @@ class DataServiceServicer(object):
 
     def PushPullShared(self, request, context):
         """PushShared and PullShared in one call, for what is pushed last in a step: a call costs as much as a bucket. The pushes
-        are staged before anything is pulled at their clock, and the first message of the answer, which may be empty, says
-        that they are. Safe to repeat. Errors as for PushShared.
+        are staged before anything is pulled at their clock. Safe to repeat. Errors as for PushShared.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
 
 import torch
 
@@ -80,7 +79,7 @@ class BucketWeights:
         self.flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])  # [numel]
         self._segments = [self.flat[s.offset : s.offset + s.length] for s in bucket.segments]  # each [length]
         self._optimizer = None if bucket.held else _optimizer(spec, bucket, self._segments)
-        self._step = _unwrapped_step(self._optimizer)
+        self._step = None if self._optimizer is None else _bare_step(self._optimizer)
         self._divides = _is_fused(spec, bucket)
         self._sum: torch.Tensor | None = None  # [numel], of the open update
         self._terms = 0  # what was added up
@@ -122,7 +121,7 @@ class BucketWeights:
 
     def step(self) -> None:
         """One optimizer step with the mean of what was added. Without any gradient, the weights stay as they are."""
-        if self._optimizer is not None and self._sum is not None:
+        if self._optimizer is not None and self._step is not None and self._sum is not None:
             if self._terms > 1 and self._divides:
                 # Gradient scaling, whose inverse torch's fused kernels apply on the way: the same division, but not a
                 # pass over memory of its own.
@@ -223,16 +222,21 @@ def _optimizer(spec: JobSpec, bucket: Bucket, segments: list[torch.Tensor]) -> t
     return cls(groups, **arguments)  # type: ignore[arg-type]
 
 
-def _unwrapped_step(optimizer: torch.optim.Optimizer | None) -> Callable[[], object]:
-    """One step, without what torch wraps around it for its profiler and for hooks, which nobody sets here: as long as
-    a small bucket takes (measured)."""
-    step = getattr(type(optimizer), "step", None)
-    return partial(getattr(step, "__wrapped__", step), optimizer)  # type: ignore[arg-type]
+def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """One step, without what torch wraps around it for its profiler and for hooks, which nobody sets here: that takes
+    as long as a small bucket (measured)."""
+    step = type(optimizer).step
+    bare = getattr(step, "__wrapped__", step)
+    return lambda: bare(optimizer)
 
 
-@cache
+_SCALES: dict[int, torch.Tensor] = {}  # a tensor of one number each: to make one costs as much as to add up a bucket
+
+
 def _scale(count: int) -> torch.Tensor:
-    return torch.tensor(float(count))
+    if count not in _SCALES:
+        _SCALES[count] = torch.tensor(float(count))
+    return _SCALES[count]
 
 
 def _is_fused(spec: JobSpec, bucket: Bucket) -> bool:
