@@ -39,7 +39,6 @@ class Overlap:
 
     def _begin(self) -> None:
         self._missing = {index: len(members) for index, members in self._members.items()}
-        self._filling = len(self._missing)
         self._seen: set[int] = set()
         self._repeated = False
         self._versions: list[int] | None = None
@@ -71,16 +70,10 @@ class Overlap:
         full = []
         for index in self._of.get(parameter, ()):
             self._missing[index] -= 1
-            self._filling -= self._missing[index] == 0
             if self._missing[index] == 0 and self.active and not self._repeated:
                 full.append(self._buckets[index])
                 self.left.add(index)
         return full
-
-    @property
-    def complete(self) -> bool:
-        """Whether backward has made every gradient."""
-        return not self._filling
 
     def finish(self, versions: list[int], absent: Set[int] = frozenset(), moved: bool = False) -> tuple[bool, set[int]]:
         """`optimizer.step()` begins: whether gradients were changed since backward, and the buckets that have left.

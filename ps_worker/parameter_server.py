@@ -295,10 +295,8 @@ class ParameterServer:
         if self._told is None:
             self._told = self._groups.read()
         ready = self._overlap.ready(parameter, self._flat.versions())
-        # What is ready last goes with the pull of `step`. One that is not finite stays, and all after it: `step` will
-        # refuse them.
-        last = self._overlap.complete and self._flat.in_segment
-        if ready and not last and not any(self._flat.saw_not_finite(bucket) for bucket in ready):
+        # One that is not finite stays, and all after it: `step` will refuse them.
+        if ready and not any(self._flat.saw_not_finite(bucket) for bucket in ready):
             assert self._shards is not None
             self._pushed += [self._shards.push(self._made(b, frozenset(), self._told, False)) for b in ready]
         else:

@@ -104,7 +104,7 @@ class Shards:
             mine = [push for push in pushes if self._shard_of[push.bucket.index] == index]
             both = transport.push_pull(clock, mine, wanted) if wanted else None
             if both is not None:
-                pushed.append(both[0])
+                pushed += both[0]
                 pulled.append(both[1])
             elif wanted:
                 rest.add(index)
