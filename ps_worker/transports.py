@@ -32,9 +32,10 @@ log = logging.getLogger("ps_worker")
 DATA_SERVICE = DATA.services_by_name["DataService"].full_name
 PULL_SECONDS = 60.0
 PUSHES_IN_FLIGHT = 2
-# Buckets in a segment leave with a message of their own once they make so many bytes; the others go with the pull. Where
-# workers compute on every core, what a shard does meanwhile is only taken from them, and each message costs both: a step
-# of 100 MB of weights took 1.01 of DDP's time with a message for each bucket, 0.96 with one for 16 MiB, 0.94 with 64.
+# Buckets in a segment leave with a message of their own once they make so many bytes; the others go with the pull.
+# Where workers compute on every core, what a shard does meanwhile is taken from them, and each message costs both: a
+# step of 100 MB of weights took 1.01 of DDP's time with a message for each bucket, 0.96 with one for 16 MiB, 0.94 with
+# one for 64.
 TOGETHER_BYTES = 64 * 2**20
 
 
