@@ -28,7 +28,7 @@ from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.scrape import serve_metrics
 from ps_protocol.settings import DEFAULT_SHARED_DIRECTORY
 from ps_protocol.v1 import control_pb2_grpc
-from ps_server import messages
+from ps_server import data_messages, messages
 from ps_server.boundary import Boundary
 from ps_server.callers import Callers
 from ps_server.checkpoint_policy import DEFAULT_KEEP, CheckpointPolicy, parse_every
@@ -212,8 +212,7 @@ class Server:
     def _add_shard(self) -> list[str]:
         engine = Engine(
             ShardMetrics(self._registry),
-            messages.pull_response,
-            messages.shared_pull_response,
+            data_messages.WRITERS,
             self._config.apply_threads,
             self._config.shared_directory,
             self._config.limits.staged_bytes,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import gc
 import json
 import logging
@@ -18,13 +16,13 @@ from typing import NoReturn
 from ps_protocol.channel import DEFAULT_PORT
 from ps_protocol.errors import PSError
 from ps_protocol.settings import add_access_settings, add_setting, count, host_port, index, port_number, seconds
+from ps_server.c_library import share_memory_pool, stream_large_copies
 from ps_server.failpoints import arm
 from ps_server.limits import add_limits, limits_of
 
 DEFAULT_METRICS_PORT = 9100
 SWITCH_SECONDS = 0.0005
 DRAIN_SECONDS = 15.0
-_M_ARENA_MAX = -8  # of mallopt(3)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -171,27 +169,17 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _share_memory_pool() -> None:
-    """Has all threads take memory from one pool of the C library.
-
-    By default glibc gives threads pools of their own, and what one of them frees is of no use to the others: with
-    buckets passing through dozens of threads, a shard kept half of its weights and optimizer state again in free
-    memory. With one pool rounds are no slower (measured). To give freed buckets back to the system at once
-    (M_MMAP_THRESHOLD) doubles the time of a round: fresh pages have to be cleared.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # another C library: it has ways of its own
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-
-
 def _serve(arguments: argparse.Namespace) -> int:
     """Runs one server process until it is told to stop."""
+    if arguments.command == "shard":
+        stream_large_copies()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):  # before the imports: they take seconds, in which it may be told to
         signal.signal(number, lambda *_: stop.set())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     alone = arguments.command == "coordinator"
     arm(None if alone else arguments.index)
-    _share_memory_pool()
+    share_memory_pool()
     from ps_protocol.credentials import tls
     from ps_server.app import Server, ServerConfig
     from ps_server.supervisor import await_coordinator, watch_lifeline

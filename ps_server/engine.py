@@ -3,7 +3,7 @@
 RPC threads      check a push, stage it, and return: they never wait for another worker
 apply threads    do what the protocol says comes next: add contributions, step optimizers, admit waiting pulls
 sender threads   write buckets to the streams of admitted pulls
-one ticker       tells pulls that wait long whom they wait for
+one ticker       tells pulls that wait that their pushes are staged, and whom they wait for
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFou
 from ps_protocol.job import JobSpec, difference
 from ps_protocol.settings import DEFAULT_SHARED_DIRECTORY
 from ps_protocol.tensors import bytes_of
+from ps_server.apply_threads import ApplyThreads
 from ps_server.capture import Capture, Captured
 from ps_server.checkpoints import CheckpointStore, Part
 from ps_server.core.bucket import Add, Step
@@ -32,7 +33,7 @@ from ps_server.core.weights import Gradient
 from ps_server.failpoints import failpoint
 from ps_server.ledger import Ledger
 from ps_server.metrics import ShardMetrics
-from ps_server.pulls import NOTICE_AFTER_SECONDS, Pulls, WritePull
+from ps_server.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls, Writers
 from ps_server.running import Attached, RunningBucket, RunningJob
 from ps_server.segments import attach
 from ps_server.streams import Outbox
@@ -43,7 +44,7 @@ log = logging.getLogger("ps_server")
 class Engine:
     """Everything one shard holds and does. All methods may be called from any thread; none waits for a worker.
 
-    write_pull, write_shared: how a pull's messages are written, over the network and by way of a segment
+    writers:       how a pull's messages are written
     apply_threads: threads that add gradients and step optimizers; buckets go in parallel, one bucket in order
     shared_directory: where workers on this host leave segments that are files
     staged_limit: bytes of a job that may be staged; None: derived from its size
@@ -56,8 +57,7 @@ class Engine:
     def __init__(
         self,
         metrics: ShardMetrics,
-        write_pull: WritePull,
-        write_shared: WritePull,
+        writers: Writers,
         apply_threads: int = 1,
         shared_directory: Path = DEFAULT_SHARED_DIRECTORY,
         staged_limit: int | None = None,
@@ -73,11 +73,11 @@ class Engine:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._norm_limit = norm_limit
         self._metrics = metrics
-        self._pulls = Pulls(metrics, write_pull, write_shared)
+        self._pulls = Pulls(metrics, writers)
         self._shared_directory = shared_directory
         self._jobs: dict[str, RunningJob] = {}
         self._lock = threading.Lock()
-        self._apply = ThreadPoolExecutor(apply_threads, "apply")
+        self._apply = ApplyThreads(apply_threads)
         self._stopping = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="notices", daemon=True)
         self._ticker.start()
@@ -86,7 +86,7 @@ class Engine:
         """Finishes what is staged and ends the threads. Waiting pulls are told to come back later."""
         self._stopping.set()
         self._ticker.join()
-        self._apply.shutdown(wait=True)
+        self._apply.stop()
         self._writer.shutdown(wait=True)
         for name in list(self._jobs):
             self._pulls.fail(self._jobs[name], TryLater("the shard is stopping"))
@@ -236,6 +236,13 @@ class Engine:
         return self._push_all(self._job(push.job), [push])[0]
 
     def _push_all(self, job: RunningJob, pushes: list[Push]) -> list[Staged]:
+        found = self._stage_all(job, pushes)
+        for push, staged in zip(pushes, found, strict=True):
+            if not staged.duplicate:
+                self._schedule(job, push.bucket)
+        return found
+
+    def _stage_all(self, job: RunningJob, pushes: list[Push]) -> list[Staged]:
         """Checks all, then stages each: a push that is refused for what it holds leaves none of them behind."""
         name, found = job.state.spec.name, []
         try:
@@ -253,7 +260,6 @@ class Engine:
                 self._metrics.pushed(name, len(push.payload), staged)
                 if not staged.duplicate:
                     self._pulls.admit(job, job.buckets[push.bucket])  # or they learn whom they wait for now
-                    self._schedule(job, push.bucket)
         except PSError as error:
             self._metrics.refused(name, error)
             raise
@@ -279,8 +285,22 @@ class Engine:
     def push_shared(self, push: SharedPush) -> int:
         """As `push`, for buckets whose gradients lie in the worker's segment; answers how many were repeats."""
         job = self._job(push.job)
+        return sum(staged.duplicate for staged in self._push_all(job, self._pushes(job, push)))
+
+    def push_pull_shared(self, push: SharedPush, indices: list[int], outbox: Outbox) -> None:
+        """As `push_shared`, then `pull`, at the same clock; what can be applied is applied by the calling thread."""
+        job = self._job(push.job)
+        asked = self._pulls.check(job, push.rank, push.incarnation, push.clock, indices, outbox, True, push.key)
+        asked.with_pushes = True
+        found = self._stage_all(job, self._pushes(job, push))
+        self._pulls.ask(job, asked, indices)
+        fresh = [bucket.index for bucket, staged in zip(push.buckets, found, strict=True) if not staged.duplicate]
+        self._apply.lend([task for index in fresh if (task := self._due(job, index)) is not None])
+
+    @staticmethod
+    def _pushes(job: RunningJob, push: SharedPush) -> list[Push]:
         segment = job.segment(push.rank, push.incarnation, push.key)
-        pushes = [
+        return [
             Push(
                 job=push.job,
                 rank=push.rank,
@@ -299,16 +319,21 @@ class Engine:
             )
             for bucket in push.buckets
         ]
-        return sum(staged.duplicate for staged in self._push_all(job, pushes))
 
     def _schedule(self, job: RunningJob, index: int) -> None:
         """Has an apply thread do what comes next on a bucket, unless one is at it already."""
+        task = self._due(job, index)
+        if task is not None:
+            self._apply.submit(task)
+
+    def _due(self, job: RunningJob, index: int) -> Callable[[], None] | None:
+        """What comes next on a bucket, to be run by the caller; None where nothing does, or a thread is at it."""
         bucket = job.buckets[index]
         with job.lock:
             if bucket.busy or self._stopping.is_set() or bucket.state.protocol.next() is None:
-                return
+                return None
             bucket.busy = True
-        self._apply.submit(self._work, job, bucket)
+        return lambda: self._work(job, bucket)
 
     def _work(self, job: RunningJob, bucket: RunningBucket) -> None:
         """Does what the protocol says comes next on one bucket, until nothing does."""
@@ -353,10 +378,17 @@ class Engine:
         shared: bool = False,
         key: bytes = b"",
     ) -> None:
-        """Sends buckets on the outbox as they are admitted; see Pulls.ask."""
-        self._pulls.ask(self._job(name), rank, incarnation, clock, indices, outbox, shared, key)
+        """Sends buckets on the outbox as they are admitted; see Pulls."""
+        job = self._job(name)
+        asked = self._pulls.check(job, rank, incarnation, clock, indices, outbox, shared, key)
+        self._pulls.ask(job, asked, indices)
 
     def _tick(self) -> None:
-        while not self._stopping.wait(NOTICE_AFTER_SECONDS):
-            for job in self.jobs().values():
-                self._pulls.notify(job, time.monotonic())
+        due = time.monotonic() + NOTICE_AFTER_SECONDS
+        while not self._stopping.wait(STAGED_AFTER_SECONDS):
+            now = time.monotonic()
+            self._pulls.say_staged(now)
+            if now >= due:
+                due = now + NOTICE_AFTER_SECONDS
+                for job in self.jobs().values():
+                    self._pulls.notify(job, now)

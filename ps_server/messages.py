@@ -6,138 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 from google.protobuf import json_format
-from google.protobuf.message import DecodeError
 
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.framing import read_message, write_message
-from ps_protocol.job import HyperParameters, JobSpec
-from ps_protocol.job_messages import hyper_parameters, job_spec, job_spec_message, known
-from ps_protocol.v1 import control_pb2, data_pb2, job_pb2
+from ps_protocol.job import JobSpec
+from ps_protocol.job_messages import job_spec, job_spec_message
+from ps_protocol.v1 import control_pb2, job_pb2
 from ps_server.capture import Captured
 from ps_server.checkpoints import Part
-from ps_server.core.bucket import Verdict
 from ps_server.core.membership import Newcomer, Seat
-from ps_server.core.pushes import Push, PushKind, SharedBucket, SharedPush, Staged
 from ps_server.core.snapshot import Extent
-from ps_server.lease_messages import loader_data, ranges_of
-
-_PUSH_KINDS: dict[int, PushKind] = {
-    data_pb2.PUSH_KIND_GRADIENT: PushKind.GRADIENT,
-    data_pb2.PUSH_KIND_INITIAL_VALUE: PushKind.INITIAL_VALUE,
-    data_pb2.PUSH_KIND_SKIP: PushKind.SKIP,
-}
-
-
-# -- the data path ---------------------------------------------------------------------------------------------------
-
-
-def push(data: bytes) -> Push:
-    """The push that the bytes of a PushRequest hold; its payload is a view into them."""
-    raw, payload = read_message(data)
-    header = data_pb2.PushHeader()
-    _parse(header, raw)
-    return Push(
-        job=header.worker.job,
-        rank=header.worker.rank,
-        incarnation=header.worker.incarnation,
-        bucket=header.bucket,
-        clock=header.clock,
-        kind=known(_PUSH_KINDS, header.kind, "kind of push"),
-        payload=payload,
-        absent=frozenset(header.absent_segments),
-        groups=_group_updates(header.groups),
-        key=header.worker.lease_key,
-        ranges=ranges_of(header.ranges),
-    )
-
-
-def push_response(staged: Staged) -> bytes:
-    """The bytes of the answer to a push."""
-    return data_pb2.PushResponse(version=staged.version, duplicate=staged.duplicate).SerializeToString()
-
-
-def attach_request(data: bytes) -> tuple[str, int, int, str, bytes, bytes]:
-    """Job, rank, incarnation, location, nonce and lease key of an AttachSegmentRequest."""
-    request = data_pb2.AttachSegmentRequest()
-    _parse(request, data)
-    worker = request.worker
-    return worker.job, worker.rank, worker.incarnation, request.location, request.nonce, worker.lease_key
-
-
-def shared_push(data: bytes) -> SharedPush:
-    """What the bytes of a PushSharedRequest hold. Raises InvalidRequest for a bucket or a group that comes twice."""
-    request = data_pb2.PushSharedRequest()
-    _parse(request, data)
-    buckets = tuple(SharedBucket(b.bucket, b.skip, frozenset(b.absent_segments), b.finite) for b in request.buckets)
-    if len({bucket.index for bucket in buckets}) != len(buckets):
-        raise InvalidRequest("a push names each bucket at most once")
-    worker, groups, ranges = request.worker, _group_updates(request.groups), ranges_of(request.ranges)
-    who = worker.job, worker.rank, worker.incarnation
-    return SharedPush(*who, request.clock, buckets, groups, worker.lease_key, ranges=ranges)
-
-
-def shared_push_response(duplicates: int) -> bytes:
-    """The bytes of the answer to a shared push."""
-    return data_pb2.PushSharedResponse(duplicate_count=duplicates).SerializeToString()
-
-
-def _group_updates(updates: Any) -> dict[int, HyperParameters]:
-    groups: dict[int, HyperParameters] = {}
-    for update in updates:
-        if update.group in groups:
-            raise InvalidRequest(f"group {update.group} comes twice")
-        groups[update.group] = hyper_parameters(update.hyper_parameters)
-    return groups
-
-
-def pull(data: bytes) -> tuple[str, int, int, int, list[int], bytes]:
-    """Job, rank, incarnation, clock, buckets and lease key of a PullRequest."""
-    request = data_pb2.PullRequest()
-    _parse(request, data)
-    worker = request.worker
-    return worker.job, worker.rank, worker.incarnation, request.clock, list(request.buckets), worker.lease_key
-
-
-def pull_response(
-    bucket: int,
-    version: int,
-    waited: float,
-    waiting: Verdict | None,
-    payload: memoryview | None,
-    checkpoint: bool = False,
-) -> bytes:
-    """The bytes of one message of a pull's stream: a bucket, or the word that it is not admitted yet."""
-    return write_message(_pull_header(bucket, version, waited, waiting, checkpoint), payload)
-
-
-def shared_pull_response(
-    bucket: int,
-    version: int,
-    waited: float,
-    waiting: Verdict | None,
-    payload: memoryview | None,
-    checkpoint: bool = False,
-) -> bytes:
-    """A PullSharedResponse with one header. Joined bytes of several are one response with all of their headers."""
-    header = _pull_header(bucket, version, waited, waiting, checkpoint)
-    return data_pb2.PullSharedResponse(headers=[header]).SerializeToString()
-
-
-def _pull_header(
-    bucket: int, version: int, waited: float, waiting: Verdict | None, checkpoint: bool
-) -> data_pb2.PullHeader:
-    header = data_pb2.PullHeader(bucket=bucket, version=version, waited_seconds=waited, checkpoint=checkpoint)
-    if waiting is not None:
-        header.waiting.CopyFrom(data_pb2.WaitNotice(ranks=waiting.waiting_for, reason=waiting.reason))
-    return header
-
-
-def _parse(message: Any, raw: bytes | memoryview) -> None:
-    try:
-        message.ParseFromString(bytes(raw))
-    except DecodeError as error:
-        raise InvalidRequest(f"the bytes are no {message.DESCRIPTOR.name}") from error
-
+from ps_server.lease_messages import loader_data
 
 # -- control ---------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ps_protocol.errors import InvalidRequest, PSError, UnknownWorker
 from ps_protocol.job import travels_as
@@ -12,10 +14,14 @@ from ps_server.core.bucket import Verdict
 from ps_server.failpoints import failpoint
 from ps_server.metrics import ShardMetrics
 from ps_server.running import Pull, RunningBucket, RunningJob, Waiter
+from ps_server.segments import copy_out
 from ps_server.streams import Outbox
 
 NOTICE_AFTER_SECONDS = 2.0
 NOTICE_EVERY_SECONDS = 10.0
+# A worker whose pushes came with a pull learns from the first bucket that they are staged, or else after this time: a
+# message for nothing but that would take a core from the worker that is waited for (measured).
+STAGED_AFTER_SECONDS = 0.1
 # A worker is told of buckets in its segment once there are as many bytes of them, or all: to say it of each costs both
 # ends a thread's turn, half as long as the bucket itself takes (measured).
 WORD_BYTES = 16 * 2**20
@@ -26,18 +32,41 @@ READER = 0  # the incarnation of who is no worker
 WritePull = Callable[[int, int, float, Verdict | None, memoryview | None, bool], bytes]
 
 
+@dataclass(frozen=True)
+class Writers:
+    """How a pull's messages are written: over the network, by way of a segment, and the word that what came with the
+    pull has been staged for so many seconds."""
+
+    pull: WritePull
+    shared: WritePull
+    staged: Callable[[float], bytes]
+
+
 class Pulls:
-    """Every pull of one shard. Methods may be called from any thread; none waits for a worker.
+    """Every pull of one shard. Methods may be called from any thread; none waits for a worker."""
 
-    write_pull, write_shared: how a pull's messages are written, over the network and by way of a segment
-    """
-
-    def __init__(self, metrics: ShardMetrics, write_pull: WritePull, write_shared: WritePull) -> None:
+    def __init__(self, metrics: ShardMetrics, writers: Writers) -> None:
         self._metrics = metrics
-        self._write_pull = write_pull
-        self._write_shared = write_shared
+        self._writers = writers
+        self._unsaid: deque[tuple[RunningJob, Pull]] = deque()  # that came with pushes, by age
 
-    def ask(
+    def say_staged(self, now: float) -> None:
+        """Tells pulls of some age that the pushes that came with them are staged, where no bucket has."""
+        while self._unsaid and now - self._unsaid[0][1].since >= STAGED_AFTER_SECONDS:
+            job, pull = self._unsaid.popleft()
+            with job.lock:
+                word = self._staged_word(pull)
+            if word:
+                pull.outbox.put(lambda word=word: word)  # type: ignore[misc]
+
+    def _staged_word(self, pull: Pull) -> bytes:
+        """Once for each pull that came with pushes, before any other word. Called with the job's lock held."""
+        if not pull.with_pushes:
+            return b""
+        pull.with_pushes = False
+        return self._writers.staged(time.monotonic() - pull.since)
+
+    def check(
         self,
         job: RunningJob,
         rank: int,
@@ -47,8 +76,8 @@ class Pulls:
         outbox: Outbox,
         shared: bool,
         key: bytes = b"",
-    ) -> None:
-        """Sends each bucket on the outbox as soon as it is admitted, then ends the stream. Returns at once.
+    ) -> Pull:
+        """A pull to `ask` for. Raises what is wrong with it.
 
         shared: the buckets go into the worker's segment, and only the word of it on the outbox
         """
@@ -57,20 +86,28 @@ class Pulls:
             raise InvalidRequest(f"this shard holds {len(job.buckets)} buckets of the job, got {len(indices)}")
         if len(set(indices)) != len(indices):
             raise InvalidRequest("a pull names each bucket at most once")
-        now = time.monotonic()
-        pull = Pull(rank, incarnation, clock, outbox, len(indices), now, segment)
-        if shared:
-            for index in indices:
-                job.state.trained(index)
-        with job.lock:
-            if incarnation != READER:
+        for index in indices:
+            (job.state.trained if shared else job.state.bucket)(index)
+        if incarnation != READER:
+            with job.lock:
                 job.state.check_worker(rank, incarnation, key)
-            elif clock or shared:
-                raise InvalidRequest(f"who has not joined may only Pull at clock 0, got clock {clock}")
-            verdicts = {index: job.state.admits(index, rank, clock) for index in indices}
+        elif clock or shared:
+            raise InvalidRequest(f"who has not joined may only Pull at clock 0, got clock {clock}")
+        return Pull(rank, incarnation, clock, outbox, len(indices), time.monotonic(), segment)
+
+    def ask(self, job: RunningJob, pull: Pull, indices: list[int]) -> None:
+        """Sends each bucket on the pull's outbox as soon as it is admitted, then ends the stream. Returns at once."""
+        now, outbox = time.monotonic(), pull.outbox
+        with job.lock:
+            pull.since = now
+            if pull.incarnation != READER:  # it may have lost its place since
+                job.state.check_worker(pull.rank, pull.incarnation)
+            verdicts = {index: job.state.admits(index, pull.rank, pull.clock) for index in indices}
             for index, verdict in verdicts.items():
                 if not verdict.admitted:
                     job.buckets[index].waiters.append(Waiter(pull, verdict, now))
+        if pull.with_pushes:
+            self._unsaid.append((job, pull))
         outbox.on_close(lambda: self._forget(job, pull))
         if not indices:
             outbox.finish()
@@ -85,10 +122,10 @@ class Pulls:
             target = pull.segment.weight(layout)
             with bucket.tensors:
                 version = bucket.state.protocol.version
-                target.copy_(weights.flat)
+                copy_out(target, weights.flat)
             failpoint("pull-half-sent")
             self._metrics.pulled(job.state.spec.name, target.nbytes)
-            message = self._write_shared(layout.index, version, waited, None, None, _kept(job, pull, version))
+            message = self._writers.shared(layout.index, version, waited, None, None, _kept(job, pull, version))
         else:
             message = b""
             pull.outbox.put(lambda: self._read_out(job, bucket, pull, waited))
@@ -96,6 +133,8 @@ class Pulls:
             pull.left -= 1
             last = pull.left == 0
             words = pull.said(message, 0 if last else WORD_BYTES, layout.nbytes)
+            if words:
+                words = self._staged_word(pull) + words
         if words:
             pull.outbox.put(lambda: words)
         if last:
@@ -108,7 +147,7 @@ class Pulls:
         with bucket.tensors:
             payload = bytes_of(bucket.state.weights.flat.to(TORCH_DTYPES[wire]))
             version = bucket.state.protocol.version
-            message = self._write_pull(layout.index, version, waited, None, payload, _kept(job, pull, version))
+            message = self._writers.pull(layout.index, version, waited, None, payload, _kept(job, pull, version))
         failpoint("pull-half-sent")
         self._metrics.pulled(job.state.spec.name, len(payload))
         return message
@@ -177,7 +216,7 @@ class Pulls:
             for waiter, _ in due.values():
                 waiter.pull.notified = now
         for waiter, index in due.values():
-            write = self._write_pull if waiter.pull.segment is None else self._write_shared
+            write = self._writers.pull if waiter.pull.segment is None else self._writers.shared
             message = write(index, 0, 0.0, waiter.verdict, None, False)
             waiter.pull.outbox.put(lambda message=message: message)  # type: ignore[misc]
 

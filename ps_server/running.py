@@ -45,6 +45,7 @@ class Pull:
     notified: float = 0.0
     words: list[bytes] = field(default_factory=list)  # of buckets in the segment, not sent yet
     unsaid: int = 0  # the bytes of those buckets
+    with_pushes: bool = False  # came with pushes, and was not told yet that they are staged
 
     def said(self, word: bytes, least: int, size: int) -> bytes:
         """Keeps the word of a bucket of `size` bytes; returns all that are kept once they stand for `least` bytes."""

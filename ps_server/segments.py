@@ -10,6 +10,9 @@ import re
 import stat
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from ps_protocol.errors import NotShared
 from ps_protocol.segments import MEMORY_FILE, NAME_PREFIX, NONCE_BYTES, SegmentMap, SegmentPlan
 
@@ -51,6 +54,17 @@ def attach(location: str, nonce: bytes, plan: SegmentPlan, directory: Path) -> S
         memory.close()
         raise NotShared(f"the segment {location} is another one: its first {NONCE_BYTES} bytes differ")
     return SegmentMap(memory, plan)
+
+
+def copy_out(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies a flat tensor of [numel] into one of that size in a segment, which may be of another type.
+
+    Without conversion by numpy, which leaves it to the C library: that streams (see c_library), and torch never does.
+    """
+    if target.dtype == source.dtype:
+        np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+    else:
+        target.copy_(source)
 
 
 def _refuse_other_files(path: Path, location: str) -> None:

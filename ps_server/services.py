@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from ps_protocol.errors import PSError
 from ps_protocol.job_messages import job_spec
 from ps_protocol.v1 import control_pb2, control_pb2_grpc, data_pb2
-from ps_server import lease_messages, messages
+from ps_server import data_messages, lease_messages, messages
 from ps_server.checks import check_job_spec
 from ps_server.coordinator import Coordinator
 from ps_server.engine import Engine
@@ -57,7 +57,11 @@ class DataService:
             )
         } | {
             name: grpc.unary_stream_rpc_method_handler(_in_pool(method, self._pull_pool, non_blocking=True))
-            for name, method in (("Pull", self._pull), ("PullShared", self._pull_shared))
+            for name, method in (
+                ("Pull", self._pull),
+                ("PullShared", self._pull_shared),
+                ("PushPullShared", self._push_pull_shared),
+            )
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(DATA_SERVICE, handlers),))
 
@@ -67,30 +71,36 @@ class DataService:
             pool.shutdown(wait=True)
 
     def _push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        push = messages.push(request)
+        push = data_messages.push(request)
         check_job(push.job)
-        return messages.push_response(self._engine.push(replace(push, caller=caller_name())))
+        return data_messages.push_response(self._engine.push(replace(push, caller=caller_name())))
 
     def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        found = messages.attach_request(request)
+        found = data_messages.attach_request(request)
         check_job(found[0])
         self._engine.attach(*found)
         return b""
 
     def _push_shared(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        push = messages.shared_push(request)
+        push = data_messages.shared_push(request)
         check_job(push.job)
-        return messages.shared_push_response(self._engine.push_shared(replace(push, caller=caller_name())))
+        return data_messages.shared_push_response(self._engine.push_shared(replace(push, caller=caller_name())))
 
     def _pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         # What is ready at the same time goes in one message: a header is not worth a message of its own.
-        job, rank, incarnation, clock, buckets, key = messages.pull(request)
+        job, rank, incarnation, clock, buckets, key = data_messages.pull(request)
         check_job(job)
         outbox = Outbox(send, context, self.senders, join=True)
         self._engine.pull(job, rank, incarnation, clock, buckets, outbox, shared=True, key=key)
 
+    def _push_pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
+        push, buckets = data_messages.push_pull(request)
+        check_job(push.job)
+        outbox = Outbox(send, context, self.senders, join=True)
+        self._engine.push_pull_shared(replace(push, caller=caller_name()), buckets, outbox)
+
     def _pull(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
-        job, rank, incarnation, clock, buckets, key = messages.pull(request)
+        job, rank, incarnation, clock, buckets, key = data_messages.pull(request)
         check_job(job)
         outbox = Outbox(send, context, self.senders)
         self._engine.pull(job, rank, incarnation, clock, buckets, outbox, key=key)

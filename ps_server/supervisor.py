@@ -20,6 +20,7 @@ from typing import IO
 
 from ps_protocol.errors import PSError
 from ps_server import failpoints
+from ps_server.c_library import streaming
 from ps_server.limits import DEFAULTS, Limits, limit_flags
 
 START_SECONDS = 60.0
@@ -147,9 +148,14 @@ def _start(config: UpConfig, index: int, before: dict[str, str] | None = None) -
     # What a parent was told by its environment is in the flags; a variable must not tell a child otherwise.
     hidden = {"PS_ADVERTISE", "PS_COORDINATOR"} | ({failpoints.VARIABLE} if before is not None else set())
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    # A session of its own: Ctrl-C on a terminal reaches the parent alone, which then stops the children in order.
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=streaming(environment),
+        # Ctrl-C on a terminal reaches the parent alone, which then stops the children in order.
+        start_new_session=True,
     )
 
 

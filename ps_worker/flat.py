@@ -171,6 +171,12 @@ class FlatModel:
         has infinities where float32 has none."""
         return self._check and travels_as(bucket.dtype, self._spec.gradient_wire) == bucket.dtype
 
+    @property
+    def in_segment(self) -> bool:
+        """Whether every gradient is made in the segment that is shared with the shards."""
+        shared = self._segment.gradients if self._segment is not None else {}
+        return all(space in shared and flat is shared[space] for space, flat in self._gradients.items())
+
     def leaving(self, bucket: Bucket) -> None:
         """A bucket's gradient is complete: called by the thread that made it, before another one sends it."""
         if self._staging is not None:

@@ -155,6 +155,20 @@ def attach_request(who: Identity, location: str, nonce: bytes) -> bytes:
 
 def shared_push(who: Identity, clock: int, pushes: Sequence[BucketPush], finite: Set[int] = frozenset()) -> bytes:
     """Several buckets whose gradients lie in the segment; `finite`: those whose bytes there were looked at."""
+    return _shared_push(who, clock, pushes, finite).SerializeToString()
+
+
+def push_pull(
+    who: Identity, clock: int, pushes: Sequence[BucketPush], finite: Set[int], buckets: Sequence[int]
+) -> bytes:
+    """As `shared_push`, and asks for buckets at that clock."""
+    push = _shared_push(who, clock, pushes, finite)
+    return data_pb2.PushPullSharedRequest(push=push, buckets=buckets).SerializeToString()
+
+
+def _shared_push(
+    who: Identity, clock: int, pushes: Sequence[BucketPush], finite: Set[int]
+) -> data_pb2.PushSharedRequest:
     groups = {group: values for push in pushes for group, values in push.groups.items()}
     return data_pb2.PushSharedRequest(
         worker=_identity(who),
@@ -170,7 +184,7 @@ def shared_push(who: Identity, clock: int, pushes: Sequence[BucketPush], finite:
         ],
         groups=_group_updates(groups),
         ranges=_ranges(pushes[0].ranges),  # of one clock, so of one step
-    ).SerializeToString()
+    )
 
 
 def _ranges(ranges: Sequence[DataRange]) -> list[job_pb2.DataRange]:
@@ -203,9 +217,12 @@ def pulled(data: bytes) -> Pulled:
     return _pulled(data_pb2.PullHeader.FromString(bytes(raw)), payload)
 
 
-def shared_pulled(data: bytes) -> list[Pulled]:
-    """What one message of a shared pull's stream holds: buckets that are in the segment now."""
-    return [_pulled(header, memoryview(b"")) for header in data_pb2.PullSharedResponse.FromString(data).headers]
+def shared_pulled(data: bytes) -> tuple[list[Pulled], float | None]:
+    """What one message of a shared pull's stream holds: buckets that are in the segment now, and for how many seconds
+    the pushes that went with the pull have been staged, if it says so."""
+    message = data_pb2.PullSharedResponse.FromString(data)
+    found = [_pulled(header, memoryview(b"")) for header in message.headers]
+    return found, message.staged_seconds if message.HasField("staged_seconds") else None
 
 
 def _pulled(header: data_pb2.PullHeader, payload: memoryview) -> Pulled:

@@ -23,7 +23,7 @@ from ps_worker.describe import describe
 from ps_worker.flat import FlatModel
 from ps_worker.leased import StepData
 from ps_worker.membership import Membership
-from ps_worker.messages import DataRange, Lease, Place
+from ps_worker.messages import BucketPush, DataRange, Lease, Place
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.optimizer import ServerOptimizer
 from ps_worker.outgoing import LiveGroups, bucket_push, is_left_out
@@ -32,7 +32,7 @@ from ps_worker.rewind import Rewind
 from ps_worker.server_options import ServerOptions
 from ps_worker.shards import Shards
 from ps_worker.state_sender import StateSender
-from ps_worker.transports import Landed
+from ps_worker.transports import Landed, Sent
 
 log = logging.getLogger("ps_worker")
 
@@ -65,7 +65,7 @@ class ParameterServer:
         self._flat: FlatModel | None = None
         self._begun = False
         self._lost: BaseException | None = None  # how the place that the training thread is in was lost
-        self._pushed: list[Future[int]] = []  # of the buckets that left during backward
+        self._pushed: list[Future[Sent]] = []  # of the buckets that left during backward
         self._told: list[HyperParameters] | None = None  # what buckets that leave during backward are stepped with
         self.data = StepData()
         self._clock = 0
@@ -297,7 +297,8 @@ class ParameterServer:
         ready = self._overlap.ready(parameter, self._flat.versions())
         # One that is not finite stays, and all after it: `step` will refuse them.
         if ready and not any(self._flat.saw_not_finite(bucket) for bucket in ready):
-            self._pushed += [self._push(bucket, frozenset(), self._told, False) for bucket in ready]
+            assert self._shards is not None
+            self._pushed += [self._shards.push(self._made(b, frozenset(), self._told, False)) for b in ready]
         else:
             self._overlap.left -= {bucket.index for bucket in ready}
 
@@ -358,11 +359,10 @@ class ParameterServer:
         assert self._shards is not None
         assert self._flat is not None
         self._flat.begin_pull()
-        # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
-        pulls = self._shards.pull(self._clock + 1)
-        for bucket in self._layout.buckets:
-            if not bucket.held and bucket.index not in left:
-                self._pushed.append(self._push(bucket, absent, groups, skip))
+        rest = [bucket for bucket in self._layout.buckets if not bucket.held and bucket.index not in left]
+        pushes = [self._made(bucket, absent, groups, skip) for bucket in rest]
+        pushed, pulls = self._shards.push_pull(self._clock + 1, pushes)
+        self._pushed += pushed
         self._clock += 1
         self._finish(pulls)
         self.data.pushed()
@@ -370,29 +370,22 @@ class ParameterServer:
     def _finish(self, pulls: list[Future[Landed]]) -> None:
         """Waits for a step's pushes and pulls, and counts them."""
         assert self._flat is not None
-        timer = self._metrics.timer
-        pushed = timer.now()
-
-        def staged(_: Future[int]) -> None:
-            nonlocal pushed
-            pushed = timer.now()  # of the last one, once all are
-
-        for push in self._pushed:
-            push.add_done_callback(staged)
+        began = self._metrics.timer.now()
         self._settle()
         self._flat.end_pull()
-        sent = sum(push.result() for push in self._pushed)
+        sent = [push.result() for push in self._pushed]
+        pushed = max([began, *(push.staged for push in sent)])
         pulled = [pull.result() for pull in pulls]
         self._pushed = []
         waited = max((landed.waited for landed in pulled), default=0.0)
-        self._metrics.stepped(sent, sum(landed.size for landed in pulled), pushed, waited, self._clock)
+        self._metrics.stepped(
+            sum(push.size for push in sent), sum(landed.size for landed in pulled), pushed, waited, self._clock
+        )
         if any(landed.checkpoint for landed in pulled):
             self.rewind.want(self._clock)
         self.rewind.stepped()
 
-    def _push(self, bucket: Bucket, absent: Set[int], groups: list[HyperParameters], skip: bool) -> Future[int]:
+    def _made(self, bucket: Bucket, absent: Set[int], groups: list[HyperParameters], skip: bool) -> BucketPush:
         assert self._flat is not None
-        assert self._shards is not None
-        push = bucket_push(self._spec, bucket, self._clock + 1, absent, groups, skip, self.data.use())
         self._flat.leaving(bucket)
-        return self._shards.push(push)
+        return bucket_push(self._spec, bucket, self._clock + 1, absent, groups, skip, self.data.use())

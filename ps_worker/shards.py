@@ -18,7 +18,7 @@ from ps_protocol.layout import Bucket, Layout
 from ps_worker.flat import FlatModel
 from ps_worker.messages import BucketPush, Identity, ShardMap
 from ps_worker.shared_memory import share_memory
-from ps_worker.transports import Landed, NetworkTransport, ShardCalls, SharedTransport, Transport
+from ps_worker.transports import Landed, NetworkTransport, Sent, ShardCalls, SharedTransport, Transport
 
 T = TypeVar("T")
 
@@ -74,11 +74,11 @@ class Shards:
             for index, call in self._calls.items()
         }
 
-    def push_initial(self, buckets: Sequence[Bucket]) -> list[Future[int]]:
+    def push_initial(self, buckets: Sequence[Bucket]) -> list[Future[Sent]]:
         """Sends initial values."""
         return self._note([self._network[self._shard_of[b.index]].push_initial(b) for b in buckets])
 
-    def push(self, push: BucketPush) -> Future[int]:
+    def push(self, push: BucketPush) -> Future[Sent]:
         """Sends one bucket's part of a step."""
         future = self._transports[self._shard_of[push.bucket.index]].push(push)
         self._under_way.append(future)
@@ -92,6 +92,29 @@ class Shards:
             if wanted:
                 found.append((self._network if held else self._transports)[index].pull(clock, wanted))
         return self._note(found)
+
+    def push_pull(self, clock: int, pushes: Sequence[BucketPush]) -> tuple[list[Future[Sent]], list[Future[Landed]]]:
+        """Sends what is left of a step, and asks every shard for the weights at its clock."""
+        pushed: list[Future[Sent]] = []
+        pulled: list[Future[Landed]] = []
+        rest: set[int] = set()
+        # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
+        for index, transport in self._transports.items():
+            wanted = [bucket for bucket in self._buckets[index] if not bucket.held]
+            mine = [push for push in pushes if self._shard_of[push.bucket.index] == index]
+            both = transport.push_pull(clock, mine, wanted) if wanted else None
+            if both is not None:
+                pushed += both[0]
+                pulled.append(both[1])
+            elif wanted:
+                rest.add(index)
+                pulled.append(transport.pull(clock, wanted))
+        for push in pushes:
+            index = self._shard_of[push.bucket.index]
+            if index in rest:
+                pushed.append(self._transports[index].push(push))
+        self._under_way += [*pushed, *pulled]
+        return pushed, pulled
 
     def _note(self, futures: list[Future[T]]) -> list[Future[T]]:
         self._under_way += futures

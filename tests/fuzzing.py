@@ -26,7 +26,7 @@ from ps_protocol.job_messages import job_spec_message
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.v1 import control_pb2, data_pb2
-from ps_server import messages
+from ps_server import data_messages, messages
 from ps_server.checkpoints import CheckpointStore, Manifest
 from ps_server.coordinator import Coordinator
 from ps_server.core.pushes import Push, PushKind
@@ -71,6 +71,12 @@ class _Inline:
     def submit(self, task: Callable[..., None], *arguments: Any) -> None:
         task(*arguments)
 
+    def lend(self, tasks: Any) -> None:
+        for task in tasks:
+            task()
+
+    def stop(self) -> None: ...
+
     def shutdown(self, wait: bool = True) -> None: ...
 
     def map(self, task: Callable[..., Any], items: Any) -> Any:
@@ -88,11 +94,10 @@ class Target:
         self.store = CheckpointStore(Path(self._files.name))
         self.engine = Engine(
             ShardMetrics(CollectorRegistry()),
-            messages.pull_response,
-            messages.shared_pull_response,
+            data_messages.WRITERS,
             checkpoints=self.store,
         )
-        self.engine._apply.shutdown()
+        self.engine._apply.stop()
         self.engine._writer.shutdown()
         self.engine._writer = _Inline()  # type: ignore[assignment]
         self.engine._apply = _Inline()  # type: ignore[assignment]  # so that nothing changes between two inputs
@@ -107,6 +112,7 @@ class Target:
             "PushShared": lambda raw: data._push_shared(raw, _Context()),  # type: ignore[arg-type]
             "Pull": lambda raw: data._pull(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "PullShared": lambda raw: data._pull_shared(raw, _Context(), _ignore),  # type: ignore[arg-type]
+            "PushPullShared": lambda raw: data._push_pull_shared(raw, _Context(), _ignore),  # type: ignore[arg-type]
         }
         jobs = JobService(self.coordinator, pool)
         cluster = ClusterService(self.coordinator, "127.0.0.1:1", "")
@@ -247,6 +253,7 @@ def seeds() -> dict[str, list[bytes]]:
         "PushShared": [shared],
         "Pull": [pull],
         "PullShared": [pull],
+        "PushPullShared": [data_pb2.PushPullSharedRequest(push=shared, buckets=[0])],
         "AttachSegment": [attach],
         "RegisterJob": [control_pb2.RegisterJobRequest(spec=spec)],
         "CreateJob": [control_pb2.CreateJobRequest(spec=spec, buckets=[0, 1])],

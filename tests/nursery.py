@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ps_server.c_library import streaming
+
 _PR_SET_PDEATHSIG = 1
 ROOT = Path(__file__).parents[1]
 
@@ -25,13 +27,15 @@ class Nursery:
     """Starts servers; ended with the `with`, and they with it."""
 
     def __init__(self) -> None:
+        path = os.pathsep.join([str(ROOT), *sys.path])
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PS_")}
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"},
+            # Else each fork would start the program anew, to set it: this one.
+            env=streaming({**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}),
         )
         self._lock = threading.Lock()
         self._count = 0

@@ -306,7 +306,7 @@ def word_after(word: str, line: str) -> str:
 # -- the variable ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [("up", "--shards", "1"), ("shard", "--index", "0", "--coordinator", "h:1")])
+@pytest.mark.parametrize("words", [("up", "--shards", "1"), ("coordinator", "--shards", "1")])
 @pytest.mark.parametrize("points", ["push-stagd", "push-staged@x", "push-staged=0", "push-staged=1,,nowhere"])
 def test_a_name_that_is_none_ends_the_process_at_once_and_says_which_there_are(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], points: str

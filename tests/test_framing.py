@@ -16,7 +16,7 @@ from ps_protocol.framing import read_message, write_message
 from ps_protocol.job_messages import hyper_messages
 from ps_protocol.layout import Bucket
 from ps_protocol.v1 import data_pb2
-from ps_server import messages as server_messages
+from ps_server import data_messages
 from ps_server.core.bucket import Verdict
 from ps_server.core.pushes import PushKind, Staged
 from ps_worker import messages as worker_messages
@@ -163,10 +163,10 @@ def test_what_is_accepted_is_what_protobuf_finds(data: bytes) -> None:
 @given(BYTES)
 def test_no_bytes_make_the_server_fail_in_another_way_than_it_should(data: bytes) -> None:
     for read in (
-        server_messages.push,
-        server_messages.pull,
-        server_messages.shared_push,
-        server_messages.attach_request,
+        data_messages.push,
+        data_messages.pull,
+        data_messages.shared_push,
+        data_messages.attach_request,
     ):
         with contextlib.suppress(InvalidRequest):
             read(data)
@@ -176,7 +176,7 @@ def test_no_bytes_make_the_server_fail_in_another_way_than_it_should(data: bytes
 
 
 def test_the_server_reads_a_push_as_the_generated_class_wrote_it() -> None:
-    found = server_messages.push(PUSH.SerializeToString())
+    found = data_messages.push(PUSH.SerializeToString())
     assert (found.job, found.rank, found.incarnation) == ("job", 3, 7)
     assert (found.bucket, found.clock, found.kind) == (300, 2**40, PushKind.GRADIENT)
     assert (found.absent, found.groups) == ({0, 5}, {1: {"lr": 0.5, "nesterov": True}})
@@ -191,21 +191,21 @@ def test_the_generated_class_reads_a_push_as_the_worker_wrote_it() -> None:
 
 
 def test_an_initial_value_and_a_step_without_gradient_say_what_they_are() -> None:
-    first = server_messages.push(worker_messages.initial_push(WHO, 2, memoryview(b"abcd")))
+    first = data_messages.push(worker_messages.initial_push(WHO, 2, memoryview(b"abcd")))
     assert (first.kind, first.bucket, bytes(first.payload)) == (PushKind.INITIAL_VALUE, 2, b"abcd")
     bucket = Bucket(1, "float32", "float32", False, 0, 50, ())
-    nothing = server_messages.push(worker_messages.gradient_push(WHO, BucketPush(bucket, 5, True, [], {}), None))
+    nothing = data_messages.push(worker_messages.gradient_push(WHO, BucketPush(bucket, 5, True, [], {}), None))
     assert (nothing.kind, nothing.clock, bytes(nothing.payload)) == (PushKind.SKIP, 5, b"")
 
 
 def test_a_pull_is_read_as_it_was_asked() -> None:
     request = worker_messages.pull_request(WHO, 12, [4, 2])
-    assert server_messages.pull(request) == ("job", 3, 7, 12, [4, 2], WHO.key)
+    assert data_messages.pull(request) == ("job", 3, 7, 12, [4, 2], WHO.key)
     assert data_pb2.PullRequest.FromString(request).clock == 12
 
 
 def test_a_pulled_bucket_is_read_as_it_was_sent_by_hand_and_by_the_generated_class() -> None:
-    data = server_messages.pull_response(7, 40, 0.25, None, memoryview(b"weights!"))
+    data = data_messages.pull_response(7, 40, 0.25, None, memoryview(b"weights!"))
     found = worker_messages.pulled(data)
     assert (found.bucket, found.version, found.waited, found.waiting) == (7, 40, 0.25, None)
     assert bytes(found.payload) == b"weights!"
@@ -216,13 +216,13 @@ def test_a_pulled_bucket_is_read_as_it_was_sent_by_hand_and_by_the_generated_cla
 
 def test_the_word_that_a_bucket_is_not_admitted_says_whom_it_waits_for_and_why() -> None:
     verdict = Verdict(False, (1, 4), "worker 1 is at clock 3")
-    data = server_messages.pull_response(7, 0, 0.0, verdict, None)
+    data = data_messages.pull_response(7, 0, 0.0, verdict, None)
     assert worker_messages.pulled(data).waiting == ((1, 4), "worker 1 is at clock 3")
     assert data_pb2.PullResponse.FromString(data).header.HasField("waiting")
 
 
 def test_an_acknowledgement_says_the_version_and_whether_it_was_a_repeat() -> None:
-    response = data_pb2.PushResponse.FromString(server_messages.push_response(Staged(9, duplicate=True)))
+    response = data_pb2.PushResponse.FromString(data_messages.push_response(Staged(9, duplicate=True)))
     assert (response.version, response.duplicate) == (9, True)
 
 
@@ -236,17 +236,17 @@ def test_an_acknowledgement_says_the_version_and_whether_it_was_a_repeat() -> No
 )
 def test_a_header_that_means_nothing_is_refused(message: Message, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        server_messages.push(write_message(message, b""))
+        data_messages.push(write_message(message, b""))
 
 
 def test_a_header_that_is_no_header_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match="the bytes are no PushHeader"):
-        server_messages.push(b"\x0a\x02\x0a\x05")
+        data_messages.push(b"\x0a\x02\x0a\x05")
     with pytest.raises(InvalidRequest, match="the bytes are no PullRequest"):
-        server_messages.pull(b"\x0a\x05")
+        data_messages.pull(b"\x0a\x05")
 
 
 def test_responses_of_several_shared_buckets_joined_are_one_response() -> None:
-    parts = [server_messages.shared_pull_response(index, 3, 0.0, None, None) for index in (4, 2)]
+    parts = [data_messages.shared_pull_response(index, 3, 0.0, None, None) for index in (4, 2)]
     joined = data_pb2.PullSharedResponse.FromString(b"".join(parts))
     assert [header.bucket for header in joined.headers] == [4, 2]

@@ -23,6 +23,7 @@ MOST_LINES = 400
 # The one place of each side where protobuf messages become Python values, and the servicers that carry them.
 KNOW_MESSAGES = {
     "ps_protocol/job_messages.py",
+    "ps_server/data_messages.py",
     "ps_server/lease_messages.py",
     "ps_server/messages.py",
     "ps_server/services.py",

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from simulator import initial, job_spec, push
 
 from ps_protocol.errors import Backlogged
-from ps_server import messages
+from ps_server import data_messages
 from ps_server.engine import Engine
 from ps_server.ledger import Ledger
 from ps_server.metrics import ShardMetrics
@@ -40,15 +40,13 @@ class _Inline:
     def submit(self, task: object, *arguments: object) -> None:
         task(*arguments)  # type: ignore[operator]
 
-    def shutdown(self, wait: bool = True) -> None: ...
+    def stop(self) -> None: ...
 
 
 def engine_of(mode: str, workers: int, limit: int) -> Engine:
     """A shard with a job of three workers, of which no push waits for a thread."""
-    made = Engine(
-        ShardMetrics(CollectorRegistry()), messages.pull_response, messages.shared_pull_response, caller_limit=limit
-    )
-    made._apply.shutdown()
+    made = Engine(ShardMetrics(CollectorRegistry()), data_messages.WRITERS, caller_limit=limit)
+    made._apply.stop()
     made._apply = _Inline()  # type: ignore[assignment]
     made.create_job(job_spec(mode), [0, 1, 2])
     for rank in range(workers):

@@ -269,6 +269,7 @@ def test_a_worker_cannot_speak_for_another(cluster: Cluster) -> None:
             worker = data_pb2.WorkerIdentity(**stolen)
             header = data_pb2.PushHeader(worker=worker, clock=2, kind=data_pb2.PUSH_KIND_SKIP)
             pull = data_pb2.PullRequest(worker=worker, clock=1)
+            shared = data_pb2.PushSharedRequest(worker=worker, clock=2)
             for server, path, request in [
                 (cluster.address, "/ps_protocol.v1.JobService/Heartbeat", control_pb2.HeartbeatRequest(**stolen)),
                 (cluster.address, "/ps_protocol.v1.JobService/LeaveJob", control_pb2.LeaveJobRequest(**stolen)),
@@ -284,7 +285,8 @@ def test_a_worker_cannot_speak_for_another(cluster: Cluster) -> None:
                     ("Push", data_pb2.PushRequest(header=header)),
                     ("Pull", pull),
                     ("PullShared", pull),
-                    ("PushShared", data_pb2.PushSharedRequest(worker=worker, clock=2)),
+                    ("PushShared", shared),
+                    ("PushPullShared", data_pb2.PushPullSharedRequest(push=shared)),
                     ("AttachSegment", data_pb2.AttachSegmentRequest(worker=worker, location="1/1", nonce=bytes(32))),
                 )
             ]:

@@ -91,7 +91,7 @@ def test_with_calls_lost_unheard_and_repeated_every_push_counts_once(
     cluster = make_cluster(lease=60.0)
     assert train(cluster, mode, transport) == []
     faults.finish()
-    methods = ("PushShared", "PullShared") if transport == "shm" else ("Push", "Pull")
+    methods = ("PushPullShared",) if transport == "shm" else ("Push", "Pull")
     for method in (*methods, "AdmitWorker", "JoinJob"):
         assert all(faults.counts[method, kind] for kind in KINDS), f"{method}: {faults.counts}"
 

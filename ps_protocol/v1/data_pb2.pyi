@@ -64,11 +64,21 @@ class PushSharedResponse(_message.Message):
     duplicate_count: int
     def __init__(self, duplicate_count: _Optional[int] = ...) -> None: ...
 
+class PushPullSharedRequest(_message.Message):
+    __slots__ = ("push", "buckets")
+    PUSH_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    push: PushSharedRequest
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, push: _Optional[_Union[PushSharedRequest, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class PullSharedResponse(_message.Message):
-    __slots__ = ("headers",)
+    __slots__ = ("headers", "staged_seconds")
     HEADERS_FIELD_NUMBER: _ClassVar[int]
+    STAGED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     headers: _containers.RepeatedCompositeFieldContainer[PullHeader]
-    def __init__(self, headers: _Optional[_Iterable[_Union[PullHeader, _Mapping]]] = ...) -> None: ...
+    staged_seconds: float
+    def __init__(self, headers: _Optional[_Iterable[_Union[PullHeader, _Mapping]]] = ..., staged_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerIdentity(_message.Message):
     __slots__ = ("job", "rank", "incarnation", "lease_key")

@@ -67,6 +67,11 @@ class DataServiceStub(object):
                 request_serializer=ps__protocol_dot_v1_dot_data__pb2.PullRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullSharedResponse.FromString,
                 _registered_method=True)
+        self.PushPullShared = channel.unary_stream(
+                '/ps_protocol.v1.DataService/PushPullShared',
+                request_serializer=ps__protocol_dot_v1_dot_data__pb2.PushPullSharedRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullSharedResponse.FromString,
+                _registered_method=True)
 
 
 class DataServiceServicer(object):
@@ -120,6 +125,14 @@ class DataServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PushPullShared(self, request, context):
+        """PushShared and PullShared in one call, for what is pushed last in a step: a call costs as much as a bucket. The pushes
+        are staged before anything is pulled at their clock. Safe to repeat. Errors as for PushShared.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DataServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -146,6 +159,11 @@ def add_DataServiceServicer_to_server(servicer, server):
             'PullShared': grpc.unary_stream_rpc_method_handler(
                     servicer.PullShared,
                     request_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_data__pb2.PullSharedResponse.SerializeToString,
+            ),
+            'PushPullShared': grpc.unary_stream_rpc_method_handler(
+                    servicer.PushPullShared,
+                    request_deserializer=ps__protocol_dot_v1_dot_data__pb2.PushPullSharedRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_data__pb2.PullSharedResponse.SerializeToString,
             ),
     }
@@ -286,6 +304,33 @@ class DataService(object):
             target,
             '/ps_protocol.v1.DataService/PullShared',
             ps__protocol_dot_v1_dot_data__pb2.PullRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_data__pb2.PullSharedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PushPullShared(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ps_protocol.v1.DataService/PushPullShared',
+            ps__protocol_dot_v1_dot_data__pb2.PushPullSharedRequest.SerializeToString,
             ps__protocol_dot_v1_dot_data__pb2.PullSharedResponse.FromString,
             options,
             channel_credentials,

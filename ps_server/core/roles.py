@@ -36,6 +36,7 @@ METHODS: dict[str, Roles] = {
     _V1 + "DataService/AttachSegment": _WORKERS,
     _V1 + "DataService/PushShared": _WORKERS,
     _V1 + "DataService/PullShared": _WORKERS,
+    _V1 + "DataService/PushPullShared": _WORKERS,
     _V1 + "JobService/RegisterJob": _WORKERS,
     _V1 + "JobService/JoinJob": _WORKERS,
     _V1 + "JobService/WatchJob": _WORKERS | _LOOKING,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -79,6 +79,8 @@ class BucketWeights:
         self.flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])  # [numel]
         self._segments = [self.flat[s.offset : s.offset + s.length] for s in bucket.segments]  # each [length]
         self._optimizer = None if bucket.held else _optimizer(spec, bucket, self._segments)
+        self._step = None if self._optimizer is None else _bare_step(self._optimizer)
+        self._divides = _is_fused(spec, bucket)
         self._sum: torch.Tensor | None = None  # [numel], of the open update
         self._terms = 0  # what was added up
         self._count = 0  # what the mean is over: those without any gradient too
@@ -119,8 +121,13 @@ class BucketWeights:
 
     def step(self) -> None:
         """One optimizer step with the mean of what was added. Without any gradient, the weights stay as they are."""
-        if self._optimizer is not None and self._sum is not None:
-            if self._terms > 1:
+        if self._optimizer is not None and self._step is not None and self._sum is not None:
+            if self._terms > 1 and self._divides:
+                # Gradient scaling, whose inverse torch's fused kernels apply on the way: the same division, but not a
+                # pass over memory of its own.
+                mean = self._sum
+                self._optimizer.grad_scale = _scale(self._count)  # type: ignore[attr-defined]
+            elif self._terms > 1:
                 mean = self._sum.div_(self._count).to(self.flat.dtype)
             else:  # the sum is the contribution itself, and perhaps another's memory: not to be written
                 mean = self._sum.to(self.flat.dtype)
@@ -131,9 +138,11 @@ class BucketWeights:
                 for position in positions:
                     segment = self.bucket.segments[position]
                     self._segments[position].grad = mean[segment.offset : segment.offset + segment.length]
-                self._optimizer.step()
+                self._step()
                 for tensor in self._segments:
                     tensor.grad = None
+            if self._divides:
+                self._optimizer.grad_scale = None  # type: ignore[attr-defined]
         if self._sum is not None and self._terms > 1:
             self._scratch.give(self._sum)
         self._sum = None
@@ -208,9 +217,30 @@ def _optimizer(spec: JobSpec, bucket: Bucket, segments: list[torch.Tensor]) -> t
     groups = [{"params": tensors, "index": group, **spec.groups[group]} for group, tensors in members.items()]
     # Handed to the constructor too: Adagrad makes its state there, and looks at no group for how.
     arguments = dict(spec.groups[next(iter(members))])
-    if bucket.dtype == "float32" and spec.optimizer in _FUSED_ON_CPU:
+    if _is_fused(spec, bucket):
         arguments["fused"] = True  # ten times faster than one tensor operation after the other
     return cls(groups, **arguments)  # type: ignore[arg-type]
+
+
+def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """One step, without what torch wraps around it for its profiler and for hooks, which nobody sets here: that takes
+    as long as a small bucket (measured)."""
+    step = type(optimizer).step
+    bare = getattr(step, "__wrapped__", step)
+    return lambda: bare(optimizer)
+
+
+_SCALES: dict[int, torch.Tensor] = {}  # a tensor of one number each: to make one costs as much as to add up a bucket
+
+
+def _scale(count: int) -> torch.Tensor:
+    if count not in _SCALES:
+        _SCALES[count] = torch.tensor(float(count))
+    return _SCALES[count]
+
+
+def _is_fused(spec: JobSpec, bucket: Bucket) -> bool:
+    return bucket.dtype == "float32" and spec.optimizer in _FUSED_ON_CPU
 
 
 _FUSED_ON_CPU = frozenset({"SGD", "Adam", "AdamW", "Adagrad"})
