@@ -78,6 +78,11 @@ class Capture:
                     f"and the checkpoint is of {self.clock}"
                 )
 
+    def begin(self) -> None:
+        """A shard that holds no bucket of the job has its part already: a file with nothing in it."""
+        if not self._wanted:
+            self._writer.submit(self._finish)
+
     def look(self, bucket: RunningBucket) -> None:
         """Copies a bucket if its moment is now. The caller holds the bucket's `tensors` lock."""
         index, now = bucket.state.layout.index, bucket.state.protocol.version == self.clock

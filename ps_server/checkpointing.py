@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 
@@ -377,7 +378,5 @@ class _Void(Exception):
 
 
 def _union(parts: list[Captured]) -> Extent:
-    found = parts[0].extent
-    for captured in parts[1:]:
-        found = found.union(captured.extent)
-    return found
+    found = [captured.extent for captured in parts if captured.extent.clocks]  # a shard may train no bucket at all
+    return reduce(Extent.union, found, found[0]) if found else Extent()

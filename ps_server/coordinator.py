@@ -261,8 +261,7 @@ class Coordinator:
                 job.membership.join(member)
             job.data.gone(rank, incarnation - 1)
             job.joining = None
-            job.began.setdefault(rank, clock)
-            job.account(rank, None if newcomer.previous is None else newcomer.clock)
+            job.joined(rank, clock, None if newcomer.previous is None else newcomer.clock)
             self._save()
             job.announce()
         log.info(

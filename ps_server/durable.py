@@ -46,7 +46,7 @@ class DurableJob:
     spec:    as plain data
     run:     tells this job from earlier ones of its name
     held_by: by shard, the process that holds the job's part
-    lost_steps, redone_steps, unaccounted, began: what set-backs have cost; see jobs.CoordinatedJob
+    lost_steps, redone_steps, unaccounted, began, skipped: what set-backs have cost; see jobs.CoordinatedJob
     awaited: ranks that the others wait for, after the job was set back
     ghosts:  (shard, rank, incarnation) that shards may still count; with them who was just joining
     """
@@ -63,6 +63,7 @@ class DurableJob:
     redone_steps: int = 0
     unaccounted: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     began: Mapping[int, int] = field(default_factory=dict)
+    skipped: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     awaited: tuple[int, ...] = ()
     ghosts: tuple[tuple[int, int, int], ...] = ()
 
@@ -93,6 +94,8 @@ def _job(data: dict[str, Any]) -> DurableJob:
     data["held_by"] = {int(shard): process for shard, process in data["held_by"].items()}
     data["unaccounted"] = {int(rank): tuple(clocks) for rank, clocks in data["unaccounted"].items()}
     data["began"] = {int(rank): clock for rank, clock in data.get("began", {}).items()}
+    skipped = data.get("skipped", {}).items()
+    data["skipped"] = {int(rank): tuple((start, end) for start, end in spans) for rank, spans in skipped}
     data["awaited"] = tuple(data["awaited"])
     data["ghosts"] = tuple((shard, rank, incarnation) for shard, rank, incarnation in data["ghosts"])
     data["workers"] = tuple(DurableWorker(**worker) for worker in data["workers"])

@@ -140,6 +140,7 @@ class Engine:
             before, job.capture = job.capture, capture
         if before is not None:
             before.abandon()
+        capture.begin()
         for bucket in job.buckets.values():
             with bucket.tensors:
                 capture.look(bucket)

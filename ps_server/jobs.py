@@ -17,6 +17,7 @@ from ps_server.messages import job_spec_data
 from ps_server.shard_client import ShardClient
 
 Roster = tuple[list[int], int, bool]
+SKIPS_KEPT = 32  # one that is forgotten counts as lost, where it is not: too many, rather than too few
 Watcher = Callable[[Roster | None], None]
 
 
@@ -43,6 +44,7 @@ class CoordinatedJob:
     unaccounted:   after a shard was set back: by rank, the clock that it still has of the worker, and the one that was
                    heard last. What the worker had done since is lost there; how much, it says when it comes back.
     began:         by rank, the clock at which a worker of that rank joined first
+    skipped:       by rank, spans of clocks that it never made, because it came back at a later one; the last few
     joining: rank and incarnation of who takes a place at this moment
     lost_steps, redone_steps: by workers, of which a shard lost the updates (ssp, async); that are made again (sync)
     """
@@ -57,6 +59,7 @@ class CoordinatedJob:
     restore_count: int = 0
     unaccounted: dict[int, tuple[int, int]] = field(default_factory=dict)
     began: dict[int, int] = field(default_factory=dict)
+    skipped: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     lost_steps: int = 0
     redone_steps: int = 0
     joining: tuple[int, int] | None = None
@@ -116,11 +119,20 @@ class CoordinatedJob:
         if rank not in self.unaccounted:
             return
         restored, heard = self.unaccounted.pop(rank)
-        lost = max(0, (heard if clock is None else clock) - restored)
+        clock = heard if clock is None else clock
+        lost = max(0, clock - restored)
+        lost -= sum(max(0, min(end, clock) - max(start, restored)) for start, end in self.skipped.get(rank, []))
         if self.spec.consistency.aggregate:
             self.redone_steps += lost
         else:
             self.lost_steps += lost
+
+    def joined(self, rank: int, clock: int, before: int | None) -> None:
+        """Books that a worker joined at a clock. before: how far it was, if it comes back; None: a new process."""
+        self.account(rank, before)
+        self.began.setdefault(rank, clock)
+        if before is not None and before < clock:
+            self.skipped[rank] = [*self.skipped.get(rank, []), (before, clock)][-SKIPS_KEPT:]
 
     def give_up(self, rank: int) -> None:
         """Books what was heard of a worker that did not come back; what it did beyond that, if it comes after all."""
@@ -150,6 +162,7 @@ class CoordinatedJob:
             redone_steps=self.redone_steps,
             unaccounted=dict(self.unaccounted),
             began=dict(self.began),
+            skipped={rank: tuple(spans) for rank, spans in self.skipped.items()},
             awaited=tuple(sorted(self.membership.awaited)),
             ghosts=tuple(sorted(self.ghosts | joining)),
         )
@@ -171,7 +184,7 @@ def job_that_ran(kept: DurableJob, spec: JobSpec, shard_count: int, lease: float
     membership = job.membership
     membership.last_incarnation, job.restore_count = kept.last_incarnation, kept.restore_count
     job.lost_steps, job.redone_steps, job.unaccounted = kept.lost_steps, kept.redone_steps, dict(kept.unaccounted)
-    job.began = dict(kept.began)
+    job.began, job.skipped = dict(kept.began), {rank: list(spans) for rank, spans in kept.skipped.items()}
     for worker in kept.workers:
         key = bytes.fromhex(worker.key)
         place_of = worker.pid, worker.host, worker.metrics_address

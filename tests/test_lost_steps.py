@@ -1,4 +1,4 @@
-"""What is lost with a shard is counted, whoever comes back; and what comes late changes no checkpoint."""
+"""What is lost with a shard is counted, whoever comes back; checkpoints are of what there is, and what comes late changes none."""
 
 from __future__ import annotations
 

@@ -325,6 +325,7 @@ def test_what_a_set_back_has_cost_is_still_known_after_the_coordinator_died(tmp_
         redone_steps=3,
         unaccounted={2: (40, 44)},
         began={0: 0, 2: 17},
+        skipped={2: ((20, 22), (30, 31))},
         awaited=(1,),
         ghosts=((0, 1, 4), (1, 1, 4)),
     )
@@ -340,6 +341,18 @@ def test_a_new_process_does_not_make_what_its_rank_had_done_uncounted() -> None:
     job.account(1)
     job.account(1, 90)  # each is booked once
     assert (job.lost_steps, job.redone_steps) == (6 + 4, 0)
+
+
+def test_clocks_that_a_worker_skipped_when_it_came_back_are_not_lost() -> None:
+    job = make_job(vector_job("job", "async", CELLS, 1), {}, 1, 10.0, "a run")
+    job.joined(0, 0, None)
+    job.joined(0, 20, 15)  # it was away, and the others went on
+    job.unaccounted = {0: (10, 24)}
+    job.joined(0, 30, 25)
+    assert job.lost_steps == 5 + 5
+    job.unaccounted = {0: (18, 31)}
+    job.joined(0, 31, 31)
+    assert job.lost_steps == 10 + (31 - 18) - 2 - 5
 
 
 def test_what_a_worker_that_does_not_come_back_had_done_is_counted_and_the_rest_if_it_does() -> None:

@@ -288,11 +288,14 @@ def read_weights(task: Task) -> tuple[torch.Tensor, tuple[int, ...]]:
         view[parameter_of(bucket)] = values[: view[0].numel()].view(view[0].shape)
         return len(pulled.payload)
 
+    def ask(left: list[int]) -> bytes:
+        return messages.pull_request(Identity(task.job, 0, READER), 0, left)
+
     for shard, address in found.addresses.items():
         mine = [bucket for bucket in buckets if found.bucket_shards[bucket.index] == shard]
         if mine:
             calls = ShardCalls(shard, address, START_SECONDS)
-            calls.pull("Pull", Identity(task.job, 0, READER), 0, mine, lambda m: [messages.pulled(m)], land)
+            calls.pull("Pull", ask, 0, mine, lambda m: [messages.pulled(m)], land)
             calls.close()
     shards = {parameter_of(bucket): found.bucket_shards[bucket.index] for bucket in buckets}
     return view, tuple(shard for _, shard in sorted(shards.items()))
