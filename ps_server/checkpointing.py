@@ -284,7 +284,8 @@ class JobCheckpoints:
                 return [found[index] for index in sorted(found)]
             if self._asked > asked and not wanted:
                 raise _Void  # somebody wants one now, and this one lies far ahead
-            if wanted and clock is not None and not found and time.monotonic() > since + STALL_SECONDS:
+            begun = any(captured.extent.clocks for captured in found.values())
+            if wanted and clock is not None and not begun and time.monotonic() > since + STALL_SECONDS:
                 return None
 
     def _take_where_it_stands(self, generation: int) -> None:

@@ -1,4 +1,4 @@
-"""What is lost with a shard is counted, whoever comes back; checkpoints are of what there is, and what comes late changes none."""
+"""What is lost with a shard is counted, whoever comes back; and what belongs to a checkpoint, and what does not."""
 
 from __future__ import annotations
 
@@ -98,6 +98,21 @@ def test_a_shard_that_held_nothing_has_lost_nothing(make_cluster: MakeCluster, t
         set_back(worker)
         assert torch.equal(worker.pull(), torch.full((16,), 3.0))
         assert lost(cluster) == 0
+
+
+def test_a_job_with_fewer_buckets_than_shards_has_checkpoints_too(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    with RawWorker(cluster.address, vector_job("job", "sync", 16, 1), 0) as worker:
+        worker.initialise()
+        for _ in range(2):
+            worker.step(-torch.ones(16))
+        assert torch.equal(worker.pull(), torch.full((16,), 2.0))
+        assert keep(cluster, worker) == 2
+        store = CheckpointStore(tmp_path)
+        assert store.manifest("job", store.names("job")[-1]).versions == (2, 2)
+        cluster.start_again(0)
+        set_back(worker)
+        assert torch.equal(worker.pull(), torch.full((16,), 2.0))
 
 
 def test_a_late_call_to_begin_a_checkpoint_does_not_take_the_place_of_a_newer_one(
