@@ -31,9 +31,9 @@ log = logging.getLogger("ps_worker")
 
 DATA_SERVICE = DATA.services_by_name["DataService"].full_name
 PULL_SECONDS = 60.0
-# Over all shards, and to one at most. What is in flight shares the worker's link, so that all of it is complete late, and
-# only then can weights come back. With 4 shards on links of 200 Mbit/s, one each took 0.89 of the time of two each; with
-# one shard on 1 Gbit/s, two were faster than one or four.
+# Over all shards, and to one at most. What is in flight shares the worker's link: all of it is complete late, and only
+# then can weights come back. With 4 shards on links of 200 Mbit/s, one each took 0.91 of the time of two each; with one
+# shard on 1 Gbit/s, two were faster than one or four.
 PUSHES_IN_FLIGHT, PUSHES_TO_ONE_SHARD = 4, 2
 # Buckets in a segment leave with a message of their own once they make so many bytes; the others go with the pull.
 # Where workers compute on every core, what a shard does meanwhile is taken from them, and each message costs both: a
