@@ -28,6 +28,7 @@ from bench.pictures import Bar, bars
 from bench.results import MIB, Result, median_ms, result
 from bench.train import step_times
 from bench.training import Task
+from ps_protocol.errors import PSError
 from ps_server.status import fetch
 
 SHORT = {"mib": 64, "rounds": 2, "seconds": 12.0, "every": 5.0}
@@ -136,13 +137,16 @@ def _kill_and_watch(address: str, times: dict[str, float]) -> None:
     shard = _last_shard(address)
     times["killed"] = time.perf_counter()
     os.kill(shard["pid"], signal.SIGKILL)
-    while _last_shard(address)["pid"] == shard["pid"]:
+    while _last_shard(address).get("pid", shard["pid"]) == shard["pid"]:
         time.sleep(0.05)
     times["ready"] = time.perf_counter()
 
 
 def _last_shard(address: str) -> dict[str, Any]:
-    return max((p for p in fetch(address)["processes"] if p["role"] == "shard"), key=lambda shard: shard["index"])
+    """What is known of it; nothing while the coordinator, which may be in the same process, does not answer."""
+    with contextlib.suppress(PSError):
+        return max((p for p in fetch(address)["processes"] if p["role"] == "shard"), key=lambda shard: shard["index"])
+    return {}
 
 
 def draw(lines: list[Result], path: Path) -> None:

@@ -68,7 +68,9 @@ class Shards:
 
     def open(self, flat: FlatModel) -> None:
         """Buckets may travel from here on, from and into the model."""
-        self._network = {index: NetworkTransport(call, self.who, flat) for index, call in self._calls.items()}
+        self._network = {
+            index: NetworkTransport(call, self.who, flat, len(self._calls)) for index, call in self._calls.items()
+        }
         self._transports = {
             index: SharedTransport(call, self.who, flat) if index in self._sharing else self._network[index]
             for index, call in self._calls.items()
