@@ -1,6 +1,17 @@
-"""`python -m ps_server` is `ps-server`."""
+"""The program `ps-server`, also as `python -m ps_server`."""
 
+import sys
+
+from ps_server.c_library import stream_large_copies
 from ps_server.cli import main
 
-if __name__ == "__main__":
+
+def program() -> None:
+    """`main`, in a process of its own: a shard may start it anew."""
+    if sys.argv[1:2] == ["shard"]:
+        stream_large_copies()
     main()
+
+
+if __name__ == "__main__":
+    program()

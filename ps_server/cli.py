@@ -16,7 +16,7 @@ from typing import NoReturn
 from ps_protocol.channel import DEFAULT_PORT
 from ps_protocol.errors import PSError
 from ps_protocol.settings import add_access_settings, add_setting, count, host_port, index, port_number, seconds
-from ps_server.c_library import share_memory_pool, stream_large_copies
+from ps_server.c_library import share_memory_pool
 from ps_server.failpoints import arm
 from ps_server.limits import add_limits, limits_of
 
@@ -171,8 +171,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     """Runs one server process until it is told to stop."""
-    if arguments.command == "shard":
-        stream_large_copies()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):  # before the imports: they take seconds, in which it may be told to
         signal.signal(number, lambda *_: stop.set())
