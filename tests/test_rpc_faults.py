@@ -97,7 +97,13 @@ def test_with_calls_lost_unheard_and_repeated_every_push_counts_once(
 
 
 @pytest.mark.parametrize(
-    ("mode", "transport"), [("sync", "shm"), ("sync", "grpc"), ("ssp:2", "grpc"), ("async", "shm")]
+    ("mode", "transport"),
+    [
+        pytest.param("sync", "shm", marks=pytest.mark.slow),
+        ("sync", "grpc"),
+        pytest.param("ssp:2", "grpc", marks=pytest.mark.slow),
+        ("async", "shm"),
+    ],
 )
 def test_with_calls_broken_a_job_is_set_back_to_a_checkpoint_and_every_push_counts_once(
     make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, transport: str
