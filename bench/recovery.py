@@ -1,7 +1,7 @@
 """What checkpoints cost, and how long a job stands still when a shard is killed.
 
-`checkpoints`: rounds without them and with one every so many seconds, in turn, on servers of their own; the ratio is
-throughput with them to that without. `killed`: a shard of `ps-server up` is killed with SIGKILL while workers train in
+`checkpoints`: stretches of steps without them and with one every so many seconds, in turn, of the same processes; the
+ratio is throughput with them to that without, the median of neighbours. `killed`: a shard of `ps-server up` is killed with SIGKILL while workers train in
 async, from its last checkpoint on; `ms` is the longest pause of a worker's steps, `restart_ms` how long after the kill
 the shard was ready again, and `after_restart_ms` how long from then until every worker had made a step.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import statistics
@@ -19,6 +20,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +32,11 @@ from bench.results import MIB, Result, median_ms, result
 from bench.train import step_times
 from bench.training import Task
 from ps_protocol.errors import PSError
-from ps_server.status import fetch
+from ps_server.status import checkpoint_job, fetch
 
-SHORT = {"mib": 64, "rounds": 2, "seconds": 12.0, "every": 5.0}
+SHORT = {"mib": 64, "rounds": 2, "seconds": 10.0, "every": 5.0}
 READY_SECONDS = 60.0
+WARMUP_STEPS = 12
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +45,10 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--shards", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between checkpoints (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=22.0, help="of each round (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="with and without checkpoints, each (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each stretch (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=6, help="stretches with and without checkpoints, each (%(default)s)"
+    )
     parser.add_argument("--pause-ms", type=float, default=0.0, help="computing of a step (%(default)s)")
     parser.add_argument("--where", type=Path, help="directory for checkpoints (a temporary one)")
 
@@ -60,20 +66,22 @@ def run(arguments: argparse.Namespace) -> list[Result]:
 
 
 def _cost(arguments: argparse.Namespace, task: Task, directory: Path) -> Result:
-    kept = ("--checkpoint-dir", str(directory / "cost"), "--checkpoint-every", f"{arguments.every:g}s")
-    places = [HERE] * arguments.shards
+    # The same processes do both: from one start to the next, rates differ by more than checkpoints cost.
     rates: dict[str, list[float]] = {"without": [], "with": []}
     steps: list[float] = []
-    with servers(places) as plain, servers(places, kept) as keeping:
-        for _ in range(arguments.rounds):
-            for name, cluster in (("without", plain), ("with", keeping)):
-                with Group([HERE] * arguments.workers, replace(task, server=cluster.address)) as group:
-                    # Leaving afterwards: another may have begun a step that nobody else will make.
-                    found = group.run(seconds=arguments.seconds, leave=True)
-                rates[name].append(min(len(each["ends"]) / each["ends"][-1] for each in found))
-                if name == "with":
-                    steps += [seconds for each in found for seconds in step_times(each["ends"])]
-    made = len(list((directory / "cost" / "default").iterdir()))
+    places = [HERE] * arguments.workers
+    with (
+        servers([HERE] * arguments.shards, ("--checkpoint-dir", str(directory / "cost"))) as cluster,
+        Group(places, replace(task, server=cluster.address)) as group,
+    ):
+        count = math.ceil(arguments.seconds / median_ms(step_times(group.run(steps=WARMUP_STEPS)[0]["ends"])) * 1e3)
+        for number in range(2 * arguments.rounds):
+            name = "with" if number % 4 in (1, 2) else "without"  # so that what slowly changes tells for neither
+            with _checkpoints(cluster.address, task.job, arguments.every) if name == "with" else nullcontext():
+                found = group.run(steps=count)
+            rates[name].append(min(len(each["ends"]) / each["ends"][-1] for each in found))
+            if name == "with":
+                steps += [seconds for each in found for seconds in step_times(each["ends"])]
     return result(
         "recovery",
         "checkpoints",
@@ -84,8 +92,27 @@ def _cost(arguments: argparse.Namespace, task: Task, directory: Path) -> Result:
         ratios={"without": statistics.median(w / o for w, o in zip(rates["with"], rates["without"], strict=True))},
         every_seconds=arguments.every,
         steps_per_second={name: [round(rate, 3) for rate in found] for name, found in rates.items()},
-        kept=made,
     )
+
+
+@contextlib.contextmanager
+def _checkpoints(address: str, job: str, every: float) -> Iterator[None]:
+    """One every so many seconds, the first after half of that."""
+    over = threading.Event()
+
+    def ask() -> None:
+        due = time.monotonic() + every / 2
+        while not over.wait(max(0.0, due - time.monotonic())):
+            checkpoint_job(address, job)
+            due += every
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            yield
+        finally:
+            over.set()
+        asking.result()
 
 
 def _killed(arguments: argparse.Namespace, task: Task, directory: Path) -> Result:

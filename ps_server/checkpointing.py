@@ -226,6 +226,8 @@ class JobCheckpoints:
     def _begin(self, generation: int) -> tuple[str, int | None]:
         """Names a clock that all shards can still meet; in ssp and async there is none to name."""
         attempt = 0
+        if self._policy.steps is None:
+            self._reached = max(self._reached, self._progress())
         name, clock = self._fresh_name(), self._next_clock(attempt) if self._aggregate else None
         while True:
             self._check_void(generation)
