@@ -18,7 +18,16 @@ from ps_protocol.layout import Bucket, Layout
 from ps_worker.flat import FlatModel
 from ps_worker.messages import BucketPush, Identity, ShardMap
 from ps_worker.shared_memory import share_memory
-from ps_worker.transports import Landed, NetworkTransport, Sent, ShardCalls, SharedTransport, Transport
+from ps_worker.threads import DaemonPool
+from ps_worker.transports import (
+    Landed,
+    NetworkTransport,
+    Sent,
+    ShardCalls,
+    SharedTransport,
+    Transport,
+    network_pushers,
+)
 
 T = TypeVar("T")
 
@@ -54,6 +63,7 @@ class Shards:
         self._buckets: dict[int, list[Bucket]] = {index: [] for index in self._calls}
         for bucket, shard in zip(layout.buckets, shard_map.bucket_shards, strict=True):
             self._buckets[shard].append(bucket)
+        self._pushers: DaemonPool | None = None
         self._network: dict[int, NetworkTransport] = {}
         self._transports: Mapping[int, Transport] = {}
         self._under_way: list[Future[Any]] = []
@@ -68,9 +78,8 @@ class Shards:
 
     def open(self, flat: FlatModel) -> None:
         """Buckets may travel from here on, from and into the model."""
-        self._network = {
-            index: NetworkTransport(call, self.who, flat, len(self._calls)) for index, call in self._calls.items()
-        }
+        pushers = self._pushers = network_pushers(len(self._calls))
+        self._network = {index: NetworkTransport(call, self.who, flat, pushers) for index, call in self._calls.items()}
         self._transports = {
             index: SharedTransport(call, self.who, flat) if index in self._sharing else self._network[index]
             for index, call in self._calls.items()
@@ -142,6 +151,8 @@ class Shards:
         transports: dict[int, Transport] = {id(t): t for t in (*self._network.values(), *self._transports.values())}
         for transport in transports.values():
             transport.close()
+        if self._pushers is not None:
+            self._pushers.close()
 
     def end(self) -> None:
         """As `close`; when it returns, nothing lands in the model or is read from it any more."""
