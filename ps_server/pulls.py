@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ps_protocol.errors import InvalidRequest, PSError, UnknownWorker
 from ps_protocol.job import travels_as
-from ps_protocol.tensors import TORCH_DTYPES, bytes_of
+from ps_protocol.tensors import bytes_of
 from ps_server.core.bucket import Verdict
 from ps_server.failpoints import failpoint
 from ps_server.metrics import ShardMetrics
@@ -145,8 +145,10 @@ class Pulls:
         layout = bucket.state.layout
         wire = layout.dtype if layout.held else travels_as(layout.dtype, job.state.spec.weight_wire)
         with bucket.tensors:
-            payload = bytes_of(bucket.state.weights.flat.to(TORCH_DTYPES[wire]))
-            version = bucket.state.protocol.version
+            weights, version = bucket.state.weights.flat, bucket.state.protocol.version
+            payload = bytes_of(
+                weights if wire == layout.dtype else job.narrowed.get(layout.index, version, weights, wire)
+            )
             message = self._writers.pull(layout.index, version, waited, None, payload, _kept(job, pull, version))
         failpoint("pull-half-sent")
         self._metrics.pulled(job.state.spec.name, len(payload))

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from ps_protocol.errors import NotShared, PSError
 from ps_protocol.job import JobSpec
 from ps_protocol.segments import SegmentMap, segment_plan
+from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.bucket import Verdict
 from ps_server.core.shard_job import ShardBucket, ShardJob
 from ps_server.streams import Outbox
 
 if TYPE_CHECKING:
     from ps_server.capture import Capture
+
+
+NARROWED_BUCKETS = 4  # that a job keeps
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,29 @@ class RunningBucket:
     busy: bool = False
 
 
+class Narrowed:
+    """The buckets last narrowed to the wire format: what several workers wait for is narrowed once, not once for each.
+
+    Few are kept, so that workers who read slowly pin nothing.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[int, tuple[int, torch.Tensor]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, index: int, version: int, weights: torch.Tensor, wire: str) -> torch.Tensor:
+        """A bucket's weights in the wire format. The caller holds the bucket's `tensors` lock."""
+        with self._lock:
+            found = self._kept.pop(index, None)
+        if found is None or found[0] != version:
+            found = version, weights.to(TORCH_DTYPES[wire])
+        with self._lock:
+            self._kept[index] = found
+            while len(self._kept) > NARROWED_BUCKETS:
+                self._kept.popitem(last=False)
+        return found[1]
+
+
 class RunningJob:
     """A job on this shard."""
 
@@ -90,6 +120,7 @@ class RunningJob:
         self.buckets = {index: RunningBucket(state) for index, state in self.state.buckets.items()}
         self.segments: dict[int, Attached] = {}
         self.plan = segment_plan(spec, self.state.layout)
+        self.narrowed = Narrowed()
         self.failure: PSError | None = None
         self.capture: Capture | None = None  # the checkpoint that is being taken, or was taken last
 
