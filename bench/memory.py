@@ -33,6 +33,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=512, help="of the model, a multiple of 64 (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="blocks of 64 bytes in a worker's batch (%(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="after four of warm-up (%(default)s)")
+    parser.add_argument("--bucket-kib", type=int, help="of one bucket (what `prepare` chooses)")
+    parser.add_argument("--max-staged-mib", type=int, help="the shards' --max-staged-bytes (what they choose)")
     parser.add_argument("--transport", default="grpc,shm", help="shm, grpc or both (%(default)s)")
 
 
@@ -44,10 +46,13 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     with Group(places, plain) as group:
         ddp = group.run(steps=arguments.steps)
     lines = [_worker(arguments, "", size, ddp, ddp)]
+    bucket_bytes = arguments.bucket_kib * 1024 if arguments.bucket_kib else None
+    options = ["--max-staged-bytes", str(arguments.max_staged_mib * MIB)] if arguments.max_staged_mib else []
     for transport in arguments.transport.split(","):
-        with servers([HERE] * arguments.shards) as cluster:
+        sync = replace(plain, mode="sync", transport=transport, bucket_bytes=bucket_bytes)
+        with servers([HERE] * arguments.shards, options) as cluster:
             imports = [memory(pid)["peak"] for pid in cluster.pids]
-            with Group(places, replace(plain, mode="sync", server=cluster.address, transport=transport)) as group:
+            with Group(places, replace(sync, server=cluster.address)) as group:
                 ours = group.run(steps=arguments.steps)
                 shards = _shards(cluster, imports)
         lines.append(_worker(arguments, transport, size, ours, ddp))

@@ -28,10 +28,13 @@ def flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> list[Result]:
     """Measures; one result for each number of workers and shards, and each transport."""
     found: list[Result] = []
+    parser = argparse.ArgumentParser()
+    one_round.flags(parser)
+    chosen = {"mib": arguments.mib, "rounds": arguments.rounds, "transport": arguments.transport}
+    plain = {**vars(parser.parse_args([])), **chosen, "wire": "float32", "no_peers": True}
     for shards in map(int, arguments.shards.split(",")):
         for workers in map(int, arguments.workers.split(",")):
-            settings = {**vars(arguments), "workers": workers, "shards": shards, "wire": "float32", "no_peers": True}
-            found += one_round.run(argparse.Namespace(**settings))
+            found += one_round.run(argparse.Namespace(**{**plain, "workers": workers, "shards": shards}))
     alone = {line["transport"]: line["ms"] for line in reversed(found) if line["workers"] == line["shards"] == 1}
     for line in found:
         first = alone.get(line["transport"])

@@ -30,8 +30,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=8, help="of the model; 8 with a width of 512: 25M parameters")
     parser.add_argument("--width", type=int, default=512, help="of the model, a multiple of 64 (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="blocks of 64 bytes in a worker's batch (%(default)s)")
-    parser.add_argument("--turns", type=int, default=6, help="of each system (%(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="in a turn; the first is not counted (%(default)s)")
+    parser.add_argument("--turns", type=int, default=3, help="of each system (%(default)s)")
+    parser.add_argument("--steps", type=int, default=9, help="in a turn; the first is not counted (%(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
