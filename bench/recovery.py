@@ -22,12 +22,11 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.cluster import HERE, Group, servers
+from bench.cluster import HERE, START_SECONDS, Group, servers
 from bench.pictures import Bar, bars
 from bench.results import MIB, Result, median_ms, result
 from bench.train import step_times
@@ -37,7 +36,7 @@ from ps_server.status import checkpoint_job, fetch
 
 SHORT = {"mib": 64, "rounds": 2, "seconds": 10.0, "every": 5.0}
 READY_SECONDS = 60.0
-WARMUP_STEPS = 12
+TRIED_STEPS = 12  # to find out how long one takes
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
@@ -75,14 +74,19 @@ def _cost(arguments: argparse.Namespace, task: Task, directory: Path) -> Result:
         servers([HERE] * arguments.shards, ("--checkpoint-dir", str(directory / "cost"))) as cluster,
         Group(places, replace(task, server=cluster.address)) as group,
     ):
-        count = math.ceil(arguments.seconds / median_ms(step_times(group.run(steps=WARMUP_STEPS)[0]["ends"])) * 1e3)
+        tried = group.run(steps=TRIED_STEPS)[0]["ends"]
+        count = math.ceil(arguments.seconds / median_ms(step_times(tried)) * 1e3)
+        made: list[str] = []
         for number in range(2 * arguments.rounds):
             name = "with" if number % 4 in (1, 2) else "without"  # so that what slowly changes tells for neither
-            with _checkpoints(cluster.address, task.job, arguments.every) if name == "with" else nullcontext():
-                found = group.run(steps=count)
+            every = arguments.every if name == "with" else math.inf
+            with _checkpoints(cluster.address, task.job, every, made):
+                found = group.run(START_SECONDS + 2 * arguments.seconds, steps=count)
             rates[name].append(min(len(each["ends"]) / each["ends"][-1] for each in found))
             if name == "with":
                 steps += [seconds for each in found for seconds in step_times(each["ends"])]
+    if not made:
+        raise SystemExit("no checkpoint was made: a stretch of --seconds must be longer than half of --every")
     return result(
         "recovery",
         "checkpoints",
@@ -92,19 +96,20 @@ def _cost(arguments: argparse.Namespace, task: Task, directory: Path) -> Result:
         ms=median_ms(steps),
         ratios={"without": statistics.median(w / o for w, o in zip(rates["with"], rates["without"], strict=True))},
         every_seconds=arguments.every,
+        checkpoints=len(made),
         steps_per_second={name: [round(rate, 3) for rate in found] for name, found in rates.items()},
     )
 
 
 @contextlib.contextmanager
-def _checkpoints(address: str, job: str, every: float) -> Iterator[None]:
-    """One every so many seconds, the first after half of that."""
+def _checkpoints(address: str, job: str, every: float, made: list[str]) -> Iterator[None]:
+    """One every so many seconds, the first after half of that; what is said of each goes to `made`."""
     over = threading.Event()
 
     def ask() -> None:
         due = time.monotonic() + every / 2
-        while not over.wait(max(0.0, due - time.monotonic())):
-            checkpoint_job(address, job)
+        while not over.wait(min(max(0.0, due - time.monotonic()), threading.TIMEOUT_MAX)):
+            made.append(checkpoint_job(address, job))
             due += every
 
     with ThreadPoolExecutor(1) as pool:

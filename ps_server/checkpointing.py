@@ -226,8 +226,8 @@ class JobCheckpoints:
     def _begin(self, generation: int) -> tuple[str, int | None]:
         """Names a clock that all shards can still meet; in ssp and async there is none to name."""
         attempt = 0
-        if self._policy.steps is None:
-            self._reached = max(self._reached, self._progress())
+        if self._aggregate and self._is_soon:
+            self._look(generation)
         name, clock = self._fresh_name(), self._next_clock(attempt) if self._aggregate else None
         while True:
             self._check_void(generation)
@@ -238,7 +238,7 @@ class JobCheckpoints:
                 return name, clock
             except OutOfOrder:
                 attempt += 1
-                self._reached = max(self._reached, self._progress())
+                self._look(generation)
                 name, clock = self._fresh_name(), self._next_clock(attempt)
             except (TryLater, NotFound):
                 self._pause(BEGIN_SECONDS)  # the job has no weights yet, or a shard is away
@@ -255,16 +255,30 @@ class JobCheckpoints:
         self._number += 1
         return f"{self._number:06d}"
 
+    @property
+    def _is_soon(self) -> bool:
+        """Whether the clock to name is the next that can be, rather than one that the policy names."""
+        return self.last is None or self._policy.steps is None or self._asked > self._answered
+
+    def _look(self, generation: int) -> None:
+        """Finds out how far training is, unless the job is set back meanwhile: then it has been further."""
+        found = self._progress()
+        with self._changed:
+            if self._generation == generation:
+                self._reached = max(self._reached, found)
+
     def _next_clock(self, attempt: int) -> int:
         """The clock to try: further ahead at each attempt, because training goes on meanwhile."""
         ahead: int = 2**attempt
-        if self.last is None or self._policy.steps is None or self._asked > self._answered:
+        steps = self._policy.steps
+        if steps is None or self._is_soon:
             return self._reached + ahead
-        return (self._reached // self._policy.steps + ahead) * self._policy.steps
+        return (self._reached // steps + ahead) * steps
 
     def _await_parts(self, name: str, clock: int | None, generation: int) -> list[Captured] | None:
         """Every shard's part. None if somebody waits for the checkpoint and training stands still."""
         since, asked, wanted = time.monotonic(), self._asked, self._asked > self._answered
+        reached = self._reached
         found: dict[int, Captured] = {}
         waiting: dict[int, Future[Captured]] = {}
         while True:
@@ -286,9 +300,10 @@ class JobCheckpoints:
                 return [found[index] for index in sorted(found)]
             if self._asked > asked and not wanted:
                 raise _Void  # somebody wants one now, and this one lies far ahead
-            begun = any(captured.extent.clocks for captured in found.values())
-            if wanted and clock is not None and not begun and time.monotonic() > since + STALL_SECONDS:
-                return None
+            if wanted and clock is not None and time.monotonic() > since + STALL_SECONDS:
+                since, before, reached = time.monotonic(), reached, self._progress()
+                if reached == before < clock:
+                    return None
 
     def _take_where_it_stands(self, generation: int) -> None:
         """Takes each bucket as it is, which will do in sync if all are at one version: then training stands still."""

@@ -88,7 +88,7 @@ class RunningBucket:
 class Narrowed:
     """The buckets last narrowed to the wire format: what several workers wait for is narrowed once, not once for each.
 
-    Few are kept, so that workers who read slowly pin nothing.
+    A few stay for as long as the job does; workers who read slowly pin no more.
     """
 
     def __init__(self) -> None:

@@ -34,8 +34,8 @@ PULL_SECONDS = 60.0
 # Pushes leave in one order over all shards, so that one whose link is slow for a moment holds up the others a little,
 # rather than finish last by itself. With 4 workers and 4 shards on links of 200 Mbit/s, a round of 32 MiB over bare
 # gRPC took 1.48 s with four in flight in one order, and 1.71 s with one to each shard. With one shard on 1 Gbit/s, two
-# in flight were faster than one or four.
-PUSHES_IN_FLIGHT, PUSHES_TO_ONLY_SHARD = 4, 2
+# in flight were faster than one or four; and a shard that stays slow is not to gather all that is in flight.
+PUSHES_IN_FLIGHT, PUSHES_TO_ONE_SHARD = 4, 2
 # Buckets in a segment leave with a message of their own once they make so many bytes; the others go with the pull.
 # Where workers compute on every core, what a shard does meanwhile is taken from them, and each message costs both: a
 # step of 100 MB of weights took 1.01 of DDP's time with a message for each bucket, 0.96 with one for 16 MiB, 0.94 with
@@ -143,7 +143,7 @@ class Transport(Protocol):
 
 
 class NetworkTransport:
-    """Buckets as gRPC messages; those that the pool has taken up are in flight."""
+    """Buckets as gRPC messages, pushed in the order in which the pool takes them up, and few at a time."""
 
     name = "grpc"
 
@@ -152,15 +152,17 @@ class NetworkTransport:
         self._who = who
         self._flat = flat
         self._pushers = pushers
+        self._room = threading.Semaphore(PUSHES_TO_ONE_SHARD)
         self._puller = DaemonPool(1, "pull")
 
     def push_initial(self, bucket: Bucket) -> Future[Sent]:
         """Sends a bucket's initial value; over the network whatever the transport, because it happens once."""
 
         def send() -> Sent:
-            payload = self._flat.initial(bucket)
-            self._calls.unary("Push", messages.initial_push(self._who, bucket.index, payload))
-            return Sent(len(payload), time.perf_counter())
+            with self._room:
+                payload = self._flat.initial(bucket)
+                self._calls.unary("Push", messages.initial_push(self._who, bucket.index, payload))
+                return Sent(len(payload), time.perf_counter())
 
         return self._pushers.submit(send)
 
@@ -168,12 +170,13 @@ class NetworkTransport:
         """The message is made when its turn has come, so that only those in flight are in memory."""
 
         def send() -> Sent:
-            payload = None if push.empty else self._flat.gradient(push.bucket)
-            message = messages.gradient_push(self._who, push, payload)
-            size = 0 if payload is None else len(payload)
-            del payload
-            self._calls.unary("Push", message)
-            return Sent(size, time.perf_counter())
+            with self._room:
+                payload = None if push.empty else self._flat.gradient(push.bucket)
+                message = messages.gradient_push(self._who, push, payload)
+                size = 0 if payload is None else len(payload)
+                del payload
+                self._calls.unary("Push", message)
+                return Sent(size, time.perf_counter())
 
         return self._pushers.submit(send)
 
@@ -202,8 +205,8 @@ class NetworkTransport:
 
 
 def network_pushers(shards: int) -> DaemonPool:
-    """What pushes to that many shards go through."""
-    return DaemonPool(max(PUSHES_IN_FLIGHT, shards) if shards > 1 else PUSHES_TO_ONLY_SHARD, "push")
+    """What pushes to that many shards go through: on average there is one for each, where there are many."""
+    return DaemonPool(min(max(PUSHES_IN_FLIGHT, shards), PUSHES_TO_ONE_SHARD * shards), "push")
 
 
 def _one_pulled(message: bytes) -> list[Pulled]:

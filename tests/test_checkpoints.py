@@ -12,7 +12,9 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.v1 import control_pb2
 from ps_server.checkpoint_policy import parse_every
+from ps_server.checkpointing import JobCheckpoints
 from ps_server.checkpoints import CheckpointStore, Manifest, Part, WorkerPart
 from ps_server.core.bucket import Live
 from ps_server.core.shard_job import ShardBucket, ShardJob
@@ -323,6 +326,37 @@ def test_a_checkpoint_beside_training_is_of_one_version_in_sync_and_whole_in_eve
     if mode == "sync":
         assert all(manifest.clock % 5 == 0 for manifest in regular)
         assert all(sorted(manifest.workers) == [0, 1] for manifest in regular if manifest.clock < both)
+
+
+def test_a_checkpoint_that_takes_long_to_write_is_not_taken_for_training_that_stands_still(
+    make_cluster: MakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ps_server.checkpointing.STALL_SECONDS", 0.1)
+    written, looked, write, look = threading.Event(), [], CheckpointStore.write_shard, JobCheckpoints._progress
+
+    def slowly(*arguments: Any) -> Part:
+        assert written.wait(30)
+        return write(*arguments)
+
+    def noting(checkpoints: JobCheckpoints) -> int:
+        looked.append(look(checkpoints))
+        return looked[-1]
+
+    monkeypatch.setattr(CheckpointStore, "write_shard", slowly)
+    monkeypatch.setattr(JobCheckpoints, "_progress", noting)
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    with RawWorker(cluster.address, vector_job("job", "sync", 64, 1), 0) as worker, ThreadPoolExecutor(1) as pool:
+        worker.initialise()
+        asked = pool.submit(cluster.coordinator.jobs()["job"].checkpoints.request, 30)  # type: ignore[union-attr]
+        while not worker.flagged:
+            worker.step(torch.zeros(64))
+            worker.pull()
+        worker.save_state(worker.clock, b"state")
+        before = len(looked)
+        until(lambda: len(looked) >= before + 3, "a look at how far training is")
+        written.set()
+        assert asked.result().clock == worker.clock
+        assert len(CheckpointStore(tmp_path).names("job")) == 1
 
 
 def test_what_checkpoints_do_is_in_the_metrics(make_cluster: MakeCluster, tmp_path: Path) -> None:

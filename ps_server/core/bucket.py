@@ -111,8 +111,12 @@ class BucketProtocol(Generic[T]):
     def is_awaited(self, rank: int, clock: int) -> bool:
         """Whether this contribution, once staged, is the next to be added. Kept back, it would stop everybody; those
         behind it can be kept back until it is in."""
-        if not self.consistency.aggregate or clock > self.version + 1:
+        if not self.consistency.aggregate:
             return False
+        if clock > self.version + 1:
+            # Where all have joined further on than the bucket is, nobody will bring the updates before: the first
+            # contribution makes them empty ones, and whoever it is from, the others wait for it.
+            return not (self.waiting or self.added or any(self._is_needed(rank) for rank in self.roster))
         taken = {add.rank for add in self.added}
         before = (other for other in self.waiting.keys() | self.roster.keys() if other < rank and other not in taken)
         return not any(self._is_next(other) or self._is_needed(other) for other in before)

@@ -43,6 +43,6 @@ def derived_limit(weights: int, bucket: int, workers: int) -> int:
     """Bytes that may be staged on a shard where no limit says it: as many as its weights, or two buckets a worker.
 
     So of two workers none is ever sent away, however far one is ahead in a step, and no bucket travels twice.
-    Two buckets are what a worker has under way.
+    Two buckets are what a worker has under way to one shard.
     """
     return max(weights, 2 * bucket * workers)

@@ -69,7 +69,7 @@ class ShardJob:
         self, spec: JobSpec, indices: Iterable[int], staged_limit: int | None = None, norm_limit: float = math.inf
     ) -> None:
         """staged_limit: bytes that may be staged here; past it, pushes are told to try again, but for those that an
-        update waits for. None: a part of the weights here, or two buckets for each worker.
+        update waits for. None: as much as the weights here, or two buckets for each worker.
         norm_limit: the L2 norm that the gradient in one push may have."""
         layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         indices = list(indices)
