@@ -28,8 +28,9 @@ help: ## list the targets
 demo: .venv/demo.stamp ## train a small GPT on two shards and two workers, in about a minute
 	@$(IN_VENV)/python examples/demo.py $(ARGS)
 
+# Two at a time, because tests of clusters wait more than they compute; a file's tests share what it has started.
 test: .venv/dev.stamp ## run the tests
-	@$(IN_VENV)/python -m pytest -q -m 'not docker' $(ARGS)
+	@$(IN_VENV)/python -m pytest -q -m 'not docker' -n 2 --dist loadfile $(ARGS)
 
 test-docker: .venv/dev.stamp ## run the tests that build and start the containers; needs a Docker engine
 	@$(IN_VENV)/python -m pytest -q -m docker $(ARGS)

@@ -21,7 +21,7 @@ SMALLEST = {
     "memory": "--layers 1 --width 64 --batch 1 --workers 2 --shards 1 --steps 2 --transport grpc --bucket-kib 64",
     "recovery": "--mib 1 --seconds 1 --every 0.5 --rounds 1",
 }
-QUICK = ("scale",)
+QUICK = ("round", "scale")
 
 
 def run(name: str, flags: str, directory: Path) -> list[dict[str, Any]]:

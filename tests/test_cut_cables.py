@@ -146,7 +146,7 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 @pytest.mark.netns
-@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_worker_whose_cable_was_pulled_for_longer_than_its_lease_comes_back_and_nothing_is_lost(
     network: Network, processes: list[subprocess.Popen[bytes]], tmp_path: Path, mode: str
 ) -> None:

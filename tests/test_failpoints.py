@@ -259,7 +259,7 @@ def test_a_coordinator_that_dies_over_a_join_comes_back_and_the_worker_joins(
     assert (job["restore_count"], job["redone_steps"]) == (0, 0)
 
 
-@pytest.mark.parametrize("mode", ["sync", pytest.param("ssp:2", marks=pytest.mark.slow), "async"])
+@pytest.mark.parametrize("mode", ["sync", "ssp:2", "async"])
 def test_a_coordinator_that_dies_over_a_join_holds_up_nobody_who_trains(start: Start, mode: str) -> None:
     servers, run = start(mode, "worker-half-admitted=9", apart=True, late=True)
     ended = run.to_the_end()
@@ -271,13 +271,13 @@ def test_a_coordinator_that_dies_over_a_join_holds_up_nobody_who_trains(start: S
 @pytest.mark.parametrize(
     ("mode", "points", "who"),
     [
-        pytest.param("ssp:2", f"push-checked@1={LATER}", ["shard 1"], marks=pytest.mark.slow),
+        ("ssp:2", f"push-checked@1={LATER}", ["shard 1"]),
         ("async", f"push-staged@1={LATER}", ["shard 1"]),
-        pytest.param("async", f"contribution-added@0={LATER}", ["shard 0"], marks=pytest.mark.slow),
+        ("async", f"contribution-added@0={LATER}", ["shard 0"]),
         ("ssp:2", f"update-stepped@1={LATER}", ["shard 1"]),
-        pytest.param("ssp:2", f"pull-half-sent@0={LATER}", ["shard 0"], marks=pytest.mark.slow),
+        ("ssp:2", f"pull-half-sent@0={LATER}", ["shard 0"]),
         ("async", "shard-file-half-written@1=2", ["shard 1"]),
-        pytest.param("async", "manifest-unnamed@0=2", ["shard 0"], marks=pytest.mark.slow),
+        ("async", "manifest-unnamed@0=2", ["shard 0"]),
         ("async", f"{KILL},restore-half-done@0", ["shard 1", "shard 0"]),
     ],
 )

@@ -101,10 +101,10 @@ def lose(cluster: Cluster, cable: Cable, rank: int = 0) -> None:
     [
         ("sync", "grpc"),
         ("sync", "shm"),
-        pytest.param("ssp:2", "grpc", marks=pytest.mark.slow),
+        ("ssp:2", "grpc"),
         ("ssp:2", "shm"),
         ("async", "grpc"),
-        pytest.param("async", "shm", marks=pytest.mark.slow),
+        ("async", "shm"),
     ],
 )
 def test_a_worker_that_was_cut_off_takes_its_place_again_and_goes_on(
@@ -356,10 +356,10 @@ session.close()
 @pytest.mark.parametrize(
     ("mode", "transport"),
     [
-        pytest.param("sync", "grpc", marks=pytest.mark.slow),
+        ("sync", "grpc"),
         ("sync", "shm"),
         ("async", "grpc"),
-        pytest.param("async", "shm", marks=pytest.mark.slow),
+        ("async", "shm"),
     ],
 )
 def test_a_process_that_was_stopped_goes_on_when_it_is_continued(cluster: Cluster, mode: str, transport: str) -> None:

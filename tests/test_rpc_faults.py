@@ -99,9 +99,9 @@ def test_with_calls_lost_unheard_and_repeated_every_push_counts_once(
 @pytest.mark.parametrize(
     ("mode", "transport"),
     [
-        pytest.param("sync", "shm", marks=pytest.mark.slow),
+        ("sync", "shm"),
         ("sync", "grpc"),
-        pytest.param("ssp:2", "grpc", marks=pytest.mark.slow),
+        ("ssp:2", "grpc"),
         ("async", "shm"),
     ],
 )

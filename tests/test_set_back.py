@@ -117,7 +117,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Found:
         (1, "10steps", 27, "grpc"),
         (0, "10steps", 12, "auto"),  # with the coordinator; within the 2nd pass
         (1, "8steps", 33, "auto"),  # to the very end of a pass
-        pytest.param(1, "13steps", 47, "auto", marks=pytest.mark.slow),  # over two ends
+        (1, "13steps", 47, "auto"),  # over two ends
     ],
 )
 def test_a_job_that_lost_a_shard_ends_with_the_weights_of_the_undisturbed_run(
