@@ -226,8 +226,6 @@ class JobCheckpoints:
     def _begin(self, generation: int) -> tuple[str, int | None]:
         """Names a clock that all shards can still meet; in ssp and async there is none to name."""
         attempt = 0
-        if self._aggregate and self._is_soon:
-            self._look(generation)
         name, clock = self._fresh_name(), self._next_clock(attempt) if self._aggregate else None
         while True:
             self._check_void(generation)
@@ -255,11 +253,6 @@ class JobCheckpoints:
         self._number += 1
         return f"{self._number:06d}"
 
-    @property
-    def _is_soon(self) -> bool:
-        """Whether the clock to name is the next that can be, rather than one that the policy names."""
-        return self.last is None or self._policy.steps is None or self._asked > self._answered
-
     def _look(self, generation: int) -> None:
         """Finds out how far training is, unless the job is set back meanwhile: then it has been further."""
         found = self._progress()
@@ -270,10 +263,9 @@ class JobCheckpoints:
     def _next_clock(self, attempt: int) -> int:
         """The clock to try: further ahead at each attempt, because training goes on meanwhile."""
         ahead: int = 2**attempt
-        steps = self._policy.steps
-        if steps is None or self._is_soon:
+        if self.last is None or self._policy.steps is None or self._asked > self._answered:
             return self._reached + ahead
-        return (self._reached // steps + ahead) * steps
+        return (self._reached // self._policy.steps + ahead) * self._policy.steps
 
     def _await_parts(self, name: str, clock: int | None, generation: int) -> list[Captured] | None:
         """Every shard's part. None if somebody waits for the checkpoint and training stands still."""

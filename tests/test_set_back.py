@@ -62,9 +62,9 @@ class Workers:
         (self.directory / f"go-{clock}").touch()
 
     def reach(self, clock: int, every: int, cluster: Cluster) -> None:
-        """Until they stand at a clock, with a checkpoint behind them at each multiple of `every`: each was begun in
-        time, because they were held a step before it."""
-        for multiple in range(every, clock, every):
+        """Until they stand at a clock, with a checkpoint behind them at 1 and at each multiple of `every`: each was begun
+        in time, because they were held a step before it."""
+        for multiple in checkpoints(clock, every):
             until(lambda: self.are_held(multiple - 1), "the step before a checkpoint")  # noqa: B023
             until(lambda: begun(cluster) == {multiple}, "the beginning of the checkpoint")  # noqa: B023
             self.let_go(multiple - 1)
@@ -84,7 +84,12 @@ def begun(cluster: Cluster) -> set[int | None]:
 
 def holds(clock: int, every: int) -> list[int]:
     """Where `reach` wants workers to be held."""
-    return [*(multiple - 1 for multiple in range(every, clock, every)), clock]
+    return [*(multiple - 1 for multiple in checkpoints(clock, every)), clock]
+
+
+def checkpoints(clock: int, every: int) -> list[int]:
+    """The clocks below this one at which there is a checkpoint: the first is as soon as it can be."""
+    return [1, *range(every, clock, every)]
 
 
 def last(store: CheckpointStore) -> int:

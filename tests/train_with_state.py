@@ -54,6 +54,8 @@ def main() -> None:
         model, optimizer, loader, cycle, decay = session.prepare(
             model, optimizer, DataLoader(Noisy(), BATCH, shuffle=True), cycle, decay, bucket_bytes=128
         )
+        if 0 in holds:
+            hold(directory, session.rank, 0)
         for _ in range(PASSES):
             for batch in loader:
                 model(batch).square().mean().backward()
