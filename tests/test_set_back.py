@@ -62,8 +62,10 @@ class Workers:
         (self.directory / f"go-{clock}").touch()
 
     def reach(self, clock: int, every: int, cluster: Cluster) -> None:
-        """Until they stand at a clock, with a checkpoint behind them at 1 and at each multiple of `every`: each was begun
-        in time, because they were held a step before it."""
+        """Until they stand at a clock, with a checkpoint behind them at 1 and at each multiple of `every`.
+
+        Each was begun in time, because they were held a step before it.
+        """
         for multiple in checkpoints(clock, every):
             until(lambda: self.are_held(multiple - 1), "the step before a checkpoint")  # noqa: B023
             until(lambda: begun(cluster) == {multiple}, "the beginning of the checkpoint")  # noqa: B023
