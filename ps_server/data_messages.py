@@ -12,7 +12,7 @@ from ps_protocol.job import HyperParameters
 from ps_protocol.job_messages import hyper_parameters, known
 from ps_protocol.v1 import data_pb2
 from ps_server.core.bucket import Verdict
-from ps_server.core.pushes import Push, PushKind, SharedBucket, SharedPush, Staged
+from ps_server.core.pushes import PullCall, Push, PushKind, SharedBucket, SharedPush, Staged
 from ps_server.lease_messages import ranges_of
 from ps_server.pulls import Writers
 
@@ -63,11 +63,11 @@ def shared_push(data: bytes) -> SharedPush:
     return _shared_push(request)
 
 
-def push_pull(data: bytes) -> tuple[SharedPush, list[int]]:
-    """What is pushed and which buckets are pulled by a PushPullSharedRequest. Raises as `shared_push`."""
+def push_pull(data: bytes) -> tuple[SharedPush, PullCall]:
+    """What is pushed and what is pulled by a PushPullSharedRequest. Raises as `shared_push`."""
     request = data_pb2.PushPullSharedRequest()
     _parse(request, data)
-    return _shared_push(request.push), list(request.buckets)
+    return _shared_push(request.push), _pull(request.push.worker, request.push.clock, request)
 
 
 def _shared_push(request: data_pb2.PushSharedRequest) -> SharedPush:
@@ -93,12 +93,18 @@ def _group_updates(updates: Any) -> dict[int, HyperParameters]:
     return groups
 
 
-def pull(data: bytes) -> tuple[str, int, int, int, list[int], bytes]:
-    """Job, rank, incarnation, clock, buckets and lease key of a PullRequest."""
+def pull(data: bytes) -> PullCall:
+    """What the bytes of a PullRequest ask for."""
     request = data_pb2.PullRequest()
     _parse(request, data)
-    worker = request.worker
-    return worker.job, worker.rank, worker.incarnation, request.clock, list(request.buckets), worker.lease_key
+    return _pull(request.worker, request.clock, request)
+
+
+def _pull(
+    worker: data_pb2.WorkerIdentity, clock: int, request: data_pb2.PullRequest | data_pb2.PushPullSharedRequest
+) -> PullCall:
+    who = worker.job, worker.rank, worker.incarnation
+    return PullCall(*who, clock, tuple(request.buckets), worker.lease_key, request.word_bytes)
 
 
 def pull_response(

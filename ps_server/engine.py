@@ -27,7 +27,7 @@ from ps_server.capture import Capture, Captured
 from ps_server.checkpoints import CheckpointStore, Part
 from ps_server.core.bucket import Add, Step
 from ps_server.core.data_commits import Committed
-from ps_server.core.pushes import Push, PushKind, SharedPush, Staged
+from ps_server.core.pushes import PullCall, Push, PushKind, SharedPush, Staged
 from ps_server.core.snapshot import BucketImage, Extent
 from ps_server.core.weights import Gradient
 from ps_server.failpoints import failpoint
@@ -288,13 +288,13 @@ class Engine:
         job = self._job(push.job)
         return sum(staged.duplicate for staged in self._push_all(job, self._pushes(job, push)))
 
-    def push_pull_shared(self, push: SharedPush, indices: list[int], outbox: Outbox) -> None:
-        """As `push_shared`, then `pull`, at the same clock; what can be applied is applied by the calling thread."""
+    def push_pull_shared(self, push: SharedPush, call: PullCall, outbox: Outbox) -> None:
+        """As `push_shared`, then `pull`, of one worker at one clock; the calling thread applies what can be applied."""
         job = self._job(push.job)
-        asked = self._pulls.check(job, push.rank, push.incarnation, push.clock, indices, outbox, True, push.key)
+        asked = self._pulls.check(job, call, outbox, shared=True)
         asked.with_pushes = True
         found = self._stage_all(job, self._pushes(job, push))
-        self._pulls.ask(job, asked, indices)
+        self._pulls.ask(job, asked, call.buckets)
         fresh = [bucket.index for bucket, staged in zip(push.buckets, found, strict=True) if not staged.duplicate]
         self._apply.lend([task for index in fresh if (task := self._due(job, index)) is not None])
 
@@ -368,21 +368,10 @@ class Engine:
 
     # -- pulls -------------------------------------------------------------------------------------------------------
 
-    def pull(
-        self,
-        name: str,
-        rank: int,
-        incarnation: int,
-        clock: int,
-        indices: list[int],
-        outbox: Outbox,
-        shared: bool = False,
-        key: bytes = b"",
-    ) -> None:
+    def pull(self, call: PullCall, outbox: Outbox, shared: bool = False) -> None:
         """Sends buckets on the outbox as they are admitted; see Pulls."""
-        job = self._job(name)
-        asked = self._pulls.check(job, rank, incarnation, clock, indices, outbox, shared, key)
-        self._pulls.ask(job, asked, indices)
+        job = self._job(call.job)
+        self._pulls.ask(job, self._pulls.check(job, call, outbox, shared), call.buckets)
 
     def _tick(self) -> None:
         due = time.monotonic() + NOTICE_AFTER_SECONDS

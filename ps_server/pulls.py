@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ps_protocol.errors import InvalidRequest, PSError, UnknownWorker
 from ps_protocol.job import travels_as
 from ps_protocol.tensors import bytes_of
 from ps_server.core.bucket import Verdict
+from ps_server.core.pushes import PullCall
 from ps_server.failpoints import failpoint
 from ps_server.metrics import ShardMetrics
 from ps_server.running import Pull, RunningBucket, RunningJob, Waiter
@@ -22,9 +23,6 @@ NOTICE_EVERY_SECONDS = 10.0
 # A worker whose pushes came with a pull learns from the first bucket that they are staged, or else after this time: a
 # message for nothing but that would take a core from the worker that is waited for (measured).
 STAGED_AFTER_SECONDS = 0.1
-# A worker is told of buckets in its segment once there are as many bytes of them, or all: to say it of each costs both
-# ends a thread's turn, half as long as the bucket itself takes (measured).
-WORD_BYTES = 16 * 2**20
 READER = 0  # the incarnation of who is no worker
 
 # Writes one message of a pull stream: (bucket, version, seconds waited, notice, payload, whether this version is kept
@@ -66,22 +64,13 @@ class Pulls:
         pull.with_pushes = False
         return self._writers.staged(time.monotonic() - pull.since)
 
-    def check(
-        self,
-        job: RunningJob,
-        rank: int,
-        incarnation: int,
-        clock: int,
-        indices: list[int],
-        outbox: Outbox,
-        shared: bool,
-        key: bytes = b"",
-    ) -> Pull:
+    def check(self, job: RunningJob, call: PullCall, outbox: Outbox, shared: bool) -> Pull:
         """A pull to `ask` for. Raises what is wrong with it.
 
         shared: the buckets go into the worker's segment, and only the word of it on the outbox
         """
-        segment = job.segment(rank, incarnation, key) if shared else None
+        rank, incarnation, indices = call.rank, call.incarnation, call.buckets
+        segment = job.segment(rank, incarnation, call.key) if shared else None
         if len(indices) > len(job.buckets):
             raise InvalidRequest(f"this shard holds {len(job.buckets)} buckets of the job, got {len(indices)}")
         if len(set(indices)) != len(indices):
@@ -90,12 +79,13 @@ class Pulls:
             (job.state.trained if shared else job.state.bucket)(index)
         if incarnation != READER:
             with job.lock:
-                job.state.check_worker(rank, incarnation, key)
-        elif clock or shared:
-            raise InvalidRequest(f"who has not joined may only Pull at clock 0, got clock {clock}")
-        return Pull(rank, incarnation, clock, outbox, len(indices), time.monotonic(), segment)
+                job.state.check_worker(rank, incarnation, call.key)
+        elif call.clock or shared:
+            raise InvalidRequest(f"who has not joined may only Pull at clock 0, got clock {call.clock}")
+        now = time.monotonic()
+        return Pull(rank, incarnation, call.clock, outbox, len(indices), now, segment, word_bytes=call.word_bytes)
 
-    def ask(self, job: RunningJob, pull: Pull, indices: list[int]) -> None:
+    def ask(self, job: RunningJob, pull: Pull, indices: Sequence[int]) -> None:
         """Sends each bucket on the pull's outbox as soon as it is admitted, then ends the stream. Returns at once."""
         now, outbox = time.monotonic(), pull.outbox
         with job.lock:
@@ -132,7 +122,7 @@ class Pulls:
         with job.lock:
             pull.left -= 1
             last = pull.left == 0
-            words = pull.said(message, 0 if last else WORD_BYTES, layout.nbytes)
+            words = pull.said(message, layout.nbytes)
             if words:
                 words = self._staged_word(pull) + words
         if words:
@@ -156,6 +146,8 @@ class Pulls:
 
     def admit(self, job: RunningJob, bucket: RunningBucket) -> None:
         """Sends the bucket to every waiting pull that is admitted now, and ends those whose worker lost its place."""
+        if not bucket.waiters:
+            return  # one that is added meanwhile looks for itself, under the same lock as whoever changed something
         admitted: list[Waiter] = []
         lost: list[tuple[Pull, UnknownWorker]] = []
         index = bucket.state.layout.index

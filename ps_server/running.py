@@ -52,13 +52,14 @@ class Pull:
     notified: float = 0.0
     words: list[bytes] = field(default_factory=list)  # of buckets in the segment, not sent yet
     unsaid: int = 0  # the bytes of those buckets
+    word_bytes: int = 0  # see PullCall
     with_pushes: bool = False  # came with pushes, and was not told yet that they are staged
 
-    def said(self, word: bytes, least: int, size: int) -> bytes:
-        """Keeps the word of a bucket of `size` bytes; returns all that are kept once they stand for `least` bytes."""
+    def said(self, word: bytes, size: int) -> bytes:
+        """Keeps the word of a bucket of `size` bytes; returns all that are kept once they are enough, or the last."""
         self.words.append(word)
         self.unsaid += size
-        if self.unsaid < least:
+        if self.left and not 0 < self.word_bytes <= self.unsaid:
             return b""
         words = b"".join(self.words)
         self.words, self.unsaid = [], 0

@@ -88,22 +88,22 @@ class DataService:
 
     def _pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         # What is ready at the same time goes in one message: a header is not worth a message of its own.
-        job, rank, incarnation, clock, buckets, key = data_messages.pull(request)
-        check_job(job)
+        call = data_messages.pull(request)
+        check_job(call.job)
         outbox = Outbox(send, context, self.senders, join=True)
-        self._engine.pull(job, rank, incarnation, clock, buckets, outbox, shared=True, key=key)
+        self._engine.pull(call, outbox, shared=True)
 
     def _push_pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
-        push, buckets = data_messages.push_pull(request)
+        push, pull = data_messages.push_pull(request)
         check_job(push.job)
         outbox = Outbox(send, context, self.senders, join=True)
-        self._engine.push_pull_shared(replace(push, caller=caller_name()), buckets, outbox)
+        self._engine.push_pull_shared(replace(push, caller=caller_name()), pull, outbox)
 
     def _pull(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
-        job, rank, incarnation, clock, buckets, key = data_messages.pull(request)
-        check_job(job)
+        call = data_messages.pull(request)
+        check_job(call.job)
         outbox = Outbox(send, context, self.senders)
-        self._engine.pull(job, rank, incarnation, clock, buckets, outbox, key=key)
+        self._engine.pull(call, outbox)
 
 
 def _in_pool(behaviour: Callable[..., Any], pool: ThreadPoolExecutor, non_blocking: bool = False) -> Callable[..., Any]:

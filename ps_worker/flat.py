@@ -174,8 +174,12 @@ class FlatModel:
     @property
     def in_segment(self) -> bool:
         """Whether every gradient is made in the segment that is shared with the shards."""
-        shared = self._segment.gradients if self._segment is not None else {}
-        return all(space in shared and flat is shared[space] for space, flat in self._gradients.items())
+        return self._segment is not None and _are_those(self._gradients, self._segment.gradients)
+
+    @property
+    def lands_in_place(self) -> bool:
+        """Whether what shards write into the segment are the model's weights themselves."""
+        return self._segment is not None and _are_those(self._weights, self._segment.weights)
 
     def leaving(self, bucket: Bucket) -> None:
         """A bucket's gradient is complete: called by the thread that made it, before another one sends it."""
@@ -265,3 +269,7 @@ class FlatModel:
     @staticmethod
     def _slice(spaces: dict[str, torch.Tensor], bucket: Bucket) -> torch.Tensor:
         return spaces[bucket.space][bucket.start : bucket.start + bucket.numel]
+
+
+def _are_those(mine: dict[str, torch.Tensor], shared: dict[str, torch.Tensor]) -> bool:
+    return all(space in shared and flat is shared[space] for space, flat in mine.items())

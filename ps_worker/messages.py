@@ -159,11 +159,16 @@ def shared_push(who: Identity, clock: int, pushes: Sequence[BucketPush], finite:
 
 
 def push_pull(
-    who: Identity, clock: int, pushes: Sequence[BucketPush], finite: Set[int], buckets: Sequence[int]
+    who: Identity,
+    clock: int,
+    pushes: Sequence[BucketPush],
+    finite: Set[int],
+    buckets: Sequence[int],
+    word_bytes: int,
 ) -> bytes:
-    """As `shared_push`, and asks for buckets at that clock."""
+    """As `shared_push`, and asks for buckets at that clock, as `pull_request`."""
     push = _shared_push(who, clock, pushes, finite)
-    return data_pb2.PushPullSharedRequest(push=push, buckets=buckets).SerializeToString()
+    return data_pb2.PushPullSharedRequest(push=push, buckets=buckets, word_bytes=word_bytes).SerializeToString()
 
 
 def _shared_push(
@@ -206,9 +211,13 @@ def initial_push(who: Identity, bucket: int, payload: memoryview) -> bytes:
     return write_message(data_pb2.PushHeader(worker=_identity(who), bucket=bucket, kind=kind), payload)
 
 
-def pull_request(who: Identity, clock: int, buckets: Sequence[int]) -> bytes:
-    """Asks a shard for buckets at a clock."""
-    return data_pb2.PullRequest(worker=_identity(who), clock=clock, buckets=buckets).SerializeToString()
+def pull_request(who: Identity, clock: int, buckets: Sequence[int], word_bytes: int = 0) -> bytes:
+    """Asks a shard for buckets at a clock.
+
+    word_bytes: into the segment, and to be told of them whenever they make so many bytes; 0: when all are there
+    """
+    request = data_pb2.PullRequest(worker=_identity(who), clock=clock, buckets=buckets, word_bytes=word_bytes)
+    return request.SerializeToString()
 
 
 def pulled(data: bytes) -> Pulled:

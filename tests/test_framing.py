@@ -18,7 +18,7 @@ from ps_protocol.layout import Bucket
 from ps_protocol.v1 import data_pb2
 from ps_server import data_messages
 from ps_server.core.bucket import Verdict
-from ps_server.core.pushes import PushKind, Staged
+from ps_server.core.pushes import PullCall, PushKind, Staged
 from ps_worker import messages as worker_messages
 from ps_worker.messages import BucketPush, Identity
 
@@ -200,8 +200,19 @@ def test_an_initial_value_and_a_step_without_gradient_say_what_they_are() -> Non
 
 def test_a_pull_is_read_as_it_was_asked() -> None:
     request = worker_messages.pull_request(WHO, 12, [4, 2])
-    assert data_messages.pull(request) == ("job", 3, 7, 12, [4, 2], WHO.key)
+    assert data_messages.pull(request) == PullCall("job", 3, 7, 12, (4, 2), WHO.key)
     assert data_pb2.PullRequest.FromString(request).clock == 12
+    request = worker_messages.pull_request(WHO, 12, [4], 100)
+    assert data_messages.pull(request) == PullCall("job", 3, 7, 12, (4,), WHO.key, 100)
+
+
+def test_a_pull_that_comes_with_pushes_is_of_the_same_worker_at_the_same_clock() -> None:
+    bucket = Bucket(1, "float32", "float32", False, 0, 50, ())
+    request = worker_messages.push_pull(WHO, 5, [BucketPush(bucket, 5, False, [], {})], {1}, [1, 4], 100)
+    push, pull = data_messages.push_pull(request)
+    assert (push.job, push.rank, push.incarnation, push.clock, push.key) == ("job", 3, 7, 5, WHO.key)
+    assert [(found.index, found.finite) for found in push.buckets] == [(1, True)]
+    assert pull == PullCall("job", 3, 7, 5, (1, 4), WHO.key, 100)
 
 
 def test_a_pulled_bucket_is_read_as_it_was_sent_by_hand_and_by_the_generated_class() -> None:

@@ -65,12 +65,14 @@ class PushSharedResponse(_message.Message):
     def __init__(self, duplicate_count: _Optional[int] = ...) -> None: ...
 
 class PushPullSharedRequest(_message.Message):
-    __slots__ = ("push", "buckets")
+    __slots__ = ("push", "buckets", "word_bytes")
     PUSH_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    WORD_BYTES_FIELD_NUMBER: _ClassVar[int]
     push: PushSharedRequest
     buckets: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, push: _Optional[_Union[PushSharedRequest, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
+    word_bytes: int
+    def __init__(self, push: _Optional[_Union[PushSharedRequest, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., word_bytes: _Optional[int] = ...) -> None: ...
 
 class PullSharedResponse(_message.Message):
     __slots__ = ("headers", "staged_seconds")
@@ -135,14 +137,16 @@ class PushResponse(_message.Message):
     def __init__(self, version: _Optional[int] = ..., duplicate: bool = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("worker", "clock", "buckets")
+    __slots__ = ("worker", "clock", "buckets", "word_bytes")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    WORD_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerIdentity
     clock: int
     buckets: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
+    word_bytes: int
+    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., word_bytes: _Optional[int] = ...) -> None: ...
 
 class WaitNotice(_message.Message):
     __slots__ = ("ranks", "reason")

@@ -137,6 +137,8 @@ class BucketProtocol(Generic[T]):
             if self.added:
                 return Step((self.added[0].rank,), self._staleness(self.added[0]))
             return next(iter(self.waiting.values()), None)
+        if not self.waiting and not self.added:
+            return None
         taken = {add.rank for add in self.added}
         for rank in sorted(self.waiting.keys() | self.roster.keys()):
             # A newcomer may stage its first clock while an earlier update is still open here: that one is not for it.

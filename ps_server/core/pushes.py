@@ -1,4 +1,4 @@
-"""What workers push, as it came, and what they are told."""
+"""What workers push and ask for, as it came, and what they are told."""
 
 from __future__ import annotations
 
@@ -62,6 +62,20 @@ class SharedPush:
     key: bytes = field(default=b"", repr=False)
     caller: str = ""
     ranges: tuple[DataRange, ...] = ()
+
+
+@dataclass(frozen=True)
+class PullCall:
+    """Which buckets a worker wants, at which clock of its own. `word_bytes`: into its segment, and it is told of them
+    once they make so many bytes, or all are there; 0: only then."""
+
+    job: str
+    rank: int
+    incarnation: int
+    clock: int
+    buckets: tuple[int, ...]
+    key: bytes = field(default=b"", repr=False)
+    word_bytes: int = 0
 
 
 @dataclass(frozen=True)

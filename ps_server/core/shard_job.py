@@ -80,6 +80,8 @@ class ShardJob:
         self.roster: dict[int, Live] = {}
         scratch = Scratch()
         self.buckets = {i: ShardBucket(spec, layout.buckets[i], self.roster, scratch) for i in indices}
+        # Bytes of the weights on this shard, added up once: it is asked for at each push.
+        self.parameter_bytes = sum(bucket.layout.nbytes for bucket in self.buckets.values())
         self.data = DataCommits(index for index in indices if not layout.buckets[index].held)
         self._retired: dict[int, int] = {}  # by rank, the highest incarnation that was retired
         self._fenced = 0  # no incarnation up to this one may come back
@@ -255,14 +257,15 @@ class ShardJob:
         What an update waits for is always taken: all that is staged may be waiting behind it. Where no update waits for
         others (ssp, async), what is staged is applied without anybody's help, and there is room again.
         """
-        awaited = self.bucket(push.bucket).protocol.is_awaited(push.rank, push.clock)
-        if not gradient.within and not awaited:
+        protocol = self.bucket(push.bucket).protocol
+        if not gradient.within and not protocol.is_awaited(push.rank, push.clock):
             raise Backlogged(
                 f"worker {push.rank}: whom it pushes for has more bytes staged that are not applied yet, "
                 "over all workers, than max-caller-bytes lets it"
             )
         if gradient.borrowed or gradient.values is None:
             return
+        awaited = protocol.is_awaited(push.rank, push.clock)
         if not self._held.take(push.bucket, push.rank, push.clock, len(push.payload), self.staged_limit, awaited):
             raise Backlogged(
                 f"{self._held.bytes} bytes are staged here and wait for other workers, "
@@ -293,11 +296,6 @@ class ShardJob:
         return self.data.of(index, self.bucket(index).protocol.unapplied())
 
     # -- sizes -------------------------------------------------------------------------------------------------------
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of the weights on this shard."""
-        return sum(bucket.layout.nbytes for bucket in self.buckets.values())
 
     @property
     def optimizer_bytes(self) -> int:
