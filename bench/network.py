@@ -39,7 +39,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link-mbit", type=float, default=0.0, help="what a host's link carries in each direction")
     parser.add_argument("--wire", default="float32,bfloat16", help="of gradients and weights (%(default)s)")
     parser.add_argument("--parameters", type=int, default=8_000_000, help="of the model (%(default)s)")
-    parser.add_argument("--bucket-kib", type=int, default=256, help="of one bucket on the wire (%(default)s)")
+    parser.add_argument("--bucket-kib", type=int, help="of one bucket on the wire (what the server chooses)")
     parser.add_argument("--turns", type=int, default=3, help="of each system (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="in a turn; the first is not counted (%(default)s)")
 
@@ -59,7 +59,8 @@ def run(arguments: argparse.Namespace) -> list[Result]:
         tasks = {"ddp": plain} if count > 1 else {}
         for wire in arguments.wire.split(","):
             ours = replace(plain, mode="sync", server=cluster.address, job=wire, transport="grpc", wire=wire)
-            bucket = arguments.bucket_kib * 1024 * ITEM_BYTES["float32"] // ITEM_BYTES[wire]
+            wire_bytes = arguments.bucket_kib and arguments.bucket_kib * 1024
+            bucket = wire_bytes and wire_bytes * ITEM_BYTES["float32"] // ITEM_BYTES[wire]
             tasks[f"sync {wire}"] = replace(ours, bucket_bytes=bucket)
         groups = {name: stack.enter_context(Group(workers, task, port=arguments.port)) for name, task in tasks.items()}
         for _ in range(arguments.turns):

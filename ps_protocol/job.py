@@ -47,7 +47,7 @@ class JobSpec:
     parameters:   every tensor of the model, in registration order
     optimizer:    the name of a torch.optim class
     groups:       the hyper-parameters of its parameter groups when the job began
-    bucket_bytes: bytes of a full bucket, a multiple of 64
+    bucket_bytes: bytes of a full bucket, a multiple of 64; 0 until it is registered, where the server is to choose
     world_size:   how many workers take part; 0 is elastic: whoever is there
     gradient_wire, weight_wire: the element types in which float32 gradients and weights travel
     """

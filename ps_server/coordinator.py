@@ -12,21 +12,17 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from ps_protocol.credentials import PLAINTEXT, Access
-from ps_protocol.errors import (
-    JobMismatch,
-    LimitExceeded,
-    NoCheckpoints,
-    NotFound,
-    PSError,
-    TryLater,
-)
+from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater
 from ps_protocol.job import JobSpec, difference
+from ps_protocol.layout import DEFAULT_BUCKET_BYTES
 from ps_server.admitting import admit
 from ps_server.checkpoint_policy import CheckpointPolicy
 from ps_server.checkpoints import Manifest
 from ps_server.checks import check_address, check_host, check_job_spec
+from ps_server.core.bucket_sizes import sized
 from ps_server.core.data_leases import Grant
 from ps_server.core.membership import Member, Newcomer, Seat, check_key
 from ps_server.data_leases import LeaseRequest
@@ -118,21 +114,27 @@ class Coordinator:
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def register_job(self, spec: JobSpec) -> tuple[CoordinatedJob, bool]:
-        """The job with this spec, and whether this call made it. Raises JobMismatch naming what differs."""
-        check_job_spec(spec, self._limits)
+        """The job with this spec, and whether this call made it. Raises JobMismatch naming what differs.
+
+        Where the spec leaves the size of buckets open, it is that of the job, of its checkpoint, or chosen here.
+        """
+        check_job_spec(replace(spec, bucket_bytes=spec.bucket_bytes or DEFAULT_BUCKET_BYTES), self._limits)
         clients = self._directory.clients()
+        chosen = sized(spec, [client.address for client in clients])
+        check_job_spec(chosen, self._limits)
         self._check_open()
         with self._registering:
             known = self._jobs.get(spec.name)
             if known is not None:
+                spec = spec if spec.bucket_bytes else replace(spec, bucket_bytes=known.spec.bucket_bytes)
                 found = difference(known.spec, spec)
                 if found is not None:
                     raise JobMismatch(f"job {spec.name!r} exists and differs: {found}")
                 return known, False
             if len(self._jobs) >= self._limits.jobs:
                 raise LimitExceeded(f"there are {self._limits.jobs} jobs already: that is the limit max-jobs")
-            job = self.keeping.go_on(spec) if self.keeping is not None else None
-            job = job or self._new_job(spec, clients)
+            job = self.keeping.go_on(spec, chosen) if self.keeping is not None else None
+            job = job or self._new_job(chosen, clients)
             with self._lock:
                 self._jobs[spec.name] = job
             self._why_ended.pop(spec.name, None)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
-from ps_protocol.errors import PSError
+from ps_protocol.errors import CheckpointDamaged, PSError
 from ps_protocol.job import JobSpec
 from ps_server import durable
 from ps_server.checkpoint_policy import CheckpointPolicy
@@ -53,14 +55,15 @@ class Keeping:
         )
         return JobCheckpoints(view, self._store, self._policy, self._directory.count)
 
-    def go_on(self, spec: JobSpec) -> CoordinatedJob | None:
+    def go_on(self, spec: JobSpec, chosen: JobSpec) -> CoordinatedJob | None:
         """The job as the last checkpoint of its name has it; None where there is none, or nothing is to be gone on
-        with.
+        with. `chosen`: the same job, with the size of its buckets where `spec` leaves that open.
 
         Raises JobMismatch if it is another job, NoCheckpoints if not one of its checkpoints is whole.
         """
         if not self._policy.restore or not self._store.names(spec.name):
             return None
+        spec = spec if spec.bucket_bytes else self._as_kept(chosen)
         shards = self._directory.known()
         job = make_job(spec, shards, self._directory.count, self._lease, secrets.token_hex(8))
         job.checkpoints = self.checkpoints_of(job)
@@ -68,6 +71,16 @@ class Keeping:
         job.run, job.restore_count = manifest.run, manifest.restore_count + 1
         job.checkpoints.start()
         return job
+
+    def _as_kept(self, spec: JobSpec) -> JobSpec:
+        """The job with buckets as large as its last checkpoint that can be read has them."""
+        for name in reversed(self._store.names(spec.name)):
+            with contextlib.suppress(CheckpointDamaged):
+                kept = job_spec_from_data(self._store.manifest(spec.name, name).job)
+                spec = replace(spec, bucket_bytes=kept.bucket_bytes)
+                check_job_spec(spec, self._limits)
+                return spec
+        return spec
 
     def take_up(self) -> dict[str, CoordinatedJob]:
         """The jobs that ran when a coordinator with this directory ended, if they are to be gone on with."""

@@ -204,7 +204,8 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
     def RegisterJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.spec.name)
         job, created = self._coordinator.register_job(job_spec(request.spec))
-        return control_pb2.RegisterJobResponse(shard_map=self._shard_map(job.placement), created=created)
+        shard_map, size = self._shard_map(job.placement), job.spec.bucket_bytes
+        return control_pb2.RegisterJobResponse(shard_map=shard_map, created=created, bucket_bytes=size)
 
     def _shard_map(self, placement: list[int]) -> Any:
         addresses = {index: shard.client.address for index, shard in self._coordinator.shards().items()}

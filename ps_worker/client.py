@@ -121,9 +121,9 @@ class CoordinatorClient:
         self._channel = open_channel(address, access)
         self._stub = JobServiceStub(self._channel)
 
-    def register(self, spec: Any) -> ShardMap:
-        """Registers a job, or finds the equal one that is there."""
-        return messages.shard_map(self._call(self._stub.RegisterJob, messages.register_request(spec)))
+    def register(self, spec: Any) -> tuple[ShardMap, int]:
+        """Registers a job, or finds the equal one that is there: where its buckets are, and the bytes of a full one."""
+        return messages.registered(self._call(self._stub.RegisterJob, messages.register_request(spec)))
 
     def join(
         self, job: str, rank: int | None, pid: int, host: str, metrics: str, previous: int = 0, clock: int = 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from ps_protocol.channel import MAX_BUCKET_BYTES
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec, NonFinite, validate
-from ps_protocol.layout import ParameterSpec
+from ps_protocol.layout import DEFAULT_BUCKET_BYTES, ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import hyper_parameters, optimizer_name
 from ps_protocol.tensors import DTYPE_NAMES
@@ -20,7 +22,7 @@ def describe(
     *,
     name: str,
     consistency: Consistency,
-    bucket_bytes: int,
+    bucket_bytes: int | None,
     world_size: int,
     non_finite: NonFinite,
     gradient_wire: str,
@@ -29,7 +31,8 @@ def describe(
     """The job that trains this model with this optimizer, and the model's tensors in the job's order.
 
     Tied parameters appear once. Parameters that the optimizer does not have, and buffers, are held: every worker starts
-    with rank 0's and goes on with its own. Raises Unsupported for what a parameter server cannot do, naming it.
+    with rank 0's and goes on with its own. Without bucket_bytes their size is left open. Raises Unsupported for what a
+    parameter server cannot do, naming it.
     """
     cls = optimizer_name(optimizer)
     if _has_stepped(optimizer):
@@ -57,14 +60,14 @@ def describe(
         optimizer=cls,
         groups=tuple(hyper_parameters(cls, group) for group in optimizer.param_groups),
         consistency=consistency,
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
         world_size=world_size,
         non_finite=non_finite,
         gradient_wire=gradient_wire,
         weight_wire=weight_wire,
     )
     validate(spec, MAX_BUCKET_BYTES)
-    return spec, tensors
+    return spec if bucket_bytes is not None else replace(spec, bucket_bytes=0), tensors
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:

@@ -251,9 +251,9 @@ def register_request(spec: JobSpec) -> control_pb2.RegisterJobRequest:
     return control_pb2.RegisterJobRequest(spec=job_spec_message(spec))
 
 
-def shard_map(response: control_pb2.RegisterJobResponse) -> ShardMap:
-    """Where a registered job's buckets are."""
-    return _shard_map(response.shard_map)
+def registered(response: control_pb2.RegisterJobResponse) -> tuple[ShardMap, int]:
+    """Where a registered job's buckets are, and the bytes of a full one."""
+    return _shard_map(response.shard_map), response.bucket_bytes
 
 
 def _shard_map(found: job_pb2.ShardMap) -> ShardMap:

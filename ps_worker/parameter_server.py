@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -130,7 +131,8 @@ class ParameterServer:
             weight_wire=options.weight_wire,
         )
         self._groups = LiveGroups(self._spec, optimizer)
-        self._shard_map = self._coordinator.register(self._spec)
+        self._shard_map, bucket_bytes = self._coordinator.register(self._spec)
+        self._spec = replace(self._spec, bucket_bytes=bucket_bytes)
         self._layout = bucket_layout(self._spec.parameters, self._spec.bucket_bytes)
         self._overlap = Overlap([bucket for bucket in self._layout.buckets if not bucket.held], options.overlap)
         self._take_places(self._members.join())

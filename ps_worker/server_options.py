@@ -13,6 +13,7 @@ from ps_worker.shards import Link
 class ServerOptions:
     """What a job on a parameter server is, besides model and optimizer.
 
+    bucket_bytes: of one bucket; None: what the job has, or the server chooses
     link:    how shards, and the coordinator at `server`, are reached
     overlap: whether full buckets leave while backward runs; None: once the script was seen to allow it
     """
@@ -22,7 +23,7 @@ class ServerOptions:
     consistency: Consistency
     rank: int | None
     world_size: int
-    bucket_bytes: int
+    bucket_bytes: int | None
     non_finite: NonFinite
     gradient_wire: str
     weight_wire: str

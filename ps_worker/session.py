@@ -23,7 +23,6 @@ from ps_protocol.credentials import is_loopback
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.exposure import is_exposed
 from ps_protocol.job import WIRE_FORMATS, NonFinite
-from ps_protocol.layout import DEFAULT_BUCKET_BYTES
 from ps_worker.config import WorkerConfig, resolve
 from ps_worker.data import PreparedLoader, shard_loader
 from ps_worker.ddp import Ddp
@@ -164,7 +163,8 @@ class Session:
         `load_state_dict`, come back as they are: should the job be set back to a checkpoint, so are they. Blocks until
         every declared worker is there.
 
-        bucket_bytes: size of a bucket in the model, a multiple of 64; by default one that travels as 4 MiB
+        bucket_bytes: size of a bucket in the model, a multiple of 64; by default what the job has already, or what the
+                      server chooses: it travels as 4 MiB on one machine, as 256 KiB to 4 MiB between hosts
         non_finite:   what to do with a gradient that holds an infinity or a NaN: "refuse" raises NonFiniteGradient and
                       pushes nothing more; "skip" leaves this worker's step out; "allow" does not look
         gradient_wire, weight_wire: how float32 tensors travel: float32, bfloat16 or float16; shards keep float32
@@ -194,7 +194,7 @@ class Session:
         made: dict[int, Any] = {}
         if models:
             options = {
-                "bucket_bytes": _bucket_bytes(gradient_wire, weight_wire) if bucket_bytes is None else bucket_bytes,
+                "bucket_bytes": bucket_bytes,
                 "non_finite": _policy(non_finite),
                 "gradient_wire": _wire(gradient_wire),
                 "weight_wire": _wire(weight_wire),
@@ -329,11 +329,6 @@ def _wire(name: str) -> str:
     if name not in WIRE_FORMATS:
         raise InvalidRequest(f"a wire format is one of {', '.join(WIRE_FORMATS)}, got {name!r}")
     return name
-
-
-def _bucket_bytes(gradient_wire: str, weight_wire: str) -> int:
-    """So large that both ways a full bucket is a message of DEFAULT_BUCKET_BYTES: a message costs time by itself."""
-    return DEFAULT_BUCKET_BYTES * (1 if "float32" in (gradient_wire, weight_wire) else 2)
 
 
 def _device(local_rank: int) -> torch.device:

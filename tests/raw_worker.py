@@ -72,10 +72,10 @@ class RawWorker:
             channel.close()
 
     @staticmethod
-    def register(server: str, request: control_pb2.RegisterJobRequest) -> None:
+    def register(server: str, request: control_pb2.RegisterJobRequest) -> control_pb2.RegisterJobResponse:
         """Registers a job and joins nothing."""
         with open_channel(server) as channel:
-            RawWorker._call(JobServiceStub(channel).RegisterJob, request)
+            return RawWorker._call(JobServiceStub(channel).RegisterJob, request)
 
     def join(self) -> control_pb2.JoinJobResponse:
         """Joins; again, if this worker was live before. Waits for a job that is being set back."""

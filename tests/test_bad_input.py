@@ -260,7 +260,6 @@ BAD_JOBS: dict[str, tuple[SpecChange, type[PSError], str]] = {
         InvalidRequest,
         "staleness must be from 0 to 1000000, got 2147483648",
     ),
-    "buckets of no bytes": (lambda s: setattr(s, "bucket_bytes", 0), InvalidRequest, "multiple of 64, got 0"),
     "buckets that are not aligned": (lambda s: setattr(s, "bucket_bytes", 100), InvalidRequest, "of 64, got 100"),
     "buckets beyond the limit": (lambda s: setattr(s, "bucket_bytes", 2**40), LimitExceeded, "bucket_bytes may be up"),
     "world size beyond reason": (lambda s: setattr(s, "world_size", 2**31), LimitExceeded, "world_size 2147483648"),

@@ -278,7 +278,7 @@ def read_weights(task: Task) -> tuple[torch.Tensor, tuple[int, ...]]:
         weight_wire="float32",
     )
     coordinator = CoordinatorClient(task.server, START_SECONDS)
-    found = coordinator.register(spec)
+    found, _ = coordinator.register(spec)
     coordinator.close()
     buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
     view = torch.zeros(task.shape.buckets, task.shape.rows, 1 + task.shape.columns)

@@ -14,12 +14,14 @@ class RegisterJobRequest(_message.Message):
     def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ...) -> None: ...
 
 class RegisterJobResponse(_message.Message):
-    __slots__ = ("shard_map", "created")
+    __slots__ = ("shard_map", "created", "bucket_bytes")
     SHARD_MAP_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     shard_map: _job_pb2.ShardMap
     created: bool
-    def __init__(self, shard_map: _Optional[_Union[_job_pb2.ShardMap, _Mapping]] = ..., created: bool = ...) -> None: ...
+    bucket_bytes: int
+    def __init__(self, shard_map: _Optional[_Union[_job_pb2.ShardMap, _Mapping]] = ..., created: bool = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
 
 class JoinJobRequest(_message.Message):
     __slots__ = ("job", "rank", "metrics_address", "pid", "host", "previous_incarnation", "clock", "attempt")
