@@ -33,7 +33,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=512, help="of the model, a multiple of 64 (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="blocks of 64 bytes in a worker's batch (%(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="after four of warm-up (%(default)s)")
-    parser.add_argument("--bucket-kib", type=int, help="of one bucket (what `prepare` chooses)")
+    parser.add_argument("--bucket-kib", type=int, help="of one bucket (what the server chooses)")
     parser.add_argument("--max-staged-mib", type=int, help="the shards' --max-staged-bytes (what they choose)")
     parser.add_argument("--transport", default="grpc,shm", help="shm, grpc or both (%(default)s)")
 

@@ -48,7 +48,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wire", default="float32,bfloat16", help="float32, bfloat16, float16, or several (%(default)s)"
     )
-    parser.add_argument("--bucket-kib", type=int, help="of one bucket (what `prepare` chooses)")
+    parser.add_argument("--bucket-kib", type=int, help="of one bucket (what the server chooses)")
     parser.add_argument("--no-peers", action="store_true", help="only ourselves")
 
 

@@ -116,7 +116,7 @@ class Layout:
         return sum(bucket.nbytes for bucket in self.buckets)
 
 
-def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Layout:
+def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Layout:
     """The buckets of a job. Deterministic: equal arguments give equal layouts on every machine.
 
     bucket_bytes: bytes of a full bucket, a multiple of 64.

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from ps_protocol.channel import MAX_BUCKET_BYTES
 from ps_protocol.credentials import PLAINTEXT, Access
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater
 from ps_protocol.job import JobSpec, difference
-from ps_protocol.layout import DEFAULT_BUCKET_BYTES
 from ps_server.admitting import admit
 from ps_server.checkpoint_policy import CheckpointPolicy
 from ps_server.checkpoints import Manifest
@@ -118,10 +118,9 @@ class Coordinator:
 
         Where the spec leaves the size of buckets open, it is that of the job, of its checkpoint, or chosen here.
         """
-        check_job_spec(replace(spec, bucket_bytes=spec.bucket_bytes or DEFAULT_BUCKET_BYTES), self._limits)
+        check_job_spec(replace(spec, bucket_bytes=spec.bucket_bytes or MAX_BUCKET_BYTES), self._limits)
         clients = self._directory.clients()
-        chosen = sized(spec, [client.address for client in clients])
-        check_job_spec(chosen, self._limits)
+        chosen = sized(spec, self._directory.on_one_machine(), self._limits.buckets)
         self._check_open()
         with self._registering:
             known = self._jobs.get(spec.name)
@@ -143,6 +142,7 @@ class Coordinator:
         return job, True
 
     def _new_job(self, spec: JobSpec, clients: list[ShardClient]) -> CoordinatedJob:
+        check_job_spec(spec, self._limits)  # with as many buckets as it has now
         job = make_job(spec, self.shards(), self.shard_count, self.lease, secrets.token_hex(8))
         checkpoints = self.keeping.checkpoints_of(job) if self.keeping is not None else None
         try:

@@ -78,8 +78,8 @@ class Keeping:
             with contextlib.suppress(CheckpointDamaged):
                 kept = job_spec_from_data(self._store.manifest(spec.name, name).job)
                 spec = replace(spec, bucket_bytes=kept.bucket_bytes)
-                check_job_spec(spec, self._limits)
-                return spec
+                break
+        check_job_spec(spec, self._limits)
         return spec
 
     def take_up(self) -> dict[str, CoordinatedJob]:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from ps_protocol.credentials import Access
+from ps_protocol.credentials import Access, is_loopback
 from ps_protocol.errors import InvalidRequest, TryLater
 from ps_server.checks import check_address
 from ps_server.jobs import Shard
@@ -52,6 +52,10 @@ class ShardDirectory:
         """The shards that have called in, by index."""
         with self._lock:
             return dict(self._shards)
+
+    def on_one_machine(self) -> bool:
+        """Whether only this machine can reach the shards: then their workers are on it too."""
+        return all(is_loopback(shard.client.address.rpartition(":")[0]) for shard in self.known().values())
 
     def clients(self) -> list[ShardClient]:
         """How to call each shard, by index. Raises TryLater naming those that have not called in yet."""

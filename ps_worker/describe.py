@@ -10,7 +10,7 @@ from torch import nn
 from ps_protocol.channel import MAX_BUCKET_BYTES
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec, NonFinite, validate
-from ps_protocol.layout import DEFAULT_BUCKET_BYTES, ParameterSpec
+from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import hyper_parameters, optimizer_name
 from ps_protocol.tensors import DTYPE_NAMES
@@ -60,7 +60,7 @@ def describe(
         optimizer=cls,
         groups=tuple(hyper_parameters(cls, group) for group in optimizer.param_groups),
         consistency=consistency,
-        bucket_bytes=DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
+        bucket_bytes=MAX_BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
         world_size=world_size,
         non_finite=non_finite,
         gradient_wire=gradient_wire,

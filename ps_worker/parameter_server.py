@@ -16,8 +16,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ps_protocol.channel import MAX_BUCKET_BYTES
 from ps_protocol.errors import NonFiniteGradient, PSError, UnknownWorker
-from ps_protocol.job import HyperParameters, NonFinite
+from ps_protocol.job import HyperParameters, NonFinite, validate
 from ps_protocol.layout import Bucket, bucket_layout
 from ps_worker.client import CoordinatorClient
 from ps_worker.describe import describe
@@ -133,6 +134,7 @@ class ParameterServer:
         self._groups = LiveGroups(self._spec, optimizer)
         self._shard_map, bucket_bytes = self._coordinator.register(self._spec)
         self._spec = replace(self._spec, bucket_bytes=bucket_bytes)
+        validate(self._spec, MAX_BUCKET_BYTES)  # whatever the server answers
         self._layout = bucket_layout(self._spec.parameters, self._spec.bucket_bytes)
         self._overlap = Overlap([bucket for bucket in self._layout.buckets if not bucket.held], options.overlap)
         self._take_places(self._members.join())

@@ -76,9 +76,9 @@ class Cable:
         self.address = self._proxies[coordinator].address
         register, join = CoordinatorClient.register, CoordinatorClient.join
 
-        def registered(client: CoordinatorClient, *arguments: object) -> ShardMap:
-            found = register(client, *arguments)
-            return self._through(found) if client.address == self.address else found
+        def registered(client: CoordinatorClient, *arguments: object) -> tuple[ShardMap, int]:
+            found, bucket_bytes = register(client, *arguments)
+            return self._through(found) if client.address == self.address else found, bucket_bytes
 
         def joined(client: CoordinatorClient, *arguments: object) -> Place:
             found = join(client, *arguments)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from conftest import Cluster
 from raw_worker import RawWorker, vector_job
 from torch import nn
 
+from ps_protocol.credentials import PLAINTEXT
 from ps_protocol.errors import JobMismatch
 from ps_protocol.job import JobSpec
 from ps_protocol.job_messages import job_spec_message
@@ -19,11 +20,14 @@ from ps_protocol.layout import DEFAULT_BUCKET_BYTES, ParameterSpec
 from ps_protocol.modes import Consistency, parse_mode
 from ps_protocol.optimizers import hyper_parameters
 from ps_protocol.v1 import control_pb2
-from ps_server.core.bucket_sizes import LEAST_BYTES, sized
+from ps_server.checks import check_job_spec
+from ps_server.core.bucket_sizes import LEAST_BYTES, MOST_BUCKETS, sized
+from ps_server.limits import Limits
+from ps_server.shard_directory import ShardDirectory
 
 MIB = 2**20
-HERE = ["127.0.0.1:5001", "[::1]:5002", "localhost:5003"]
-APART = ["10.0.0.1:5001", "10.0.0.2:5001"]
+ONE_MACHINE, HOSTS = True, False
+LIMIT = Limits().buckets
 
 
 def rule(mode: str) -> Consistency:
@@ -32,20 +36,20 @@ def rule(mode: str) -> Consistency:
     return found
 
 
-def job(numel: int, wire: str = "float32") -> JobSpec:
-    parameters = (ParameterSpec("p", (numel,), "float32", 0), ParameterSpec("held", (2**30,), "float32", None))
+def job(numel: int, wire: str = "float32", held: int = 2**20) -> JobSpec:
+    parameters = (ParameterSpec("p", (numel,), "float32", 0), ParameterSpec("held", (held,), "float32", None))
     return JobSpec("job", parameters, "SGD", ({"lr": 1.0},), rule("sync"), 0, 2, gradient_wire=wire, weight_wire=wire)
 
 
 def test_a_size_that_was_said_stays() -> None:
     said = replace(job(2**24), bucket_bytes=128)
-    assert sized(said, APART) is said
+    assert sized(said, HOSTS, LIMIT) is said
 
 
 @pytest.mark.parametrize("numel", [1, 2**20, 2**30])
 def test_on_one_machine_a_bucket_is_as_large_as_a_message_should_be(numel: int) -> None:
-    assert sized(job(numel), HERE).bucket_bytes == DEFAULT_BUCKET_BYTES
-    assert sized(job(numel, "bfloat16"), HERE).bucket_bytes == 2 * DEFAULT_BUCKET_BYTES, "in the model"
+    assert sized(job(numel), ONE_MACHINE, LIMIT).bucket_bytes == DEFAULT_BUCKET_BYTES
+    assert sized(job(numel, "bfloat16"), ONE_MACHINE, LIMIT).bucket_bytes == 2 * DEFAULT_BUCKET_BYTES, "in the model"
 
 
 @pytest.mark.parametrize(
@@ -62,13 +66,45 @@ def test_on_one_machine_a_bucket_is_as_large_as_a_message_should_be(numel: int) 
     ],
 )
 def test_between_hosts_there_are_many_buckets_but_none_too_small(numel: int, wire: str, size: int) -> None:
-    assert sized(job(numel, wire), APART).bucket_bytes == size
-    assert sized(job(numel, wire), [*HERE, *APART]).bucket_bytes == size, "one shard that others can reach is enough"
+    assert sized(job(numel, wire), HOSTS, LIMIT).bucket_bytes == size
+
+
+@pytest.mark.parametrize("held", [2**30, 7 * 10**9, 60 * 10**9])
+def test_much_that_is_not_trained_is_not_cut_into_crumbs(held: int) -> None:
+    found = sized(job(4_000_000, held=held), HOSTS, LIMIT)
+    check_job_spec(found, Limits())
+    assert found.bucket_bytes == DEFAULT_BUCKET_BYTES or 4 * held // found.bucket_bytes <= MOST_BUCKETS
+
+
+def test_a_servers_limit_of_buckets_is_kept() -> None:
+    limits = Limits(buckets=64)
+    check_job_spec(sized(job(25_000_000), HOSTS, limits.buckets), limits)
+
+
+def test_a_job_of_half_types_that_fits_with_buckets_twice_as_large_is_not_refused() -> None:
+    check_job_spec(sized(job(70 * 10**9, "bfloat16"), ONE_MACHINE, LIMIT), Limits())
 
 
 def test_a_shape_beyond_all_bounds_does_no_harm() -> None:
     huge = replace(job(1), parameters=(ParameterSpec("p", (2**63,) * 20, "float32", 0),))
-    assert sized(huge, APART).bucket_bytes == DEFAULT_BUCKET_BYTES
+    assert sized(huge, HOSTS, LIMIT).bucket_bytes == DEFAULT_BUCKET_BYTES
+
+
+@pytest.mark.parametrize(
+    ("addresses", "one_machine"),
+    [
+        (["127.0.0.1:5001", "[::1]:5002", "localhost:5003"], True),
+        (["10.0.0.1:5001", "10.0.0.2:5001"], False),
+        (["127.0.0.1:5001", "10.0.0.2:5001"], False),
+        (["shard-0.shards:5001"], False),
+    ],
+)
+def test_shards_are_on_one_machine_if_nobody_else_can_reach_any(addresses: list[str], one_machine: bool) -> None:
+    directory = ShardDirectory(len(addresses), PLAINTEXT)
+    for index, address in enumerate(addresses):
+        directory.register(index, address, "", 1, 1)
+    assert directory.on_one_machine() is one_machine
+    directory.close()
 
 
 def open_job(server: str, spec: JobSpec) -> int:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_protocol.layout import ALIGNMENT_BYTES, DATA_TYPES, Layout, ParameterSpec, bucket_layout
+from ps_protocol.layout import ALIGNMENT_BYTES, DATA_TYPES, DEFAULT_BUCKET_BYTES, Layout, ParameterSpec, bucket_layout
 
 FLOATING = [name for name, entry in DATA_TYPES.items() if entry.floating]
 
@@ -51,7 +51,7 @@ def test_the_last_parameter_comes_first_and_a_large_one_is_split() -> None:
 
 def test_element_types_never_share_a_bucket() -> None:
     specs = [ParameterSpec("a", (4,), "float32", 0), ParameterSpec("b", (4,), "bfloat16", 0)]
-    assert [bucket.dtype for bucket in bucket_layout(specs).buckets] == ["bfloat16", "float32"]
+    assert [bucket.dtype for bucket in bucket_layout(specs, DEFAULT_BUCKET_BYTES).buckets] == ["bfloat16", "float32"]
 
 
 @given(parameters(), BUCKET_BYTES)
@@ -115,6 +115,6 @@ def test_the_layout_depends_on_sizes_and_types_alone(specs: list[ParameterSpec],
 
 @pytest.mark.parametrize("specs", [[], [ParameterSpec("empty", (0, 3), "float32", 0)]])
 def test_a_model_without_elements_has_no_buckets(specs: list[ParameterSpec]) -> None:
-    layout: Layout = bucket_layout(specs)
+    layout: Layout = bucket_layout(specs, DEFAULT_BUCKET_BYTES)
     assert layout.buckets == ()
     assert layout.nbytes == 0

@@ -20,7 +20,11 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.segments import NAME_PREFIX, SegmentMap, SegmentPlan, segment_plan
+from ps_server.core.pushes import PullCall
+from ps_server.running import Pull, RunningJob
 from ps_server.segments import attach
+from ps_server.streams import Outbox
+from ps_worker import transports
 from ps_worker.shared_memory import LocalSegment, remove_leftovers
 
 MakeCluster = Callable[..., Cluster]
@@ -268,3 +272,32 @@ def test_the_lock_that_marks_a_living_maker_is_exclusive(plan: SegmentPlan, tmp_
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(descriptor)
     segment.hide()
+
+
+@pytest.mark.parametrize(("weight_wire", "word_bytes"), [("float32", 0), ("bfloat16", 64)])
+def test_a_worker_is_told_of_weights_early_only_where_it_has_to_take_them_over(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, weight_wire: str, word_bytes: int
+) -> None:
+    monkeypatch.setattr(transports, "WORD_BYTES", 64)  # one bucket: a word for each, in the middle of a pull
+    cluster = make_cluster(shards=1)
+    asked = []
+    check = cluster.engines[0]._pulls.check
+
+    def checked(job: RunningJob, call: PullCall, outbox: Outbox, shared: bool) -> Pull:
+        asked.append((shared, call.word_bytes))
+        return check(job, call, outbox, shared)
+
+    monkeypatch.setattr(cluster.engines[0]._pulls, "check", checked)
+    with cluster.connect("sync", transport="shm") as session:
+        model = nn.Linear(16, 8, bias=False)
+        model.weight.data.zero_()
+        model, optimizer = session.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), bucket_bytes=64, weight_wire=weight_wire
+        )
+        asked.clear()  # of initial values, which always come over the network
+        for _ in range(3):
+            model(torch.ones(1, 16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(model.weight, torch.full((8, 16), -3.0))
+    assert set(asked) == {(True, word_bytes)}

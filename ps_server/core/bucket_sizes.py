@@ -9,29 +9,31 @@ links of 200 Mbit/s and 32 MB of weights a step took 0.70 of DDP's with 256 KiB,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 
-from ps_protocol.credentials import is_loopback
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import DEFAULT_BUCKET_BYTES
+from ps_protocol.layout import ALIGNMENT_BYTES, DEFAULT_BUCKET_BYTES
 
 LEAST_BYTES = 256 * 2**10  # between hosts; smaller ones cost more than they let overlap
-BUCKETS = 128  # of a job between hosts, about
+BUCKETS = 128  # of what is trained between hosts, about
+MOST_BUCKETS = 2048  # between hosts, with what is not trained: it is cut alike, and only travels once
 
 
-def sized(spec: JobSpec, addresses: Iterable[str]) -> JobSpec:
+def sized(spec: JobSpec, one_machine: bool, limit: int) -> JobSpec:
     """The job with the size of its buckets, where that was left open.
 
-    addresses: HOST:PORT of every shard; if only this machine can reach them, so are its workers here
+    one_machine: whether shards and workers are all on it
+    limit:       buckets that a job may have; kept where buckets of DEFAULT_BUCKET_BYTES keep it
     """
     if spec.bucket_bytes:
         return spec
     # Sizes on the wire: with half types both ways, as many bytes of weights make two of a message's.
     wide = 1 if "float32" in (spec.gradient_wire, spec.weight_wire) else 2
     size = DEFAULT_BUCKET_BYTES
-    if not all(is_loopback(address.rpartition(":")[0]) for address in addresses):
+    if not one_machine:
         trained = sum(parameter.nbytes for parameter in spec.parameters if parameter.group is not None)
-        about = 2 ** round(math.log2(max(trained // (wide * BUCKETS), 1)))
-        size = min(max(about, LEAST_BYTES), size)
-    return replace(spec, bucket_bytes=size * wide)
+        everything = sum(parameter.nbytes + ALIGNMENT_BYTES for parameter in spec.parameters)
+        size = max(2 ** round(math.log2(max(trained // (wide * BUCKETS), 1))), LEAST_BYTES)
+        while size < DEFAULT_BUCKET_BYTES and everything // (size * wide) > min(MOST_BUCKETS, limit):
+            size *= 2
+    return replace(spec, bucket_bytes=min(size, DEFAULT_BUCKET_BYTES) * wide)
