@@ -13,13 +13,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater, UnknownWorker
 from ps_protocol.job import JobSpec, difference
+from ps_protocol.layout import bucket_layout
 from ps_protocol.settings import DEFAULT_SHARED_DIRECTORY
 from ps_protocol.tensors import bytes_of
 from ps_server.apply_threads import ApplyThreads
@@ -34,6 +35,7 @@ from ps_server.failpoints import failpoint
 from ps_server.ledger import Ledger
 from ps_server.metrics import ShardMetrics
 from ps_server.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls, Writers
+from ps_server.room import free_bytes
 from ps_server.running import Attached, RunningBucket, RunningJob
 from ps_server.segments import attach
 from ps_server.streams import Outbox
@@ -93,12 +95,12 @@ class Engine:
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
-    def create_job(self, spec: JobSpec, buckets: Iterable[int]) -> None:
+    def create_job(self, spec: JobSpec, buckets: Sequence[int]) -> None:
         """Makes room for a job's buckets. An equal job that is there already stays as it is."""
         with self._lock:
             known = self._jobs.get(spec.name)
             if known is None:
-                with self._making_room(spec):
+                with self._making_room(spec, buckets):
                     self._jobs[spec.name] = RunningJob(spec, buckets, self._staged_limit, self._norm_limit)
                 log.info("job %s: %d buckets", spec.name, len(self._jobs[spec.name].buckets))
                 return
@@ -107,7 +109,14 @@ class Engine:
             raise JobMismatch(f"job {spec.name!r} exists and differs: {found}")
 
     @contextlib.contextmanager
-    def _making_room(self, spec: JobSpec) -> Iterator[None]:
+    def _making_room(self, spec: JobSpec, buckets: Sequence[int]) -> Iterator[None]:
+        layout, free = bucket_layout(spec.parameters, spec.bucket_bytes).buckets, free_bytes()
+        needed = sum(layout[index].nbytes for index in buckets if 0 <= index < len(layout))
+        if free is not None and needed > free:
+            raise LimitExceeded(
+                f"job {spec.name!r} does not fit into this shard's memory: its weights here are {needed} bytes, "
+                f"and {free} are free"
+            )
         try:
             yield
         except (RuntimeError, MemoryError):  # what torch raises where there is no memory
@@ -152,11 +161,11 @@ class Engine:
             raise NotFound(f"no checkpoint {checkpoint} of job {name!r} was begun here, or another took its place")
         return capture.wait(seconds)
 
-    def restore_job(self, spec: JobSpec, buckets: Iterable[int], checkpoint: str, last_incarnation: int) -> Extent:
+    def restore_job(self, spec: JobSpec, buckets: Sequence[int], checkpoint: str, last_incarnation: int) -> Extent:
         """Holds the job as a checkpoint has it, in place of what was here. Changes nothing if it raises."""
         store = self._store()
         manifest = store.manifest(spec.name, checkpoint)
-        with self._making_room(spec):
+        with self._making_room(spec, buckets):
             job = RunningJob(spec, buckets, self._staged_limit, self._norm_limit)
         layouts = [bucket.layout for bucket in job.state.buckets.values()]
         job.state.restore(store.read_buckets(spec.name, manifest, layouts), last_incarnation)
