@@ -59,8 +59,8 @@ def run(arguments: argparse.Namespace) -> list[Result]:
         tasks = {"ddp": plain} if count > 1 else {}
         for wire in arguments.wire.split(","):
             ours = replace(plain, mode="sync", server=cluster.address, job=wire, transport="grpc", wire=wire)
-            wire_bytes = arguments.bucket_kib and arguments.bucket_kib * 1024
-            bucket = wire_bytes and wire_bytes * ITEM_BYTES["float32"] // ITEM_BYTES[wire]
+            kib = arguments.bucket_kib  # on the wire; in the model, of float32
+            bucket = kib and kib * 1024 * ITEM_BYTES["float32"] // ITEM_BYTES[wire]
             tasks[f"sync {wire}"] = replace(ours, bucket_bytes=bucket)
         groups = {name: stack.enter_context(Group(workers, task, port=arguments.port)) for name, task in tasks.items()}
         for _ in range(arguments.turns):

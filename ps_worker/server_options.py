@@ -13,7 +13,7 @@ from ps_worker.shards import Link
 class ServerOptions:
     """What a job on a parameter server is, besides model and optimizer.
 
-    bucket_bytes: of one bucket; None: what the job has, or the server chooses
+    bucket_bytes: of a full bucket; None: what the job has, or the server chooses
     link:    how shards, and the coordinator at `server`, are reached
     overlap: whether full buckets leave while backward runs; None: once the script was seen to allow it
     """
