@@ -74,6 +74,7 @@ class ParameterServer:
         self._begun = False
         self._lost: BaseException | None = None  # how the place that the training thread is in was lost
         self._pushed: list[Future[Any]] = []  # once all of these are done, the step at hand counts
+        self._changed: set[int] = set()  # parameters that the script has set since weights last landed
         self._loaded: dict[int, Mapping[str, torch.Tensor]] | None = None  # optimizer state that the script has set
         self._late = False  # this process came to a job that was under way, and has made no step yet
         self._draft_room = 0.0  # bytes that may still leave as drafts in this step
@@ -257,7 +258,7 @@ class ParameterServer:
         staged = staged and self._lost is not None  # by the time of the step: all its buckets are on their way
         for overlap in self._overlaps:
             overlap.abandon()
-        self._pushed = []
+        self._pushed, self._changed = [], set()  # what the script has set goes with the step
         self._take_places(self._members.renewed(before, self._lost))
         self._lost = None
         back = self._place.restore_count > before.restore_count
@@ -369,6 +370,7 @@ class ParameterServer:
     def _exchange(self, index: int) -> None:
         """Gradients for weights. Nothing is pushed unless every gradient is fit to be."""
         assert self._flat is not None
+        self._changed |= self._flat.changed()
         overlap = self._overlaps[index]
         absent = self._flat.gather(overlap.parameters)
         groups = self._groups.read()
@@ -379,6 +381,8 @@ class ParameterServer:
 
     def _exchange_nothing(self) -> None:
         """A step of empty pushes."""
+        assert self._flat is not None
+        self._changed |= self._flat.changed()
         for overlap in self._overlaps:
             overlap.abandon()
         self._send(None, set(), self._groups.read(), True, False)
@@ -452,7 +456,8 @@ class ParameterServer:
         """Tells the shards what the script has changed since the last step, to take effect with this one."""
         assert self._shards is not None
         assert self._flat is not None
-        changed, states, self._loaded = self._flat.changed(), self._loaded, None
+        changed, self._changed = self._changed, set()
+        states, self._loaded = self._loaded, None
         if not changed and states is None:
             return
         if self._late:
