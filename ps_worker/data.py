@@ -75,12 +75,13 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         batches = self._begin()
         while True:
-            started = self._timer.now()
+            self._timer.asked()
             try:
                 batch = _to(next(batches), self._device)
             except StopIteration:
+                self._timer.ended()
                 return
-            self._timer.measure("data", started)
+            self._timer.yielded()
             yield batch
 
     def __len__(self) -> int:

@@ -27,6 +27,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._wrapped = wrapped
         self._step_on_servers = step
 
+    # torch's own wrapper calls step hooks, the wrapped optimizer's and the global ones. Optimizer.__init__ puts it on.
+    @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends this worker's step: when it returns, gradients are staged and weights are as the mode promises."""
         loss = None
@@ -36,6 +38,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers made before `prepare` look at
         self._step_on_servers()
         return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch wraps it no second time
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: a job's parameters are fixed when it is registered."""

@@ -296,6 +296,7 @@ class ParameterServer:
     def _gradient_ready(self, parameter: int) -> None:
         """Backward has finished one gradient: full buckets leave now, if they may. Runs on autograd's thread."""
         assert self._flat is not None
+        self._metrics.timer.gradient()
         if self._told is None:
             self._told = self._groups.read()
         ready = self._overlap.ready(parameter, self._flat.versions())

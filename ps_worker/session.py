@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -27,6 +27,7 @@ from ps_worker.config import WorkerConfig, resolve
 from ps_worker.data import PreparedLoader, shard_loader
 from ps_worker.ddp import Ddp
 from ps_worker.leased import LeasedFace, LeasedLoader, Leases, order_of
+from ps_worker.lent import lend
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.parameter_server import ParameterServer
 from ps_worker.server_options import ServerOptions
@@ -108,7 +109,7 @@ class Session:
         self._pid = os.getpid()
         self._clock = 0
         self._prepared = False
-        self._lent: nn.Module | None = None  # the model that has our `no_sync`
+        self._take_back: Callable[[], None] = lambda: None  # what the model was lent
         self._strategy: Strategy | None = None
         self.mode = config.mode
         self.device = _device(config.local_rank)
@@ -242,12 +243,10 @@ class Session:
         model.to(self.device)
         wrapped, stepper = self._strategy.prepare(model, optimizer)
         self._prepared = True
-        self._metrics.timer.watch(wrapped)
         if stepper is optimizer:
             self._metrics.watch_optimizer(optimizer, self._count_step)
-        if not hasattr(wrapped, "no_sync"):
-            wrapped.no_sync = self.no_sync  # type: ignore[assignment]  # what scripts written for DDP call
-            self._lent = wrapped
+        self._take_back = lend(wrapped, self.no_sync)
+        self._metrics.timer.begin("forward")
         return {id(model): wrapped, id(optimizer): stepper}
 
     def _prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader | LeasedLoader:
@@ -289,9 +288,7 @@ class Session:
             return  # a forked child, of a DataLoader say: the session is its parent's
         if self._strategy is not None:
             self._strategy.close()
-        if self._lent is not None:
-            del self._lent.no_sync  # another session may prepare this model
-            self._lent = None
+        self._take_back()  # another session may prepare this model
         self._metrics.close()
         atexit.unregister(self.close)
 
