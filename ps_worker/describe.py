@@ -34,6 +34,7 @@ def describe(
     with rank 0's and goes on with its own. Without bucket_bytes their size is left open. Raises Unsupported for what a
     parameter server cannot do, naming it.
     """
+    _refuse_lazy(model)
     cls = optimizer_name(optimizer)
     if _has_stepped(optimizer):
         raise Unsupported(
@@ -45,8 +46,7 @@ def describe(
     specs: list[ParameterSpec] = []
     tensors: list[torch.Tensor] = []
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.dtype not in DTYPE_NAMES:
-            raise Unsupported(f"{key} has dtype {tensor.dtype}; known are {', '.join(DTYPE_NAMES.values())}")
+        _refuse_dtype(key, tensor)
         specs.append(ParameterSpec(key, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], groups.pop(id(tensor), None)))
         tensors.append(tensor)
     if groups:
@@ -68,6 +68,37 @@ def describe(
     )
     validate(spec, MAX_BUCKET_BYTES)
     return spec if bucket_bytes is not None else replace(spec, bucket_bytes=0), tensors
+
+
+def refused_of_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """What `describe` would refuse of a model and its optimizer, in its words: a dry run. Changes nothing."""
+
+    def dtypes() -> None:
+        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            _refuse_dtype(key, tensor)
+
+    found = []
+    checks = (lambda: optimizer_name(optimizer), lambda: _refuse_lazy(model), lambda: _refuse_sparse(model), dtypes)
+    for check in checks:
+        try:
+            check()
+        except (InvalidRequest, Unsupported) as error:
+            found.append(error.message)
+    return found
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            owner = model.get_submodule(key.rpartition(".")[0])
+            raise InvalidRequest(
+                f"{key} of a {type(owner).__name__} has no shape yet: run one batch through the model before prepare"
+            )
+
+
+def _refuse_dtype(key: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in DTYPE_NAMES:
+        raise Unsupported(f"{key} has dtype {tensor.dtype}; known are {', '.join(DTYPE_NAMES.values())}")
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ps_protocol.credentials import Tls
@@ -166,7 +167,7 @@ class WorkerMetrics:
 
         self._hooks += [optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(ends)]
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if parameter.requires_grad and parameter.is_leaf:
+            if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self.timer.gradient))
 
     def stepped(self, sent: int, received: int, pushed: float, waited: float, clock: int) -> None:
