@@ -282,6 +282,20 @@ def test_in_an_elastic_job_a_distributed_sampler_is_refused(shared: Cluster, job
             session.prepare(DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), 1, 0)))
 
 
+def test_an_elastic_job_leases_the_batches_of_a_batch_sampler(shared: Cluster, job: str) -> None:
+    with shared.connect("sync", job=job, elastic=True) as session:
+        model = nn.Linear(1, 1)
+        loader = DataLoader(Numbers(12), batch_sampler=BatchSampler(RandomSampler(Numbers(12)), 3, False))
+        model, optimizer, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        found = []
+        for batch in loader:
+            model(batch.float().view(-1, 1)).sum().backward()
+            optimizer.step()
+            found.append(batch.tolist())
+    assert [len(batch) for batch in found] == [3] * 4
+    assert sorted(sample for batch in found for sample in batch) == list(range(12))
+
+
 def test_single_takes_a_distributed_sampler_as_torch_does() -> None:
     with ps_worker.connect(mode="single") as session:
         loader = DataLoader(Numbers(6), sampler=DistributedSampler(Numbers(6), 2, 1, shuffle=False))
