@@ -56,6 +56,7 @@ class ParameterServer:
             options.rank,
             options.world_size,
             options.link.timeout,
+            options.start_timeout,
             metrics.announced,
             self._finished,
             self._moved,

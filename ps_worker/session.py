@@ -20,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.credentials import is_loopback
-from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.errors import InvalidRequest
 from ps_protocol.exposure import is_exposed
 from ps_protocol.job import WIRE_FORMATS, NonFinite
 from ps_worker.config import WorkerConfig, resolve
 from ps_worker.data import PreparedLoader, shard_loader
 from ps_worker.ddp import Ddp
+from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.leased import LeasedFace, LeasedLoader, Leases, order_of
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.parameter_server import ParameterServer
@@ -54,14 +55,14 @@ def connect(
     insecure: bool | None = None,
     metrics_insecure: bool | None = None,
 ) -> Session:
-    """A worker's session. What is not given comes from PS_* variables, then from torchrun's, then from defaults.
+    """A worker's session. What is not given comes from PS_* variables, then from a launcher's, then from defaults.
 
     server:          HOST:PORT of the coordinator (PS_SERVER)
     mode:            single, ddp, sync, ssp:K or async (PS_MODE); by default sync with a server, else ddp under a
                      launcher of several processes, else single
     job:             the job's name (PS_JOB), "default"
-    rank:            from 0 (PS_RANK, RANK)
-    world_size:      how many workers the job has (PS_WORLD_SIZE, WORLD_SIZE)
+    rank:            from 0 (PS_RANK, or the launcher's: torchrun, srun, mpirun, an Indexed Job of Kubernetes)
+    world_size:      how many workers the job has (PS_WORLD_SIZE, or the launcher's)
     elastic:         no fixed world size; ranks are given out, workers come and go (PS_ELASTIC)
     connect_timeout: seconds to keep trying servers that do not answer (PS_CONNECT_TIMEOUT), 60
     metrics_host, metrics_port: where to serve /metrics (PS_METRICS_HOST, PS_METRICS_PORT); any free port
@@ -77,27 +78,12 @@ def connect(
 
     Raises InvalidRequest for settings that contradict each other, and for files that do not fit together.
     """
-    _report_errors_in_one_line()
-    given = resolve(
-        server,
-        mode,
-        job,
-        rank,
-        world_size,
-        elastic,
-        connect_timeout,
-        metrics_host,
-        metrics_port,
-        transport,
-        shared_directory,
-        tls_cert,
-        tls_key,
-        tls_ca,
-        token_file,
-        insecure,
-        metrics_insecure,
-    )
-    return Session(given)
+    arguments = dict(locals())  # nothing but the parameters yet: each is a setting of its name
+    report_errors_in_one_line()
+    config = resolve(**arguments)
+    speak_as(config.rank)
+    warn_of_unknown_variables()
+    return Session(config)
 
 
 class Session:
@@ -230,6 +216,7 @@ class Session:
                     consistency=config.consistency,
                     rank=config.rank,
                     world_size=config.world_size,
+                    start_timeout=config.start_timeout,
                     link=Link(config.connect_timeout, config.transport, config.shared_directory, config.access),
                     **options,
                 ),
@@ -242,6 +229,7 @@ class Session:
         model.to(self.device)
         wrapped, stepper = self._strategy.prepare(model, optimizer)
         self._prepared = True
+        speak_as(self.rank)
         self._metrics.timer.watch(wrapped)
         if stepper is optimizer:
             self._metrics.watch_optimizer(optimizer, self._count_step)
@@ -359,18 +347,3 @@ def _close_at_exit(session: Session) -> None:
             sys.exit(128 + number)
 
         signal.signal(signal.SIGTERM, terminate)
-
-
-def _report_errors_in_one_line() -> None:
-    """Under `ps-worker run`, this project's errors and Ctrl-C end a script with one line instead of a stack trace."""
-    if os.environ.get("PS_LAUNCHED") != "1":
-        return
-    usual = sys.excepthook
-
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, PSError):
-            print(f"worker {os.environ.get('PS_RANK', '?')}: {error}", file=sys.stderr)
-        elif not isinstance(error, KeyboardInterrupt):
-            usual(kind, error, trace)
-
-    sys.excepthook = report
