@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, UnknownWorker
 from ps_worker.client import CoordinatorClient, Watch
-from ps_worker.launched import report_started
 from ps_worker.messages import Place, Roster
 
 log = logging.getLogger("ps_worker")
@@ -151,8 +150,6 @@ class Membership:
         self.raise_lost()
         if self._closing.is_set():
             raise UnknownWorker("the session was closed while it waited for the other workers to join")
-        if self._has_started(place):
-            report_started()
 
     def _has_started(self, place: Place) -> bool:
         return self._roster_of is place and self.roster.started

@@ -23,6 +23,7 @@ from ps_protocol.layout import Bucket, bucket_layout
 from ps_worker.client import CoordinatorClient
 from ps_worker.describe import describe
 from ps_worker.flat import FlatModel
+from ps_worker.launched import report_started
 from ps_worker.leased import StepData
 from ps_worker.membership import Membership
 from ps_worker.messages import BucketPush, DataRange, Lease, Place
@@ -191,6 +192,7 @@ class ParameterServer:
             if self.rank == 0:  # the shards take its values if they have none yet
                 shards.push_initial(self._layout.buckets)
                 self._settle()
+            self._members.await_started(place)  # with its limit: rank 0 sends what the pulls below wait for
             shards.pull(self._clock, held=True)
             self._settle()
         self._flat.begin_pull()
@@ -203,6 +205,7 @@ class ParameterServer:
         self._members.await_started(place)
         if self._members.place is not place:
             raise _PlaceLost
+        report_started()
 
     def _settle(self) -> None:
         """Waits for all that is under way. Raises the first error of any, as _PlaceLost where that is why."""
