@@ -137,8 +137,33 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, True)
 
 
+class _HelpOn(argparse.Action):
+    """A flag that prints the help of one group and ends the process."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, group: argparse._ArgumentGroup, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+        self._group = group
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        lines = parser._get_formatter()
+        lines.add_usage(parser.usage, parser._actions, [])
+        lines.start_section(self._group.title)
+        lines.add_arguments(self._group._group_actions)
+        lines.end_section()
+        sys.stdout.write(lines.format_help())
+        parser.exit()
+
+
 class CommandLine(argparse.ArgumentParser):
     """A command's parser, whose errors are short: the usage of the subcommand, what is wrong, and where to read on."""
+
+    def add_hidden_group(self, title: str, flag: str) -> argparse._ArgumentGroup:
+        """A group of flags that --help leaves out, and a flag that explains them alone."""
+        group = argparse._ArgumentGroup(self, title)  # which argparse's own help does not go through
+        self.add_argument(flag, action=_HelpOn, group=group, help=f"explain the {title}, and exit")
+        return group
 
     def read(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
         """The arguments as values; an error ends the process with code 2, said by the subcommand that was called."""

@@ -106,7 +106,7 @@ def parser() -> CommandLine:
     return root
 
 
-def _add_listening(command: argparse.ArgumentParser, note: str = "0: any free one") -> None:
+def _add_listening(command: CommandLine, note: str = "0: any free one") -> None:
     add_setting(command, "--host", "address to listen on", default="127.0.0.1")
     add_setting(command, "--port", f"port to listen on; {note}", default=DEFAULT_PORT, kind=port_number)
     add_setting(command, "--metrics-host", "address to serve metrics on", default="127.0.0.1")

@@ -308,8 +308,9 @@ def test_end_ends_a_job(shared: Cluster, job: str, monkeypatch: pytest.MonkeyPat
 
 
 COMMANDS = [
-    *(("ps-server", command) for command in ("up", "coordinator", "shard", "status", "health", "end")),
-    ("ps-worker", "run"),
+    *(("ps-server", command, "--help") for command in ("up", "coordinator", "shard", "status", "health", "end")),
+    ("ps-server", "up", "--help-limits"),
+    ("ps-worker", "run", "--help"),
 ]
 
 
@@ -318,7 +319,7 @@ def test_help_explains_every_flag_and_names_its_variable(
     command: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    assert main(monkeypatch, *command, "--help") == 0
+    assert main(monkeypatch, *command) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"usage: {command[0]} {command[1]}")
     flags = [" ".join(entry.split()) for entry in re.split(r"^  (?=-)", text, flags=re.MULTILINE)[1:]]
@@ -327,6 +328,8 @@ def test_help_explains_every_flag_and_names_its_variable(
         assert len(words.split()) >= 3, f"{flag} is not explained"
         if flag not in ("-h,", "-m,", "--json", "--with-coordinator", "--help-limits"):
             assert f"[PS_{flag[2:].replace('-', '_').upper()}" in entry, entry
+    limits = [entry for entry in flags if entry.startswith("--max-") and not entry.startswith("--max-restarts")]
+    assert len(limits) == (20 if command[2] == "--help-limits" else 0)
 
 
 def test_help_is_there_at_once() -> None:
