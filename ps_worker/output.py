@@ -119,22 +119,31 @@ class Stream:
 
     def pump(self) -> bool:
         """Hands on what there is now, once. False: the stream has ended."""
-        try:
-            data = os.read(self.source.fileno(), READ_BYTES)
-        except BlockingIOError:
-            return True
-        if self._prefix is None:
-            self._console.write(self._target, data)
-        self._hand_on(self._lines.feed(data))
-        return bool(data)
+        data = self._read()
+        self._take(data or b"")
+        return data != b""
 
     def finish(self) -> None:
         """Hands on what is left of a worker that has ended, though others may hold its stream open."""
         for _ in range(MOST_READS_AT_END):
-            if not (select.select([self.source], [], [], 0)[0] and self.pump()):
+            data = self._read()
+            if not data:
                 break
+            self._take(data)
         self._hand_on(self._lines.end())
         self.source.close()
+
+    def _read(self) -> bytes | None:
+        """What there is now; None if there is nothing, and no bytes at the end."""
+        try:
+            return os.read(self.source.fileno(), READ_BYTES)
+        except BlockingIOError:
+            return None
+
+    def _take(self, data: bytes) -> None:
+        if self._prefix is None:
+            self._console.write(self._target, data)
+        self._hand_on(self._lines.feed(data))
 
     def _hand_on(self, lines: list[bytes]) -> None:
         if not lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pty
 import signal
@@ -305,6 +306,13 @@ def test_a_module_is_run_as_python_runs_it(tmp_path: Path) -> None:
     done = run("--server", "h:1", "--workers", "2", "-m", "no_such_module")
     assert done.returncode == 1
     assert "No module named no_such_module" in done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_accelerate_does_not_take_a_worker_for_a_process_of_torchrun(tmp_path: Path) -> None:
+    uses = script(tmp_path, "from accelerate import Accelerator\nsay(Accelerator(cpu=True).num_processes)")
+    done = run("--server", "h:1", "--workers", "2", uses)
+    assert sorted(done.stdout.splitlines()) == ["[0] 1", "[1] 1"], done.stderr
 
 
 # -- lines, as bytes -------------------------------------------------------------------------------------------------
