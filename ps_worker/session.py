@@ -94,7 +94,7 @@ class Session:
         self._pid = os.getpid()
         self._clock = 0
         self._prepared = False
-        self._lent: nn.Module | None = None  # the model that has our `no_sync`
+        self._lent: list[nn.Module] = []  # the models that have our `no_sync`
         self._strategy: Strategy | None = None
         self.mode = config.mode
         self.device = _device(config.local_rank)
@@ -142,12 +142,12 @@ class Session:
         seed: int = 0,
         ddp_options: Mapping[str, Any] | None = None,
     ) -> Any:
-        """A model, its optimizer, any number of loaders and schedulers, ready to train; returned in the order given.
+        """Models, their optimizers, any number of loaders and schedulers, ready to train; returned in the order given.
 
-        The model moves to `device` and starts from rank 0's weights; the optimizer steps wherever the mode says; a
-        loader yields this worker's share of the data, on `device`. Schedulers, and all else that has `state_dict` and
-        `load_state_dict`, come back as they are: should the job be set back to a checkpoint, so are they. Blocks until
-        every declared worker is there.
+        A model moves to `device`, unless it is spread over several, and starts from rank 0's weights. An optimizer
+        steps wherever the mode says; what state it has already goes with it. A loader yields this worker's share of the
+        data, on `device`. Schedulers, and all else that has `state_dict` and `load_state_dict`, come back as they are:
+        should the job be set back to a checkpoint, so are they. Blocks until every declared worker is there.
 
         bucket_bytes: size of a bucket in the model, a multiple of 64; by default what the job has already, or what the
                       server chooses: it travels as 4 MiB on one machine, as 256 KiB to 4 MiB between hosts
@@ -171,9 +171,10 @@ class Session:
             raise InvalidRequest(
                 f"prepare takes a model, its optimizer, DataLoaders, and what has a state_dict (schedulers), got {odd}"
             )
-        if len(models) != len(optimizers) or len(models) > 1:
+        if bool(models) != bool(optimizers):
             raise InvalidRequest(
-                f"prepare takes one model together with its one optimizer, got {len(models)} and {len(optimizers)}"
+                f"prepare takes models together with their optimizers, all in one call, got {len(models)} models and "
+                f"{len(optimizers)} optimizers"
             )
         if self._pid != os.getpid():
             raise InvalidRequest("this session belongs to the parent process; call connect after the fork")
@@ -186,7 +187,7 @@ class Session:
                 "weight_wire": _wire(weight_wire),
                 "overlap": overlap,
             }
-            made |= self._prepare_model(models[0], optimizers[0], options, ddp_options or {})
+            made |= self._prepare_models(models, optimizers, options, ddp_options or {})
         for loader in loaders:
             made[id(loader)] = self._prepare_loader(loader, seed)
         made |= {id(thing): thing for thing in others}
@@ -197,15 +198,17 @@ class Session:
         found = tuple(made[id(thing)] for thing in things)
         return found[0] if len(found) == 1 else found
 
-    def _prepare_model(
+    def _prepare_models(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        models: list[nn.Module],
+        optimizers: list[torch.optim.Optimizer],
         options: dict[str, Any],
         ddp_options: Mapping[str, Any],
     ) -> dict[int, Any]:
         if self._prepared:
-            raise InvalidRequest("this session has a model already; use another session, with another job, for another")
+            raise InvalidRequest(
+                "this session has its models already: hand all models and optimizers to one call of prepare"
+            )
         config = self._config
         if config.consistency is not None:
             assert config.server is not None
@@ -226,17 +229,21 @@ class Session:
         elif ddp_options and isinstance(self._strategy, Ddp):
             self._strategy.options = ddp_options
         assert self._strategy is not None
-        model.to(self.device)
-        wrapped, stepper = self._strategy.prepare(model, optimizer)
+        for model in models:
+            if len({tensor.device for tensor in model.parameters()}) <= 1:  # else it is spread over devices on purpose
+                model.to(self.device)
+        wrapped, steppers = self._strategy.prepare(models, optimizers)
         self._prepared = True
         speak_as(self.rank)
-        self._metrics.timer.watch(wrapped)
-        if stepper is optimizer:
-            self._metrics.watch_optimizer(optimizer, self._count_step)
-        if not hasattr(wrapped, "no_sync"):
-            wrapped.no_sync = self.no_sync  # type: ignore[assignment]  # what scripts written for DDP call
-            self._lent = wrapped
-        return {id(model): wrapped, id(optimizer): stepper}
+        for model in wrapped:
+            self._metrics.timer.watch(model)
+            if not hasattr(model, "no_sync"):
+                model.no_sync = self.no_sync  # type: ignore[assignment]  # what scripts written for DDP call
+                self._lent.append(model)
+        for optimizer, stepper in zip(optimizers, steppers, strict=True):
+            if stepper is optimizer:
+                self._metrics.watch_optimizer(optimizer, self._count_step)
+        return {id(a): b for a, b in zip((*models, *optimizers), (*wrapped, *steppers), strict=True)}
 
     def _prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader | LeasedLoader:
         if self._strategy is None:
@@ -259,9 +266,7 @@ class Session:
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only add to the gradients; the next `optimizer.step()` sends their sum."""
         inner: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if isinstance(self._strategy, Ddp) and self._strategy.model is not None:
-            inner = self._strategy.model.no_sync()
-        elif isinstance(self._strategy, ParameterServer):
+        if isinstance(self._strategy, Ddp | ParameterServer):
             inner = self._strategy.no_sync()
         with inner:
             yield
@@ -277,9 +282,9 @@ class Session:
             return  # a forked child, of a DataLoader say: the session is its parent's
         if self._strategy is not None:
             self._strategy.close()
-        if self._lent is not None:
-            del self._lent.no_sync  # another session may prepare this model
-            self._lent = None
+        for model in self._lent:
+            del model.no_sync  # another session may prepare this model
+        self._lent.clear()
         self._metrics.close()
         atexit.unregister(self.close)
 
