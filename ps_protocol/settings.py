@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib import metadata
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,8 +32,8 @@ _SERVICE_LINK_ADVICE = (
 def version() -> str:
     """The version of the installed package."""
     try:
-        return metadata.version("ps-torch")
-    except metadata.PackageNotFoundError:
+        return installed_version("ps-torch")
+    except PackageNotFoundError:
         return "(from a folder of sources that is not installed)"
 
 

@@ -1,7 +1,7 @@
 """What a script does to the parameters of a prepared model itself: the result is that of `single`, in every mode.
 
-Each case trains alone as plain PyTorch would, and then on servers; with one worker the weights must agree, with several in
-sync those of a single process on the same data must come out.
+Each case trains alone as plain PyTorch would, and then on servers. With one worker the weights must agree; with two in
+sync they must be those of a single process on the same data.
 """
 
 from __future__ import annotations
