@@ -69,7 +69,9 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
     # Checked here too, where one line says for all workers what is wrong.
     files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca, arguments.token_file
     access(*files, arguments.insecure)
-    given = {setting: getattr(arguments, setting.name) for setting in SETTINGS} | {_MODE: mode}
+    given = {setting: getattr(arguments, setting.name) for setting in SETTINGS}
+    if mode != "single" or world_size > 1:
+        given[_MODE] = mode  # else a worker finds the same, and knows that it was not asked for
     return Launch(
         command=(*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments),
         workers=workers,

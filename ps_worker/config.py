@@ -76,6 +76,7 @@ class WorkerConfig:
     shared_directory: where segments are made when shards cannot open this process' memory files
     access:          certificates and token that servers are called with
     metrics_insecure: metrics may be served beyond this machine without TLS
+    mode_said:       the mode was given, by an argument or PS_MODE; else it follows from the rest
     """
 
     server: str | None
@@ -93,6 +94,7 @@ class WorkerConfig:
     shared_directory: Path
     access: Access = PLAINTEXT
     metrics_insecure: bool = False
+    mode_said: bool = False
 
 
 def resolve(**arguments: object) -> WorkerConfig:
@@ -125,6 +127,7 @@ def resolve(**arguments: object) -> WorkerConfig:
         shared_directory=Path(found["shared_directory"]),
         access=access(found["tls_cert"], found["tls_key"], found["tls_ca"], found["token_file"], insecure),
         metrics_insecure=insecure or found["metrics_insecure"],
+        mode_said=found["mode"] is not None,
     )
 
 

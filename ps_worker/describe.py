@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ def describe(
     """
     classes = [optimizer_name(optimizer) for optimizer in optimizers]
     for model in models:
+        _refuse_lazy(model)
         _refuse_sparse(model)
     groups = _groups(optimizers)
     specs: list[ParameterSpec] = []
@@ -49,8 +51,7 @@ def describe(
                 continue
             known.add(id(tensor))
             key = f"{number}.{key}" if len(models) > 1 else key
-            if tensor.dtype not in DTYPE_NAMES:
-                raise Unsupported(f"{key} has dtype {tensor.dtype}; known are {', '.join(DTYPE_NAMES.values())}")
+            _refuse_dtype(key, tensor)
             group, optimizer = groups.pop(id(tensor), (None, 0))
             specs.append(ParameterSpec(key, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], group, optimizer))
             tensors.append(tensor)
@@ -92,6 +93,38 @@ def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, tuple[int,
                     raise InvalidRequest("a parameter is in two optimizers; each is stepped by one")
             number += 1
     return found
+
+
+def refused_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    """What `describe` would refuse of models and their optimizers, in its words: a dry run. Changes nothing."""
+
+    def dtypes(model: nn.Module) -> None:
+        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            _refuse_dtype(key, tensor)
+
+    checks: list[Callable[[], object]] = [partial(optimizer_name, optimizer) for optimizer in optimizers]
+    checks += [partial(check, model) for model in models for check in (_refuse_lazy, _refuse_sparse, dtypes)]
+    found = []
+    for check in checks:
+        try:
+            check()
+        except (InvalidRequest, Unsupported) as error:
+            found.append(error.message)
+    return found
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            owner = model.get_submodule(key.rpartition(".")[0])
+            raise InvalidRequest(
+                f"{key} of a {type(owner).__name__} has no shape yet: run one batch through the model before prepare"
+            )
+
+
+def _refuse_dtype(key: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in DTYPE_NAMES:
+        raise Unsupported(f"{key} has dtype {tensor.dtype}; known are {', '.join(DTYPE_NAMES.values())}")
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:

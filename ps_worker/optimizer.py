@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -48,7 +48,9 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._wrapped = wrapped
         self._servers = servers
 
-    def step(self, closure: Any = None) -> Any:
+    # torch's own wrapper calls step hooks, the wrapped optimizer's and the global ones. Optimizer.__init__ puts it on.
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends this worker's step: when it returns, gradients are staged and weights are as the mode promises."""
         loss = None
         if closure is not None:
@@ -57,6 +59,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers made before `prepare` look at
         self._servers.step()
         return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch wraps it no second time
 
     def state_dict(self) -> dict[str, Any]:
         """Groups and state in torch's own layout, fetched from the shards: as large as the optimizer's state.

@@ -339,6 +339,7 @@ class ParameterServer:
         """Backward has finished one gradient: full buckets leave now, if they may. Runs on autograd's thread."""
         assert self._flat is not None
         assert self._shards is not None
+        self._metrics.timer.gradient()
         overlap = self._overlaps[self._spec.parameters[parameter].optimizer]
         for bucket in overlap.ready(parameter, self._flat.gradient_marks(overlap.spaces)):
             if self._draft_room > 0 and not self._flat.saw_not_finite(bucket):

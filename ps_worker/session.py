@@ -5,12 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ipaddress
+import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -20,19 +21,30 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.credentials import is_loopback
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.exposure import is_exposed
 from ps_protocol.job import WIRE_FORMATS, NonFinite
 from ps_worker.config import WorkerConfig, resolve
-from ps_worker.data import PreparedLoader, shard_loader
+from ps_worker.data import (
+    PreparedLoader,
+    dividing_sampler,
+    refused_of_loader,
+    shard_loader,
+    warning_once,
+    with_plain_batches,
+)
 from ps_worker.ddp import Ddp
+from ps_worker.describe import refused_of
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.leased import LeasedFace, LeasedLoader, Leases, order_of
+from ps_worker.lent import lend
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.parameter_server import ParameterServer
 from ps_worker.server_options import ServerOptions
 from ps_worker.shards import Link
 from ps_worker.strategy import Single, Strategy
+
+log = logging.getLogger("ps_worker")
 
 
 def connect(
@@ -94,8 +106,9 @@ class Session:
         self._pid = os.getpid()
         self._clock = 0
         self._prepared = False
-        self._lent: list[nn.Module] = []  # the models that have our `no_sync`
+        self._take_back: list[Callable[[], None]] = []  # what models were lent
         self._strategy: Strategy | None = None
+        self._told: set[str] = set()  # of what the modes with servers refuse
         self.mode = config.mode
         self.device = _device(config.local_rank)
         self._metrics = WorkerMetrics()
@@ -115,6 +128,13 @@ class Session:
             host = host if known else "127.0.0.1"
         is_exposed(host, tls is not None, config.metrics_insecure, "metrics", "--metrics-insecure")
         self._metrics.serve(host, config.metrics_port and config.metrics_port + config.local_rank, tls, known)
+
+    def __repr__(self) -> str:
+        config, count = self._config, self.world_size
+        parts = [f"mode={self.mode!r}", f"rank={self.rank}", f"world_size={count}"]
+        if config.consistency is not None:
+            parts += [f"job={config.job!r}", f"server={config.server!r}"]
+        return f"<Session {' '.join(parts)} clock={self.clock}>"
 
     @property
     def rank(self) -> int:
@@ -161,6 +181,8 @@ class Session:
 
         Raises Unsupported, InvalidRequest, JobMismatch, or Unreachable; the model is unchanged then.
         """
+        for thing in things:
+            _refuse_framework_optimizer(thing)
         models = [thing for thing in things if isinstance(thing, nn.Module)]
         optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
         loaders = [thing for thing in things if isinstance(thing, DataLoader)]
@@ -229,20 +251,19 @@ class Session:
         elif ddp_options and isinstance(self._strategy, Ddp):
             self._strategy.options = ddp_options
         assert self._strategy is not None
+        if isinstance(self._strategy, Single):
+            self._say_refused(refused_of(models, optimizers))
         for model in models:
             if len({tensor.device for tensor in model.parameters()}) <= 1:  # else it is spread over devices on purpose
                 model.to(self.device)
         wrapped, steppers = self._strategy.prepare(models, optimizers)
         self._prepared = True
         speak_as(self.rank)
-        for model in wrapped:
-            self._metrics.timer.watch(model)
-            if not hasattr(model, "no_sync"):
-                model.no_sync = self.no_sync  # type: ignore[assignment]  # what scripts written for DDP call
-                self._lent.append(model)
         for optimizer, stepper in zip(optimizers, steppers, strict=True):
             if stepper is optimizer:
                 self._metrics.watch_optimizer(optimizer, self._count_step)
+        self._take_back = [lend(model, self.no_sync) for model in wrapped]
+        self._metrics.timer.begin("forward")
         return {id(a): b for a, b in zip((*models, *optimizers), (*wrapped, *steppers), strict=True)}
 
     def _prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader | LeasedLoader:
@@ -252,12 +273,24 @@ class Session:
             )
         timer, strategy = self._metrics.timer, self._strategy
         if isinstance(strategy, Single):
+            self._say_refused(refused_of_loader(loader))
             return PreparedLoader(loader, self.device, timer)
+        own = dividing_sampler(loader)
+        if own is not None and not self._config.world_size:
+            raise Unsupported(
+                f"the loader's {type(own).__name__} divides the data once and for all, and workers of an elastic job "
+                "come and go: give the loader shuffle=True or False instead"
+            )
         share = shard_loader(loader, strategy.share, seed)
-        if not isinstance(strategy, ParameterServer):
-            return PreparedLoader(share, self.device, timer)
-        if self._config.world_size or isinstance(loader.dataset, IterableDataset):
-            return PreparedLoader(share, self.device, timer, strategy.rewind.add_loader(share).batches)
+        whole = isinstance(loader.dataset, IterableDataset)
+        if not isinstance(strategy, ParameterServer) or self._config.world_size or whole:
+            begin: Callable[[], Iterator[Any]] = share.__iter__
+            if isinstance(strategy, ParameterServer):
+                begin = strategy.rewind.add_loader(share).batches
+            if whole:
+                begin = warning_once(loader, strategy.share, begin)
+            return PreparedLoader(share, self.device, timer, begin)
+        loader = with_plain_batches(loader)
         leases = Leases(order_of(len(strategy.data.accounts), loader, seed), strategy.data, strategy)
         face = LeasedFace(self.device, timer, lambda: strategy.world_size)
         return LeasedLoader(loader, PreparedLoader(share, self.device, timer), leases, face)
@@ -282,9 +315,8 @@ class Session:
             return  # a forked child, of a DataLoader say: the session is its parent's
         if self._strategy is not None:
             self._strategy.close()
-        for model in self._lent:
-            del model.no_sync  # another session may prepare this model
-        self._lent.clear()
+        for take_back in self._take_back:  # another session may prepare these models
+            take_back()
         self._metrics.close()
         atexit.unregister(self.close)
 
@@ -296,6 +328,14 @@ class Session:
     ) -> None:
         self.close()
 
+    def _say_refused(self, findings: list[str]) -> None:
+        """Says once what the modes with servers would refuse: mode single is their dry run."""
+        level = logging.WARNING if self._config.mode_said else logging.INFO
+        for text in findings:
+            if text not in self._told:
+                self._told.add(text)
+                log.log(level, "in sync, ssp and async this is refused: %s", text)
+
     def _count_step(self) -> int:
         self._clock += 1
         return self._clock
@@ -305,6 +345,20 @@ class Session:
             return Single()
         assert self._config.rank is not None
         return Ddp(self._config.rank, self._config.world_size, self.device)
+
+
+def _refuse_framework_optimizer(thing: Any) -> None:
+    """Raises InvalidRequest for the optimizer that Accelerate or Lightning made of the user's own."""
+    inner = getattr(thing, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer) or not hasattr(thing, "param_groups"):  # a scheduler has no groups
+        return
+    if "_optimizer_step_pre_hooks" not in getattr(
+        thing, "__dict__", {}
+    ):  # which every optimizer has that was made as one
+        raise InvalidRequest(
+            f"{type(thing).__name__} is a framework's wrapper of the optimizer {type(inner).__name__}: hand the plain "
+            "optimizer to prepare, before accelerator.prepare or its like"
+        )
 
 
 def _has_state(thing: Any) -> bool:
