@@ -180,6 +180,7 @@ class Session:
         ddp_options:  more arguments for DistributedDataParallel in mode ddp
 
         Raises Unsupported, InvalidRequest, JobMismatch, or Unreachable; the model is unchanged then.
+        Raises LimitExceeded if other workers have not joined after the start timeout (PS_START_TIMEOUT, 1800 s).
         """
         for thing in things:
             _refuse_framework_optimizer(thing)
