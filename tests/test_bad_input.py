@@ -694,10 +694,10 @@ def test_a_variable_gone_wrong_is_refused_like_a_flag(monkeypatch: pytest.Monkey
     with pytest.raises(SystemExit):
         ps_server.cli.main()
     for name, value, text in (
-        ("PS_RANK", "first", "PS_RANK: expected a whole number, got 'first'"),
-        ("PS_WORLD_SIZE", "-2", "PS_WORLD_SIZE: expected a whole number, got '-2'"),
+        ("PS_RANK", "first", "PS_RANK: expected a whole number from 0 .*, got 'first'"),
+        ("PS_WORLD_SIZE", "-2", "PS_WORLD_SIZE: expected a whole number from 1 .*, got '-2'"),
         ("PS_ELASTIC", "maybe", "PS_ELASTIC: expected 1 or 0, got 'maybe'"),
-        ("PS_SERVER", "nowhere", "a server's address is HOST:PORT, got 'nowhere'"),
+        ("PS_SERVER", "nowhere", "PS_SERVER: expected HOST:PORT, got 'nowhere'"),
         ("PS_CONNECT_TIMEOUT", "soon", "PS_CONNECT_TIMEOUT: .*'soon'"),
     ):
         with monkeypatch.context() as patch:
