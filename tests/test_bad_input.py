@@ -440,7 +440,7 @@ def test_what_prepare_does_not_take_is_named(shared: Cluster, job: str) -> None:
                 session.prepare(model, sgd(model), bucket_bytes=size)
         assert job not in shared.coordinator.jobs()
         model, optimizer = session.prepare(model, sgd(model))
-        with pytest.raises(InvalidRequest, match="has a model already"):
+        with pytest.raises(InvalidRequest, match="has its models already"):
             session.prepare(other, sgd(other))
         with pytest.raises(Unsupported, match="give the optimizer all its groups before prepare"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
