@@ -25,6 +25,13 @@ class Strategy(Protocol):
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The model and the optimizer to train with. Blocks until all declared workers are there."""
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the worker that does what one is to do."""
+
+    def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
+        """The values of all that take part, by rank, ascending; see collectives.Exchange."""
+
     def close(self) -> None:
         """Leaves cleanly; may be called more than once."""
 
@@ -34,6 +41,7 @@ class Single:
 
     rank = 0
     world_size = 1
+    is_main = True
 
     def share(self) -> tuple[int, int]:
         """All of it."""
@@ -42,6 +50,10 @@ class Single:
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Both as they are."""
         return model, optimizer
+
+    def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
+        """Its own."""
+        return {0: value}
 
     def close(self) -> None:
         """Nothing is open."""
