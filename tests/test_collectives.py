@@ -20,6 +20,8 @@ from cable import Cable
 from conftest import TEST_SECONDS, Cluster, in_parallel, until
 from counting import BATCH, BUCKET_BYTES, PASSES, SAMPLES, Cells, Indices, optimizer_for
 from raw_worker import RawWorker, vector_job
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rpc_faults import RpcFaults, break_calls
 from test_rejoin import LEASE, live, lose, session_at
 from torch import nn
@@ -41,7 +43,7 @@ from ps_protocol.v1 import control_pb2
 from ps_server import status
 from ps_server.checkpoints import CheckpointStore
 from ps_server.limits import Limits
-from ps_worker import Session, client, rounds
+from ps_worker import Session, client, collectives, rounds
 
 MODES = ["sync", "ssp:2", "async"]
 MakeCluster = Callable[..., Cluster]
@@ -286,6 +288,28 @@ def test_what_is_no_value_is_an_error_that_names_its_worker(shared: Cluster, job
                 peer.leave()
 
     in_parallel(2, work)
+
+
+@pytest.mark.parametrize("call", ["mean", "gather"])
+def test_any_bytes_of_a_worker_are_read_or_refused(call: str) -> None:
+    whole = collectives._packed(call, [1.0, {"loss": torch.ones(2), "n": 1}])
+
+    @settings(max_examples=300)
+    @given(st.one_of(st.binary(max_size=200), st.tuples(st.integers(0, len(whole)), st.binary(max_size=4))))
+    def check(raw: bytes | tuple[int, bytes]) -> None:
+        data = raw if isinstance(raw, bytes) else whole[: raw[0]] + raw[1] + whole[raw[0] + len(raw[1]) :]
+
+        class Other:
+            rank = 0
+
+            def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
+                return {0: value, 1: data}
+
+        with contextlib.suppress(InvalidRequest):
+            session = collectives.Collectives(Other(), torch.device("cpu"))
+            session.mean({"loss": torch.ones(2), "n": 1}) if call == "mean" else session.gather(1)
+
+    check()
 
 
 # -- workers that come and go ----------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -36,7 +38,9 @@ def main() -> None:
             scheduler.step(loss)
             best, waited = (loss, 0) if loss < best - 1e-3 else (best, waited + 1)
             rate = optimizer.param_groups[0]["lr"]
-            print(f"rank {session.rank} epoch {epoch} loss {loss!r} lr {rate!r}", flush=True)
+            # One write: workers share one output, and nothing may come between a line and its end.
+            sys.stdout.write(f"rank {session.rank} epoch {epoch} loss {loss!r} lr {rate!r}\n")
+            sys.stdout.flush()
             if waited == PATIENCE:
                 break
         session.barrier()
