@@ -34,6 +34,7 @@ class WorkerConfig:
     shared_directory: where segments are made when shards cannot open this process' memory files
     access:          certificates and token that servers are called with
     metrics_insecure: metrics may be served beyond this machine without TLS
+    mode_said:       the mode was given, by an argument or PS_MODE; else it follows from the rest
     """
 
     server: str | None
@@ -50,6 +51,7 @@ class WorkerConfig:
     shared_directory: Path
     access: Access = PLAINTEXT
     metrics_insecure: bool = False
+    mode_said: bool = False
 
 
 def resolve(
@@ -78,7 +80,8 @@ def resolve(
     world_size = 0 if elastic else _first(world_size, _whole, "PS_WORLD_SIZE", "WORLD_SIZE")
     launched_several = (world_size or 1) > 1
     default = "sync" if server else "ddp" if launched_several else "single"
-    mode = _first(mode, str, "PS_MODE") or default
+    said = _first(mode, str, "PS_MODE")
+    mode = said or default
     consistency = parse_mode(mode)
     if consistency is not None and server is None:
         raise InvalidRequest(f"mode {mode} needs a server: connect(server='HOST:PORT'), PS_SERVER, or --server")
@@ -122,6 +125,7 @@ def resolve(
         shared_directory=Path(_first(shared_directory, str, "PS_SHARED_DIRECTORY") or DEFAULT_SHARED_DIRECTORY),
         access=found,
         metrics_insecure=insecure or _first(metrics_insecure, _switch, "PS_METRICS_INSECURE") or False,
+        mode_said=bool(said),
     )
 
 

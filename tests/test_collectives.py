@@ -19,9 +19,9 @@ import torch
 from cable import Cable
 from conftest import TEST_SECONDS, Cluster, in_parallel, until
 from counting import BATCH, BUCKET_BYTES, PASSES, SAMPLES, Cells, Indices, optimizer_for
-from raw_worker import RawWorker, vector_job
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raw_worker import RawWorker, vector_job
 from rpc_faults import RpcFaults, break_calls
 from test_rejoin import LEASE, live, lose, session_at
 from torch import nn
