@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 from ps_protocol.channel import MAX_MESSAGE_BYTES
 from ps_protocol.job import MAX_NAME_LENGTH, MAX_PARAMETERS
-from ps_protocol.settings import add_setting, amount, count, seconds
+from ps_protocol.settings import CommandLine, add_setting, amount, count, seconds
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ _TEXTS = {
 }
 
 
-def add_limits(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for each limit."""
-    group = parser.add_argument_group("limits")
+def add_limits(parser: CommandLine) -> None:
+    """Adds a flag for each limit, and --help-limits, which explains them."""
+    group = parser.add_hidden_group("limits", "--help-limits")
     for entry in fields(Limits):
         kind = seconds if entry.name.endswith("_seconds") else amount if entry.type == "float" else count
         flag = "--max-" + entry.name.replace("_", "-")

@@ -27,6 +27,7 @@ from ps_protocol.layout import Bucket, bucket_layout
 from ps_worker.client import CoordinatorClient
 from ps_worker.describe import describe, has_stepped
 from ps_worker.flat import FlatModel
+from ps_worker.launched import report_started
 from ps_worker.leased import StepData
 from ps_worker.membership import Membership
 from ps_worker.messages import BucketPush, DataRange, Lease, Offer, Place, RoundNews, StateChunk
@@ -63,6 +64,7 @@ class ParameterServer:
             options.rank,
             options.world_size,
             options.link.timeout,
+            options.start_timeout,
             metrics.announced,
             self._finished,
             self._moved,
@@ -227,6 +229,7 @@ class ParameterServer:
                 self._settle()
                 shards.push_initial(self._layout.buckets)
                 self._settle()
+            self._members.await_started(place)  # with its limit: rank 0 sends what the pulls below wait for
             shards.pull(self._clock, held=True)
             self._settle()
         self._flat.begin_pull()
@@ -239,6 +242,7 @@ class ParameterServer:
         self._members.await_started(place)
         if self._members.place is not place:
             raise _PlaceLost
+        report_started()
         self._draft_room = self._room_for_drafts()
 
     def _settle(self) -> None:

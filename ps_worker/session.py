@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.credentials import is_loopback
-from ps_protocol.errors import InvalidRequest, PSError, Unsupported
+from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.exposure import is_exposed
 from ps_protocol.job import WIRE_FORMATS, NonFinite
 from ps_worker.collectives import Collectives
@@ -36,6 +36,7 @@ from ps_worker.data import (
 )
 from ps_worker.ddp import Ddp
 from ps_worker.describe import refused_of
+from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.leased import LeasedFace, LeasedLoader, Leases, order_of
 from ps_worker.lent import lend
 from ps_worker.metrics import WorkerMetrics
@@ -67,14 +68,14 @@ def connect(
     insecure: bool | None = None,
     metrics_insecure: bool | None = None,
 ) -> Session:
-    """A worker's session. What is not given comes from PS_* variables, then from torchrun's, then from defaults.
+    """A worker's session. What is not given comes from PS_* variables, then from a launcher's, then from defaults.
 
     server:          HOST:PORT of the coordinator (PS_SERVER)
     mode:            single, ddp, sync, ssp:K or async (PS_MODE); by default sync with a server, else ddp under a
                      launcher of several processes, else single
     job:             the job's name (PS_JOB), "default"
-    rank:            from 0 (PS_RANK, RANK)
-    world_size:      how many workers the job has (PS_WORLD_SIZE, WORLD_SIZE)
+    rank:            from 0 (PS_RANK, or the launcher's: torchrun, srun, mpirun, an Indexed Job of Kubernetes)
+    world_size:      how many workers the job has (PS_WORLD_SIZE, or the launcher's)
     elastic:         no fixed world size; ranks are given out, workers come and go (PS_ELASTIC)
     connect_timeout: seconds to keep trying servers that do not answer (PS_CONNECT_TIMEOUT), 60
     metrics_host, metrics_port: where to serve /metrics (PS_METRICS_HOST, PS_METRICS_PORT); any free port
@@ -90,27 +91,12 @@ def connect(
 
     Raises InvalidRequest for settings that contradict each other, and for files that do not fit together.
     """
-    _report_errors_in_one_line()
-    given = resolve(
-        server,
-        mode,
-        job,
-        rank,
-        world_size,
-        elastic,
-        connect_timeout,
-        metrics_host,
-        metrics_port,
-        transport,
-        shared_directory,
-        tls_cert,
-        tls_key,
-        tls_ca,
-        token_file,
-        insecure,
-        metrics_insecure,
-    )
-    return Session(given)
+    arguments = dict(locals())  # nothing but the parameters yet: each is a setting of its name
+    report_errors_in_one_line()
+    config = resolve(**arguments)
+    speak_as(config.rank)
+    warn_of_unknown_variables()
+    return Session(config)
 
 
 class Session:
@@ -195,6 +181,7 @@ class Session:
         ddp_options:  more arguments for DistributedDataParallel in mode ddp
 
         Raises Unsupported, InvalidRequest, JobMismatch, or Unreachable; the model is unchanged then.
+        Raises LimitExceeded if other workers have not joined after the start timeout (PS_START_TIMEOUT, 1800 s).
         """
         for thing in things:
             _refuse_framework_optimizer(thing)
@@ -256,6 +243,7 @@ class Session:
                     consistency=config.consistency,
                     rank=config.rank,
                     world_size=config.world_size,
+                    start_timeout=config.start_timeout,
                     link=Link(config.connect_timeout, config.transport, config.shared_directory, config.access),
                     **options,
                 ),
@@ -272,6 +260,7 @@ class Session:
                 model.to(self.device)
         wrapped, steppers = self._strategy.prepare(models, optimizers)
         self._prepared = True
+        speak_as(self.rank)
         for optimizer, stepper in zip(optimizers, steppers, strict=True):
             if stepper is optimizer:
                 self._metrics.watch_optimizer(optimizer, self._count_step)
@@ -481,18 +470,3 @@ def _close_at_exit(session: Session) -> None:
             sys.exit(128 + number)
 
         signal.signal(signal.SIGTERM, terminate)
-
-
-def _report_errors_in_one_line() -> None:
-    """Under `ps-worker run`, this project's errors and Ctrl-C end a script with one line instead of a stack trace."""
-    if os.environ.get("PS_LAUNCHED") != "1":
-        return
-    usual = sys.excepthook
-
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, PSError):
-            print(f"worker {os.environ.get('PS_RANK', '?')}: {error}", file=sys.stderr)
-        elif not isinstance(error, KeyboardInterrupt):
-            usual(kind, error, trace)
-
-    sys.excepthook = report
