@@ -24,6 +24,7 @@ from ps_protocol.credentials import is_loopback
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.exposure import is_exposed
 from ps_protocol.job import WIRE_FORMATS, NonFinite
+from ps_worker.collectives import Collectives
 from ps_worker.config import WorkerConfig, resolve
 from ps_worker.data import (
     PreparedLoader,
@@ -295,6 +296,68 @@ class Session:
         leases = Leases(order_of(len(strategy.data.accounts), loader, seed), strategy.data, strategy)
         face = LeasedFace(self.device, timer, lambda: strategy.world_size)
         return LeasedLoader(loader, PreparedLoader(share, self.device, timer), leases, face)
+
+    # -- over all workers --------------------------------------------------------------------------------------------
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this worker does what one of them is to do: log, save, download. It has rank 0.
+
+        In an elastic job it is the lowest live rank, known once `prepare` has joined. When that worker leaves or dies,
+        the next one takes over, as soon as it hears of it: for a moment there may be none, or two. Use `broadcast` for
+        what must be said by one worker exactly.
+        """
+        if self._strategy is not None:
+            return self._strategy.is_main
+        if not self._config.world_size:
+            raise InvalidRequest(
+                "session.is_main: an elastic job gives out ranks when it is joined; call prepare first"
+            )
+        return self._config.rank == 0
+
+    def mean(self, x: Any, weight: float = 1.0) -> Any:
+        """The mean over all workers of a number, a tensor of any shape, or a dict of these: the same bits for all.
+
+        It is sum(weight * x) / sum(weight), summed in float64 in the order of ranks. A worker whose weight is 0 has no
+        part in it, whatever its x. A number comes back as a float, a tensor on its device: of its own dtype if that is
+        a float's, of torch's default dtype if it is an integer's.
+
+        This and the next three block until every live worker has made its call. Every worker makes the same calls in
+        the same order. A worker that leaves or dies is not waited for. One that was away, or joins late, gets what the
+        others had in the calls that it missed, and so decides what they decided.
+
+        weight: a number from 0, such as how many samples of validation data x was taken over
+        Raises InvalidRequest before `prepare`, for values or calls that differ between workers (all raise it), and
+        for weights that are all 0; LimitExceeded for too many bytes (all raise it).
+        """
+        return self._collectives("mean").mean(x, weight)
+
+    def gather(self, x: Any) -> list[Any]:
+        """The values of all workers that take part, in the order of ranks; see `mean` for who that is.
+
+        x: tensors, numbers, strings, None, and lists, tuples, sets and dicts of these; it may differ between workers.
+           Tensors come back on the device of those in x, or on the session's
+        Raises Unsupported for other types, InvalidRequest and LimitExceeded as `mean` does.
+        """
+        return self._collectives("gather").gather(x)
+
+    def broadcast(self, x: Any, source: int = 0) -> Any:
+        """The value of one worker, for all; what the others give is not looked at. See `gather` for what it may be.
+
+        source: its rank. If it takes no part, as it left or died, it is the lowest rank of those that do.
+        """
+        return self._collectives("broadcast").broadcast(x, source)
+
+    def barrier(self) -> None:
+        """Returns when every live worker has called it; see `mean`."""
+        self._collectives("barrier").barrier()
+
+    def _collectives(self, call: str) -> Collectives:
+        if self._pid != os.getpid():
+            raise InvalidRequest("this session belongs to the parent process; call connect after the fork")
+        if self._strategy is None:
+            raise InvalidRequest(f"session.{call}: this worker takes no part in the job yet; call prepare first")
+        return Collectives(self._strategy, self.device)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
