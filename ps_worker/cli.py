@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     add_setting(run, "--world-size", "workers of the whole job, if others start elsewhere", kind=count, metavar="W")
     add_setting(run, "--first-rank", "rank of the first worker here", default=0, kind=index, metavar="R")
     add_setting(run, "--elastic", "no fixed world size: ranks are given out, workers come and go", kind=bool)
+    add_setting(run, "--take-over", "replace the live workers of another launch that train this job", kind=bool)
     add_setting(run, "--max-restarts", "how often, in all, a worker that fails is started again", default=0, kind=index)
     add_setting(run, "--connect-timeout", "seconds to keep trying a server", default=60.0, kind=seconds, metavar="S")
     add_setting(run, "--metrics-host", "address to serve metrics on; default: the one that faces the server")
@@ -107,6 +108,7 @@ def main() -> NoReturn:
                     shared_directory=arguments.shared_directory,
                     access=_access_variables(arguments),
                     max_restarts=arguments.max_restarts,
+                    take_over=arguments.take_over,
                 )
             )
         )

@@ -22,7 +22,7 @@ from ps_protocol.errors import PSError, TryLater, Unreachable, error_from
 from ps_protocol.handshake import refusal
 from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 from ps_worker import messages
-from ps_worker.messages import DataRange, Identity, Lease, Place, Roster, ShardMap
+from ps_worker.messages import Applicant, DataRange, Identity, Lease, Place, Roster, ShardMap
 
 T = TypeVar("T")
 
@@ -49,6 +49,7 @@ class Retry:
         self._peer = peer
         self._access = access
         self._asked = False
+        self._waits = False  # whether it was said what is waited for
         self._timeout = timeout
         self._closing = closing
         self.progressed()
@@ -69,6 +70,9 @@ class Retry:
             if untrusted is not None:
                 raise untrusted from None
         if error.retry_after is not None:  # it lives, and has said when there may be room
+            if isinstance(error, TryLater) and not self._waits:
+                self._waits = True
+                log.warning("%s", error)
             self.progressed()
             self._closing.wait(error.retry_after * _RANDOM.uniform(1.0, 1.5))
             return
@@ -125,16 +129,21 @@ class CoordinatorClient:
         """Registers a job, or finds the equal one that is there: where its buckets are, and the bytes of a full one."""
         return messages.registered(self._call(self._stub.RegisterJob, messages.register_request(spec)))
 
-    def join(
-        self, job: str, rank: int | None, pid: int, host: str, metrics: str, previous: int = 0, clock: int = 0
-    ) -> Place:
-        """Makes this process a live worker of the job.
+    def join(self, job: str, rank: int | None, who: Applicant) -> Place:
+        """Makes a process a live worker of the job.
 
-        previous, clock: of a worker that comes back, its last incarnation and the steps it had finished
+        Raises JobInUse if live workers of another launch are in the way. As long as the coordinator cannot tell whether
+        they are live, it waits, however short the timeout: that ends with their lease.
         """
         # One number for all repeats: whichever arrives, and however late, they are one wish to join.
-        request = messages.join_request(job, rank, pid, host, metrics, previous, clock, secrets.randbits(63))
-        return messages.place(job, self._call(self._stub.JoinJob, request))
+        attempt, began = secrets.randbits(63), time.monotonic()
+        retry = Retry(f"coordinator at {self.address}", self._timeout, self.closing, self._access)
+
+        def ask() -> Any:
+            request = messages.join_request(job, rank, who, attempt, time.monotonic() - began)
+            return self._stub.JoinJob(request, timeout=min(CALL_SECONDS, self._timeout))
+
+        return messages.place(job, retry.call(ask))
 
     def heartbeat(self, who: Identity, clock: int, timeout: float) -> None:
         """Renews the lease; one attempt."""

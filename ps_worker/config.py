@@ -13,6 +13,7 @@ from ps_protocol.credentials import PLAINTEXT, Access, access
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.modes import Consistency, parse_mode
 from ps_protocol.settings import DEFAULT_SHARED_DIRECTORY
+from ps_worker.launch_id import UNKNOWN, LaunchId, launch_id
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ class WorkerConfig:
     shared_directory: where segments are made when shards cannot open this process' memory files
     access:          certificates and token that servers are called with
     metrics_insecure: metrics may be served beyond this machine without TLS
+    launch:          what started this worker, and whether it takes over from another launch
     """
 
     server: str | None
@@ -50,6 +52,7 @@ class WorkerConfig:
     shared_directory: Path
     access: Access = PLAINTEXT
     metrics_insecure: bool = False
+    launch: LaunchId = UNKNOWN
 
 
 def resolve(
@@ -70,6 +73,7 @@ def resolve(
     token_file: str | None = None,
     insecure: bool | None = None,
     metrics_insecure: bool | None = None,
+    take_over: bool | None = None,
 ) -> WorkerConfig:
     """Puts arguments and environment together. Raises InvalidRequest naming what is wrong and where it came from."""
     server = _first(server, str, "PS_SERVER")
@@ -122,6 +126,7 @@ def resolve(
         shared_directory=Path(_first(shared_directory, str, "PS_SHARED_DIRECTORY") or DEFAULT_SHARED_DIRECTORY),
         access=found,
         metrics_insecure=insecure or _first(metrics_insecure, _switch, "PS_METRICS_INSECURE") or False,
+        launch=launch_id(world_size or 0, _first(take_over, _switch, "PS_TAKE_OVER") or False),
     )
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ps_worker.launch_id import new_launch_id
 from ps_worker.restarts import Restarts
 
 STOP_SECONDS = 15.0
@@ -44,6 +45,7 @@ class Launch:
     shared_directory: str
     access: Mapping[str, str]
     max_restarts: int = 0
+    take_over: bool = False
 
 
 class _Stopped(Exception):
@@ -67,12 +69,17 @@ def launch(what: Launch) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     try:
-        extra = _rendezvous() if what.mode == "ddp" else {}
+        # The one that a launcher has given to this process, if it is a worker itself, is not that of our workers.
+        given = os.environ.get("PS_LAUNCH_ID") if os.environ.get("PS_LAUNCHED") != "1" else None
+        extra = {"PS_LAUNCH_ID": given or new_launch_id()}
+        extra |= _rendezvous() if what.mode == "ddp" else {}
         guard = _die_with_parent()
 
         def start(local: int) -> None:
             command = [sys.executable, what.script, *what.arguments]
             environment = _environment(what, local, extra) | {"PS_RESTART_COUNT": str(restarts[local].count)}
+            if restarts[local].count:
+                del environment["PS_LAUNCH_RANKS"]  # the others are under way: it asks for its own place alone
             begun[local] = time.monotonic()
             # A session of its own: Ctrl-C on a terminal reaches this process alone, which stops the workers once.
             running[local] = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=guard)
@@ -116,6 +123,8 @@ def _environment(what: Launch, local: int, extra: dict[str, str]) -> dict[str, s
         "PS_MODE": what.mode,
         "PS_JOB": what.job,
         "PS_CONNECT_TIMEOUT": str(what.connect_timeout),
+        "PS_LAUNCH_RANKS": f"{what.first_rank}-{what.first_rank + what.workers - 1}",
+        "PS_TAKE_OVER": "1" if what.take_over else "0",
         "LOCAL_RANK": str(local),
         "PYTHONUNBUFFERED": "1",
     }

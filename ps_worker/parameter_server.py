@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ps_protocol.channel import MAX_BUCKET_BYTES
-from ps_protocol.errors import NonFiniteGradient, PSError, UnknownWorker
-from ps_protocol.job import HyperParameters, NonFinite, validate
+from ps_protocol.errors import NonFiniteGradient, NotFound, PSError, UnknownWorker
+from ps_protocol.job import HyperParameters, JobSpec, NonFinite, validate
 from ps_protocol.layout import Bucket, bucket_layout
 from ps_worker.client import CoordinatorClient
 from ps_worker.describe import describe
@@ -59,6 +59,7 @@ class ParameterServer:
             metrics.announced,
             self._finished,
             self._moved,
+            options.launch,
         )
         self._sender = StateSender(self._coordinator, self._members)
         self.rewind = Rewind(device, self._sender.send)
@@ -132,18 +133,30 @@ class ParameterServer:
             weight_wire=options.weight_wire,
         )
         self._groups = LiveGroups(self._spec, optimizer)
-        self._shard_map, bucket_bytes = self._coordinator.register(self._spec)
-        self._spec = replace(self._spec, bucket_bytes=bucket_bytes)
-        validate(self._spec, MAX_BUCKET_BYTES)  # whatever the server answers
+        place = self._join(self._spec)
         self._layout = bucket_layout(self._spec.parameters, self._spec.bucket_bytes)
         self._overlap = Overlap([bucket for bucket in self._layout.buckets if not bucket.held], options.overlap)
-        self._take_places(self._members.join())
+        self._take_places(place)
         assert self._place is not None
         untrained = {i: tensor for i, tensor in enumerate(self._tensors) if self._spec.parameters[i].group is None}
         self.rewind.watch(optimizer, untrained)
         if self._place.state is not None:  # a worker of this rank was here before
             self.rewind.go_back(self._place.state, self._clock)
         return model, ServerOptimizer(optimizer, self._step)
+
+    def _join(self, spec: JobSpec) -> Place:
+        """Registers the job and takes a place in it."""
+        for last in (False, True):
+            self._shard_map, bucket_bytes = self._coordinator.register(spec)
+            self._spec = replace(spec, bucket_bytes=bucket_bytes)
+            validate(self._spec, MAX_BUCKET_BYTES)  # whatever the server answers
+            try:
+                return self._members.join()
+            except NotFound as error:  # it ended while this worker waited for a place, with the launch that held it
+                if last or self._closing:
+                    raise
+                log.warning("%s: this worker begins it anew", error)
+        raise AssertionError
 
     # -- a place, taken and lost -------------------------------------------------------------------------------------
 

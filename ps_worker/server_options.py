@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ps_protocol.job import NonFinite
 from ps_protocol.modes import Consistency
+from ps_worker.launch_id import UNKNOWN, LaunchId
 from ps_worker.shards import Link
 
 
@@ -16,6 +17,7 @@ class ServerOptions:
     bucket_bytes: of a full bucket; None: what the job has, or the server chooses
     link:    how shards, and the coordinator at `server`, are reached
     overlap: whether full buckets leave while backward runs; None: once the script was seen to allow it
+    launch:  what started this worker
     """
 
     server: str
@@ -29,3 +31,4 @@ class ServerOptions:
     weight_wire: str
     link: Link
     overlap: bool | None
+    launch: LaunchId = UNKNOWN
