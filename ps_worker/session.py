@@ -386,7 +386,7 @@ def _close_earlier(config: WorkerConfig) -> None:
         earlier = [session for session in _open if session._is_at(config)]
     for session in earlier:
         log.warning(
-            "an earlier session of this process is worker %d of job %s at %s: it is closed, the new one takes its place",
+            "an earlier session of this process was worker %d of job %s at %s: it is closed, and a new one begins",
             *(config.rank, config.job, config.server),
         )
         session.close()

@@ -113,7 +113,7 @@ def test_a_repeated_join_gets_the_place_that_was_given_already() -> None:
     first = Member(0, membership.next_incarnation(), expires=10.0, attempt=77)
     membership.join(first)
     membership.join(Member(1, membership.next_incarnation(), expires=10.0))
-    assert membership.seated(77, now=4.0) == replace(first, expires=14.0), "and its lease begins anew"
+    assert membership.seated(77, now=4.0) == replace(first, expires=14.0, heard=4.0), "and its lease begins anew"
     assert membership.seated(78, now=4.0) is None
     assert membership.seated(0, now=4.0) is None, "no number is nobody's"
     membership.leave(0, first.incarnation)

@@ -14,8 +14,9 @@ import argparse
 import dataclasses
 import hashlib
 import itertools
+import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from virtual_time import Host, Steps, Then, Weather, World
 
 from bench.oracle import Cells, Life, Rules, Shape, Violation, Witness, judge, too_stale
-from ps_protocol.errors import Fenced, NotFound, OutOfOrder, PSError, TryLater, UnknownWorker
+from ps_protocol.errors import Fenced, JobInUse, NotFound, OutOfOrder, PSError, TryLater, UnknownWorker
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import parse_mode
@@ -209,7 +210,7 @@ class Coordinator(Host):
         disk = cluster.disk
         self.members = Membership(WORKERS, LEASE, last_incarnation=disk.last_incarnation)
         for member in disk.members:
-            self.members.join(dataclasses.replace(member, expires=self.world.now + 2 * LEASE))
+            self.members.join(dataclasses.replace(member, expires=self.world.now + 2 * LEASE, heard=-math.inf))
         self.members.started = disk.started
         self.members.awaited = dict.fromkeys(disk.awaited, self.world.now + 2 * LEASE)
         self._shards: dict[int, int] = {}
@@ -259,6 +260,9 @@ class Coordinator(Host):
             if len(self._shards) < SHARDS or self._lost():
                 raise TryLater("not all shards are there, or the job is being set back")
             self.members.claim(rank, newcomer)
+            rivals = self.members.rivals(rank, newcomer, self.world.now)
+            if rivals is not None:
+                raise JobInUse("another launch") if rivals.live else TryLater("perhaps another launch")
             incarnation = self.members.next_incarnation()
             self._joining = {(index, rank, incarnation) for index in range(SHARDS)}
             self._save()
@@ -274,8 +278,8 @@ class Coordinator(Host):
                 if isinstance(error, NotFound):
                     raise TryLater("a shard was started anew, and has not said so yet") from None
                 raise
-            expires = self.world.now + LEASE
-            member = Member(rank, incarnation, expires, max(frontiers), newcomer.pid, attempt=newcomer.attempt)
+            now, known = self.world.now, {"attempt": newcomer.attempt, "launch": newcomer.launch}
+            member = Member(rank, incarnation, now + LEASE, max(frontiers), newcomer.pid, heard=now, **known)
             self.members.join(member)
             self._joining = set()
             self._save()
@@ -393,11 +397,17 @@ class Worker(Host):
 
     def _until(self, bucket: int | None, method: str, *arguments: Any, timeout: float = 1.0) -> Steps:
         """A call to a bucket's shard or the coordinator (None), repeated while it fails for a reason that passes."""
+        return (yield from self._again(bucket, method, lambda: arguments, timeout))
+
+    def _again(
+        self, bucket: int | None, method: str, arguments: Callable[[], tuple[Any, ...]], timeout: float
+    ) -> Steps:
+        """The same, with arguments that are made anew each time."""
         pause = 0.02
         while True:
             callee = self.cluster.coordinator if bucket is None else self.cluster.home(bucket)  # the process of now
             try:
-                return (yield self.call(callee, method, *arguments, timeout=timeout))
+                return (yield self.call(callee, method, *arguments(), timeout=timeout))
             except PSError as error:
                 if not error.retryable:
                     raise
@@ -405,9 +415,16 @@ class Worker(Host):
             pause = min(2 * pause, 0.5)
 
     def _ask(self, previous: int | None) -> Steps:
-        attempt = self.world.random.getrandbits(60)
-        newcomer = Newcomer(self.life.number, previous=previous, clock=self.clock, attempt=attempt)
-        return (yield from self._until(None, "join", self.rank, newcomer, timeout=4.0))
+        attempt, began = self.world.random.getrandbits(60), self.world.now
+        # Nothing starts it again that could name its launch: a new process is a launch of its own.
+        newcomer = Newcomer(
+            *(self.life.number, "", "", previous, self.clock, attempt), launch=f"process {self.life.number}"
+        )
+
+        def ask() -> tuple[int, Newcomer]:
+            return self.rank, dataclasses.replace(newcomer, waited=self.world.now - began)
+
+        return (yield from self._again(None, "join", ask, timeout=4.0))
 
     def _beat(self) -> Steps:
         while True:
