@@ -15,6 +15,7 @@ MAX_NAME_LENGTH = 512
 MAX_PARAMETERS = 100_000
 MAX_ELEMENTS = 2**50  # keeps every product of sizes far from 64 bits
 MAX_WORLD_SIZE = 65_536
+MAX_OPTIMIZERS = 64
 MAX_DIMENSIONS = 64
 MAX_BUCKETS = 2**18  # 1 TiB in buckets of 4 MiB; every server and worker makes a list of them
 
@@ -46,10 +47,12 @@ class JobSpec:
 
     parameters:   every tensor of the model, in registration order
     optimizer:    the name of a torch.optim class
-    groups:       the hyper-parameters of its parameter groups when the job began
+    groups:       the hyper-parameters of all parameter groups when the job began
     bucket_bytes: bytes of a full bucket, a multiple of 64; 0 until it is registered, where the server is to choose
     world_size:   how many workers take part; 0 is elastic: whoever is there
     gradient_wire, weight_wire: the element types in which float32 gradients and weights travel
+    more_optimizers:  of a script with several optimizers, the names of the others
+    group_optimizers: by group, the index of its optimizer, 0 being `optimizer`; empty where there is only that one
     """
 
     name: str
@@ -62,6 +65,17 @@ class JobSpec:
     non_finite: NonFinite = NonFinite.REFUSE
     gradient_wire: str = "float32"
     weight_wire: str = "float32"
+    more_optimizers: tuple[str, ...] = ()
+    group_optimizers: tuple[int, ...] = ()
+
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        """The names of all optimizers."""
+        return (self.optimizer, *self.more_optimizers)
+
+    def optimizer_of(self, group: int) -> str:
+        """The name of the optimizer that a group belongs to."""
+        return self.optimizers[self.group_optimizers[group] if self.group_optimizers else 0]
 
 
 def validate(spec: JobSpec, max_bucket_bytes: int) -> None:
@@ -70,6 +84,13 @@ def validate(spec: JobSpec, max_bucket_bytes: int) -> None:
         raise InvalidRequest(f"a job's name is 1 to 128 of letters, digits, '.', '_' and '-', got {spec.name[:200]!r}")
     if not spec.groups:
         raise InvalidRequest("a job needs at least one parameter group, got none")
+    if len(spec.more_optimizers) >= MAX_OPTIMIZERS:
+        raise LimitExceeded(f"a job may have up to {MAX_OPTIMIZERS} optimizers, got {len(spec.optimizers)}")
+    if spec.group_optimizers and len(spec.group_optimizers) != len(spec.groups):
+        raise InvalidRequest(f"expected {len(spec.groups)} groups with an optimizer, got {len(spec.group_optimizers)}")
+    odd = next((index for index in spec.group_optimizers if not 0 <= index < len(spec.optimizers)), None)
+    if odd is not None:
+        raise InvalidRequest(f"expected an optimizer below {len(spec.optimizers)} for each group, got {odd}")
     if len(spec.parameters) > MAX_PARAMETERS:
         raise LimitExceeded(f"a job may have up to {MAX_PARAMETERS} parameters, got {len(spec.parameters)}")
     if spec.world_size > MAX_WORLD_SIZE:
@@ -131,8 +152,9 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
         return "the parameters are registered in another order"
     for what, a, b in (
         ("mode", str(registered.consistency), str(offered.consistency)),
-        ("optimizer", registered.optimizer, offered.optimizer),
+        ("optimizer", ", ".join(registered.optimizers), ", ".join(offered.optimizers)),
         ("number of optimizer groups", len(registered.groups), len(offered.groups)),
+        ("optimizer of each group", registered.group_optimizers, offered.group_optimizers),
         ("bucket_bytes", registered.bucket_bytes, offered.bucket_bytes),
         ("world_size", registered.world_size or "elastic", offered.world_size or "elastic"),
         ("policy for gradients that are not finite", registered.non_finite.value, offered.non_finite.value),

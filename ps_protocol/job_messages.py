@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ps_protocol.errors import InvalidRequest
@@ -36,9 +36,10 @@ _NON_FINITE_NUMBERS: dict[NonFinite, Any] = {policy: number for number, policy i
 def job_spec(message: job_pb2.JobSpec) -> JobSpec:
     """The job that a message describes. Raises InvalidRequest for enum values that do not exist."""
     rule = message.consistency
+    of_group = [group.optimizer for group in message.groups]
     return JobSpec(
         name=message.name,
-        parameters=tuple(_parameter(parameter) for parameter in message.parameters),
+        parameters=tuple(_parameter(parameter, of_group) for parameter in message.parameters),
         optimizer=message.optimizer,
         groups=tuple(hyper_parameters(group.hyper_parameters) for group in message.groups),
         consistency=Consistency(rule.max_staleness if rule.HasField("max_staleness") else None, rule.aggregate),
@@ -47,6 +48,8 @@ def job_spec(message: job_pb2.JobSpec) -> JobSpec:
         non_finite=known(_NON_FINITE, message.non_finite, "policy for gradients that are not finite"),
         gradient_wire=known(_WIRE_FORMATS, message.gradient_wire, "wire format of gradients"),
         weight_wire=known(_WIRE_FORMATS, message.weight_wire, "wire format of weights"),
+        more_optimizers=tuple(message.more_optimizers),
+        group_optimizers=tuple(of_group) if any(of_group) else (),
     )
 
 
@@ -61,7 +64,14 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
             for p in spec.parameters
         ],
         optimizer=spec.optimizer,
-        groups=[job_pb2.ParameterGroup(hyper_parameters=hyper_messages(group)) for group in spec.groups],
+        more_optimizers=spec.more_optimizers,
+        groups=[
+            job_pb2.ParameterGroup(
+                hyper_parameters=hyper_messages(group),
+                optimizer=spec.group_optimizers[index] if spec.group_optimizers else 0,
+            )
+            for index, group in enumerate(spec.groups)
+        ],
         consistency=job_pb2.Consistency(
             max_staleness=spec.consistency.max_staleness, aggregate=spec.consistency.aggregate
         ),
@@ -73,9 +83,12 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
     )
 
 
-def _parameter(message: job_pb2.ParameterSpec) -> ParameterSpec:
+def _parameter(message: job_pb2.ParameterSpec, of_group: Sequence[int]) -> ParameterSpec:
     dtype = known(_DATA_TYPE_NAMES, message.data_type, f"data type of {message.name!r}")
-    return ParameterSpec(message.name, tuple(message.shape), dtype, None if message.held else message.group)
+    group = None if message.held else message.group
+    # A group that does not exist is refused by name later on.
+    optimizer = of_group[group] if group is not None and group < len(of_group) else 0
+    return ParameterSpec(message.name, tuple(message.shape), dtype, group, optimizer)
 
 
 def hyper_parameters(messages: Iterable[job_pb2.HyperParameter]) -> HyperParameters:

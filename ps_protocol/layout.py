@@ -1,6 +1,6 @@
 """How a model's parameters become buckets: one pure function that both ends run on the same job.
 
-All parameters of one element type that an optimizer steps form one flat space, in reverse registration order, because
+All parameters of one element type that one optimizer steps form one flat space, in reverse registration order, because
 backward finishes the last layers first (as DDP does). Frozen parameters and buffers form spaces of their own behind
 them. Each parameter starts on a 64-byte boundary. The space is cut every `bucket_bytes`; a bucket lists, as
 segments, the slices of parameters that lie in it.
@@ -50,12 +50,17 @@ DATA_TYPES: dict[str, DataType] = {
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One named tensor of the model; `group` is the optimizer group that steps it, None for what none steps."""
+    """One named tensor of the model.
+
+    group:     the optimizer group that steps it; None for what none steps
+    optimizer: the job's optimizer that the group belongs to
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     group: int | None
+    optimizer: int = 0
 
     @property
     def numel(self) -> int:
@@ -86,7 +91,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A contiguous slice of one flat space: elements [start, start + numel) of `space`."""
+    """A contiguous slice of one flat space: elements [start, start + numel) of `space`.
+
+    optimizer: the job's optimizer that steps it; 0 where none does
+    """
 
     index: int
     space: str
@@ -95,6 +103,7 @@ class Bucket:
     start: int
     numel: int
     segments: tuple[Segment, ...]
+    optimizer: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -121,17 +130,18 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Lay
 
     bucket_bytes: bytes of a full bucket, a multiple of 64.
     """
-    spaces: dict[tuple[bool, str], list[int]] = {}
+    spaces: dict[tuple[bool, str, int], list[int]] = {}
     for index in reversed(range(len(parameters))):
         spec = parameters[index]
-        spaces.setdefault((spec.group is None, spec.dtype), []).append(index)
+        held = spec.group is None
+        spaces.setdefault((held, spec.dtype, 0 if held else spec.optimizer), []).append(index)
     buckets: list[Bucket] = []
     offsets = [0] * len(parameters)
     sizes: dict[str, int] = {}
-    for (held, dtype), members in sorted(
+    for (held, dtype, optimizer), members in sorted(
         spaces.items(), key=lambda item: item[0][0]
     ):  # stable: what trains comes first
-        space = f"held-{dtype}" if held else dtype
+        space = f"held-{dtype}" if held else f"{dtype}.{optimizer}" if optimizer else dtype
         itemsize = DATA_TYPES[dtype].itemsize
         step = ALIGNMENT_BYTES // itemsize
         end = 0
@@ -139,22 +149,21 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Lay
             offsets[index] = end
             end += -(-parameters[index].numel // step) * step
         sizes[space] = end
-        buckets += _cut(space, dtype, held, members, parameters, offsets, end, bucket_bytes // itemsize, len(buckets))
+        pieces = _cut(members, parameters, offsets, end, bucket_bytes // itemsize)
+        buckets += [
+            Bucket(k + len(buckets), space, dtype, held, start, numel, segments, optimizer)
+            for k, (start, numel, segments) in enumerate(pieces)
+        ]
     return Layout(tuple(buckets), tuple(offsets), sizes)
 
 
 def _cut(
-    space: str,
-    dtype: str,
-    held: bool,
-    members: list[int],
-    parameters: Sequence[ParameterSpec],
-    offsets: list[int],
-    end: int,
-    size: int,
-    first_index: int,
-) -> list[Bucket]:
-    """Cuts one space into buckets of `size` elements; `members` are its parameters in the order of their offsets."""
+    members: list[int], parameters: Sequence[ParameterSpec], offsets: list[int], end: int, size: int
+) -> list[tuple[int, int, tuple[Segment, ...]]]:
+    """Cuts one space into buckets of `size` elements: of each, its start, its elements and its segments.
+
+    members: the space's parameters in the order of their offsets
+    """
     segments: list[list[Segment]] = [[] for _ in range(-(-end // size))]
     for index in members:
         start, stop = offsets[index], offsets[index] + parameters[index].numel
@@ -164,7 +173,4 @@ def _cut(
             cut = min(stop, (bucket + 1) * size)
             segments[bucket].append(Segment(index, position - start, position - bucket * size, cut - position))
             position = cut
-    return [
-        Bucket(first_index + k, space, dtype, held, k * size, min(size, end - k * size), tuple(inside))
-        for k, inside in enumerate(segments)
-    ]
+    return [(k * size, min(size, end - k * size), tuple(inside)) for k, inside in enumerate(segments)]

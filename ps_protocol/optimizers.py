@@ -39,6 +39,51 @@ _INSTEAD = {
     "Rprop": "it is meant for full-batch training; use RMSprop",
 }
 
+# What each keeps for a parameter: tensors of the parameter's shape and type, and single numbers (float32), as its
+# state_dict has them.
+_ELEMENTWISE_STATE: dict[str, tuple[str, ...]] = {
+    "SGD": ("momentum_buffer",),
+    "Adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "AdamW": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "Adagrad": ("sum",),
+    "RMSprop": ("square_avg", "momentum_buffer", "grad_avg"),
+    "Adadelta": ("square_avg", "acc_delta"),
+    "Adamax": ("exp_avg", "exp_inf"),
+    "NAdam": ("exp_avg", "exp_avg_sq"),
+    "RAdam": ("exp_avg", "exp_avg_sq"),
+}
+_SCALAR_STATE: dict[str, tuple[str, ...]] = {
+    **{name: ("step",) for name in ELEMENTWISE},
+    "SGD": (),
+    "NAdam": ("step", "mu_product"),
+}
+
+
+def is_scalar_state(optimizer: str, state: str) -> bool:
+    """Whether this state is one number a parameter (float32), rather than a tensor like it.
+
+    Raises InvalidRequest for a state that the optimizer does not have.
+    """
+    if state in _SCALAR_STATE[optimizer]:
+        return True
+    if state not in _ELEMENTWISE_STATE[optimizer]:
+        known = ", ".join((*_SCALAR_STATE[optimizer], *_ELEMENTWISE_STATE[optimizer]))
+        raise InvalidRequest(f"the state of {optimizer} is {known}, got {state[:80]!r}")
+    return False
+
+
+def required_state(optimizer: str, values: HyperParameters) -> frozenset[str]:
+    """What a parameter's state must have, if it has any, for an optimizer with these hyper-parameters to go on."""
+    found = {*_SCALAR_STATE[optimizer], *_ELEMENTWISE_STATE[optimizer]}
+    if not values.get("amsgrad"):
+        found.discard("max_exp_avg_sq")
+    if not values.get("centered"):
+        found.discard("grad_avg")
+    if not values.get("momentum") or optimizer == "SGD":
+        found.discard("momentum_buffer")
+    return frozenset(found)
+
+
 # How an optimizer runs, not what it computes: each end chooses these for itself.
 _EXECUTION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 

@@ -16,8 +16,8 @@ def check_job_spec(spec: JobSpec, limits: Limits) -> None:
     """Raises InvalidRequest or LimitExceeded naming the first thing wrong with a job. Makes nothing of its size."""
     validate(spec, MAX_BUCKET_BYTES)
     _check_sizes(spec, limits)
-    for group in spec.groups:
-        check_hyper_parameters(spec.optimizer, group)
+    for index, group in enumerate(spec.groups):
+        check_hyper_parameters(spec.optimizer_of(index), group)
 
 
 def _check_sizes(spec: JobSpec, limits: Limits) -> None:

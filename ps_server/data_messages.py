@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -12,7 +13,7 @@ from ps_protocol.job import HyperParameters
 from ps_protocol.job_messages import hyper_parameters, known
 from ps_protocol.v1 import data_pb2
 from ps_server.core.bucket import Verdict
-from ps_server.core.pushes import PullCall, Push, PushKind, SharedBucket, SharedPush, Staged
+from ps_server.core.pushes import Commit, PullCall, Push, PushKind, SharedBucket, SharedPush, Staged
 from ps_server.lease_messages import ranges_of
 from ps_server.pulls import Writers
 
@@ -20,6 +21,8 @@ _PUSH_KINDS: dict[int, PushKind] = {
     data_pb2.PUSH_KIND_GRADIENT: PushKind.GRADIENT,
     data_pb2.PUSH_KIND_INITIAL_VALUE: PushKind.INITIAL_VALUE,
     data_pb2.PUSH_KIND_SKIP: PushKind.SKIP,
+    data_pb2.PUSH_KIND_ASSIGN: PushKind.ASSIGN,
+    data_pb2.PUSH_KIND_ASSIGN_STATE: PushKind.ASSIGN_STATE,
 }
 
 
@@ -40,6 +43,8 @@ def push(data: bytes) -> Push:
         groups=_group_updates(header.groups),
         key=header.worker.lease_key,
         ranges=ranges_of(header.ranges),
+        draft=header.draft,
+        state=header.state,
     )
 
 
@@ -71,12 +76,17 @@ def push_pull(data: bytes) -> tuple[SharedPush, PullCall]:
 
 
 def _shared_push(request: data_pb2.PushSharedRequest) -> SharedPush:
-    buckets = tuple(SharedBucket(b.bucket, b.skip, frozenset(b.absent_segments), b.finite) for b in request.buckets)
-    if len({bucket.index for bucket in buckets}) != len(buckets):
-        raise InvalidRequest("a push names each bucket at most once")
+    buckets = _buckets(request.buckets)
     worker, groups, ranges = request.worker, _group_updates(request.groups), ranges_of(request.ranges)
     who = worker.job, worker.rank, worker.incarnation
     return SharedPush(*who, request.clock, buckets, groups, worker.lease_key, ranges=ranges)
+
+
+def _buckets(messages: Any) -> tuple[SharedBucket, ...]:
+    buckets = tuple(SharedBucket(b.bucket, b.skip, frozenset(b.absent_segments), b.finite) for b in messages)
+    if len({bucket.index for bucket in buckets}) != len(buckets):
+        raise InvalidRequest("a push names each bucket at most once")
+    return buckets
 
 
 def shared_push_response(duplicates: int) -> bytes:
@@ -97,7 +107,26 @@ def pull(data: bytes) -> PullCall:
     """What the bytes of a PullRequest ask for."""
     request = data_pb2.PullRequest()
     _parse(request, data)
-    return _pull(request.worker, request.clock, request)
+    call = _pull(request.worker, request.clock, request)
+    if not request.HasField("commit"):
+        return call
+    found = request.commit
+    commit = Commit(_buckets(found.buckets), _group_updates(found.groups), ranges_of(found.ranges))
+    return replace(call, commit=commit)
+
+
+def pull_state(data: bytes) -> PullCall:
+    """What the bytes of a PullStateRequest ask for."""
+    request = data_pb2.PullStateRequest()
+    _parse(request, data)
+    worker = request.worker
+    return PullCall(worker.job, worker.rank, worker.incarnation, 0, tuple(request.buckets), worker.lease_key)
+
+
+def pull_state_response(bucket: int, version: int, state: str, absent: frozenset[int], payload: memoryview) -> bytes:
+    """The bytes of a PullStateResponse."""
+    header = data_pb2.StateHeader(bucket=bucket, version=version, state=state, absent_segments=sorted(absent))
+    return write_message(header, payload)
 
 
 def _pull(

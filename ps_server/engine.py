@@ -18,7 +18,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater, UnknownWorker
+from ps_protocol.errors import (
+    InvalidRequest,
+    JobMismatch,
+    LimitExceeded,
+    NoCheckpoints,
+    NotFound,
+    PSError,
+    TryLater,
+    UnknownWorker,
+)
 from ps_protocol.job import JobSpec, difference
 from ps_protocol.layout import bucket_layout
 from ps_protocol.settings import DEFAULT_SHARED_DIRECTORY
@@ -28,7 +37,7 @@ from ps_server.capture import Capture, Captured
 from ps_server.checkpoints import CheckpointStore, Part
 from ps_server.core.bucket import Add, Step
 from ps_server.core.data_commits import Committed
-from ps_server.core.pushes import PullCall, Push, PushKind, SharedPush, Staged
+from ps_server.core.pushes import Commit, PullCall, Push, PushKind, SharedPush, Staged
 from ps_server.core.snapshot import BucketImage, Extent
 from ps_server.core.weights import Gradient
 from ps_server.failpoints import failpoint
@@ -41,6 +50,9 @@ from ps_server.segments import attach
 from ps_server.streams import Outbox
 
 log = logging.getLogger("ps_server")
+
+# Writes one kind of one bucket's optimizer state: (bucket, version, name, positions that have none, payload).
+WriteState = Callable[[int, int, str, frozenset[int], memoryview], bytes]
 
 
 class Engine:
@@ -246,15 +258,19 @@ class Engine:
         return self._push_all(self._job(push.job), [push])[0]
 
     def _push_all(self, job: RunningJob, pushes: list[Push]) -> list[Staged]:
-        found = self._stage_all(job, pushes)
-        for push, staged in zip(pushes, found, strict=True):
-            if not staged.duplicate:
-                self._schedule(job, push.bucket)
+        found: list[Staged] = []
+        try:
+            self._stage_all(job, pushes, found)
+        finally:
+            # Also what was staged before another was refused: when that one is sent again, these are repeats.
+            for push, staged in zip(pushes, found, strict=False):
+                if not (staged.duplicate or staged.kept):
+                    self._schedule(job, push.bucket)
         return found
 
-    def _stage_all(self, job: RunningJob, pushes: list[Push]) -> list[Staged]:
-        """Checks all, then stages each: a push that is refused for what it holds leaves none of them behind."""
-        name, found = job.state.spec.name, []
+    def _stage_all(self, job: RunningJob, pushes: list[Push], found: list[Staged]) -> None:
+        """Checks all, then stages each into `found`: one that is refused for what it holds leaves none behind."""
+        name = job.state.spec.name
         try:
             with job.lock:
                 for push in pushes[:1]:  # all come from one worker
@@ -268,12 +284,36 @@ class Engine:
                 found.append(staged)
                 failpoint("push-staged")
                 self._metrics.pushed(name, len(push.payload), staged)
-                if not staged.duplicate:
-                    self._pulls.admit(job, job.buckets[push.bucket])  # or they learn whom they wait for now
+                self._was_staged(job, push.bucket, staged)
         except PSError as error:
             self._metrics.refused(name, error)
             raise
-        return found
+
+    def _was_staged(self, job: RunningJob, index: int, staged: Staged) -> None:
+        if not (staged.duplicate or staged.kept):
+            self._pulls.admit(job, job.buckets[index])  # or they learn whom they wait for now
+
+    def _commit(self, job: RunningJob, call: PullCall, commit: Commit) -> None:
+        """Makes count what a worker's step consists of, besides what it pushes in full."""
+        name, fresh = job.state.spec.name, []
+        try:
+            with job.lock:
+                job.state.check_worker(call.rank, call.incarnation, call.key)
+            job.state.check_commit(commit)
+            for one in commit.buckets:
+                with job.lock:
+                    staged = job.state.commit(call.rank, call.incarnation, call.key, call.clock, one, commit)
+                if not (staged.duplicate or staged.kept):
+                    fresh.append(one.index)
+                failpoint("push-staged")
+                self._metrics.pushed(name, 0, staged)
+                self._was_staged(job, one.index, staged)
+        except PSError as error:
+            self._metrics.refused(name, error)
+            raise
+        finally:
+            for index in fresh:
+                self._schedule(job, index)
 
     def _booked(self, push: Push, gradient: Gradient) -> Gradient:
         """The gradient with its bytes booked on who pushes it."""
@@ -302,10 +342,13 @@ class Engine:
         job = self._job(push.job)
         asked = self._pulls.check(job, call, outbox, shared=True)
         asked.with_pushes = True
-        found = self._stage_all(job, self._pushes(job, push))
-        self._pulls.ask(job, asked, call.buckets)
-        fresh = [bucket.index for bucket, staged in zip(push.buckets, found, strict=True) if not staged.duplicate]
-        self._apply.lend([task for index in fresh if (task := self._due(job, index)) is not None])
+        found: list[Staged] = []
+        try:
+            self._stage_all(job, self._pushes(job, push), found)
+            self._pulls.ask(job, asked, call.buckets)
+        finally:
+            fresh = [one.index for one, staged in zip(push.buckets, found, strict=False) if not staged.duplicate]
+            self._apply.lend([task for index in fresh if (task := self._due(job, index)) is not None])
 
     @staticmethod
     def _pushes(job: RunningJob, push: SharedPush) -> list[Push]:
@@ -378,9 +421,34 @@ class Engine:
     # -- pulls -------------------------------------------------------------------------------------------------------
 
     def pull(self, call: PullCall, outbox: Outbox, shared: bool = False) -> None:
-        """Sends buckets on the outbox as they are admitted; see Pulls."""
+        """Sends buckets on the outbox as they are admitted; see Pulls. What comes with it counts as pushed before."""
         job = self._job(call.job)
-        self._pulls.ask(job, self._pulls.check(job, call, outbox, shared), call.buckets)
+        asked = self._pulls.check(job, call, outbox, shared)
+        if call.commit is not None:
+            self._commit(job, call, call.commit)
+        self._pulls.ask(job, asked, call.buckets)
+
+    def pull_state(self, call: PullCall, write: WriteState, outbox: Outbox) -> None:
+        """Sends the optimizer state of buckets as it is now on the outbox, and ends it. Returns at once."""
+        job = self._job(call.job)
+        with job.lock:
+            job.state.check_worker(call.rank, call.incarnation, call.key)
+        if len(set(call.buckets)) != len(call.buckets):
+            raise InvalidRequest("a pull names each bucket at most once")
+        buckets = [job.buckets[job.state.trained(index).index] for index in call.buckets]
+
+        def read(bucket: RunningBucket, name: str) -> bytes:
+            with bucket.tensors:
+                values, absent = bucket.state.weights.read_state(name)
+                version = bucket.state.protocol.version
+            return write(bucket.state.layout.index, version, name, absent, bytes_of(values))
+
+        for bucket in buckets:
+            with bucket.tensors:
+                names = bucket.state.weights.state_names()
+            for name in names:
+                outbox.put(lambda bucket=bucket, name=name: read(bucket, name))  # type: ignore[misc]
+        outbox.finish()
 
     def _tick(self) -> None:
         due = time.monotonic() + NOTICE_AFTER_SECONDS

@@ -59,6 +59,7 @@ class DataService:
             name: grpc.unary_stream_rpc_method_handler(_in_pool(method, self._pull_pool, non_blocking=True))
             for name, method in (
                 ("Pull", self._pull),
+                ("PullState", self._pull_state),
                 ("PullShared", self._pull_shared),
                 ("PushPullShared", self._push_pull_shared),
             )
@@ -104,6 +105,11 @@ class DataService:
         check_job(call.job)
         outbox = Outbox(send, context, self.senders)
         self._engine.pull(call, outbox)
+
+    def _pull_state(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
+        call = data_messages.pull_state(request)
+        check_job(call.job)
+        self._engine.pull_state(call, data_messages.pull_state_response, Outbox(send, context, self.senders))
 
 
 def _in_pool(behaviour: Callable[..., Any], pool: ThreadPoolExecutor, non_blocking: bool = False) -> Callable[..., Any]:

@@ -15,15 +15,15 @@ _sym_db = _symbol_database.Default()
 from ps_protocol.v1 import job_pb2 as ps__protocol_dot_v1_dot_job__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ps_protocol/v1/data.proto\x12\x0eps_protocol.v1\x1a\x18ps_protocol/v1/job.proto\"g\n\x14\x41ttachSegmentRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\x10\n\x08location\x18\x02 \x01(\t\x12\r\n\x05nonce\x18\x03 \x01(\x0c\"\x17\n\x15\x41ttachSegmentResponse\"U\n\x0cSharedBucket\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x0c\n\x04skip\x18\x02 \x01(\x08\x12\x17\n\x0f\x61\x62sent_segments\x18\x03 \x03(\r\x12\x0e\n\x06\x66inite\x18\x04 \x01(\x08\"\xd9\x01\n\x11PushSharedRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12-\n\x07\x62uckets\x18\x03 \x03(\x0b\x32\x1c.ps_protocol.v1.SharedBucket\x12+\n\x06groups\x18\x04 \x03(\x0b\x32\x1b.ps_protocol.v1.GroupUpdate\x12)\n\x06ranges\x18\x05 \x03(\x0b\x32\x19.ps_protocol.v1.DataRange\"-\n\x12PushSharedResponse\x12\x17\n\x0f\x64uplicate_count\x18\x01 \x01(\r\"m\n\x15PushPullSharedRequest\x12/\n\x04push\x18\x01 \x01(\x0b\x32!.ps_protocol.v1.PushSharedRequest\x12\x0f\n\x07\x62uckets\x18\x02 \x03(\r\x12\x12\n\nword_bytes\x18\x03 \x01(\x04\"q\n\x12PullSharedResponse\x12+\n\x07headers\x18\x01 \x03(\x0b\x32\x1a.ps_protocol.v1.PullHeader\x12\x1b\n\x0estaged_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x11\n\x0f_staged_seconds\"S\n\x0eWorkerIdentity\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\tlease_key\x18\x04 \x01(\x0c\"V\n\x0bGroupUpdate\x12\r\n\x05group\x18\x01 \x01(\r\x12\x38\n\x10hyper_parameters\x18\x02 \x03(\x0b\x32\x1e.ps_protocol.v1.HyperParameter\"\xf4\x01\n\nPushHeader\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\x0e\n\x06\x62ucket\x18\x02 \x01(\r\x12\r\n\x05\x63lock\x18\x03 \x01(\x04\x12&\n\x04kind\x18\x04 \x01(\x0e\x32\x18.ps_protocol.v1.PushKind\x12\x17\n\x0f\x61\x62sent_segments\x18\x05 \x03(\r\x12+\n\x06groups\x18\x06 \x03(\x0b\x32\x1b.ps_protocol.v1.GroupUpdate\x12)\n\x06ranges\x18\x07 \x03(\x0b\x32\x19.ps_protocol.v1.DataRange\"J\n\x0bPushRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.ps_protocol.v1.PushHeader\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"2\n\x0cPushResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x11\n\tduplicate\x18\x02 \x01(\x08\"q\n\x0bPullRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x0f\n\x07\x62uckets\x18\x03 \x03(\r\x12\x12\n\nword_bytes\x18\x04 \x01(\x04\"+\n\nWaitNotice\x12\r\n\x05ranks\x18\x01 \x03(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x97\x01\n\nPullHeader\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x16\n\x0ewaited_seconds\x18\x03 \x01(\x01\x12\x30\n\x07waiting\x18\x04 \x01(\x0b\x32\x1a.ps_protocol.v1.WaitNoticeH\x00\x88\x01\x01\x12\x12\n\ncheckpoint\x18\x05 \x01(\x08\x42\n\n\x08_waiting\"K\n\x0cPullResponse\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.ps_protocol.v1.PullHeader\x12\x0f\n\x07payload\x18\x0f \x01(\x0c*n\n\x08PushKind\x12\x19\n\x15PUSH_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12PUSH_KIND_GRADIENT\x10\x01\x12\x1b\n\x17PUSH_KIND_INITIAL_VALUE\x10\x02\x12\x12\n\x0ePUSH_KIND_SKIP\x10\x03\x32\xf8\x03\n\x0b\x44\x61taService\x12\x41\n\x04Push\x12\x1b.ps_protocol.v1.PushRequest\x1a\x1c.ps_protocol.v1.PushResponse\x12\x43\n\x04Pull\x12\x1b.ps_protocol.v1.PullRequest\x1a\x1c.ps_protocol.v1.PullResponse0\x01\x12\\\n\rAttachSegment\x12$.ps_protocol.v1.AttachSegmentRequest\x1a%.ps_protocol.v1.AttachSegmentResponse\x12S\n\nPushShared\x12!.ps_protocol.v1.PushSharedRequest\x1a\".ps_protocol.v1.PushSharedResponse\x12O\n\nPullShared\x12\x1b.ps_protocol.v1.PullRequest\x1a\".ps_protocol.v1.PullSharedResponse0\x01\x12]\n\x0ePushPullShared\x12%.ps_protocol.v1.PushPullSharedRequest\x1a\".ps_protocol.v1.PullSharedResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ps_protocol/v1/data.proto\x12\x0eps_protocol.v1\x1a\x18ps_protocol/v1/job.proto\"g\n\x14\x41ttachSegmentRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\x10\n\x08location\x18\x02 \x01(\t\x12\r\n\x05nonce\x18\x03 \x01(\x0c\"\x17\n\x15\x41ttachSegmentResponse\"U\n\x0cSharedBucket\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x0c\n\x04skip\x18\x02 \x01(\x08\x12\x17\n\x0f\x61\x62sent_segments\x18\x03 \x03(\r\x12\x0e\n\x06\x66inite\x18\x04 \x01(\x08\"\xd9\x01\n\x11PushSharedRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12-\n\x07\x62uckets\x18\x03 \x03(\x0b\x32\x1c.ps_protocol.v1.SharedBucket\x12+\n\x06groups\x18\x04 \x03(\x0b\x32\x1b.ps_protocol.v1.GroupUpdate\x12)\n\x06ranges\x18\x05 \x03(\x0b\x32\x19.ps_protocol.v1.DataRange\"-\n\x12PushSharedResponse\x12\x17\n\x0f\x64uplicate_count\x18\x01 \x01(\r\"m\n\x15PushPullSharedRequest\x12/\n\x04push\x18\x01 \x01(\x0b\x32!.ps_protocol.v1.PushSharedRequest\x12\x0f\n\x07\x62uckets\x18\x02 \x03(\r\x12\x12\n\nword_bytes\x18\x03 \x01(\x04\"q\n\x12PullSharedResponse\x12+\n\x07headers\x18\x01 \x03(\x0b\x32\x1a.ps_protocol.v1.PullHeader\x12\x1b\n\x0estaged_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x11\n\x0f_staged_seconds\"S\n\x0eWorkerIdentity\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\tlease_key\x18\x04 \x01(\x0c\"V\n\x0bGroupUpdate\x12\r\n\x05group\x18\x01 \x01(\r\x12\x38\n\x10hyper_parameters\x18\x02 \x03(\x0b\x32\x1e.ps_protocol.v1.HyperParameter\"\x92\x02\n\nPushHeader\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\x0e\n\x06\x62ucket\x18\x02 \x01(\r\x12\r\n\x05\x63lock\x18\x03 \x01(\x04\x12&\n\x04kind\x18\x04 \x01(\x0e\x32\x18.ps_protocol.v1.PushKind\x12\x17\n\x0f\x61\x62sent_segments\x18\x05 \x03(\r\x12+\n\x06groups\x18\x06 \x03(\x0b\x32\x1b.ps_protocol.v1.GroupUpdate\x12)\n\x06ranges\x18\x07 \x03(\x0b\x32\x19.ps_protocol.v1.DataRange\x12\r\n\x05\x64raft\x18\x08 \x01(\x08\x12\r\n\x05state\x18\t \x01(\t\"\x93\x01\n\nStepCommit\x12-\n\x07\x62uckets\x18\x01 \x03(\x0b\x32\x1c.ps_protocol.v1.SharedBucket\x12+\n\x06groups\x18\x02 \x03(\x0b\x32\x1b.ps_protocol.v1.GroupUpdate\x12)\n\x06ranges\x18\x03 \x03(\x0b\x32\x19.ps_protocol.v1.DataRange\"J\n\x0bPushRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.ps_protocol.v1.PushHeader\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"2\n\x0cPushResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x11\n\tduplicate\x18\x02 \x01(\x08\"\x9d\x01\n\x0bPullRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x0f\n\x07\x62uckets\x18\x03 \x03(\r\x12\x12\n\nword_bytes\x18\x04 \x01(\x04\x12*\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x1a.ps_protocol.v1.StepCommit\"S\n\x10PullStateRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\x0f\n\x07\x62uckets\x18\x02 \x03(\r\"V\n\x0bStateHeader\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\t\x12\x17\n\x0f\x61\x62sent_segments\x18\x04 \x03(\r\"Q\n\x11PullStateResponse\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x1b.ps_protocol.v1.StateHeader\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"+\n\nWaitNotice\x12\r\n\x05ranks\x18\x01 \x03(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x97\x01\n\nPullHeader\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x16\n\x0ewaited_seconds\x18\x03 \x01(\x01\x12\x30\n\x07waiting\x18\x04 \x01(\x0b\x32\x1a.ps_protocol.v1.WaitNoticeH\x00\x88\x01\x01\x12\x12\n\ncheckpoint\x18\x05 \x01(\x08\x42\n\n\x08_waiting\"K\n\x0cPullResponse\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.ps_protocol.v1.PullHeader\x12\x0f\n\x07payload\x18\x0f \x01(\x0c*\xa0\x01\n\x08PushKind\x12\x19\n\x15PUSH_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12PUSH_KIND_GRADIENT\x10\x01\x12\x1b\n\x17PUSH_KIND_INITIAL_VALUE\x10\x02\x12\x12\n\x0ePUSH_KIND_SKIP\x10\x03\x12\x14\n\x10PUSH_KIND_ASSIGN\x10\x04\x12\x1a\n\x16PUSH_KIND_ASSIGN_STATE\x10\x05\x32\xcc\x04\n\x0b\x44\x61taService\x12\x41\n\x04Push\x12\x1b.ps_protocol.v1.PushRequest\x1a\x1c.ps_protocol.v1.PushResponse\x12\x43\n\x04Pull\x12\x1b.ps_protocol.v1.PullRequest\x1a\x1c.ps_protocol.v1.PullResponse0\x01\x12R\n\tPullState\x12 .ps_protocol.v1.PullStateRequest\x1a!.ps_protocol.v1.PullStateResponse0\x01\x12\\\n\rAttachSegment\x12$.ps_protocol.v1.AttachSegmentRequest\x1a%.ps_protocol.v1.AttachSegmentResponse\x12S\n\nPushShared\x12!.ps_protocol.v1.PushSharedRequest\x1a\".ps_protocol.v1.PushSharedResponse\x12O\n\nPullShared\x12\x1b.ps_protocol.v1.PullRequest\x1a\".ps_protocol.v1.PullSharedResponse0\x01\x12]\n\x0ePushPullShared\x12%.ps_protocol.v1.PushPullSharedRequest\x1a\".ps_protocol.v1.PullSharedResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ps_protocol.v1.data_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PUSHKIND']._serialized_start=1720
-  _globals['_PUSHKIND']._serialized_end=1830
+  _globals['_PUSHKIND']._serialized_start=2202
+  _globals['_PUSHKIND']._serialized_end=2362
   _globals['_ATTACHSEGMENTREQUEST']._serialized_start=71
   _globals['_ATTACHSEGMENTREQUEST']._serialized_end=174
   _globals['_ATTACHSEGMENTRESPONSE']._serialized_start=176
@@ -43,19 +43,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GROUPUPDATE']._serialized_start=866
   _globals['_GROUPUPDATE']._serialized_end=952
   _globals['_PUSHHEADER']._serialized_start=955
-  _globals['_PUSHHEADER']._serialized_end=1199
-  _globals['_PUSHREQUEST']._serialized_start=1201
-  _globals['_PUSHREQUEST']._serialized_end=1275
-  _globals['_PUSHRESPONSE']._serialized_start=1277
-  _globals['_PUSHRESPONSE']._serialized_end=1327
-  _globals['_PULLREQUEST']._serialized_start=1329
-  _globals['_PULLREQUEST']._serialized_end=1442
-  _globals['_WAITNOTICE']._serialized_start=1444
-  _globals['_WAITNOTICE']._serialized_end=1487
-  _globals['_PULLHEADER']._serialized_start=1490
-  _globals['_PULLHEADER']._serialized_end=1641
-  _globals['_PULLRESPONSE']._serialized_start=1643
-  _globals['_PULLRESPONSE']._serialized_end=1718
-  _globals['_DATASERVICE']._serialized_start=1833
-  _globals['_DATASERVICE']._serialized_end=2337
+  _globals['_PUSHHEADER']._serialized_end=1229
+  _globals['_STEPCOMMIT']._serialized_start=1232
+  _globals['_STEPCOMMIT']._serialized_end=1379
+  _globals['_PUSHREQUEST']._serialized_start=1381
+  _globals['_PUSHREQUEST']._serialized_end=1455
+  _globals['_PUSHRESPONSE']._serialized_start=1457
+  _globals['_PUSHRESPONSE']._serialized_end=1507
+  _globals['_PULLREQUEST']._serialized_start=1510
+  _globals['_PULLREQUEST']._serialized_end=1667
+  _globals['_PULLSTATEREQUEST']._serialized_start=1669
+  _globals['_PULLSTATEREQUEST']._serialized_end=1752
+  _globals['_STATEHEADER']._serialized_start=1754
+  _globals['_STATEHEADER']._serialized_end=1840
+  _globals['_PULLSTATERESPONSE']._serialized_start=1842
+  _globals['_PULLSTATERESPONSE']._serialized_end=1923
+  _globals['_WAITNOTICE']._serialized_start=1925
+  _globals['_WAITNOTICE']._serialized_end=1968
+  _globals['_PULLHEADER']._serialized_start=1971
+  _globals['_PULLHEADER']._serialized_end=2122
+  _globals['_PULLRESPONSE']._serialized_start=2124
+  _globals['_PULLRESPONSE']._serialized_end=2199
+  _globals['_DATASERVICE']._serialized_start=2365
+  _globals['_DATASERVICE']._serialized_end=2953
 # @@protoc_insertion_point(module_scope)

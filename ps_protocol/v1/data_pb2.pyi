@@ -13,10 +13,14 @@ class PushKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PUSH_KIND_GRADIENT: _ClassVar[PushKind]
     PUSH_KIND_INITIAL_VALUE: _ClassVar[PushKind]
     PUSH_KIND_SKIP: _ClassVar[PushKind]
+    PUSH_KIND_ASSIGN: _ClassVar[PushKind]
+    PUSH_KIND_ASSIGN_STATE: _ClassVar[PushKind]
 PUSH_KIND_UNSPECIFIED: PushKind
 PUSH_KIND_GRADIENT: PushKind
 PUSH_KIND_INITIAL_VALUE: PushKind
 PUSH_KIND_SKIP: PushKind
+PUSH_KIND_ASSIGN: PushKind
+PUSH_KIND_ASSIGN_STATE: PushKind
 
 class AttachSegmentRequest(_message.Message):
     __slots__ = ("worker", "location", "nonce")
@@ -103,7 +107,7 @@ class GroupUpdate(_message.Message):
     def __init__(self, group: _Optional[int] = ..., hyper_parameters: _Optional[_Iterable[_Union[_job_pb2.HyperParameter, _Mapping]]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("worker", "bucket", "clock", "kind", "absent_segments", "groups", "ranges")
+    __slots__ = ("worker", "bucket", "clock", "kind", "absent_segments", "groups", "ranges", "draft", "state")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +115,8 @@ class PushHeader(_message.Message):
     ABSENT_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerIdentity
     bucket: int
     clock: int
@@ -118,7 +124,19 @@ class PushHeader(_message.Message):
     absent_segments: _containers.RepeatedScalarFieldContainer[int]
     groups: _containers.RepeatedCompositeFieldContainer[GroupUpdate]
     ranges: _containers.RepeatedCompositeFieldContainer[_job_pb2.DataRange]
-    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., bucket: _Optional[int] = ..., clock: _Optional[int] = ..., kind: _Optional[_Union[PushKind, str]] = ..., absent_segments: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[_Union[GroupUpdate, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[_job_pb2.DataRange, _Mapping]]] = ...) -> None: ...
+    draft: bool
+    state: str
+    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., bucket: _Optional[int] = ..., clock: _Optional[int] = ..., kind: _Optional[_Union[PushKind, str]] = ..., absent_segments: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[_Union[GroupUpdate, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[_job_pb2.DataRange, _Mapping]]] = ..., draft: bool = ..., state: _Optional[str] = ...) -> None: ...
+
+class StepCommit(_message.Message):
+    __slots__ = ("buckets", "groups", "ranges")
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    buckets: _containers.RepeatedCompositeFieldContainer[SharedBucket]
+    groups: _containers.RepeatedCompositeFieldContainer[GroupUpdate]
+    ranges: _containers.RepeatedCompositeFieldContainer[_job_pb2.DataRange]
+    def __init__(self, buckets: _Optional[_Iterable[_Union[SharedBucket, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupUpdate, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[_job_pb2.DataRange, _Mapping]]] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("header", "payload")
@@ -137,16 +155,46 @@ class PushResponse(_message.Message):
     def __init__(self, version: _Optional[int] = ..., duplicate: bool = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("worker", "clock", "buckets", "word_bytes")
+    __slots__ = ("worker", "clock", "buckets", "word_bytes", "commit")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     WORD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerIdentity
     clock: int
     buckets: _containers.RepeatedScalarFieldContainer[int]
     word_bytes: int
-    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., word_bytes: _Optional[int] = ...) -> None: ...
+    commit: StepCommit
+    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., word_bytes: _Optional[int] = ..., commit: _Optional[_Union[StepCommit, _Mapping]] = ...) -> None: ...
+
+class PullStateRequest(_message.Message):
+    __slots__ = ("worker", "buckets")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerIdentity
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StateHeader(_message.Message):
+    __slots__ = ("bucket", "version", "state", "absent_segments")
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    bucket: int
+    version: int
+    state: str
+    absent_segments: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., state: _Optional[str] = ..., absent_segments: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PullStateResponse(_message.Message):
+    __slots__ = ("header", "payload")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    header: StateHeader
+    payload: bytes
+    def __init__(self, header: _Optional[_Union[StateHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class WaitNotice(_message.Message):
     __slots__ = ("ranks", "reason")

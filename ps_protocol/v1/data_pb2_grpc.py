@@ -52,6 +52,11 @@ class DataServiceStub(object):
                 request_serializer=ps__protocol_dot_v1_dot_data__pb2.PullRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullResponse.FromString,
                 _registered_method=True)
+        self.PullState = channel.unary_stream(
+                '/ps_protocol.v1.DataService/PullState',
+                request_serializer=ps__protocol_dot_v1_dot_data__pb2.PullStateRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullStateResponse.FromString,
+                _registered_method=True)
         self.AttachSegment = channel.unary_unary(
                 '/ps_protocol.v1.DataService/AttachSegment',
                 request_serializer=ps__protocol_dot_v1_dot_data__pb2.AttachSegmentRequest.SerializeToString,
@@ -95,6 +100,15 @@ class DataServiceServicer(object):
         """Streams the asked-for buckets, each as soon as the job's consistency admits it, and ends when all are sent. While
         one is not admitted the stream says from time to time whom it waits for. Changes nothing; safe to repeat.
         NOT_FOUND and FAILED_PRECONDITION as for Push.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PullState(self, request, context):
+        """Streams the optimizer state of the asked-for buckets as it is now, one message for each bucket and name, and ends. In
+        sync that is the state of the worker's clock, because no update can complete without its next push.
+        NOT_FOUND and FAILED_PRECONDITION as for Push; INVALID_ARGUMENT: a bucket comes twice, or no optimizer steps it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,6 +159,11 @@ def add_DataServiceServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_data__pb2.PullResponse.SerializeToString,
+            ),
+            'PullState': grpc.unary_stream_rpc_method_handler(
+                    servicer.PullState,
+                    request_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullStateRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_data__pb2.PullStateResponse.SerializeToString,
             ),
             'AttachSegment': grpc.unary_unary_rpc_method_handler(
                     servicer.AttachSegment,
@@ -224,6 +243,33 @@ class DataService(object):
             '/ps_protocol.v1.DataService/Pull',
             ps__protocol_dot_v1_dot_data__pb2.PullRequest.SerializeToString,
             ps__protocol_dot_v1_dot_data__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ps_protocol.v1.DataService/PullState',
+            ps__protocol_dot_v1_dot_data__pb2.PullStateRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_data__pb2.PullStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -82,10 +82,12 @@ class NumberList(_message.Message):
     def __init__(self, values: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ParameterGroup(_message.Message):
-    __slots__ = ("hyper_parameters",)
+    __slots__ = ("hyper_parameters", "optimizer")
     HYPER_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     hyper_parameters: _containers.RepeatedCompositeFieldContainer[HyperParameter]
-    def __init__(self, hyper_parameters: _Optional[_Iterable[_Union[HyperParameter, _Mapping]]] = ...) -> None: ...
+    optimizer: int
+    def __init__(self, hyper_parameters: _Optional[_Iterable[_Union[HyperParameter, _Mapping]]] = ..., optimizer: _Optional[int] = ...) -> None: ...
 
 class Consistency(_message.Message):
     __slots__ = ("max_staleness", "aggregate")
@@ -96,7 +98,7 @@ class Consistency(_message.Message):
     def __init__(self, max_staleness: _Optional[int] = ..., aggregate: bool = ...) -> None: ...
 
 class JobSpec(_message.Message):
-    __slots__ = ("name", "parameters", "optimizer", "groups", "consistency", "bucket_bytes", "world_size", "non_finite", "gradient_wire", "weight_wire")
+    __slots__ = ("name", "parameters", "optimizer", "groups", "consistency", "bucket_bytes", "world_size", "non_finite", "gradient_wire", "weight_wire", "more_optimizers")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +109,7 @@ class JobSpec(_message.Message):
     NON_FINITE_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_WIRE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_WIRE_FIELD_NUMBER: _ClassVar[int]
+    MORE_OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     parameters: _containers.RepeatedCompositeFieldContainer[ParameterSpec]
     optimizer: str
@@ -117,7 +120,8 @@ class JobSpec(_message.Message):
     non_finite: NonFinitePolicy
     gradient_wire: WireFormat
     weight_wire: WireFormat
-    def __init__(self, name: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[ParameterSpec, _Mapping]]] = ..., optimizer: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., bucket_bytes: _Optional[int] = ..., world_size: _Optional[int] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., gradient_wire: _Optional[_Union[WireFormat, str]] = ..., weight_wire: _Optional[_Union[WireFormat, str]] = ...) -> None: ...
+    more_optimizers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[ParameterSpec, _Mapping]]] = ..., optimizer: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., bucket_bytes: _Optional[int] = ..., world_size: _Optional[int] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., gradient_wire: _Optional[_Union[WireFormat, str]] = ..., weight_wire: _Optional[_Union[WireFormat, str]] = ..., more_optimizers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
     __slots__ = ("index", "address")

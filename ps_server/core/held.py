@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from ps_server.core.bucket import Add
+from collections.abc import Callable
 
 
 class Held:
     """What was staged of one job, by bucket and rank.
 
-    waiting: what waits in a bucket, by rank. Only asked when room is needed; until then what was added counts too.
+    is_waiting: whether a bucket still holds what a rank pushed at a clock. Only asked when room is needed; until then
+                what was added counts too.
     """
 
-    def __init__(self, waiting: Callable[[int], Mapping[int, Add[Any]]]) -> None:
+    def __init__(self, is_waiting: Callable[[int, int, int], bool]) -> None:
         self.bytes = 0
-        self._waiting = waiting
+        self._is_waiting = is_waiting
         self._sizes: dict[tuple[int, int], tuple[int, int]] = {}  # clock and bytes
 
     def take(self, bucket: int, rank: int, clock: int, size: int, limit: int, always: bool) -> bool:
         """Counts a contribution in if there is room for it, nothing else is held, or it must be let in always."""
         if self.bytes + size > limit:
-            self._forget()
+            self.forget()
             if self.bytes and self.bytes + size > limit and not always:
                 return False
         _, before = self._sizes.get((bucket, rank), (0, 0))
@@ -30,13 +28,10 @@ class Held:
         self.bytes += size - before
         return True
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Counts only what still waits."""
         self._sizes = {key: found for key, found in self._sizes.items() if self._is_waiting(*key, found[0])}
         self.bytes = sum(size for _, size in self._sizes.values())
-
-    def _is_waiting(self, bucket: int, rank: int, clock: int) -> bool:
-        found = self._waiting(bucket).get(rank)
-        return found is not None and found.clock == clock
 
 
 def derived_limit(weights: int, bucket: int, workers: int) -> int:

@@ -17,6 +17,8 @@ class PushKind(enum.Enum):
     GRADIENT = "gradient"
     INITIAL_VALUE = "initial_value"
     SKIP = "skip"
+    ASSIGN = "assign"
+    ASSIGN_STATE = "assign_state"
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Push:
     caller: str = ""  # whose bytes they are, where callers are known
     finite: bool = False  # nobody need look for infinities and NaNs
     ranges: tuple[DataRange, ...] = ()  # of leased data, that the step used
+    draft: bool = False  # it may still change: kept until its commit
+    state: str = ""  # the optimizer state that is assigned
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,18 @@ class SharedPush:
 
 
 @dataclass(frozen=True)
+class Commit:
+    """What counts as pushed with a pull: drafts of its clock, and buckets without a gradient (`skip`)."""
+
+    buckets: tuple[SharedBucket, ...]
+    groups: Mapping[int, HyperParameters]
+    ranges: tuple[DataRange, ...] = ()
+
+
+@dataclass(frozen=True)
 class PullCall:
     """Which buckets a worker wants, at which clock of its own. `word_bytes`: into its segment, and it is told of them
-    once they make so many bytes, or all are there; 0: only then."""
+    once they make so many bytes, or all are there; 0: only then. `commit`: what counts as pushed before."""
 
     job: str
     rank: int
@@ -76,13 +89,19 @@ class PullCall:
     buckets: tuple[int, ...]
     key: bytes = field(default=b"", repr=False)
     word_bytes: int = 0
+    commit: Commit | None = None
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A push is staged: `duplicate` when it had been before; `use`: what became of the leased data that it names."""
+    """A push is staged, or kept (`kept`) until another makes it count: a draft, an assignment.
+
+    duplicate: it had been staged before
+    use:       what became of the leased data that it names
+    """
 
     version: int
     duplicate: bool
     skipped: bool = False
     use: Use = UNUSED
+    kept: bool = False

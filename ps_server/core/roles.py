@@ -33,6 +33,7 @@ _V1 = "/ps_protocol.v1."
 METHODS: dict[str, Roles] = {
     _V1 + "DataService/Push": _WORKERS,
     _V1 + "DataService/Pull": _WORKERS | {Role.READER},
+    _V1 + "DataService/PullState": _WORKERS,
     _V1 + "DataService/AttachSegment": _WORKERS,
     _V1 + "DataService/PushShared": _WORKERS,
     _V1 + "DataService/PullShared": _WORKERS,

@@ -4,14 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from ps_protocol.job import HyperParameters, JobSpec
 from ps_protocol.layout import Bucket
-from ps_protocol.optimizers import ELEMENTWISE, hyper_parameters
+from ps_protocol.optimizers import ELEMENTWISE, hyper_parameters, is_scalar_state
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.snapshot import OptimizerState
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a worker's script has set itself in one bucket, by the segment's position.
+
+    weights: [length of the segment] each
+    reset:   segments whose optimizer state becomes what `state` has for them, and nothing else
+    """
+
+    weights: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    reset: frozenset[int] = frozenset()
+    state: OptimizerState = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        states = sum(tensor.nbytes for state in self.state.values() for tensor in state.values())
+        return sum(tensor.nbytes for tensor in self.weights.values()) + states
+
+    def union(self, other: Assignment) -> Assignment:
+        """Both together; where both name the same thing, the other counts."""
+        state = {position: dict(found) for position, found in self.state.items()}
+        for position, found in other.state.items():
+            state.setdefault(position, {}).update(found)
+        return Assignment({**self.weights, **other.weights}, self.reset | other.reset, state)
 
 
 @dataclass(frozen=True)
@@ -25,6 +52,7 @@ class Gradient:
     borrowed: the values lie in the worker's own memory, which it may write again once it is told that it was fenced
     ticket: counts the bytes for as long as it is held
     within: they are no more than the caller may have staged, over all of its workers
+    assignment: what the worker's script has set before this step
     """
 
     values: torch.Tensor | None
@@ -33,6 +61,7 @@ class Gradient:
     borrowed: bool = False
     ticket: object = field(default=None, repr=False, compare=False)
     within: bool = True
+    assignment: Assignment | None = None
 
     def owned(self) -> Gradient:
         """The same contribution in memory of this process."""
@@ -74,18 +103,20 @@ class BucketWeights:
 
     def __init__(self, spec: JobSpec, bucket: Bucket, scratch: Scratch) -> None:
         self.bucket = bucket
-        self._name = spec.optimizer
+        self._name = spec.optimizers[bucket.optimizer]
         self._scratch = scratch
         self.flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])  # [numel]
         self._segments = [self.flat[s.offset : s.offset + s.length] for s in bucket.segments]  # each [length]
-        self._optimizer = None if bucket.held else _optimizer(spec, bucket, self._segments)
+        self._optimizer = None if bucket.held else _optimizer(spec, self._name, bucket, self._segments)
         self._step = None if self._optimizer is None else _bare_step(self._optimizer)
-        self._divides = _is_fused(spec, bucket)
+        self._divides = _is_fused(self._name, bucket)
         self._sum: torch.Tensor | None = None  # [numel], of the open update
         self._terms = 0  # what was added up
         self._count = 0  # what the mean is over: those without any gradient too
         self._present: set[int] = set()
         self._groups: dict[int, HyperParameters] = {}
+        self._is_open = False  # something was added to the open update, if without a gradient
+        self._assignment: Assignment | None = None
 
     def load(self, values: torch.Tensor) -> None:
         """Sets the weights: [numel] in the bucket's dtype."""
@@ -93,7 +124,10 @@ class BucketWeights:
 
     def add(self, gradient: Gradient) -> None:
         """Adds one contribution to the open update. The order of calls is the order of the sum."""
-        # The first contributor's hyper-parameters count: in sync that is the lowest rank's, whoever came first.
+        # The first contributor's hyper-parameters and assignments count: in sync that is the lowest rank's, in whatever
+        # order contributions came.
+        if not self._is_open:
+            self._is_open, self._assignment = True, gradient.assignment
         for group, told in (gradient.groups or {}).items():
             self._groups.setdefault(group, told)
         if gradient.values is None:
@@ -133,7 +167,10 @@ class BucketWeights:
         self._scratch.give(wide)
 
     def step(self) -> None:
-        """One optimizer step with the mean of what was added. Without any gradient, the weights stay as they are."""
+        """One optimizer step with the mean of what was added, from what was assigned. Without any of both, the weights
+        stay as they are."""
+        if self._assignment is not None:
+            self.assign(self._assignment)
         if self._optimizer is not None and self._step is not None and self._sum is not None:
             if self._terms > 1 and self._divides:
                 # Gradient scaling, whose inverse torch's fused kernels apply on the way: the same division, but not a
@@ -162,6 +199,29 @@ class BucketWeights:
         self._terms = self._count = 0
         self._present.clear()
         self._groups.clear()
+        self._is_open, self._assignment = False, None
+
+    def assign(self, assignment: Assignment) -> None:
+        """Sets weights and optimizer state."""
+        for position, values in assignment.weights.items():
+            self._segments[position].copy_(values)
+        if self._optimizer is not None:
+            for position in assignment.reset | assignment.state.keys():
+                state = {name: value.clone() for name, value in assignment.state.get(position, {}).items()}
+                self._set_state(self._optimizer, position, state)
+
+    def _set_state(
+        self, optimizer: torch.optim.Optimizer, position: int, state: Mapping[str, torch.Tensor] | None
+    ) -> None:
+        """One segment's optimizer state; without any, what its optimizer begins with."""
+        tensor = self._segments[position]
+        optimizer.state.pop(tensor, None)
+        if state:
+            optimizer.state[tensor] = dict(state)
+        elif self._name == "Adagrad":  # makes its state in its constructor, and cannot step without
+            [group] = [group for group in optimizer.param_groups if any(one is tensor for one in group["params"])]
+            [fresh] = ELEMENTWISE[self._name]([tensor], **hyper_parameters(self._name, group)).state.values()  # type: ignore[arg-type]
+            optimizer.state[tensor] = fresh
 
     def _rounds(self, optimizer: torch.optim.Optimizer) -> list[set[int]]:
         """The segments with a gradient, as sets to step one after the other: mostly one.
@@ -175,14 +235,37 @@ class BucketWeights:
         fresh = {position for position, state in states.items() if state.get("momentum_buffer") is None}
         return [positions for positions in (self._present - fresh, fresh) if positions]
 
+    def read_state(self, name: str) -> tuple[torch.Tensor, frozenset[int]]:
+        """One kind of optimizer state, and the positions of the segments that have none.
+
+        [numel] in the bucket's dtype, with zeros where there is none; for a state of one number a parameter, a float32
+        for each segment.
+        """
+        states = self._states()
+        absent = frozenset(p for p in range(len(self._segments)) if not isinstance(states[p].get(name), torch.Tensor))
+        if is_scalar_state(self._name, name):
+            numbers = [0.0 if p in absent else float(state[name]) for p, state in enumerate(states)]
+            return torch.tensor(numbers, dtype=torch.float32), absent
+        found = torch.zeros_like(self.flat)
+        for position, segment in enumerate(self.bucket.segments):
+            if position not in absent:
+                found[segment.offset : segment.offset + segment.length] = states[position][name]
+        return found, absent
+
+    def state_names(self) -> list[str]:
+        """The kinds of optimizer state that any segment has now."""
+        return sorted({n for state in self._states() for n, v in state.items() if isinstance(v, torch.Tensor)})
+
+    def _states(self) -> list[dict[str, Any]]:
+        if self._optimizer is None:
+            return [{} for _ in self._segments]
+        return [dict(self._optimizer.state.get(tensor) or {}) for tensor in self._segments]
+
     def copy_state(self) -> dict[int, dict[str, torch.Tensor]]:
         """A copy of the optimizer's state, by segment."""
-        if self._optimizer is None:
-            return {}
-        states = ((position, self._optimizer.state.get(tensor)) for position, tensor in enumerate(self._segments))
         return {
             position: {name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
-            for position, state in states
+            for position, state in enumerate(self._states())
             if state
         }
 
@@ -197,10 +280,9 @@ class BucketWeights:
         self.load(weights)
         if self._optimizer is None:
             return
-        for position, tensor in enumerate(self._segments):
-            self._optimizer.state.pop(tensor, None)
-            if position in state:
-                self._optimizer.state[tensor] = {name: value.clone() for name, value in state[position].items()}
+        for position in range(len(self._segments)):
+            found = {name: value.clone() for name, value in state.get(position, {}).items()}
+            self._set_state(self._optimizer, position, found)
         for group in self._optimizer.param_groups:
             group.update(groups.get(group["index"], {}))
 
@@ -219,18 +301,18 @@ class BucketWeights:
         return sum(v.nbytes for state in states for v in list(state.values()) if isinstance(v, torch.Tensor))
 
 
-def _optimizer(spec: JobSpec, bucket: Bucket, segments: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """The job's optimizer over this bucket's segments, with the job's parameter groups."""
+def _optimizer(spec: JobSpec, name: str, bucket: Bucket, segments: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """The bucket's optimizer over its segments, with the job's parameter groups."""
     members: dict[int, list[torch.Tensor]] = {}
     for segment, tensor in zip(bucket.segments, segments, strict=True):
         group = spec.parameters[segment.parameter].group
         assert group is not None
         members.setdefault(group, []).append(tensor)
-    cls = ELEMENTWISE[spec.optimizer]
+    cls = ELEMENTWISE[name]
     groups = [{"params": tensors, "index": group, **spec.groups[group]} for group, tensors in members.items()]
     # Handed to the constructor too: Adagrad makes its state there, and looks at no group for how.
     arguments = dict(spec.groups[next(iter(members))])
-    if _is_fused(spec, bucket):
+    if _is_fused(name, bucket):
         arguments["fused"] = True  # ten times faster than one tensor operation after the other
     return cls(groups, **arguments)  # type: ignore[arg-type]
 
@@ -252,8 +334,8 @@ def _scale(count: int) -> torch.Tensor:
     return _SCALES[count]
 
 
-def _is_fused(spec: JobSpec, bucket: Bucket) -> bool:
-    return bucket.dtype == "float32" and spec.optimizer in _FUSED_ON_CPU
+def _is_fused(name: str, bucket: Bucket) -> bool:
+    return bucket.dtype == "float32" and name in _FUSED_ON_CPU
 
 
 _FUSED_ON_CPU = frozenset({"SGD", "Adam", "AdamW", "Adagrad"})
