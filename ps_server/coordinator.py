@@ -268,13 +268,8 @@ class Coordinator:
             self._save()
             clock = admit(job, rank, incarnation, key, self._directory, self._pool)
             where = newcomer.pid, newcomer.host, newcomer.metrics_address
-            now = time.monotonic()
-            member = Member(
-                *(rank, incarnation, now + self.lease, clock, *where, key, newcomer.attempt),
-                launch=newcomer.launch,
-                since=time.time(),
-                heard=now,
-            )
+            known = rank, incarnation, time.monotonic() + self.lease, clock, *where, key, newcomer.attempt
+            member = Member(*known, launch=newcomer.launch, since=time.time())
             with job.guard:
                 job.membership.join(member)
             job.data.gone(rank, incarnation - 1)

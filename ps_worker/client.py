@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 import secrets
 import threading
@@ -136,14 +137,19 @@ class CoordinatorClient:
         they are live, it waits, however short the timeout: that ends with their lease.
         """
         # One number for all repeats: whichever arrives, and however late, they are one wish to join.
-        attempt, began = secrets.randbits(63), time.monotonic()
-        retry = Retry(f"coordinator at {self.address}", self._timeout, self.closing, self._access)
+        attempt, peer, since = secrets.randbits(63), f"coordinator at {self.address}", math.inf
 
         def ask() -> Any:
-            request = messages.join_request(job, rank, who, attempt, time.monotonic() - began)
-            return self._stub.JoinJob(request, timeout=min(CALL_SECONDS, self._timeout))
+            nonlocal since
+            request = messages.join_request(job, rank, who, attempt, max(0.0, time.monotonic() - since))
+            try:
+                return self._stub.JoinJob(request, timeout=min(CALL_SECONDS, self._timeout))
+            except grpc.RpcError as error:
+                if error_from(error, peer).retry_after is not None:  # it knows of this wish, and of what is in the way
+                    since = min(since, time.monotonic())
+                raise
 
-        return messages.place(job, retry.call(ask))
+        return messages.place(job, Retry(peer, self._timeout, self.closing, self._access).call(ask))
 
     def heartbeat(self, who: Identity, clock: int, timeout: float) -> None:
         """Renews the lease; one attempt."""

@@ -277,7 +277,7 @@ class Applicant:
 
 
 def join_request(job: str, rank: int | None, who: Applicant, attempt: int, waited: float) -> control_pb2.JoinJobRequest:
-    """Asks to take part, or to come back. waited: seconds since this wish was uttered first."""
+    """Asks to take part, or to come back. waited: seconds since it was told first to wait for others."""
     request = control_pb2.JoinJobRequest(
         job=job,
         rank=rank,

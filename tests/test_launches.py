@@ -157,7 +157,7 @@ def test_a_launch_takes_over_where_it_is_told_to_and_the_other_says_so(launches:
 def test_a_user_who_starts_again_after_a_crash_waits_for_the_lease_and_is_not_refused(
     launches: Callable[..., Launches],
 ) -> None:
-    at = launches("--lease", str(LEASE))
+    at = launches("--lease", "20")  # longer than an interpreter needs to start
     first = at.run("first")
     at.trains("first")
     family = first.family()
@@ -197,7 +197,6 @@ def test_all_workers_started_again_on_restored_servers_go_on(launches: Callable[
     second = again.run("second")
     begun = second.says(r"second: rank \d begins at clock (\d+) with", count=2)
     assert all(int(clock) > 0 for clock in begun), "of the checkpoint"
-    assert "is in use" not in second.err
     again.trains("second")
     again.stop("second")
     assert second.process.wait(END_SECONDS) == 0, second.err

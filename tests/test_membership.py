@@ -113,7 +113,7 @@ def test_a_repeated_join_gets_the_place_that_was_given_already() -> None:
     first = Member(0, membership.next_incarnation(), expires=10.0, attempt=77)
     membership.join(first)
     membership.join(Member(1, membership.next_incarnation(), expires=10.0))
-    assert membership.seated(77, now=4.0) == replace(first, expires=14.0, heard=4.0), "and its lease begins anew"
+    assert membership.seated(77, now=4.0) == replace(first, expires=14.0), "and its lease begins anew"
     assert membership.seated(78, now=4.0) is None
     assert membership.seated(0, now=4.0) is None, "no number is nobody's"
     membership.leave(0, first.incarnation)
@@ -168,7 +168,7 @@ def test_an_elastic_job_whose_workers_were_all_late_waits_for_the_rest_too() -> 
 def launched(membership: Membership, launch: str, rank: int, now: float = 0.0, **more: float) -> Member:
     """A member of a launch, that has just joined."""
     incarnation = membership.next_incarnation()
-    membership.join(Member(rank, incarnation, now + LEASE, launch=launch, heard=now, **more))  # type: ignore[arg-type]
+    membership.join(Member(rank, incarnation, now + LEASE, launch=launch, **more))  # type: ignore[arg-type]
     return membership.members[rank]
 
 
@@ -196,7 +196,7 @@ def test_a_rank_that_another_launch_holds_may_not_be_taken_and_any_other_may() -
     assert rivals(3, launch="b", launch_ranks=range(2**32 - 1)) == [0], "whatever a client says takes no time"
 
 
-def test_who_holds_a_rank_counts_as_live_once_it_was_heard_after_the_newcomers_first_call() -> None:
+def test_who_holds_a_rank_counts_as_live_once_it_was_heard_while_the_newcomer_waited() -> None:
     membership = Membership(world_size=1, lease=LEASE)
     member = launched(membership, "a", 0)
     membership.heartbeat(0, member.incarnation, clock=1, now=4.0)
@@ -210,6 +210,7 @@ def test_who_holds_a_rank_counts_as_live_once_it_was_heard_after_the_newcomers_f
     assert found.seconds == 9.0, "or is retired then"
     assert not rivals(6.0, 1.0).live  # type: ignore[union-attr]
     membership.heartbeat(0, member.incarnation, clock=1, now=6.5)
+    assert not rivals(7.0, 0.6).live, "it may have lain in a queue"  # type: ignore[union-attr]
     assert rivals(7.0, 2.0).live  # type: ignore[union-attr]
     assert not rivals(7.0, 0.0).live, "for another newcomer that is old news"  # type: ignore[union-attr]
 
@@ -259,7 +260,11 @@ def test_while_a_job_is_set_back_its_ranks_are_kept_for_the_launch_that_had_them
     assert not found.live
     assert membership.rivals(0, Newcomer(launch="a"), now=6.0) is None
     assert membership.rivals(0, newcomer, now=5.0 + LEASE) is None, "it did not come back"
-    launched(membership, "a", 0, now=7.0)
+    member = launched(membership, "a", 0, now=7.0)
     found = membership.rivals(0, newcomer, now=8.0)
+    assert found is not None
+    assert not found.live, "it may have asked before it died"
+    membership.heartbeat(0, member.incarnation, clock=1, now=8.5)
+    found = membership.rivals(0, newcomer, now=9.0)
     assert found is not None
     assert found.live

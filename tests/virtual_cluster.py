@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -262,7 +262,11 @@ class Coordinator(Host):
             self.members.claim(rank, newcomer)
             rivals = self.members.rivals(rank, newcomer, self.world.now)
             if rivals is not None:
-                raise JobInUse("another launch") if rivals.live else TryLater("perhaps another launch")
+                if rivals.live:
+                    raise JobInUse("another launch")
+                later = TryLater("perhaps another launch")
+                later.retry_after = 0.1
+                raise later
             incarnation = self.members.next_incarnation()
             self._joining = {(index, rank, incarnation) for index in range(SHARDS)}
             self._save()
@@ -279,7 +283,7 @@ class Coordinator(Host):
                     raise TryLater("a shard was started anew, and has not said so yet") from None
                 raise
             now, known = self.world.now, {"attempt": newcomer.attempt, "launch": newcomer.launch}
-            member = Member(rank, incarnation, now + LEASE, max(frontiers), newcomer.pid, heard=now, **known)
+            member = Member(rank, incarnation, now + LEASE, max(frontiers), newcomer.pid, **known)
             self.members.join(member)
             self._joining = set()
             self._save()
@@ -397,17 +401,11 @@ class Worker(Host):
 
     def _until(self, bucket: int | None, method: str, *arguments: Any, timeout: float = 1.0) -> Steps:
         """A call to a bucket's shard or the coordinator (None), repeated while it fails for a reason that passes."""
-        return (yield from self._again(bucket, method, lambda: arguments, timeout))
-
-    def _again(
-        self, bucket: int | None, method: str, arguments: Callable[[], tuple[Any, ...]], timeout: float
-    ) -> Steps:
-        """The same, with arguments that are made anew each time."""
         pause = 0.02
         while True:
             callee = self.cluster.coordinator if bucket is None else self.cluster.home(bucket)  # the process of now
             try:
-                return (yield self.call(callee, method, *arguments(), timeout=timeout))
+                return (yield self.call(callee, method, *arguments, timeout=timeout))
             except PSError as error:
                 if not error.retryable:
                     raise
@@ -415,16 +413,23 @@ class Worker(Host):
             pause = min(2 * pause, 0.5)
 
     def _ask(self, previous: int | None) -> Steps:
-        attempt, began = self.world.random.getrandbits(60), self.world.now
+        attempt, since, pause = self.world.random.getrandbits(60), math.inf, 0.02
         # Nothing starts it again that could name its launch: a new process is a launch of its own.
         newcomer = Newcomer(
             *(self.life.number, "", "", previous, self.clock, attempt), launch=f"process {self.life.number}"
         )
 
-        def ask() -> tuple[int, Newcomer]:
-            return self.rank, dataclasses.replace(newcomer, waited=self.world.now - began)
-
-        return (yield from self._again(None, "join", ask, timeout=4.0))
+        while True:
+            asks = dataclasses.replace(newcomer, waited=max(0.0, self.world.now - since))
+            try:
+                return (yield self.call(self.cluster.coordinator, "join", self.rank, asks, timeout=4.0))
+            except PSError as error:
+                if not error.retryable:
+                    raise
+                if error.retry_after is not None:
+                    since = min(since, self.world.now)
+            yield pause * self.world.random.uniform(0.5, 1.0)
+            pause = min(2 * pause, 0.5)
 
     def _beat(self) -> Steps:
         while True:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, UnknownWorker
 
+DELAYED_PER_LEASE = 16  # part of a lease: a heartbeat may lie so long in a queue before it is seen, its sender dead
 REPLACED_KEPT = 16  # launches that one after the other took a rank over; the first are forgotten
 
 
@@ -22,7 +23,8 @@ class Member:
     attempt:     the number of the call that took the place; 0 for none
     launch:      the launch that started it; empty: not known
     since:       when a worker of that launch took the rank, for people to read: seconds since 1970
-    heard:       when the last sign of life came; minus infinity: none yet
+    heard:       when the last heartbeat came; minus infinity: none yet. A join says nothing of who is there now: it may
+                 be carried out when its caller is dead
     replaced:    the launches that this one took the rank from, each with the incarnation of its last worker there
     """
 
@@ -50,7 +52,7 @@ class Newcomer:
     attempt:      the same for all repeats of one call; 0: no two calls are repeats of each other
     launch:       the launch that started it; empty: not known
     take_over:    live workers of other launches are to be fenced
-    waited:       seconds since the first call of this attempt
+    waited:       seconds since it was told first that it has to wait for a launch that may be dead; 0: it was not yet
     launch_ranks: the ranks of all workers that the launch is about to start
     """
 
@@ -74,7 +76,7 @@ class Rivals:
     """The workers of other launches that stand in a newcomer's way.
 
     members: by rank; at least one
-    live:    one of them has shown since the newcomer's first call that it is there. Else they may be dead: what is left
+    live:    one of them has shown since the newcomer began to wait that it is there. Else they may be dead: what is left
              of a launch that was killed looks live until its leases are over
     seconds: until the last of their leases is over
     """
@@ -161,14 +163,15 @@ class Membership:
         ]
         if not found:
             return None
-        live = any(member.heard > now - newcomer.waited for member in found)
+        since = now - newcomer.waited + self.lease / DELAYED_PER_LEASE
+        live = bool(newcomer.waited) and any(member.heard > since for member in found)
         return Rivals(tuple(found), live, max(0.0, max(member.expires for member in found) - now))
 
     def seated(self, attempt: int, now: float) -> Member | None:
         """Who took a place with this attempt, and has it still: its lease begins anew. None for 0, or if nobody did."""
         member = next((m for m in self.members.values() if attempt and m.attempt == attempt), None)
         if member is not None:
-            member = self.members[member.rank] = replace(member, expires=now + self.lease, heard=now)
+            member = self.members[member.rank] = replace(member, expires=now + self.lease)
         return member
 
     def next_incarnation(self) -> int:
