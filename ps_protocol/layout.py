@@ -125,6 +125,13 @@ class Layout:
         return sum(bucket.nbytes for bucket in self.buckets)
 
 
+def space_of(parameter: ParameterSpec) -> str:
+    """The name of the flat space that a parameter lies in."""
+    if parameter.group is None:
+        return f"held-{parameter.dtype}"
+    return f"{parameter.dtype}.{parameter.optimizer}" if parameter.optimizer else parameter.dtype
+
+
 def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Layout:
     """The buckets of a job. Deterministic: equal arguments give equal layouts on every machine.
 
@@ -141,7 +148,7 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Lay
     for (held, dtype, optimizer), members in sorted(
         spaces.items(), key=lambda item: item[0][0]
     ):  # stable: what trains comes first
-        space = f"held-{dtype}" if held else f"{dtype}.{optimizer}" if optimizer else dtype
+        space = space_of(parameters[members[0]])
         itemsize = DATA_TYPES[dtype].itemsize
         step = ALIGNMENT_BYTES // itemsize
         end = 0

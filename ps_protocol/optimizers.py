@@ -53,7 +53,7 @@ _ELEMENTWISE_STATE: dict[str, tuple[str, ...]] = {
     "RAdam": ("exp_avg", "exp_avg_sq"),
 }
 _SCALAR_STATE: dict[str, tuple[str, ...]] = {
-    **{name: ("step",) for name in ELEMENTWISE},
+    **dict.fromkeys(ELEMENTWISE, ("step",)),
     "SGD": (),
     "NAdam": ("step", "mu_product"),
 }

@@ -35,6 +35,7 @@ class WorkerConfig:
     shared_directory: where segments are made when shards cannot open this process' memory files
     access:          certificates and token that servers are called with
     metrics_insecure: metrics may be served beyond this machine without TLS
+    mode_said:       the mode was given, by an argument or PS_MODE; else it follows from the rest
     launch:          what started this worker, and whether it takes over from another launch
     """
 
@@ -52,6 +53,7 @@ class WorkerConfig:
     shared_directory: Path
     access: Access = PLAINTEXT
     metrics_insecure: bool = False
+    mode_said: bool = False
     launch: LaunchId = UNKNOWN
 
 
@@ -82,7 +84,8 @@ def resolve(
     world_size = 0 if elastic else _first(world_size, _whole, "PS_WORLD_SIZE", "WORLD_SIZE")
     launched_several = (world_size or 1) > 1
     default = "sync" if server else "ddp" if launched_several else "single"
-    mode = _first(mode, str, "PS_MODE") or default
+    said = _first(mode, str, "PS_MODE")
+    mode = said or default
     consistency = parse_mode(mode)
     if consistency is not None and server is None:
         raise InvalidRequest(f"mode {mode} needs a server: connect(server='HOST:PORT'), PS_SERVER, or --server")
@@ -126,6 +129,7 @@ def resolve(
         shared_directory=Path(_first(shared_directory, str, "PS_SHARED_DIRECTORY") or DEFAULT_SHARED_DIRECTORY),
         access=found,
         metrics_insecure=insecure or _first(metrics_insecure, _switch, "PS_METRICS_INSECURE") or False,
+        mode_said=bool(said),
         launch=launch_id(world_size or 0, _first(take_over, _switch, "PS_TAKE_OVER") or False),
     )
 

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from ps_protocol.errors import Unsupported
+from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_worker.metrics import StepTimer
 
+log = logging.getLogger("ps_worker")
+
 Share = Callable[[], tuple[int, int]]
+
+
+# A dataset with one of these knows how many workers there are; the last is that of Hugging Face's datasets.
+_PARTS = ("world_size", "num_replicas", "_distributed")
+
+
+class DividingSampler(Protocol):
+    """A sampler that yields part `rank` of `num_replicas`, as DistributedSampler does."""
+
+    rank: int
+    num_replicas: int
+
+
+class EpochSampler(Protocol):
+    """A sampler whose order follows from an epoch that the script sets, as DistributedSampler's does."""
+
+    epoch: int
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is this epoch's."""
 
 
 class ShareSampler(Sampler[int]):
@@ -75,12 +98,13 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         batches = self._begin()
         while True:
-            started = self._timer.now()
+            self._timer.asked()
             try:
                 batch = _to(next(batches), self._device)
             except StopIteration:
+                self._timer.ended()
                 return
-            self._timer.measure("data", started)
+            self._timer.yielded()
             yield batch
 
     def __len__(self) -> int:
@@ -93,11 +117,33 @@ class PreparedLoader:
 def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> DataLoader[Any]:
     """The loader with this worker's share of its data.
 
-    An IterableDataset is left as it is: it shards itself by session.rank and session.world_size. Raises Unsupported for
+    An IterableDataset is left as it is: it shards itself by session.rank and session.world_size. So is a loader with a
+    DistributedSampler. Raises InvalidRequest if that one divides among others than these workers, and Unsupported for
     samplers that cannot be divided without knowing them.
     """
     if isinstance(loader.dataset, IterableDataset):
         return loader
+    own = dividing_sampler(loader)
+    if own is not None:
+        index, count = share()
+        if (own.rank, own.num_replicas) != (index, count):
+            raise InvalidRequest(
+                f"the loader's {type(own).__name__} yields part {own.rank} of {own.num_replicas}, but this worker is "
+                f"{index} of {count}: make it with num_replicas=session.world_size, rank=session.rank"
+            )
+        return loader
+    refuse_undividable(loader)
+    loader = with_plain_batches(loader)
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    mine = ShareSampler(size, share, type(loader.sampler) is RandomSampler, bool(loader.drop_last), seed)
+    return rebuilt(loader, batch_size=loader.batch_size, sampler=mine, drop_last=loader.drop_last)
+
+
+def refuse_undividable(loader: DataLoader[Any]) -> None:
+    """Raises Unsupported for samplers that cannot be divided among workers without knowing them."""
+    if isinstance(loader.dataset, IterableDataset) or dividing_sampler(loader) is not None:
+        return
+    loader = with_plain_batches(loader)
     sampler, batches = loader.sampler, loader.batch_sampler
     plain = type(sampler) is SequentialSampler or (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
@@ -108,9 +154,78 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> DataLoader
             f"the loader's {name} cannot be divided among workers; use shuffle=True or False, or divide the data by "
             "session.rank and session.world_size and do not hand this loader to prepare"
         )
-    size = len(loader.dataset)  # type: ignore[arg-type]
-    mine = ShareSampler(size, share, type(sampler) is RandomSampler, bool(loader.drop_last), seed)
-    return rebuilt(loader, batch_size=loader.batch_size, sampler=mine, drop_last=loader.drop_last)
+
+
+def refused_of_loader(loader: DataLoader[Any]) -> list[str]:
+    """What `shard_loader` would refuse of a loader, in its words: a dry run."""
+    try:
+        refuse_undividable(loader)
+    except Unsupported as error:
+        return [error.message]
+    return []
+
+
+def with_plain_batches(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The same loader; one that was given a BatchSampler is made as if it had been given what that consists of."""
+    batches = loader.batch_sampler
+    if loader.batch_size is not None or type(batches) is not BatchSampler:
+        return loader
+    return rebuilt(loader, batch_size=batches.batch_size, sampler=batches.sampler, drop_last=batches.drop_last)
+
+
+def dividing_sampler(loader: DataLoader[Any]) -> DividingSampler | None:
+    """The loader's sampler, or sampler of batches, that divides the data by its own rank; None if there is none."""
+    for found in _samplers(loader):
+        if isinstance(getattr(found, "rank", None), int) and isinstance(getattr(found, "num_replicas", None), int):
+            return found  # type: ignore[no-any-return]
+    return None
+
+
+def epoch_sampler(loader: DataLoader[Any]) -> EpochSampler | None:
+    """The loader's sampler, or sampler of batches, whose epoch the script sets; None if there is none."""
+    for found in _samplers(loader):
+        if callable(getattr(found, "set_epoch", None)) and isinstance(getattr(found, "epoch", None), int):
+            return found  # type: ignore[no-any-return]
+    return None
+
+
+def _samplers(loader: DataLoader[Any]) -> list[Any]:
+    """What decides on the order of a map-style dataset, the outermost first."""
+    batches = loader.batch_sampler
+    return [loader.sampler, batches, getattr(batches, "sampler", None)]
+
+
+def divides_itself(dataset: IterableDataset[Any]) -> bool:
+    """Whether a dataset, or one that it reads from, evidently knows how many workers there are."""
+    try:
+        found = vars(dataset)
+    except TypeError:
+        return False
+    if any(found.get(name) is not None for name in _PARTS):
+        return True
+    return any(divides_itself(inner) for inner in found.values() if isinstance(inner, IterableDataset))
+
+
+def warning_once(
+    loader: DataLoader[Any], share: Share, begin: Callable[[], Iterator[Any]]
+) -> Callable[[], Iterator[Any]]:
+    """What begins a loop over an IterableDataset, with a warning if every worker reads all of it."""
+    said = False
+
+    def begun() -> Iterator[Any]:
+        nonlocal said
+        index, count = share()
+        if count > 1 and index == 0 and not said and not divides_itself(loader.dataset):  # type: ignore[arg-type]
+            said = True
+            log.warning(
+                "each of the %d workers reads all of the loader's %s: divide an IterableDataset by session.rank and "
+                "session.world_size%s. One with an attribute `world_size` is taken to divide itself, without warning",
+                *(count, type(loader.dataset).__name__),
+                ", and by torch.utils.data.get_worker_info() among the loader's processes" * (loader.num_workers > 1),
+            )
+        return begin()
+
+    return begun
 
 
 def rebuilt(loader: DataLoader[Any], **sampling: Any) -> DataLoader[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ps_protocol.errors import InvalidRequest
+from ps_worker.strategy import Prepared
 
 
 class Ddp:
@@ -24,7 +26,7 @@ class Ddp:
         self.world_size = world_size
         self._device = device
         self.options: Mapping[str, Any] = {}
-        self.model: DistributedDataParallel | None = None
+        self.models: list[DistributedDataParallel] = []
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
             dist.init_process_group(backend, rank=rank, world_size=world_size)
@@ -37,12 +39,29 @@ class Ddp:
         """The rank's share."""
         return self.rank, self.world_size
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wraps the model; its usual bucketing, with gradients as views into the buckets."""
-        devices = [self._device] if self._device.type == "cuda" else None
+    def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Prepared:
+        """Wraps each model that trains; its usual bucketing, with gradients as views into the buckets."""
         options = {"gradient_as_bucket_view": True, **self.options}
-        self.model = DistributedDataParallel(model, device_ids=devices, **options)
-        return self.model, optimizer
+        made: list[nn.Module] = []
+        for model in models:
+            if not any(parameter.requires_grad for parameter in model.parameters()):
+                made.append(model)  # a frozen teacher, say: DDP refuses what needs no gradient
+                continue
+            devices = {parameter.device for parameter in model.parameters()}
+            # Of a model over several devices DDP wants to be told none.
+            own = [self._device] if self._device.type == "cuda" and len(devices) == 1 else None
+            wrapped = DistributedDataParallel(model, device_ids=own, **options)
+            self.models.append(wrapped)
+            made.append(wrapped)
+        return made, optimizers
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside communicate nothing."""
+        with contextlib.ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(model.no_sync())
+            yield
 
     def close(self) -> None:
         """Leaves the process group."""

@@ -3,11 +3,18 @@
 As in DDP and FSDP, `param.data` and `param.grad` become views into one contiguous tensor for each element type, in the
 order of the job's layout. Buckets are slices of these tensors. With a segment shared with the shards, and no conversion
 on the way, these tensors lie in the segment itself.
+
+Two kinds of parameters keep memory of their own, and are copied to and from the flat tensors in their logical order:
+those that are not contiguous (channels_last), and those on another device than most (a model spread over several).
+
+A script may change parameters itself, and may put them elsewhere (`model.to(...)`, `p.data = ...`): `changed` finds
+that before each step, and brings them back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,10 +23,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec, travels_as
-from ps_protocol.layout import DATA_TYPES, Bucket, Layout
+from ps_protocol.layout import DATA_TYPES, Bucket, Layout, space_of
 from ps_protocol.segments import SegmentMap
-from ps_protocol.tensors import TORCH_DTYPES, bytes_of, is_finite, tensor_from
+from ps_protocol.tensors import DTYPE_NAMES, TORCH_DTYPES, bytes_of, is_finite, tensor_from
 from ps_worker.staging import GpuStaging
+from ps_worker.watched import Touches, set_values, unwatch, values, watch, watched_gradient
 
 
 class FlatModel:
@@ -48,17 +56,24 @@ class FlatModel:
         self._check = check
         self._on_ready = on_ready
         self._finite: dict[int, bool] = {}  # by parameter, of those looked at in this step
-        self._device = next(t for p, t in zip(spec.parameters, tensors, strict=True) if p.group is not None).device
+        self._trained = {
+            i: t for i, (p, t) in enumerate(zip(spec.parameters, tensors, strict=True)) if p.group is not None
+        }
+        self._device = _main_device(self._trained.values())
         self._make_spaces()
         self._staging = GpuStaging(self._device, segment) if self._device.type == "cuda" else None
         self._made: dict[int, Any] = {}  # by bucket, the point on the GPU at which its gradient is there
-        self._gradient_views: dict[int, torch.Tensor] = {}  # by parameter, in its shape
+        self._weight_views: dict[int, torch.Tensor] = {}  # by parameter, in its shape
+        self._gradient_views: dict[int, torch.Tensor] = {}  # likewise
+        self._apart: set[int] = set()  # parameters with memory of their own
+        self._devices = {index: tensor.device for index, tensor in self._trained.items()}
+        self._abroad = {i: -1 for i, device in self._devices.items() if not _is_same(device, self._device)}
+        self._touches = Touches()
+        self._gradient_touches = 0  # how often a script has asked for some gradient's `.data`
         self._hooks: list[RemovableHandle] = []
-        for index, (parameter, tensor) in enumerate(zip(spec.parameters, tensors, strict=True)):
-            if parameter.group is None:
-                tensor.data = tensor.data.contiguous()  # so that a part of it can be written
-            else:
-                self._move_in(index, tensor)
+        for index, tensor in self._trained.items():
+            self._move_in(index, tensor)
+        self._seen = self._marks()
 
     def _make_spaces(self) -> None:
         trained = {bucket.space: bucket.dtype for bucket in self.layout.buckets if not bucket.held}
@@ -74,15 +89,25 @@ class FlatModel:
         return torch.zeros(self.layout.space_sizes[space], dtype=wanted, device=self._device)
 
     def _move_weights(self, index: int, tensor: torch.Tensor) -> None:
-        space = self._spec.parameters[index].dtype
-        weights = self._view(self._weights[space], index)
-        weights.copy_(tensor.data)
-        tensor.data = weights
+        space = space_of(self._spec.parameters[index])
+        self._weight_views[index] = self._view(self._weights[space], index)
         self._gradient_views[index] = self._view(self._gradients[space], index)
+        self._take_in(index, tensor)
+
+    def _take_in(self, index: int, tensor: torch.Tensor) -> None:
+        """A parameter's values go into the flat tensor, and the parameter too if it can be a view into it."""
+        view, mine = self._weight_views[index], values(tensor)
+        view.copy_(mine)
+        if mine.is_contiguous() and index not in self._abroad:
+            self._apart.discard(index)
+            set_values(tensor, view)
+        else:
+            self._apart.add(index)
 
     def _move_in(self, index: int, tensor: torch.Tensor) -> None:
-        self._move_weights(index, tensor)
         assert isinstance(tensor, nn.Parameter)
+        self._move_weights(index, tensor)
+        watch(tensor, lambda given_out: self._touches.touched(index, tensor, given_out))
         frozen = not tensor.requires_grad
         tensor.requires_grad_()  # a frozen one takes no hook, and may be thawed later
         self._hooks.append(tensor.register_post_accumulate_grad_hook(lambda _: self._accumulated(index)))
@@ -102,17 +127,81 @@ class FlatModel:
                 tensor = self._tensors[index]
                 self._move_weights(index, tensor)
                 if tensor.grad is not None and tensor.grad.data_ptr() == view.data_ptr():
-                    tensor.grad = self._gradient_views[index].copy_(view)
+                    self._gradient_views[index].copy_(view)
+                    tensor.grad = self._shown(index)
+        self._seen = self._marks()
 
     def release(self) -> None:
         """Looks at no gradient any more: the model goes on without this session. Its tensors stay where they are."""
         for hook in self._hooks:
             hook.remove()
+        for tensor in self._trained.values():
+            unwatch(tensor)
+
+    # -- what a script does to the weights ---------------------------------------------------------------------------
+
+    def changed(self) -> set[int]:
+        """The parameters whose values the script has changed since weights last landed. All are in the flat tensors
+        again when this returns.
+
+        Raises InvalidRequest, and changes nothing, if one has another type, shape or device now.
+        """
+        before, now = self._seen, self._marks()
+        if now == before and not self._touches.before:
+            return set()
+        suspects = {i for i, was, mark in zip(self._trained, before, now, strict=True) if was != mark}
+        suspects |= self._touches.before.keys()
+        for index in suspects:
+            self._check_form(index)
+        versions = {index: version for index, (version, _) in zip(self._trained, before, strict=True)}
+        found = {index for index in suspects if self._is_changed(index, versions[index])}
+        for index in suspects:
+            self._take_in(index, self._trained[index])
+        self._seen = self._marks()
+        return found
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """What tells that a parameter was changed in place, or put elsewhere."""
+        return [(tensor._version, tensor.data_ptr()) for tensor in self._trained.values()]
+
+    def _is_changed(self, index: int, version: int) -> bool:
+        tensor, view = self._trained[index], self._weight_views[index]
+        known = self._touches.before.get(index)
+        if known is None and (index in self._apart or tensor.data_ptr() != view.data_ptr()):
+            known = view  # nothing but landing weights has written it
+        if known is None:
+            return tensor._version != version
+        return not torch.equal(values(tensor).to(known.device), known)
+
+    def _check_form(self, index: int) -> None:
+        tensor, spec, device = self._trained[index], self._spec.parameters[index], self._devices[index]
+        if DTYPE_NAMES.get(tensor.dtype) != spec.dtype or tuple(tensor.shape) != spec.shape:
+            raise InvalidRequest(
+                f"{spec.name} is {tensor.dtype} {tuple(tensor.shape)} now, and the job trains it as {spec.dtype} "
+                f"{spec.shape}: convert the model before prepare, or back before optimizer.step()"
+            )
+        if not _is_same(tensor.device, device):
+            raise InvalidRequest(
+                f"{spec.name} is on {tensor.device} now, and the job trains it on {device}: move the model before "
+                "prepare, or back before optimizer.step()"
+            )
+
+    def landed(self) -> None:
+        """New weights are in the flat tensors: they go to the parameters that have memory of their own."""
+        for index in self._apart:
+            values(self._trained[index]).copy_(self._weight_views[index])
+        self._touches.landed(self._trained)  # type: ignore[arg-type]
+
+    def assigned(self, bucket: Bucket) -> memoryview:
+        """A bucket's weights as they are, as bytes in its own type."""
+        return bytes_of(self._slice(self._weights, bucket).cpu())
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def _accumulated(self, index: int) -> None:
         """Backward has finished a parameter's gradient."""
+        if index in self._abroad:
+            self._abroad[index] = -1
         self._adopt(index)
         if self._check and self._staging is None:  # on a GPU the answer would be waited for
             self._finite[index] = is_finite(self._gradient_views[index])  # now, while it is in the cache
@@ -124,38 +213,55 @@ class FlatModel:
         gradient = tensor.grad
         if gradient is None or gradient.data_ptr() == view.data_ptr():
             return False
+        if self._abroad.get(index) == gradient._version:
+            return False  # copied already: on another device it stays where it is
         name = self._spec.parameters[index].name
         if gradient.is_sparse:
             raise Unsupported(f"the gradient of {name} is sparse; use sparse=False")
         if gradient.shape != view.shape:
             raise InvalidRequest(f"the gradient of {name}: expected {tuple(view.shape)}, got {tuple(gradient.shape)}")
-        view.copy_(gradient)
-        tensor.grad = view
+        view.copy_(gradient.detach())  # it has a graph of its own after backward(create_graph=True)
+        if index in self._abroad:
+            self._abroad[index] = gradient._version
+        else:
+            tensor.grad = self._shown(index)
         return True
 
-    def gather(self) -> set[int]:
-        """Moves every gradient into the flat buffers. Returns the parameters that have none in this step."""
+    def _shown(self, index: int) -> torch.Tensor:
+        """A gradient as the script finds it."""
+        return watched_gradient(self._gradient_views[index], self._gradient_touched)
+
+    def _gradient_touched(self, _: torch.Tensor | None) -> None:
+        self._gradient_touches += 1
+
+    def gather(self, indices: Iterable[int]) -> set[int]:
+        """Moves these parameters' gradients into the flat buffers. Returns those that have none in this step."""
         absent = set()
-        for index in self._gradient_views:
+        for index in indices:
             if self._tensors[index].grad is None:
                 absent.add(index)
             elif self._adopt(index):
                 self._finite.pop(index, None)  # not the one that backward made
+            if index in self._abroad:
+                self._abroad[index] = -1
         return absent
 
-    def versions(self) -> list[int]:
-        """Numbers that grow with every in-place change of a gradient, by whomever."""
-        return [flat._version for flat in self._gradients.values()]
+    def gradient_marks(self, spaces: Iterable[str]) -> list[int]:
+        """Numbers that grow with every change of a gradient in these spaces, by whatever code."""
+        return [self._gradient_touches, *(self._gradients[space]._version for space in spaces)]
 
-    def not_finite(self, absent: set[int], changed: bool) -> str | None:
-        """The name of a parameter whose gradient holds an infinity or a NaN, if there is one.
+    def not_finite(self, present: Iterable[int], changed: bool) -> str | None:
+        """The name of a parameter out of these whose gradient holds an infinity or a NaN, if there is one.
 
         changed: gradients were changed after backward, so what was seen then does not count. Forgets what was seen.
         """
-        seen, self._finite = ({} if changed else self._finite), {}
+        present = list(present)
+        seen = {} if changed else dict(self._finite)
+        for index in present:
+            self._finite.pop(index, None)
         if not self._check:
             return None
-        unseen = {i: v for i, v in self._gradient_views.items() if i not in absent and not seen.get(i, False)}
+        unseen = {index: self._gradient_views[index] for index in present if not seen.get(index, False)}
         if self._staging is not None and unseen:
             totals = torch.stack([view.sum(dtype=torch.float32) for view in unseen.values()])
             if bool(torch.isfinite(totals).all()):  # one answer to wait for, instead of one each
@@ -229,7 +335,10 @@ class FlatModel:
         for part in bucket.segments:
             tensor, found = self._tensors[part.parameter], values[part.offset : part.offset + part.length]
             with torch.no_grad():
-                tensor.view(-1)[part.start : part.start + part.length] = found.to(tensor.device)
+                whole = tensor.contiguous().view(-1)  # the tensor's own memory, unless it is channels_last, say
+                whole[part.start : part.start + part.length] = found.to(tensor.device)
+                if whole.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(whole.view(tensor.shape))
 
     def gradient_bytes(self, bucket: Bucket) -> int:
         """Bytes of a bucket's gradient in its wire format."""
@@ -254,6 +363,7 @@ class FlatModel:
         """All weights have come: what the training thread does next sees them."""
         if self._staging is not None:
             self._staging.finish()
+        self.landed()
 
     def _write(self, bucket: Bucket, values: torch.Tensor, shared: bool) -> None:
         mine = self._slice(self._weights, bucket)
@@ -269,6 +379,19 @@ class FlatModel:
     @staticmethod
     def _slice(spaces: dict[str, torch.Tensor], bucket: Bucket) -> torch.Tensor:
         return spaces[bucket.space][bucket.start : bucket.start + bucket.numel]
+
+
+def _main_device(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """The device that holds most bytes."""
+    sizes: Counter[torch.device] = Counter()
+    for tensor in tensors:
+        sizes[tensor.device] += tensor.nbytes
+    return sizes.most_common(1)[0][0]
+
+
+def _is_same(one: torch.device, other: torch.device) -> bool:
+    """Whether two devices are the same: `cpu` and `cpu:0` are."""
+    return one.type == other.type and (one.index or 0) == (other.index or 0)
 
 
 def _are_those(mine: dict[str, torch.Tensor], shared: dict[str, torch.Tensor]) -> bool:

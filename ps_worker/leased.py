@@ -276,9 +276,9 @@ class LeasedLoader:
                 leases.give_back()
 
     def _await_more(self) -> bool:
-        started = self._face.timer.now()
+        self._face.timer.asked()
         more = self._leases.more()
-        self._face.timer.measure("data", started)
+        self._face.timer.yielded()
         return more
 
     def __len__(self) -> int:

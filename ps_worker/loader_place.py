@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ps_protocol.errors import Unsupported
-from ps_worker.data import ShareSampler
+from ps_worker.data import ShareSampler, epoch_sampler
 from ps_worker.worker_state import DataPlace, PassStart, RandomState, Settings
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Began:
 
     settings: Settings
     places: list[DataPlace]
+    epoch: int | None
 
 
 class LoaderPlace:
@@ -50,6 +51,7 @@ class LoaderPlace:
         self._rewind = rewind
         self._loader = loader
         self._sampler = loader.sampler if isinstance(loader.sampler, ShareSampler) else None
+        self._epochs = epoch_sampler(loader)
         self._script = 0  # loops that the script has begun; more than `begun` while a loop makes up for earlier passes
         self._begun = 0
         self._taken = 0
@@ -151,9 +153,9 @@ class LoaderPlace:
         self._begun += 1
         self.going, self._taken = True, 0
         share = None if self._sampler is None else self._sampler.share()
-        self._start = PassStart(RandomState.now(self._rewind.device), self._generator_state(), share)
+        self._start = PassStart(RandomState.now(self._rewind.device), self._generator_state(), share, self._epoch())
         if self._begun == self._script:
-            self._began.setdefault(self._begun, Began(self._rewind.settings(), self._rewind.places()))
+            self._began.setdefault(self._begun, Began(self._rewind.settings(), self._rewind.places(), self._epoch()))
             self._began.pop(self._begun - REMEMBERED_PASSES, None)
         left_out, self._leave_out = self._leave_out, 0
         return self._open(self._start, left_out)
@@ -165,6 +167,7 @@ class LoaderPlace:
             log.warning("what the script did between passes %d and %d is not known", self._begun, self._begun + 1)
         else:
             self._rewind.put(began.settings)
+            self._set_epoch(began.epoch)
             self._set_generator(began.places[self.index].generator)
             for other, place in zip(self._rewind.loaders, began.places, strict=False):
                 if other is not self and not other.going:
@@ -190,6 +193,7 @@ class LoaderPlace:
         now = RandomState.now(self._rewind.device)
         place.start.random.restore(self._rewind.device)
         self._set_generator(place.start.generator)
+        self._set_epoch(place.start.epoch)
         iterator = self._open(place.start, place.taken + left_out)
         now.restore(self._rewind.device)
         self._set_generator(place.generator)
@@ -209,6 +213,13 @@ class LoaderPlace:
         self._taken = skipped
         self._leave_out += skip - skipped
         return iterator
+
+    def _epoch(self) -> int | None:
+        return None if self._epochs is None else self._epochs.epoch
+
+    def _set_epoch(self, epoch: int | None) -> None:
+        if self._epochs is not None and epoch is not None:
+            self._epochs.set_epoch(epoch)
 
     def _generator_state(self) -> torch.Tensor | None:
         return None if self._loader.generator is None else self._loader.generator.get_state()

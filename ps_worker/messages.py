@@ -132,11 +132,22 @@ class BucketPush:
     ranges: Sequence[DataRange] = ()
 
 
+@dataclass(frozen=True)
+class StateChunk:
+    """One kind of optimizer state of one bucket; `absent`: positions of the segments that have none."""
+
+    bucket: int
+    version: int
+    state: str
+    absent: frozenset[int]
+    payload: memoryview
+
+
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def gradient_push(who: Identity, push: BucketPush, payload: memoryview | None) -> bytes:
-    """One bucket's gradient; without payload, the word that this step has none."""
+def gradient_push(who: Identity, push: BucketPush, payload: memoryview | None, draft: bool = False) -> bytes:
+    """One bucket's gradient; without payload, the word that this step has none. `draft`: it does not count yet."""
     header = data_pb2.PushHeader(
         worker=_identity(who),
         bucket=push.bucket.index,
@@ -145,6 +156,25 @@ def gradient_push(who: Identity, push: BucketPush, payload: memoryview | None) -
         absent_segments=push.absent,
         groups=_group_updates(push.groups),
         ranges=_ranges(push.ranges),
+        draft=draft,
+    )
+    return write_message(header, payload)
+
+
+def assignment(
+    who: Identity, bucket: int, clock: int, absent: Sequence[int], state: str | None, payload: memoryview | None
+) -> bytes:
+    """Weights (`state` None) or optimizer state that the script has set in a bucket before its step of that clock.
+
+    state: a kind of state; "": the segments that are not absent lose theirs
+    """
+    header = data_pb2.PushHeader(
+        worker=_identity(who),
+        bucket=bucket,
+        clock=clock,
+        kind=data_pb2.PUSH_KIND_ASSIGN if state is None else data_pb2.PUSH_KIND_ASSIGN_STATE,
+        absent_segments=absent,
+        state=state,
     )
     return write_message(header, payload)
 
@@ -179,18 +209,22 @@ def _shared_push(
     return data_pb2.PushSharedRequest(
         worker=_identity(who),
         clock=clock,
-        buckets=[
-            data_pb2.SharedBucket(
-                bucket=push.bucket.index,
-                skip=push.empty,
-                absent_segments=push.absent,
-                finite=push.bucket.index in finite,
-            )
-            for push in pushes
-        ],
+        buckets=_shared_buckets(pushes, finite),
         groups=_group_updates(groups),
         ranges=_ranges(pushes[0].ranges),  # of one clock, so of one step
     )
+
+
+def _shared_buckets(pushes: Sequence[BucketPush], finite: Set[int]) -> list[data_pb2.SharedBucket]:
+    return [
+        data_pb2.SharedBucket(
+            bucket=push.bucket.index,
+            skip=push.empty,
+            absent_segments=push.absent,
+            finite=push.bucket.index in finite,
+        )
+        for push in pushes
+    ]
 
 
 def _ranges(ranges: Sequence[DataRange]) -> list[job_pb2.DataRange]:
@@ -212,13 +246,33 @@ def initial_push(who: Identity, bucket: int, payload: memoryview) -> bytes:
     return write_message(data_pb2.PushHeader(worker=_identity(who), bucket=bucket, kind=kind), payload)
 
 
-def pull_request(who: Identity, clock: int, buckets: Sequence[int], word_bytes: int = 0) -> bytes:
+def pull_request(
+    who: Identity, clock: int, buckets: Sequence[int], word_bytes: int = 0, commit: Sequence[BucketPush] = ()
+) -> bytes:
     """Asks a shard for buckets at a clock.
 
     word_bytes: into the segment, and to be told of them whenever they make so many bytes; 0: when all are there
+    commit:     of that clock: pushes that left as drafts, and empty ones; they count before anything is pulled
     """
     request = data_pb2.PullRequest(worker=_identity(who), clock=clock, buckets=buckets, word_bytes=word_bytes)
+    if commit:
+        groups = {group: values for push in commit for group, values in push.groups.items()}
+        request.commit.buckets.extend(_shared_buckets(commit, frozenset()))
+        request.commit.groups.extend(_group_updates(groups))
+        request.commit.ranges.extend(_ranges(commit[0].ranges))
     return request.SerializeToString()
+
+
+def state_request(who: Identity, buckets: Sequence[int]) -> bytes:
+    """Asks a shard for the optimizer state of buckets."""
+    return data_pb2.PullStateRequest(worker=_identity(who), buckets=buckets).SerializeToString()
+
+
+def state_chunk(data: bytes) -> StateChunk:
+    """What one message of the answer to that holds; its payload is a view into it."""
+    raw, payload = read_message(data)
+    header = data_pb2.StateHeader.FromString(bytes(raw))
+    return StateChunk(header.bucket, header.version, header.state, frozenset(header.absent_segments), payload)
 
 
 def pulled(data: bytes) -> Pulled:

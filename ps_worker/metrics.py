@@ -1,8 +1,8 @@
 """What a worker tells Prometheus: where its step's time goes, above all.
 
-A step is split into data (waiting for the loader), forward, backward (from the end of forward to `optimizer.step()`,
-the loss included), push (until the last gradient is staged), wait (held back for other workers) and pull (the rest,
-until the last weight is here). In ddp, communication is part of backward, where it happens.
+A step is split into data (waiting for the loader), forward (until the first gradient is there, the loss included),
+backward (until `optimizer.step()`), push (until the last gradient is staged), wait (held back for other workers) and
+pull (the rest, until the last weight is here). In ddp, communication is part of backward, where it happens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from ps_protocol.credentials import Tls
 from ps_protocol.scrape import serve_metrics
@@ -23,48 +24,77 @@ PHASES = ("data", "forward", "backward", "push", "pull", "wait")
 
 
 class StepTimer:
-    """Splits a step's time by the moments at which the session sees it: loader, forward, step."""
+    """Splits a step's time by events. Between two of them, time belongs to one phase.
+
+    asked     a loader is asked for a batch: data begins
+    yielded   the batch is there: forward begins
+    gradient  backward has finished a gradient: with the first one, backward begins
+    stepping  `optimizer.step()` begins
+    stepped   it is over: forward begins, for a script that asks no loader
+
+    Nothing of it is inside the user's modules: there, it would be copied, saved and compiled with them. Forward counts
+    only if a gradient or a step comes of it: what a script does between a step and its next batch is in no phase, nor
+    is an evaluation.
+    """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._phase = "forward"
         self._mark = time.perf_counter()
-        self._forward: float | None = None
+        self._asking = False  # a loader makes the step, while it has no data
+        self._trained = False  # a gradient was made since the last step
 
     def now(self) -> float:
         """Seconds on the timer's clock."""
         return time.perf_counter()
 
-    def measure(self, phase: str, since: float) -> None:
-        """Adds the time since a moment to a phase, and makes now the last mark."""
-        self._mark = time.perf_counter()
-        self.seconds[phase] += self._mark - since
+    def switch(self, phase: str) -> None:
+        """Adds the time since the last switch to the phase that ends; another begins."""
+        moment = time.perf_counter()
+        self.seconds[self._phase] += moment - self._mark
+        self._phase, self._mark = phase, moment
+
+    def begin(self, phase: str) -> None:
+        """A phase begins; the time since the last switch is in none."""
+        self._phase, self._mark = phase, time.perf_counter()
+
+    def asked(self) -> None:
+        """The script asks a loader for a batch."""
+        (self.begin if self._phase == "forward" else self.switch)("data")
+
+    def yielded(self) -> None:
+        """The script gets the batch."""
+        self.switch("forward")
+
+    def ended(self) -> None:
+        """The loop over a loader is over. If it trained nothing (an evaluation), its data is in no phase."""
+        self.switch("forward")
+        if not self._trained:
+            self.seconds["data"] = 0.0
+
+    def gradient(self, _parameter: object = None) -> None:
+        """Backward has finished a gradient. Also a hook of a parameter."""
+        if self._phase != "backward":
+            self.switch("backward")
+            self._trained = True
 
     def since_mark(self, moment: float) -> float:
-        """Seconds from the last mark to a moment."""
+        """Seconds from the last switch to a moment."""
         return moment - self._mark
-
-    def watch(self, model: nn.Module) -> None:
-        """Times the model's forward while it trains."""
-
-        def before(*_: Any) -> None:
-            self._forward = time.perf_counter()
-
-        def after(*_: Any) -> None:
-            if self._forward is not None:
-                self.measure("forward", self._forward)
-                self._forward = None
-
-        model.register_forward_pre_hook(before)
-        model.register_forward_hook(after)
 
     def stepping(self) -> None:
         """`optimizer.step()` begins: backward is over."""
-        self.measure("backward", self._mark)
+        self._asking = self._phase == "data"
+        self.switch("forward")  # a closure's
 
     def stepped(self) -> dict[str, float]:
         """The step is over: its time by phase; the next one begins."""
+        if self._phase == "backward":
+            self.switch("forward")
+        asking = self._asking or self._phase == "data"
         found, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
-        self._mark = time.perf_counter()
+        self._asking = self._trained = False
+        self.begin("data" if asking else "forward")
         return found
 
 
@@ -77,6 +107,7 @@ class WorkerMetrics:
         self.announced = ""
         self.registry = CollectorRegistry()
         self._stop: Callable[[], None] = lambda: None
+        self._hooks: list[RemovableHandle] = []
         self._phase = Histogram(
             "ps_worker_step_seconds",
             "Time of one step by phase.",
@@ -115,14 +146,29 @@ class WorkerMetrics:
         self.announced = self.address if known else ""
 
     def close(self) -> None:
-        """Stops serving."""
+        """Stops serving, and looks at no optimizer any more."""
         self._stop()
         self._stop = lambda: None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer, stepped: Callable[[], int]) -> None:
-        """Times the steps of an optimizer that runs here (single, ddp); `stepped` counts them."""
-        optimizer.register_step_pre_hook(lambda *_: self.timer.stepping())
-        optimizer.register_step_post_hook(lambda *_: self._observe(stepped()))
+        """Times the steps of an optimizer that runs here (single, ddp); `stepped` counts them.
+
+        The hooks are the optimizer's and the parameters' own: copies and pickles of them have none.
+        """
+
+        def begins(*_: Any) -> None:
+            self.timer.stepping()
+
+        def ends(*_: Any) -> None:
+            self._observe(stepped())
+
+        self._hooks += [optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(ends)]
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self.timer.gradient))
 
     def stepped(self, sent: int, received: int, pushed: float, waited: float, clock: int) -> None:
         """A step on the servers is over: its bytes, when the last push was staged, and seconds held back at most."""
@@ -140,7 +186,8 @@ class WorkerMetrics:
         self._not_finite.inc()
 
     def empty_step(self) -> None:
-        """A step has no gradient, because there was no data for it."""
+        """A step without a gradient begins, because there is no data for it."""
+        self.timer.stepping()
         self._empty_steps.inc()
 
     def rejoined(self, lost: bool, clock: int) -> None:

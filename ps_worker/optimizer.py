@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 
-from ps_protocol.errors import Unsupported
+from ps_worker.optimizer_state import tensors_of
+
+# The state that torch.optim keeps for each parameter.
+ParameterStates = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
+
+
+class OnServers(Protocol):
+    """What steps one optimizer of a script on the servers."""
+
+    def step(self) -> None:
+        """Pushes gradients and pulls weights."""
+
+    def state(self) -> ParameterStates:
+        """The optimizer's state on the shards, at this worker's clock."""
+
+    def load(self, states: ParameterStates) -> None:
+        """Has the next step begin with this state."""
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        """Has the next step train more of the model's parameters."""
 
 
 class ServerOptimizer(torch.optim.Optimizer):
     """Looks like the optimizer it wraps; `step` pushes gradients and pulls weights instead of computing.
 
     It shares the wrapped optimizer's param_groups, so LR schedulers work, made before or after: hyper-parameters ride
-    with each push. Its state (momentum, moments) lives on the shards.
+    with each push. Its state (momentum, moments) lives on the shards: `state_dict` fetches it, `load_state_dict` sets
+    it, and `.state` is empty.
     """
 
-    def __init__(self, wrapped: torch.optim.Optimizer, step: Callable[[], None]) -> None:
+    def __init__(self, wrapped: torch.optim.Optimizer, servers: OnServers) -> None:
         # Deliberately not Optimizer.__init__, which would make new groups: the wrapped one's live objects are shared.
         self.__dict__.update(wrapped.__dict__)
         # What hides in there and would step here instead: a scheduler made before `prepare` patched the wrapped
@@ -25,8 +46,10 @@ class ServerOptimizer(torch.optim.Optimizer):
         for name in ("step", "_step_supports_amp_scaling"):
             self.__dict__.pop(name, None)
         self._wrapped = wrapped
-        self._step_on_servers = step
+        self._servers = servers
 
+    # torch's own wrapper calls step hooks, the wrapped optimizer's and the global ones. Optimizer.__init__ puts it on.
+    @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends this worker's step: when it returns, gradients are staged and weights are as the mode promises."""
         loss = None
@@ -34,16 +57,43 @@ class ServerOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers made before `prepare` look at
-        self._step_on_servers()
+        self._servers.step()
         return loss
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: a job's parameters are fixed when it is registered."""
-        raise Unsupported("a job's parameters are fixed; give the optimizer all its groups before prepare")
+    step.hooked = True  # type: ignore[attr-defined]  # torch wraps it no second time
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups and state in torch's own layout, fetched from the shards: as large as the optimizer's state.
+
+        Any worker may ask, alone or all together; in sync it is the state at this worker's clock. Raises PSError if the
+        shards do not answer, or the session is closed.
+        """
+        own = self.__dict__["state"]
+        self.__dict__["state"] = defaultdict(dict, {tensor: dict(s) for tensor, s in self._servers.state().items()})
+        try:
+            found: dict[str, Any] = super().state_dict()
+            return found
+        finally:
+            self.__dict__["state"] = own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over hyper-parameters. Refused if there is optimizer state: that lives on the shards."""
-        if state_dict.get("state"):
-            raise Unsupported("this state_dict holds optimizer state, which lives on the shards")
-        for live, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            live.update({key: value for key, value in loaded.items() if key != "params"})
+        """Takes over hyper-parameters at once, and optimizer state with the next step.
+
+        In sync rank 0's counts; in ssp and async each worker that loads sets the state anew. Raises ValueError, as
+        torch's own, for a state_dict of other groups.
+        """
+        # torch's own code does the checking and casting, on an object that nobody else sees.
+        kind = type(self._wrapped)
+        loaded = kind.__new__(kind)
+        loaded.__dict__.update(self._wrapped.__dict__)
+        loaded.__dict__.pop("step", None)
+        loaded.__dict__["state"] = defaultdict(dict)
+        loaded.__dict__["param_groups"] = [dict(group) for group in self.param_groups]
+        loaded.load_state_dict(state_dict)
+        self._servers.load({tensor: tensors_of(state) for tensor, state in loaded.state.items()})
+        for live, group in zip(self.param_groups, loaded.param_groups, strict=True):
+            live.update({key: value for key, value in group.items() if key != "params"})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Has the next step train more parameters of the prepared models, with hyper-parameters of their own."""
+        self._servers.add_group(param_group)

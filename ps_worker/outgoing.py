@@ -18,19 +18,20 @@ log = logging.getLogger("ps_worker")
 
 
 class LiveGroups:
-    """The hyper-parameters of the script's optimizer, which schedulers change."""
+    """The hyper-parameters of the script's optimizers, which schedulers change."""
 
-    def __init__(self, spec: JobSpec, optimizer: torch.optim.Optimizer) -> None:
-        self._name = spec.optimizer
-        self._optimizer = optimizer
+    def __init__(self, optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> None:
+        """optimizers: each with its name."""
+        self._optimizers = optimizers
         self._checked: list[HyperParameters] = []
 
     def read(self) -> list[HyperParameters]:
         """Those of each group now. Raises InvalidRequest for what the shards would refuse, before a push."""
-        found = [hyper_parameters(self._name, group) for group in self._optimizer.param_groups]
+        named = [(name, group) for name, optimizer in self._optimizers for group in optimizer.param_groups]
+        found = [hyper_parameters(name, group) for name, group in named]
         if found != self._checked:
-            for values in found:
-                check_hyper_parameters(self._name, values)
+            for (name, _), values in zip(named, found, strict=True):
+                check_hyper_parameters(name, values)
             self._checked = found
         return found
 

@@ -1,9 +1,9 @@
-"""Which buckets may leave while backward still runs.
+"""Which buckets leave while backward still runs.
 
-A bucket is full when backward has finished every gradient in it. It may leave at once only if nothing changes
-gradients or hyper-parameters between backward and step: clipping, unscaling, a second backward, a new learning rate.
-What a script does is watched for a few steps before any bucket leaves early; if it is seen to change something, none
-ever does.
+A bucket is full when backward has finished every gradient in it. It leaves then as a draft, which counts only once
+`optimizer.step()` says so: a script may still clip, scale or drop gradients, run backward again, or skip the step.
+Where it does, the drafts count for nothing and the whole step leaves at `step()`. That costs bytes, so what a script
+does is watched for a few steps before any bucket leaves early, and for longer after each surprise.
 """
 
 from __future__ import annotations
@@ -11,21 +11,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence, Set
 
-from ps_protocol.errors import Unsupported
 from ps_protocol.layout import Bucket
 
 log = logging.getLogger("ps_worker")
 
 WATCHED_STEPS = 2
+LONGEST_WATCH_STEPS = 4096
 
 
 class Overlap:
-    """The state of one worker's step.
+    """The gradients of one optimizer in one step.
 
-    wanted: True lets buckets leave early from the first step, False never, None after WATCHED_STEPS quiet steps
+    buckets: those that the optimizer steps
+    wanted:  True lets buckets leave early in every step, False in none, None after some steps without a surprise
     """
 
     def __init__(self, buckets: Sequence[Bucket], wanted: bool | None) -> None:
+        self.spaces = {bucket.space for bucket in buckets}
         self._buckets = {bucket.index: bucket for bucket in buckets}
         self._members = {b.index: {segment.parameter for segment in b.segments} for b in buckets}
         self._of: dict[int, list[int]] = {}  # by parameter, the buckets it lies in
@@ -34,15 +36,20 @@ class Overlap:
                 self._of.setdefault(parameter, []).append(index)
         self._wanted = wanted
         self._quiet_steps = 0
+        self._watched_steps = WATCHED_STEPS
         self.paused = False  # inside no_sync
         self._begin()
+
+    @property
+    def parameters(self) -> Set[int]:
+        """The parameters of the buckets."""
+        return self._of.keys()
 
     def _begin(self) -> None:
         self._missing = {index: len(members) for index, members in self._members.items()}
         self._seen: set[int] = set()
         self._repeated = False
-        self._versions: list[int] | None = None
-        self.left: set[int] = set()  # buckets that have left in this step
+        self._marks: list[int] | None = None
 
     def abandon(self) -> None:
         """This step counts no more: the next backward begins a new one."""
@@ -51,20 +58,18 @@ class Overlap:
     @property
     def active(self) -> bool:
         """Whether full buckets leave during backward."""
-        return self._wanted is True or (self._wanted is None and self._quiet_steps >= WATCHED_STEPS)
+        return self._wanted is True or (self._wanted is None and self._quiet_steps >= self._watched_steps)
 
-    def ready(self, parameter: int, versions: list[int]) -> list[Bucket]:
-        """Backward has finished a parameter's gradient: the buckets that may leave now."""
-        self._versions = versions
+    def ready(self, parameter: int, marks: list[int]) -> list[Bucket]:
+        """Backward has finished a parameter's gradient: the buckets that may leave now.
+
+        marks: numbers that tell whether a gradient was changed since
+        """
+        self._marks = marks
         if self.paused:
             return []
-        if parameter in self._seen:
+        if parameter in self._seen:  # a second backward: no bucket is what it was
             self._repeated = True
-            if any(index in self.left for index in self._of[parameter]):
-                raise Unsupported(
-                    "a second backward before optimizer.step(), when buckets of the first have left already: wrap all "
-                    "but the last in model.no_sync(), or use prepare(..., overlap=False)"
-                )
             return []
         self._seen.add(parameter)
         full = []
@@ -72,27 +77,21 @@ class Overlap:
             self._missing[index] -= 1
             if self._missing[index] == 0 and self.active and not self._repeated:
                 full.append(self._buckets[index])
-                self.left.add(index)
         return full
 
-    def finish(self, versions: list[int], absent: Set[int] = frozenset(), moved: bool = False) -> tuple[bool, set[int]]:
-        """`optimizer.step()` begins: whether gradients were changed since backward, and the buckets that have left.
+    def finish(self, marks: list[int], absent: Set[int] = frozenset()) -> tuple[bool, bool]:
+        """`optimizer.step()` begins: whether gradients were changed since backward, and whether drafts still hold.
 
         absent: the parameters without a gradient; one that backward had made is taken away again
-        moved:  whether hyper-parameters are others than when backward began
-
-        Raises Unsupported if they were changed when some of them had left.
         """
-        changed = (self._versions is not None and versions != self._versions) or not self._seen.isdisjoint(absent)
-        left, unusual = self.left, changed or moved or self._repeated
-        self._begin()
-        if (changed or moved) and left:
-            raise Unsupported(
-                "gradients or hyper-parameters were changed between backward and optimizer.step() (clipping, "
-                "unscaling, a learning rate), when buckets had left already: use prepare(..., overlap=False)"
+        changed = (self._marks is not None and marks != self._marks) or not self._seen.isdisjoint(absent)
+        surprised = changed or self._repeated
+        if surprised and self.active and self._wanted is None:
+            self._watched_steps = min(2 * self._watched_steps, LONGEST_WATCH_STEPS)
+            log.info(
+                "gradients changed after backward: for the next %d steps all of them leave at optimizer.step()",
+                self._watched_steps,
             )
-        if unusual and self._wanted is None:
-            log.info("gradients are changed after backward: buckets leave at optimizer.step()")
-            self._wanted = False
-        self._quiet_steps += 1
-        return changed, left
+        self._quiet_steps = 0 if surprised else self._quiet_steps + 1
+        self._begin()
+        return changed, not surprised

@@ -1,7 +1,9 @@
 """Training on a parameter server.
 
-prepare   describe the model as a job, register it, join, move the model into flat buffers, start from rank 0's weights
+prepare   describe the models as a job, register it, join, move them into flat buffers, start from rank 0's weights
 step      push every bucket's gradient, pull every bucket's weights; pulls wait as long as the mode says, pushes never
+          a script with several optimizers steps one of them: the buckets of the others get empty pushes
+assign    what the script has changed itself since the last step, weights or optimizer state, goes with the step
 lost      a worker whose place was lost (a pause, a partition, a job set back) takes another, and goes on from there
 """
 
@@ -9,31 +11,35 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Set
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from ps_protocol.channel import MAX_BUCKET_BYTES
-from ps_protocol.errors import NonFiniteGradient, NotFound, PSError, UnknownWorker
+from ps_protocol.errors import NotFound, PSError, UnknownWorker, Unsupported
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite, validate
 from ps_protocol.layout import Bucket, bucket_layout
 from ps_worker.client import CoordinatorClient
-from ps_worker.describe import describe
+from ps_worker.describe import describe, has_stepped
 from ps_worker.flat import FlatModel
 from ps_worker.leased import StepData
 from ps_worker.membership import Membership
-from ps_worker.messages import BucketPush, DataRange, Lease, Place
+from ps_worker.messages import BucketPush, DataRange, Lease, Place, StateChunk
 from ps_worker.metrics import WorkerMetrics
-from ps_worker.optimizer import ServerOptimizer
+from ps_worker.optimizer import ParameterStates, ServerOptimizer
+from ps_worker.optimizer_state import StateCollector, States, check_states, pieces, tensors_of
 from ps_worker.outgoing import LiveGroups, bucket_push, is_left_out
 from ps_worker.overlap import Overlap
 from ps_worker.rewind import Rewind
 from ps_worker.server_options import ServerOptions
 from ps_worker.shards import Shards
 from ps_worker.state_sender import StateSender
+from ps_worker.strategy import Prepared
 from ps_worker.transports import Landed, Sent
 
 log = logging.getLogger("ps_worker")
@@ -68,8 +74,11 @@ class ParameterServer:
         self._flat: FlatModel | None = None
         self._begun = False
         self._lost: BaseException | None = None  # how the place that the training thread is in was lost
-        self._pushed: list[Future[Sent]] = []  # of the buckets that left during backward
-        self._told: list[HyperParameters] | None = None  # what buckets that leave during backward are stepped with
+        self._pushed: list[Future[Any]] = []  # once all of these are done, the step at hand counts
+        self._changed: set[int] = set()  # parameters that the script has set since weights last landed
+        self._loaded: dict[int, Mapping[str, torch.Tensor]] | None = None  # optimizer state that the script has set
+        self._late = False  # this process came to a job that was under way, and has made no step yet
+        self._draft_room = 0.0  # bytes that may still leave as drafts in this step
         self.data = StepData()
         self._clock = 0
         self._closing = False
@@ -118,12 +127,12 @@ class ParameterServer:
 
     # -- prepare -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Joins the job; returns the model with rank 0's weights, and an optimizer that steps on the servers."""
+    def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Prepared:
+        """Joins the job; returns the models with rank 0's weights, and optimizers that step on the servers."""
         options = self._options
         self._spec, self._tensors = describe(
-            model,
-            optimizer,
+            models,
+            optimizers,
             name=options.job,
             consistency=options.consistency,
             bucket_bytes=options.bucket_bytes,
@@ -132,17 +141,38 @@ class ParameterServer:
             gradient_wire=options.gradient_wire,
             weight_wire=options.weight_wire,
         )
-        self._groups = LiveGroups(self._spec, optimizer)
+        self._indices = {id(tensor): index for index, tensor in enumerate(self._tensors)}
+        self._optimizers = list(zip(self._spec.optimizers, optimizers, strict=True))
+        self._groups = LiveGroups(self._optimizers)
+        self._initial_states = self._states_before(optimizers)
         place = self._join(self._spec)
         self._layout = bucket_layout(self._spec.parameters, self._spec.bucket_bytes)
-        self._overlap = Overlap([bucket for bucket in self._layout.buckets if not bucket.held], options.overlap)
+        self._trained = [bucket for bucket in self._layout.buckets if not bucket.held]
+        self._overlaps = [
+            Overlap([bucket for bucket in self._trained if bucket.optimizer == index], options.overlap)
+            for index in range(len(optimizers))
+        ]
         self._take_places(place)
         assert self._place is not None
+        for optimizer in optimizers:
+            optimizer.state.clear()  # the shards have it, and a copy here would not follow
         untrained = {i: tensor for i, tensor in enumerate(self._tensors) if self._spec.parameters[i].group is None}
-        self.rewind.watch(optimizer, untrained)
+        self.rewind.watch(optimizers, untrained)
         if self._place.state is not None:  # a worker of this rank was here before
             self.rewind.go_back(self._place.state, self._clock)
-        return model, ServerOptimizer(optimizer, self._step)
+        self._late = self._clock > 0
+        return models, [ServerOptimizer(one, _Stepped(self, index)) for index, one in enumerate(optimizers)]
+
+    def _states_before(self, optimizers: Sequence[torch.optim.Optimizer]) -> States:
+        """The state of optimizers that have taken steps already. Raises if the shards cannot go on with it."""
+        found = {
+            self._indices[id(parameter)]: tensors_of(state)
+            for optimizer in optimizers
+            if has_stepped(optimizer)
+            for parameter, state in optimizer.state.items()
+        }
+        check_states(self._spec, found)
+        return found
 
     def _join(self, spec: JobSpec) -> Place:
         """Registers the job and takes a place in it."""
@@ -201,6 +231,9 @@ class ParameterServer:
         self._place, self._clock = place, place.clock
         if not self._begun:
             if self.rank == 0:  # the shards take its values if they have none yet
+                for piece in pieces(self._spec, self._layout, self._initial_states, self._initial_states.keys()):
+                    shards.assign(0, piece.bucket, piece.absent, piece.state, piece.payload)
+                self._settle()
                 shards.push_initial(self._layout.buckets)
                 self._settle()
             shards.pull(self._clock, held=True)
@@ -215,6 +248,7 @@ class ParameterServer:
         self._members.await_started(place)
         if self._members.place is not place:
             raise _PlaceLost
+        self._draft_room = self._room_for_drafts()
 
     def _settle(self) -> None:
         """Waits for all that is under way. Raises the first error of any, as _PlaceLost where that is why."""
@@ -235,8 +269,9 @@ class ParameterServer:
         before, clock = self._place, self._clock
         staged = bool(self._pushed) and all(push.exception() is None for push in self._pushed)
         staged = staged and self._lost is not None  # by the time of the step: all its buckets are on their way
-        self._overlap.abandon()
-        self._pushed, self._told = [], None
+        for overlap in self._overlaps:
+            overlap.abandon()
+        self._pushed, self._changed = [], set()  # what the script has set goes with the step
         self._take_places(self._members.renewed(before, self._lost))
         self._lost = None
         back = self._place.restore_count > before.restore_count
@@ -300,30 +335,32 @@ class ParameterServer:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients made inside only add up; nothing leaves before the next backward outside, or `step`."""
-        before, self._overlap.paused = self._overlap.paused, True
+        before = [overlap.paused for overlap in self._overlaps]
+        for overlap in self._overlaps:
+            overlap.paused = True
         try:
             yield
         finally:
-            self._overlap.paused = before
+            for overlap, paused in zip(self._overlaps, before, strict=True):
+                overlap.paused = paused
 
     def _gradient_ready(self, parameter: int) -> None:
         """Backward has finished one gradient: full buckets leave now, if they may. Runs on autograd's thread."""
         assert self._flat is not None
-        if self._told is None:
-            self._told = self._groups.read()
-        ready = self._overlap.ready(parameter, self._flat.versions())
-        # One that is not finite stays, and all after it: `step` will refuse them.
-        if ready and not any(self._flat.saw_not_finite(bucket) for bucket in ready):
-            assert self._shards is not None
-            self._pushed += [self._shards.push(self._made(b, frozenset(), self._told, False)) for b in ready]
-        else:
-            self._overlap.left -= {bucket.index for bucket in ready}
+        assert self._shards is not None
+        self._metrics.timer.gradient()
+        overlap = self._overlaps[self._spec.parameters[parameter].optimizer]
+        for bucket in overlap.ready(parameter, self._flat.gradient_marks(overlap.spaces)):
+            if self._draft_room > 0 and not self._flat.saw_not_finite(bucket):
+                self._flat.leaving(bucket)
+                push = BucketPush(bucket, self._clock + 1, empty=False, absent=(), groups={})
+                self._draft_room -= self._shards.draft(push)
 
-    def _step(self) -> None:
-        """One step; where this worker has lost its place, the step in which it takes another."""
+    def step(self, index: int) -> None:
+        """One step of one optimizer; where this worker has lost its place, the step in which it takes another."""
         self.rewind.stepping()
         self._metrics.timer.stepping()
-        staged = self._in_place(self._exchange)
+        staged = self._in_place(lambda: self._exchange(index))
         if staged is not None:
             (self.data.pushed if staged else self.data.lost)()
 
@@ -337,63 +374,65 @@ class ParameterServer:
             except _PlaceLost as lost:
                 self._lost = lost.__cause__
             except BaseException:
+                assert self._shards is not None
+                self._shards.drop_drafts()
                 self._pushed = []
                 self.data.failed()
                 raise
         return self._come_back()
 
-    def _exchange(self) -> None:
-        """Gradients for weights. Of what has not left yet, nothing is pushed unless every gradient is fit to be."""
-        assert self._shards is not None
+    def _exchange(self, index: int) -> None:
+        """Gradients for weights. Nothing is pushed unless every gradient is fit to be."""
         assert self._flat is not None
-        absent = self._flat.gather()
+        self._changed |= self._flat.changed()
+        overlap = self._overlaps[index]
+        absent = self._flat.gather(overlap.parameters)
         groups = self._groups.read()
-        told, self._told = self._told, None
-        changed, left = self._overlap.finish(self._flat.versions(), absent, told is not None and groups != told)
-        refused: NonFiniteGradient | None = None
-        try:
-            skip = is_left_out(self._flat.not_finite(absent, changed), self._options.non_finite, self._metrics)
-        except NonFiniteGradient as error:
-            if not left:
-                raise
-            # A step that is half out is finished without the rest, so that all stay in step.
-            skip, refused = True, error
-        self._send(absent, groups, skip, left)
-        if refused is not None:
-            raise refused
+        changed, drafts_hold = overlap.finish(self._flat.gradient_marks(overlap.spaces), absent)
+        name = self._flat.not_finite(overlap.parameters - absent, changed)
+        skip = is_left_out(name, self._options.non_finite, self._metrics)
+        self._send(index, absent, groups, skip, drafts_hold)
 
     def _exchange_nothing(self) -> None:
-        """A step of empty pushes, but for what has left in a backward that no `step` followed."""
+        """A step of empty pushes."""
         assert self._flat is not None
-        left: set[int] = set()
-        if self._pushed:
-            _, left = self._overlap.finish(self._flat.versions())
-            self._told = None
-        self._send(set(), self._groups.read(), True, left)
+        self._changed |= self._flat.changed()
+        for overlap in self._overlaps:
+            overlap.abandon()
+        self._send(None, set(), self._groups.read(), True, False)
 
-    def _send(self, absent: Set[int], groups: list[HyperParameters], skip: bool, left: Set[int]) -> None:
-        """Pushes all buckets but those that have left, and pulls all."""
+    def _send(
+        self, index: int | None, absent: Set[int], groups: list[HyperParameters], skip: bool, drafts_hold: bool
+    ) -> None:
+        """Pushes a step of one optimizer, or of none, and pulls all weights.
+
+        absent: of its parameters, those without a gradient
+        skip:   the step counts as none
+        """
         assert self._shards is not None
         assert self._flat is not None
+        self._assign()
         self._flat.begin_pull()
-        rest = [bucket for bucket in self._layout.buckets if not bucket.held and bucket.index not in left]
-        pushes = [self._made(bucket, absent, groups, skip) for bucket in rest]
-        pushed, pulls = self._shards.push_pull(self._clock + 1, pushes)
-        self._pushed += pushed
+        ranges = self.data.use()
+        pushes = [self._made(b, absent, groups, skip or b.optimizer != index, ranges) for b in self._trained]
+        pushed, pulls, committing = self._shards.push_pull(self._clock + 1, pushes, drafts_hold and not skip)
+        self._pushed = [*pushed, *committing]
         self._clock += 1
-        self._finish(pulls)
+        self._finish(pushed, pulls)
+        self._late = False
         self.data.pushed()
 
-    def _finish(self, pulls: list[Future[Landed]]) -> None:
+    def _finish(self, pushes: list[Future[Sent]], pulls: list[Future[Landed]]) -> None:
         """Waits for a step's pushes and pulls, and counts them."""
         assert self._flat is not None
         began = self._metrics.timer.now()
         self._settle()
         self._flat.end_pull()
-        sent = [push.result() for push in self._pushed]
+        sent = [push.result() for push in pushes]
         pushed = max([began, *(push.staged for push in sent)])
         pulled = [pull.result() for pull in pulls]
         self._pushed = []
+        self._draft_room = self._room_for_drafts()
         waited = max((landed.waited for landed in pulled), default=0.0)
         self._metrics.stepped(
             sum(push.size for push in sent), sum(landed.size for landed in pulled), pushed, waited, self._clock
@@ -402,7 +441,114 @@ class ParameterServer:
             self.rewind.want(self._clock)
         self.rewind.stepped()
 
-    def _made(self, bucket: Bucket, absent: Set[int], groups: list[HyperParameters], skip: bool) -> BucketPush:
+    def _room_for_drafts(self) -> float:
+        """Bytes of a step that may leave as drafts, so that the shards have room for those of all workers.
+
+        In sync the drafts of the lowest rank become the open sum; the others share as much as the weights. In ssp and
+        async all do.
+        """
+        ranks = self._members.roster.ranks
+        first = self._options.consistency.aggregate and self.rank == min(ranks, default=self.rank)
+        sharing = len(ranks) - 1 if self._options.consistency.aggregate else len(ranks)
+        return math.inf if first else sum(bucket.nbytes for bucket in self._trained) / max(1, sharing)
+
+    def _made(
+        self,
+        bucket: Bucket,
+        absent: Set[int],
+        groups: list[HyperParameters],
+        skip: bool,
+        ranges: Sequence[DataRange],
+    ) -> BucketPush:
         assert self._flat is not None
         self._flat.leaving(bucket)
-        return bucket_push(self._spec, bucket, self._clock + 1, absent, groups, skip, self.data.use())
+        return bucket_push(self._spec, bucket, self._clock + 1, absent, groups, skip, ranges)
+
+    # -- what the script sets itself ---------------------------------------------------------------------------------
+
+    def _assign(self) -> None:
+        """Tells the shards what the script has changed since the last step, to take effect with this one."""
+        assert self._shards is not None
+        assert self._flat is not None
+        changed, self._changed = self._changed, set()
+        states, self._loaded = self._loaded, None
+        if not changed and states is None:
+            return
+        if self._late:
+            log.warning(
+                "the job was at clock %d when this worker joined: what the script has loaded or changed before its "
+                "first step is not taken over; the servers' weights and optimizer state count",
+                self._clock,
+            )
+            return
+        if self._options.consistency.aggregate and self.rank != min(self._members.roster.ranks, default=self.rank):
+            return  # the lowest rank's count, and it says them
+        for bucket in self._trained:
+            absent = [p for p, segment in enumerate(bucket.segments) if segment.parameter not in changed]
+            if len(absent) < len(bucket.segments):
+                self._shards.assign(self._clock + 1, bucket, absent, None, self._flat.assigned(bucket))
+        for piece in pieces(self._spec, self._layout, states or {}, (states or {}).keys()):
+            self._shards.assign(self._clock + 1, piece.bucket, piece.absent, piece.state, piece.payload)
+        self._settle()
+
+    def load(self, index: int, states: ParameterStates) -> None:
+        """Has the next step begin with this state of one optimizer. Raises what `check_states` does."""
+        # What has none in `states` has none from then on.
+        found: dict[int, Mapping[str, torch.Tensor]] = {i: {} for i in self._overlaps[index].parameters}
+        found |= {self._indices[id(tensor)]: state for tensor, state in states.items()}
+        check_states(self._spec, found)
+        self._loaded = {**(self._loaded or {}), **found}
+
+    def state(self, index: int) -> ParameterStates:
+        """The state of one optimizer as the shards have it at this clock, or as the script has set it since."""
+        parameters = self._overlaps[index].parameters
+        if self._loaded is not None and parameters <= self._loaded.keys():
+            found: States = {i: self._loaded[i] for i in parameters}
+        else:
+            found = self._fetched()
+        return {
+            self._tensors[i]: {name: self._placed(self._tensors[i], name, value) for name, value in found[i].items()}
+            for i in sorted(parameters & found.keys())
+            if found[i]
+        }
+
+    @staticmethod
+    def _placed(tensor: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
+        """State lies beside its parameter, but for numbers, which torch keeps on the host."""
+        return value.to(tensor.device) if value.shape == tensor.shape and name != "step" else value
+
+    def _fetched(self) -> States:
+        if self._closing:
+            raise UnknownWorker(
+                "the session is closed, and the optimizer's state went with its place in the job: save it before"
+            )
+        while True:
+            collector = StateCollector(self._spec, self._layout)
+
+            def fetch(land: Callable[[StateChunk], None] = collector.land) -> None:
+                assert self._shards is not None
+                self._shards.pull_state(land)
+                self._settle()
+
+            if self._in_place(fetch) is None:
+                return collector.states
+
+
+@dataclass(frozen=True)
+class _Stepped:
+    """One optimizer of a script, on the servers; see `ps_worker.optimizer.OnServers`."""
+
+    server: ParameterServer
+    index: int
+
+    def step(self) -> None:
+        self.server.step(self.index)
+
+    def state(self) -> ParameterStates:
+        return self.server.state(self.index)
+
+    def load(self, states: ParameterStates) -> None:
+        self.server.load(self.index, states)
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        raise Unsupported("a job's parameters are fixed; give the optimizer all its groups before prepare")

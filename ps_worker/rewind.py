@@ -14,7 +14,7 @@ put back   the loader that feeds is asked for its next batch: everything is as i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Rewind:
         self.steps = 0  # made by this process, whatever the clock
         self.loaders: list[LoaderPlace] = []
         self._save = save
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizers: Sequence[torch.optim.Optimizer] = ()
         self._untrained: dict[int, Untrained] = {}
         self._stateful: list[Any] = []
         self._left_out: set[str] = set()
@@ -54,9 +54,9 @@ class Rewind:
 
     # -- what belongs to it ------------------------------------------------------------------------------------------
 
-    def watch(self, optimizer: torch.optim.Optimizer, untrained: Mapping[int, torch.Tensor]) -> None:
-        """Sees to an optimizer's groups, and to what it does not step: by index among the job's parameters."""
-        self._optimizer = optimizer
+    def watch(self, optimizers: Sequence[torch.optim.Optimizer], untrained: Mapping[int, torch.Tensor]) -> None:
+        """Sees to optimizers' groups, and to what they do not step: by index among the job's parameters."""
+        self._optimizers = optimizers
         self._untrained = {index: Untrained(tensor) for index, tensor in untrained.items()}
 
     def add(self, thing: Any) -> None:
@@ -90,8 +90,8 @@ class Rewind:
         """The worker goes on at `clock`, from what it had saved, maybe at an earlier one. Raises InvalidRequest."""
         self._back = decode(state)
         self._wanted, self._taken = None, 0
-        if self._optimizer is not None:
-            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers of a new process look at it
+        for optimizer in self._optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers of a new process look at it
         missed = clock - self._back.clock
         if missed > 0:
             log.warning(
@@ -138,12 +138,15 @@ class Rewind:
 
     def settings(self) -> Settings:
         """What the script has set, now."""
-        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        groups = self._groups()
         return Settings(
             RandomState.now(self.device),
             [self._state_of(thing) for thing in self._stateful],
             [copied({k: v for k, v in group.items() if k != "params"}, "a group") for group in groups],
         )
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def places(self) -> list[DataPlace]:
         """Where all loaders are, now."""
@@ -167,8 +170,7 @@ class Rewind:
 
     def put(self, settings: Settings) -> None:
         """Sets all that a script sets beside the model."""
-        groups = self._optimizer.param_groups if self._optimizer is not None else []
-        for group, values in zip(groups, settings.groups, strict=True):
+        for group, values in zip(self._groups(), settings.groups, strict=True):
             for key, value in copied(values).items():
                 if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
                     group[key].copy_(value)
@@ -180,8 +182,7 @@ class Rewind:
 
     def _put_back(self, state: WorkerState) -> None:
         """All but the loaders' places. Raises Unsupported if the state is of another script."""
-        groups = self._optimizer.param_groups if self._optimizer is not None else []
-        mine = len(groups), len(self._stateful), len(self.loaders)
+        mine = len(self._groups()), len(self._stateful), len(self.loaders)
         found = len(state.settings.groups), len(state.settings.stateful), len(state.loaders)
         if mine != found or not all(
             index in self._untrained and self._untrained[index].takes(tensor) for index, tensor in state.tensors.items()

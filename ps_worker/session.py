@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -21,13 +21,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.credentials import is_loopback
-from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.errors import InvalidRequest, PSError, Unsupported
 from ps_protocol.exposure import is_exposed
 from ps_protocol.job import WIRE_FORMATS, NonFinite
 from ps_worker.config import WorkerConfig, resolve
-from ps_worker.data import PreparedLoader, shard_loader
+from ps_worker.data import (
+    PreparedLoader,
+    dividing_sampler,
+    refused_of_loader,
+    shard_loader,
+    warning_once,
+    with_plain_batches,
+)
 from ps_worker.ddp import Ddp
+from ps_worker.describe import refused_of
 from ps_worker.leased import LeasedFace, LeasedLoader, Leases, order_of
+from ps_worker.lent import lend
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.parameter_server import ParameterServer
 from ps_worker.server_options import ServerOptions
@@ -122,8 +131,9 @@ class Session:
         self._pid = os.getpid()
         self._clock = 0
         self._prepared = False
-        self._lent: nn.Module | None = None  # the model that has our `no_sync`
+        self._take_back: list[Callable[[], None]] = []  # what models were lent
         self._strategy: Strategy | None = None
+        self._told: set[str] = set()  # of what the modes with servers refuse
         self.mode = config.mode
         self.device = _device(config.local_rank)
         self._metrics = WorkerMetrics()
@@ -145,6 +155,13 @@ class Session:
             host = host if known else "127.0.0.1"
         is_exposed(host, tls is not None, config.metrics_insecure, "metrics", "--metrics-insecure")
         self._metrics.serve(host, config.metrics_port and config.metrics_port + config.local_rank, tls, known)
+
+    def __repr__(self) -> str:
+        config, count = self._config, self.world_size
+        parts = [f"mode={self.mode!r}", f"rank={self.rank}", f"world_size={count}"]
+        if config.consistency is not None:
+            parts += [f"job={config.job!r}", f"server={config.server!r}"]
+        return f"<Session {' '.join(parts)} clock={self.clock}>"
 
     @property
     def rank(self) -> int:
@@ -172,12 +189,12 @@ class Session:
         seed: int = 0,
         ddp_options: Mapping[str, Any] | None = None,
     ) -> Any:
-        """A model, its optimizer, any number of loaders and schedulers, ready to train; returned in the order given.
+        """Models, their optimizers, any number of loaders and schedulers, ready to train; returned in the order given.
 
-        The model moves to `device` and starts from rank 0's weights; the optimizer steps wherever the mode says; a
-        loader yields this worker's share of the data, on `device`. Schedulers, and all else that has `state_dict` and
-        `load_state_dict`, come back as they are: should the job be set back to a checkpoint, so are they. Blocks until
-        every declared worker is there.
+        A model moves to `device`, unless it is spread over several, and starts from rank 0's weights. An optimizer
+        steps wherever the mode says; what state it has already goes with it. A loader yields this worker's share of the
+        data, on `device`. Schedulers, and all else that has `state_dict` and `load_state_dict`, come back as they are:
+        should the job be set back to a checkpoint, so are they. Blocks until every declared worker is there.
 
         bucket_bytes: size of a bucket in the model, a multiple of 64; by default what the job has already, or what the
                       server chooses: it travels as 4 MiB on one machine, as 256 KiB to 4 MiB between hosts
@@ -191,6 +208,8 @@ class Session:
 
         Raises Unsupported, InvalidRequest, JobMismatch, JobInUse, or Unreachable; the model is unchanged then.
         """
+        for thing in things:
+            _refuse_framework_optimizer(thing)
         models = [thing for thing in things if isinstance(thing, nn.Module)]
         optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
         loaders = [thing for thing in things if isinstance(thing, DataLoader)]
@@ -201,9 +220,10 @@ class Session:
             raise InvalidRequest(
                 f"prepare takes a model, its optimizer, DataLoaders, and what has a state_dict (schedulers), got {odd}"
             )
-        if len(models) != len(optimizers) or len(models) > 1:
+        if bool(models) != bool(optimizers):
             raise InvalidRequest(
-                f"prepare takes one model together with its one optimizer, got {len(models)} and {len(optimizers)}"
+                f"prepare takes models together with their optimizers, all in one call, got {len(models)} models and "
+                f"{len(optimizers)} optimizers"
             )
         if self._pid != os.getpid():
             raise InvalidRequest("this session belongs to the parent process; call connect after the fork")
@@ -216,7 +236,7 @@ class Session:
                 "weight_wire": _wire(weight_wire),
                 "overlap": overlap,
             }
-            made |= self._prepare_model(models[0], optimizers[0], options, ddp_options or {})
+            made |= self._prepare_models(models, optimizers, options, ddp_options or {})
         for loader in loaders:
             made[id(loader)] = self._prepare_loader(loader, seed)
         made |= {id(thing): thing for thing in others}
@@ -227,17 +247,17 @@ class Session:
         found = tuple(made[id(thing)] for thing in things)
         return found[0] if len(found) == 1 else found
 
-    def _prepare_model(
+    def _prepare_models(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        models: list[nn.Module],
+        optimizers: list[torch.optim.Optimizer],
         options: dict[str, Any],
         ddp_options: Mapping[str, Any],
     ) -> dict[int, Any]:
         if self._prepared:
             raise InvalidRequest(
-                "this session has a model already; use another session, with another job, for another; "
-                "to begin anew with this one (a notebook's cell run again), call connect again"
+                "this session has its models already: hand all models and optimizers to one call of prepare; "
+                "to begin anew (a notebook's cell run again), call connect again"
             )
         config = self._config
         if config.consistency is not None:
@@ -259,16 +279,19 @@ class Session:
         elif ddp_options and isinstance(self._strategy, Ddp):
             self._strategy.options = ddp_options
         assert self._strategy is not None
-        model.to(self.device)
-        wrapped, stepper = self._strategy.prepare(model, optimizer)
+        if isinstance(self._strategy, Single):
+            self._say_refused(refused_of(models, optimizers))
+        for model in models:
+            if len({tensor.device for tensor in model.parameters()}) <= 1:  # else it is spread over devices on purpose
+                model.to(self.device)
+        wrapped, steppers = self._strategy.prepare(models, optimizers)
         self._prepared = True
-        self._metrics.timer.watch(wrapped)
-        if stepper is optimizer:
-            self._metrics.watch_optimizer(optimizer, self._count_step)
-        if not hasattr(wrapped, "no_sync"):
-            wrapped.no_sync = self.no_sync  # type: ignore[assignment]  # what scripts written for DDP call
-            self._lent = wrapped
-        return {id(model): wrapped, id(optimizer): stepper}
+        for optimizer, stepper in zip(optimizers, steppers, strict=True):
+            if stepper is optimizer:
+                self._metrics.watch_optimizer(optimizer, self._count_step)
+        self._take_back = [lend(model, self.no_sync) for model in wrapped]
+        self._metrics.timer.begin("forward")
+        return {id(a): b for a, b in zip((*models, *optimizers), (*wrapped, *steppers), strict=True)}
 
     def _prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader | LeasedLoader:
         if self._strategy is None:
@@ -277,12 +300,24 @@ class Session:
             )
         timer, strategy = self._metrics.timer, self._strategy
         if isinstance(strategy, Single):
+            self._say_refused(refused_of_loader(loader))
             return PreparedLoader(loader, self.device, timer)
+        own = dividing_sampler(loader)
+        if own is not None and not self._config.world_size:
+            raise Unsupported(
+                f"the loader's {type(own).__name__} divides the data once and for all, and workers of an elastic job "
+                "come and go: give the loader shuffle=True or False instead"
+            )
         share = shard_loader(loader, strategy.share, seed)
-        if not isinstance(strategy, ParameterServer):
-            return PreparedLoader(share, self.device, timer)
-        if self._config.world_size or isinstance(loader.dataset, IterableDataset):
-            return PreparedLoader(share, self.device, timer, strategy.rewind.add_loader(share).batches)
+        whole = isinstance(loader.dataset, IterableDataset)
+        if not isinstance(strategy, ParameterServer) or self._config.world_size or whole:
+            begin: Callable[[], Iterator[Any]] = share.__iter__
+            if isinstance(strategy, ParameterServer):
+                begin = strategy.rewind.add_loader(share).batches
+            if whole:
+                begin = warning_once(loader, strategy.share, begin)
+            return PreparedLoader(share, self.device, timer, begin)
+        loader = with_plain_batches(loader)
         leases = Leases(order_of(len(strategy.data.accounts), loader, seed), strategy.data, strategy)
         face = LeasedFace(self.device, timer, lambda: strategy.world_size)
         return LeasedLoader(loader, PreparedLoader(share, self.device, timer), leases, face)
@@ -291,9 +326,7 @@ class Session:
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only add to the gradients; the next `optimizer.step()` sends their sum."""
         inner: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if isinstance(self._strategy, Ddp) and self._strategy.model is not None:
-            inner = self._strategy.model.no_sync()
-        elif isinstance(self._strategy, ParameterServer):
+        if isinstance(self._strategy, Ddp | ParameterServer):
             inner = self._strategy.no_sync()
         with inner:
             yield
@@ -309,9 +342,8 @@ class Session:
             return  # a forked child, of a DataLoader say: the session is its parent's
         if self._strategy is not None:
             self._strategy.close()
-        if self._lent is not None:
-            del self._lent.no_sync  # another session may prepare this model
-            self._lent = None
+        for take_back in self._take_back:  # another session may prepare these models
+            take_back()
         self._metrics.close()
         atexit.unregister(self.close)
         with _opening:
@@ -332,6 +364,14 @@ class Session:
         mine = own.server, own.job, own.rank, own.launch.name
         return mine == (config.server, config.job, config.rank, config.launch.name) and self._pid == os.getpid()
 
+    def _say_refused(self, findings: list[str]) -> None:
+        """Says once what the modes with servers would refuse: mode single is their dry run."""
+        level = logging.WARNING if self._config.mode_said else logging.INFO
+        for text in findings:
+            if text not in self._told:
+                self._told.add(text)
+                log.log(level, "in sync, ssp and async this is refused: %s", text)
+
     def _count_step(self) -> int:
         self._clock += 1
         return self._clock
@@ -341,6 +381,20 @@ class Session:
             return Single()
         assert self._config.rank is not None
         return Ddp(self._config.rank, self._config.world_size, self.device)
+
+
+def _refuse_framework_optimizer(thing: Any) -> None:
+    """Raises InvalidRequest for the optimizer that Accelerate or Lightning made of the user's own."""
+    inner = getattr(thing, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer) or not hasattr(thing, "param_groups"):  # a scheduler has no groups
+        return
+    if "_optimizer_step_pre_hooks" not in getattr(
+        thing, "__dict__", {}
+    ):  # which every optimizer has that was made as one
+        raise InvalidRequest(
+            f"{type(thing).__name__} is a framework's wrapper of the optimizer {type(inner).__name__}: hand the plain "
+            "optimizer to prepare, before accelerator.prepare or its like"
+        )
 
 
 def _has_state(thing: Any) -> bool:

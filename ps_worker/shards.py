@@ -6,7 +6,7 @@ go of the segment that the older incarnation shared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,11 @@ from ps_protocol.credentials import PLAINTEXT, Access
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import Bucket, Layout
 from ps_worker.flat import FlatModel
-from ps_worker.messages import BucketPush, Identity, ShardMap
+from ps_worker.messages import BucketPush, Identity, ShardMap, StateChunk
 from ps_worker.shared_memory import share_memory
 from ps_worker.threads import DaemonPool
 from ps_worker.transports import (
+    Draft,
     Landed,
     NetworkTransport,
     Sent,
@@ -68,6 +69,8 @@ class Shards:
         self._transports: Mapping[int, Transport] = {}
         self._under_way: list[Future[Any]] = []
         self._left: list[Future[Any]] = []  # of steps that failed: nobody waits for them but `end`
+        self._draft: Draft | None = None  # of the step that is being made
+        self._drafted: dict[int, Future[Sent]] = {}  # by bucket, what was sent of it
         try:
             self.segment, self._sharing = share_memory(
                 spec, layout, self._calls, who, link.transport, link.shared_directory
@@ -89,11 +92,43 @@ class Shards:
         """Sends initial values."""
         return self._note([self._network[self._shard_of[b.index]].push_initial(b) for b in buckets])
 
-    def push(self, push: BucketPush) -> Future[Sent]:
-        """Sends one bucket's part of a step."""
-        future = self._transports[self._shard_of[push.bucket.index]].push(push)
-        self._under_way.append(future)
-        return future
+    def draft(self, push: BucketPush) -> int:
+        """Sends a bucket that may still change; returns how many bytes of it its shard keeps meanwhile."""
+        if self._draft is None:
+            self._draft = Draft()
+        future = self._transports[self._shard_of[push.bucket.index]].draft(push, self._draft)
+        if future is None:
+            return 0
+        self._drafted[push.bucket.index] = future
+        return push.bucket.nbytes
+
+    def drop_drafts(self) -> None:
+        """What has left as a draft does not count."""
+        self._settle_drafts(False)
+
+    def _settle_drafts(self, count: bool) -> dict[int, Future[Sent]]:
+        """Says whether drafts count; returns those that do, by bucket."""
+        draft, drafted, self._draft, self._drafted = self._draft, self._drafted, None, {}
+        if draft is not None:
+            draft.settle(count)
+        if count:
+            return drafted
+        self._left = [future for future in (*self._left, *drafted.values()) if not future.done()]
+        return {}
+
+    def assign(
+        self, clock: int, bucket: Bucket, absent: Sequence[int], state: str | None, payload: memoryview | None
+    ) -> None:
+        """Sends what the script has set in a bucket before its step of that clock; see `messages.assignment`."""
+        transport = self._network[self._shard_of[bucket.index]]
+        self._under_way.append(transport.assign(clock, bucket, absent, state, payload))
+
+    def pull_state(self, land: Callable[[StateChunk], None]) -> None:
+        """Fetches the optimizer state of all buckets; see `NetworkTransport.pull_state`."""
+        for index, buckets in self._buckets.items():
+            wanted = [bucket for bucket in buckets if not bucket.held]
+            if wanted:
+                self._under_way.append(self._network[index].pull_state(wanted, land))
 
     def pull(self, clock: int, held: bool = False) -> list[Future[Landed]]:
         """Asks every shard for the weights at a clock; `held`: for what no optimizer steps."""
@@ -104,11 +139,22 @@ class Shards:
                 found.append((self._network if held else self._transports)[index].pull(clock, wanted))
         return self._note(found)
 
-    def push_pull(self, clock: int, pushes: Sequence[BucketPush]) -> tuple[list[Future[Sent]], list[Future[Landed]]]:
-        """Sends what is left of a step, and asks every shard for the weights at its clock."""
+    def push_pull(
+        self, clock: int, pushes: Sequence[BucketPush], drafts_count: bool
+    ) -> tuple[list[Future[Sent]], list[Future[Landed]], list[Future[Landed]]]:
+        """Sends a step, and asks every shard for the weights at its clock.
+
+        pushes:       of every bucket that trains
+        drafts_count: what has left as a draft is as it was: it is not sent again
+
+        Returns the pushes, the pulls, and those of the pulls that made something count: what they made count does so
+        once they have landed.
+        """
+        drafted = self._settle_drafts(drafts_count)
         pushed: list[Future[Sent]] = []
         pulled: list[Future[Landed]] = []
-        rest: set[int] = set()
+        committing: list[Future[Landed]] = []
+        rest: list[BucketPush] = []
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         for index, transport in self._transports.items():
             wanted = [bucket for bucket in self._buckets[index] if not bucket.held]
@@ -117,15 +163,20 @@ class Shards:
             if both is not None:
                 pushed += both[0]
                 pulled.append(both[1])
-            elif wanted:
-                rest.add(index)
+            elif wanted and index in self._sharing:
+                rest += mine
                 pulled.append(transport.pull(clock, wanted))
-        for push in pushes:
-            index = self._shard_of[push.bucket.index]
-            if index in rest:
-                pushed.append(self._transports[index].push(push))
+            elif wanted:
+                committed = [push for push in mine if push.empty or push.bucket.index in drafted]
+                pushed += [drafted[push.bucket.index] for push in committed if not push.empty]
+                rest += [push for push in mine if not push.empty and push.bucket.index not in drafted]
+                pulled.append(transport.pull(clock, wanted, committed))
+                committing += [pulled[-1]] if committed else []
+        # In one order over all shards.
+        for push in sorted(rest, key=lambda push: push.bucket.index):
+            pushed.append(self._transports[self._shard_of[push.bucket.index]].push(push))
         self._under_way += [*pushed, *pulled]
-        return pushed, pulled
+        return pushed, pulled, committing
 
     def _note(self, futures: list[Future[T]]) -> list[Future[T]]:
         self._under_way += futures
@@ -142,6 +193,9 @@ class Shards:
 
     def cut(self) -> None:
         """Ends every call that is under way; from any thread."""
+        draft = self._draft
+        if draft is not None:
+            draft.settle(False)
         for call in self._calls.values():
             call.close()
 
@@ -157,5 +211,6 @@ class Shards:
     def end(self) -> None:
         """As `close`; when it returns, nothing lands in the model or is read from it any more."""
         self.close()
+        self.drop_drafts()
         wait([*self._under_way, *self._left])
         self._under_way, self._left = [], []

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
+
+# What a script trains with: models and optimizers, in the order in which it has handed them over.
+Prepared = tuple[Sequence[nn.Module], Sequence[torch.optim.Optimizer]]
 
 
 class Strategy(Protocol):
@@ -22,8 +26,8 @@ class Strategy(Protocol):
     def share(self) -> tuple[int, int]:
         """Which share of the data is this worker's now, as (index, how many shares)."""
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The model and the optimizer to train with. Blocks until all declared workers are there."""
+    def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Prepared:
+        """The models and the optimizers to train with. Blocks until all declared workers are there."""
 
     def close(self) -> None:
         """Leaves cleanly; may be called more than once."""
@@ -39,9 +43,9 @@ class Single:
         """All of it."""
         return 0, 1
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Both as they are."""
-        return model, optimizer
+    def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Prepared:
+        """All as they are."""
+        return models, optimizers
 
     def close(self) -> None:
         """Nothing is open."""

@@ -18,13 +18,13 @@ import grpc
 
 from ps_protocol.channel import open_channel
 from ps_protocol.credentials import PLAINTEXT, Access
-from ps_protocol.errors import error_from
+from ps_protocol.errors import PSError, error_from
 from ps_protocol.layout import Bucket
 from ps_protocol.v1.data_pb2 import DESCRIPTOR as DATA
 from ps_worker import messages
 from ps_worker.client import CALL_SECONDS, Retry
 from ps_worker.flat import FlatModel
-from ps_worker.messages import BucketPush, Identity, Pulled
+from ps_worker.messages import BucketPush, Identity, Pulled, StateChunk
 from ps_worker.threads import Closed, DaemonPool
 
 log = logging.getLogger("ps_worker")
@@ -69,6 +69,30 @@ class Sent:
     staged: float
 
 
+class Draft:
+    """The gradients of one step that leave while backward still runs, until `step` says whether they count."""
+
+    def __init__(self) -> None:
+        self._settled = threading.Event()
+        self._counts = False
+
+    def settle(self, counts: bool) -> None:
+        """They count, or another push takes the place of each. The first word is the one that holds."""
+        if not self._settled.is_set():
+            self._counts = counts
+            self._settled.set()
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether nobody waits for them any more."""
+        return self._settled.is_set() and not self._counts
+
+    def wait(self) -> bool:
+        """Waits until it is known whether they count."""
+        self._settled.wait()
+        return self._counts
+
+
 class ShardCalls:
     """The calls to one shard, each with the one retry loop. Identity (de)serializers: what goes in and out is bytes."""
 
@@ -86,6 +110,25 @@ class ShardCalls:
         retry = Retry(self.peer, self._timeout, self.closing, self._access)
         found: bytes = retry.call(lambda: call(request, timeout=CALL_SECONDS))
         return found
+
+    def try_once(self, method: str, request: bytes) -> None:
+        """One method of the data service, without another try. Raises the PSError that came."""
+        try:
+            self._channel.unary_unary(f"/{DATA_SERVICE}/{method}")(request, timeout=CALL_SECONDS)
+        except grpc.RpcError as error:
+            raise error_from(error, self.peer) from None
+
+    def stream(self, method: str, request: bytes, read: Callable[[bytes], None]) -> None:
+        """Hands each message of one streaming method's answer to `read`; all of them anew if the stream breaks off."""
+        retry = Retry(self.peer, self._timeout, self.closing, self._access)
+        while True:
+            try:
+                for message in self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")(request, timeout=PULL_SECONDS):
+                    retry.progressed()
+                    read(message)
+                return
+            except grpc.RpcError as error:
+                retry.failed(error_from(error, self.peer))
 
     def pull(
         self,
@@ -131,11 +174,14 @@ class Transport(Protocol):
 
     name: str
 
+    def draft(self, push: BucketPush, draft: Draft) -> Future[Sent] | None:
+        """Sends what may still change, so that little is left to do when it counts; None where nothing is sent."""
+
     def push(self, push: BucketPush) -> Future[Sent]:
         """Done when the shard has staged it."""
 
-    def pull(self, clock: int, buckets: Sequence[Bucket]) -> Future[Landed]:
-        """Done when all have landed."""
+    def pull(self, clock: int, buckets: Sequence[Bucket], commit: Sequence[BucketPush] = ()) -> Future[Landed]:
+        """Done when all have landed. `commit`: what left as a draft and counts now, and what is empty."""
 
     def push_pull(
         self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[Bucket]
@@ -170,6 +216,48 @@ class NetworkTransport:
 
         return self._pushers.submit(send)
 
+    def assign(
+        self, clock: int, bucket: Bucket, absent: Sequence[int], state: str | None, payload: memoryview | None
+    ) -> Future[Sent]:
+        """Sends what the script has set in a bucket before its step of that clock; see `messages.assignment`."""
+
+        def send() -> Sent:
+            with self._room:
+                self._calls.unary("Push", messages.assignment(self._who, bucket.index, clock, absent, state, payload))
+                return Sent(0 if payload is None else len(payload), time.perf_counter())
+
+        return self._pushers.submit(send)
+
+    def pull_state(self, buckets: Sequence[Bucket], land: Callable[[StateChunk], None]) -> Future[None]:
+        """Fetches the optimizer state of buckets, landing each kind of each as it comes; some may come twice."""
+        request = messages.state_request(self._who, [bucket.index for bucket in buckets])
+
+        def fetch() -> None:
+            self._calls.stream("PullState", request, lambda message: land(messages.state_chunk(message)))
+
+        return self._puller.submit(fetch)
+
+    def draft(self, push: BucketPush, draft: Draft) -> Future[Sent] | None:
+        """A shard without room for drafts takes this one when it counts; by then it is sent once more."""
+
+        def send() -> Sent:
+            if draft.is_dropped:
+                return Sent(0, time.perf_counter())
+            with self._room:
+                payload = self._flat.gradient(push.bucket)
+                message, size = messages.gradient_push(self._who, push, payload, draft=True), len(payload)
+                del payload
+                try:
+                    self._calls.try_once("Push", message)
+                except PSError as error:
+                    if not error.retryable:
+                        raise
+                    if draft.wait():
+                        self._calls.unary("Push", message)
+                return Sent(size, time.perf_counter())
+
+        return self._pushers.submit(send)
+
     def push(self, push: BucketPush) -> Future[Sent]:
         """The message is made when its turn has come, so that only those in flight are in memory."""
 
@@ -184,7 +272,7 @@ class NetworkTransport:
 
         return self._pushers.submit(send)
 
-    def pull(self, clock: int, buckets: Sequence[Bucket]) -> Future[Landed]:
+    def pull(self, clock: int, buckets: Sequence[Bucket], commit: Sequence[BucketPush] = ()) -> Future[Landed]:
         """One stream for all buckets."""
 
         def land(bucket: Bucket, found: Pulled) -> int:
@@ -192,7 +280,7 @@ class NetworkTransport:
             return len(found.payload)
 
         def ask(left: list[int]) -> bytes:
-            return messages.pull_request(self._who, clock, left)
+            return messages.pull_request(self._who, clock, left, commit=commit)
 
         return self._puller.submit(lambda: self._calls.pull("Pull", ask, clock, buckets, _one_pulled, land))
 
@@ -253,7 +341,24 @@ class SharedTransport:
         self._closed = False
         self._lock = threading.Lock()
         self._puller = DaemonPool(1, "pull")
+        self._copier = DaemonPool(0 if flat.in_segment else 1, "copy")
+        self._copies: dict[int, tuple[int, Draft, Future[None]]] = {}  # by bucket, at which clock it left as a draft
         threading.Thread(target=self._run, name="push", daemon=True).start()
+
+    def draft(self, push: BucketPush, draft: Draft) -> Future[Sent] | None:
+        """Puts the gradient into the segment, where that takes a copy: no shard looks at it before it counts."""
+        if not self._flat.in_segment:
+            copying = self._copier.submit(lambda: self._flat.share_gradient(push.bucket))
+            self._copies[push.bucket.index] = push.clock, draft, copying
+        return None
+
+    def _share(self, push: BucketPush) -> None:
+        """The gradient is in the segment when this returns, as it counts."""
+        clock, draft, copying = self._copies.pop(push.bucket.index, (0, None, None))
+        if copying is not None:
+            copying.result()
+        if clock != push.clock or draft is None or draft.is_dropped:
+            self._flat.share_gradient(push.bucket)
 
     def push(self, push: BucketPush) -> Future[Sent]:
         """Joins the next message."""
@@ -291,7 +396,7 @@ class SharedTransport:
         try:
             for push in pushes:
                 if not push.empty:
-                    self._flat.share_gradient(push.bucket)
+                    self._share(push)
             self._calls.unary("PushShared", messages.shared_push(self._who, clock, pushes, self._finite(pushes)))
         except Exception as error:
             for one in together:
@@ -310,8 +415,8 @@ class SharedTransport:
     def _bytes(self, together: Iterable[_Leaving]) -> int:
         return sum(self._flat.gradient_bytes(one.push.bucket) for one in together if not one.push.empty)
 
-    def pull(self, clock: int, buckets: Sequence[Bucket]) -> Future[Landed]:
-        """One stream for all buckets; the shard writes them into the segment."""
+    def pull(self, clock: int, buckets: Sequence[Bucket], commit: Sequence[BucketPush] = ()) -> Future[Landed]:
+        """One stream for all buckets; the shard writes them into the segment. Nothing here is ever to be committed."""
 
         def ask(left: list[int]) -> bytes:
             return messages.pull_request(self._who, clock, left, self._word_bytes)
@@ -376,3 +481,4 @@ class SharedTransport:
                 one.failed(Closed())
             self._pushes.put(None)
         self._puller.close()
+        self._copier.close()

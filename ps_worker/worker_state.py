@@ -67,11 +67,15 @@ def _numpy_state(state: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class PassStart:
-    """How a pass over a loader began: the random states, that of the loader's own generator, and the share of data."""
+    """How a pass over a loader began: the random states, that of the loader's own generator, and the share of data.
+
+    epoch: that of a sampler which the script sets (DistributedSampler); None where there is none
+    """
 
     random: RandomState
     generator: torch.Tensor | None
     share: tuple[int, int] | None
+    epoch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,11 @@ def _random(state: RandomState, tensors: dict[str, torch.Tensor]) -> Any:
 def _place(place: DataPlace, tensors: dict[str, torch.Tensor]) -> Any:
     start = place.start
     found = [place.begun, place.going, place.taken, place.generator]
-    began = None if start is None else [_random(start.random, tensors), plain([start.generator, start.share], tensors)]
+    began = (
+        None
+        if start is None
+        else [_random(start.random, tensors), plain([start.generator, start.share, start.epoch], tensors)]
+    )
     return [plain(found, tensors), began]
 
 
@@ -270,8 +278,9 @@ def _place_of(value: Any, read: Any) -> DataPlace:
     begun, going, taken, generator = read(place)
     start = None
     if began is not None:
-        own, share = read(began[1])
-        start = PassStart(_random_of(read(began[0])), own, None if share is None else (int(share[0]), int(share[1])))
+        own, share, epoch = read(began[1])
+        share = None if share is None else (int(share[0]), int(share[1]))
+        start = PassStart(_random_of(read(began[0])), own, share, None if epoch is None else _whole(epoch))
     if going and (start is None or begun == 0):
         raise ValueError("a pass is under way that never began")
     return DataPlace(_whole(begun), bool(going), _whole(taken), start, generator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import namedtuple
 from collections.abc import Iterator
 
@@ -24,7 +25,7 @@ from torch.utils.data import (
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_worker.data import ShareSampler, shard_loader
+from ps_worker.data import ShareSampler, shard_loader, warning_once
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -141,7 +142,6 @@ def test_an_iterable_dataset_is_left_as_it_is() -> None:
 ODD = {
     "WeightedRandomSampler": lambda: DataLoader(Numbers(4), sampler=WeightedRandomSampler([1.0] * 4, 4)),
     "SubsetRandomSampler": lambda: DataLoader(Numbers(4), sampler=SubsetRandomSampler([1, 2])),
-    "DistributedSampler": lambda: DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), 2, 0)),
     "RandomSampler": lambda: DataLoader(Numbers(4), sampler=RandomSampler(Numbers(4), replacement=True)),
     "MyBatches": lambda: DataLoader(Numbers(4), batch_sampler=MyBatches(SequentialSampler(Numbers(4)), 2, False)),
 }
@@ -155,6 +155,56 @@ class MyBatches(BatchSampler):
 def test_a_sampler_that_cannot_be_divided_is_refused_by_name(name: str) -> None:
     with pytest.raises(Unsupported, match=f"the loader's {name} cannot be divided among workers; use shuffle=True"):
         shard_loader(ODD[name](), lambda: (0, 2), seed=0)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_batch_sampler_of_torchs_own_is_divided_and_batches_keep_their_size(shuffle: bool) -> None:
+    sampler = RandomSampler(Numbers(10)) if shuffle else SequentialSampler(Numbers(10))
+    mine = DataLoader(Numbers(10), batch_sampler=BatchSampler(sampler, 2, drop_last=True))
+    usual = DataLoader(Numbers(10), batch_size=2, shuffle=shuffle, drop_last=True)
+    for rank in range(2):
+        found, expected = (shard_loader(one, lambda r=rank: (r, 2), seed=3) for one in (mine, usual))  # type: ignore[misc]
+        assert [batch.tolist() for batch in found] == [batch.tolist() for batch in expected]
+
+
+class Grouped(BatchSampler):
+    """Batches that a sampler of one's own divides among workers."""
+
+    def __init__(self, rank: int, num_replicas: int) -> None:
+        super().__init__(SequentialSampler(Numbers(12)), 2, False)
+        self.rank, self.num_replicas = rank, num_replicas
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[2 * self.rank, 2 * self.rank + 1]])
+
+
+class Mine(DistributedSampler[int]):
+    """A subclass."""
+
+
+DIVIDED = {
+    "DistributedSampler": lambda rank, count: {"sampler": DistributedSampler(Numbers(12), count, rank)},
+    "Mine": lambda rank, count: {"sampler": Mine(Numbers(12), count, rank)},
+    "Grouped": lambda rank, count: {"batch_sampler": Grouped(rank, count)},
+    "in a BatchSampler": lambda rank, count: {
+        "batch_sampler": BatchSampler(DistributedSampler(Numbers(12), count, rank), 2, False)
+    },
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_sampler_that_divides_by_its_own_rank_is_taken_as_it_is(name: str) -> None:
+    loader = DataLoader(Numbers(12), **DIVIDED[name](1, 3))
+    assert shard_loader(loader, lambda: (1, 3), seed=0) is loader
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize(("rank", "count"), [(0, 3), (1, 2)])
+def test_a_sampler_that_divides_among_others_is_refused(name: str, rank: int, count: int) -> None:
+    loader = DataLoader(Numbers(12), **DIVIDED[name](rank, count))
+    said = f"yields part {rank} of {count}, but this worker is 1 of 3: make it with num_replicas=session.world_size"
+    with pytest.raises(InvalidRequest, match=said):
+        shard_loader(loader, lambda: (1, 3), seed=0)
 
 
 def test_a_random_sampler_that_draws_only_some_is_refused() -> None:
@@ -203,6 +253,115 @@ def test_the_seed_of_the_shuffle_can_be_chosen(shared: Cluster, job: str) -> Non
 
     assert order(f"{job}-a", 1) == order(f"{job}-b", 1)
     assert order(f"{job}-c", 1) != order(f"{job}-d", 2)
+
+
+def test_a_distributed_sampler_trains_on_the_shares_and_epochs_that_the_script_says(shared: Cluster, job: str) -> None:
+    def work(rank: int) -> list[list[int]]:
+        with shared.connect("sync", rank, 2, job=job) as session:
+            model, found = nn.Linear(1, 1), []
+            sampler = DistributedSampler(Numbers(12), session.world_size, session.rank, seed=4)
+            loader = DataLoader(Numbers(12), batch_size=2, sampler=sampler)
+            model, _, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+            for epoch in (5, 9):
+                loader.sampler.set_epoch(epoch)
+                found += epochs(loader, 1)
+            return found
+
+    for rank, found in enumerate(in_parallel(2, work)):
+        theirs = DistributedSampler(Numbers(12), 2, rank, seed=4)
+        for epoch, samples in zip((5, 9), found, strict=True):
+            theirs.set_epoch(epoch)
+            assert samples == list(theirs)
+
+
+def test_in_an_elastic_job_a_distributed_sampler_is_refused(shared: Cluster, job: str) -> None:
+    with shared.connect("sync", job=job, elastic=True) as session:
+        model = nn.Linear(1, 1)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(Unsupported, match=r"DistributedSampler divides the data once and for all.*shuffle=True"):
+            session.prepare(DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), 1, 0)))
+
+
+def test_an_elastic_job_leases_the_batches_of_a_batch_sampler(shared: Cluster, job: str) -> None:
+    with shared.connect("sync", job=job, elastic=True) as session:
+        model = nn.Linear(1, 1)
+        loader = DataLoader(Numbers(12), batch_sampler=BatchSampler(RandomSampler(Numbers(12)), 3, False))
+        model, optimizer, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        found = []
+        for batch in loader:
+            model(batch.float().view(-1, 1)).sum().backward()
+            optimizer.step()
+            found.append(batch.tolist())
+    assert [len(batch) for batch in found] == [3] * 4
+    assert sorted(sample for batch in found for sample in batch) == list(range(12))
+
+
+def test_single_takes_a_distributed_sampler_as_torch_does() -> None:
+    with ps_worker.connect(mode="single") as session:
+        loader = DataLoader(Numbers(6), sampler=DistributedSampler(Numbers(6), 2, 1, shuffle=False))
+        assert epochs(session.prepare(loader), 1) == [[1, 3, 5]]
+
+
+class Whole(IterableDataset[int]):
+    """Is not divided."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+class Shuffled(IterableDataset[int]):
+    """Reads from another."""
+
+    def __init__(self, source: IterableDataset[int]) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.source)
+
+
+def warnings_of(
+    shared: Cluster, job: str, caplog: pytest.LogCaptureFixture, world_size: int, dataset: IterableDataset[int]
+) -> list[str]:
+    """What two loops over a dataset log, in each of a job's workers."""
+
+    def work(rank: int) -> None:
+        with shared.connect("sync", rank, world_size, job=job) as session:
+            model = nn.Linear(1, 1)
+            loader = DataLoader(dataset, batch_size=2)
+            _, _, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+            assert not [text for text in caplog.messages if "IterableDataset" in text], "nothing is iterated over yet"
+            begun.wait(30)
+            epochs(loader, 2)
+
+    begun = threading.Barrier(world_size)
+    in_parallel(world_size, work)
+    return [text for text in caplog.messages if "IterableDataset" in text]
+
+
+@pytest.mark.parametrize("dataset", [Whole(), Shuffled(Whole())])
+def test_an_iterable_dataset_that_all_workers_read_whole_is_warned_of_once(
+    shared: Cluster, job: str, caplog: pytest.LogCaptureFixture, dataset: IterableDataset[int]
+) -> None:
+    [said] = warnings_of(shared, job, caplog, 2, dataset)
+    assert f"each of the 2 workers reads all of the loader's {type(dataset).__name__}: divide" in said
+    assert "session.rank and session.world_size" in said
+
+
+@pytest.mark.parametrize("dataset", [Stream(0, 2), Shuffled(Stream(0, 2))])
+def test_one_that_divides_itself_is_not(
+    shared: Cluster, job: str, caplog: pytest.LogCaptureFixture, dataset: IterableDataset[int]
+) -> None:
+    assert warnings_of(shared, job, caplog, 2, dataset) == []
+
+
+def test_one_worker_may_read_it_whole(shared: Cluster, job: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings_of(shared, job, caplog, 1, Whole()) == []
+
+
+def test_the_processes_of_a_loader_are_spoken_of_where_there_are_some(caplog: pytest.LogCaptureFixture) -> None:
+    loader = DataLoader(Whole(), num_workers=2)
+    warning_once(loader, lambda: (0, 3), lambda: iter(()))()
+    assert "by torch.utils.data.get_worker_info() among the loader's processes" in caplog.text
 
 
 def test_a_batch_keeps_its_shape_whatever_it_is_made_of() -> None:

@@ -24,7 +24,7 @@ from ps_server import status
 from ps_server.app import Server, ServerConfig
 from ps_server.metrics import LATENCY_BUCKETS, STALENESS_BUCKETS
 from ps_worker import Session
-from ps_worker.metrics import PHASES
+from ps_worker.metrics import PHASES, StepTimer
 
 CELLS = 100  # in buckets of 16: seven buckets over two shards
 BUCKETS = 7
@@ -168,12 +168,14 @@ def test_a_step_is_split_into_phases_that_add_up(shared: Cluster, job: str, mode
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(1))
+            self.scale = nn.Parameter(torch.ones(1))  # the last layer's gradient is the first to be ready
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             spend(0.02)
             y = self.weight * x
-            y.register_hook(lambda gradient: spend(0.03))
-            return y
+            if y.requires_grad:
+                y.register_hook(lambda gradient: spend(0.03))
+            return y * self.scale
 
     def spend(seconds: float) -> None:
         begun = time.perf_counter()
@@ -189,12 +191,16 @@ def test_a_step_is_split_into_phases_that_add_up(shared: Cluster, job: str, mode
         model = Slow()
         loader = DataLoader([1.0] * steps, collate_fn=collate)
         model, optimizer, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        with torch.no_grad():
+            for x in session.prepare(DataLoader([1.0] * 100, collate_fn=collate)):  # in no phase: it trains nothing
+                model(x)
         begun = time.perf_counter()
         for x in loader:
             model(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        wall = time.perf_counter() - begun
+            spend(0.05)  # in no phase
+        wall = time.perf_counter() - begun - 0.05 * steps
         found = scrape(session.metrics_address)
         sums = {phase: found[f'ps_worker_step_seconds_sum{{phase="{phase}"}}'] for phase in PHASES}
         for phase in PHASES:
@@ -208,6 +214,95 @@ def test_a_step_is_split_into_phases_that_add_up(shared: Cluster, job: str, mode
         else:
             assert sums["push"] > 0
             assert sums["pull"] > 0
+
+
+@pytest.mark.parametrize("mode", ["single", "sync"])
+def test_an_accumulated_step_is_the_sum_of_its_parts_and_needs_no_loader(shared: Cluster, job: str, mode: str) -> None:
+    with ps_worker.connect(shared.address, mode, job) as session:
+        model = vector()
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), overlap=False)
+        begun = time.perf_counter()
+        for _ in range(3):
+            for _ in range(4):
+                model(torch.ones(CELLS)).backward()
+            optimizer.step()
+        wall = time.perf_counter() - begun
+        found = scrape(session.metrics_address)
+        sums = {phase: found[f'ps_worker_step_seconds_sum{{phase="{phase}"}}'] for phase in PHASES}
+    assert found['ps_worker_step_seconds_count{phase="forward"}'] == 3
+    assert sums["data"] == 0
+    assert min(sums["forward"], sums["backward"]) > 0
+    assert sum(sums.values()) <= wall + 0.1, "the first forward begins with prepare"
+
+
+def test_the_timer_splits_time_by_its_events() -> None:
+    class Clock:
+        now = 0.0
+
+        def perf_counter(self) -> float:
+            return self.now
+
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ps_worker.metrics.time", clock)
+        timer = StepTimer()
+
+        def after(seconds: float, *events: Callable[[], object]) -> None:
+            clock.now += seconds
+            for event in events:
+                event()
+
+        def phases() -> tuple[float, ...]:
+            found = timer.stepped()
+            return tuple(found[phase] for phase in ("data", "forward", "backward"))
+
+        after(100, timer.asked)  # before the first batch: nothing of a step
+        for _ in range(2):  # accumulated
+            after(1, timer.yielded)
+            after(10, timer.gradient)
+            after(100, timer.gradient)
+            after(100, timer.asked)
+        after(1, timer.yielded)
+        after(10, timer.gradient)
+        after(100, timer.stepping)
+        clock.now += 1000  # what `step` tells by itself
+        assert phases() == (3, 30, 500)
+        after(1000, timer.asked)  # a scheduler, a log line
+        for _ in range(3):  # an evaluation
+            after(5, timer.yielded)
+            after(50, timer.asked)
+        after(5, timer.ended)
+        after(1000, timer.asked)
+        after(2, timer.yielded)
+        after(20, timer.gradient)
+        after(200, timer.stepping)
+        assert phases() == (2, 20, 200)
+        after(30, timer.gradient)  # without asking a loader, or a second step with the same batch
+        after(300, timer.stepping)
+        assert phases() == (0, 30, 300)
+        after(1, timer.stepping)
+        after(40, timer.gradient)  # inside `step`, by a closure
+        after(400)
+        assert phases() == (0, 41, 400)
+        after(7, timer.asked)
+        after(3, timer.stepping)  # a step without data, made by the loader
+        assert phases() == (3, 0, 0)
+        after(4, timer.yielded)
+        after(40, timer.stepping)  # gradients that backward did not make
+        assert phases() == (4, 40, 0)
+
+
+@pytest.mark.parametrize("mode", ["single", "sync"])
+def test_a_closed_session_has_left_no_hook(shared: Cluster, job: str, mode: str) -> None:
+    model = vector()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ps_worker.connect(shared.address, mode, job) as session:
+        session.prepare(model, optimizer)
+        modules = [*model._forward_pre_hooks.values(), *model._forward_hooks.values(), *model._backward_hooks.values()]
+        assert modules == [], "nor is there ever one on a module"
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert not model.weight._post_accumulate_grad_hooks
 
 
 def test_the_standard_grpc_counters_are_there(cluster: Cluster) -> None:

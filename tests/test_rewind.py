@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from ps_protocol.errors import Backlogged, InvalidRequest, PSError, TryLater, Unsupported
 from ps_worker.client import Retry
@@ -232,6 +232,19 @@ def by_hand(worker: Worker) -> None:
         worker.cycle.step()
 
 
+def with_a_sampler_of_its_own(worker: Worker) -> None:
+    """The script sets the epoch before each pass, as DDP's scripts do."""
+    worker.rewind.loaders.clear()
+    sampler = DistributedSampler(Augmented(), num_replicas=1, rank=0, seed=3)
+    loader = worker.prepare(DataLoader(Augmented(), BATCH, sampler=sampler))
+    for number in range(PASSES):
+        sampler.set_epoch(7 * number)
+        for batch in loader:
+            worker.step(worker.model(batch).square().mean())
+            worker.cycle.step()
+        worker.passes.step()
+
+
 def without_a_loader(worker: Worker) -> None:
     """Batches that the script makes by itself, and counts by the clock."""
     worker.rewind.loaders.clear()
@@ -239,7 +252,15 @@ def without_a_loader(worker: Worker) -> None:
         worker.step(worker.model(torch.randn(BATCH, 4)).square().mean())
 
 
-SCRIPTS: list[Script] = [plain, accumulating, evaluating, leaving_early, two_at_once, by_hand]
+SCRIPTS: list[Script] = [
+    plain,
+    accumulating,
+    evaluating,
+    leaving_early,
+    two_at_once,
+    by_hand,
+    with_a_sampler_of_its_own,
+]
 
 
 def run(script: Script, worker: Worker) -> list[torch.Tensor]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from conftest import Cluster, scrape
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import ps_worker
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.modes import Consistency
 from ps_worker import Session
 from ps_worker.config import WorkerConfig, resolve
@@ -95,6 +98,63 @@ def test_the_optimizer_stays_an_optimizer(session: Session) -> None:
     assert model.bias.grad is None
 
 
+def test_step_hooks_run_as_they_do_in_torch(session: Session) -> None:
+    model, seen = nn.Linear(2, 2), []
+    mine = sgd(model)
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            assert optimizer is stepper
+            assert args == (stepper,)
+            assert kwargs == {}
+            seen.append(name)
+
+        return hook
+
+    mine.register_step_pre_hook(note("pre, before"))
+    mine.register_step_post_hook(note("post, before"))
+    _, stepper = session.prepare(model, mine)
+    stepper.register_step_pre_hook(note("pre, after"))
+    removed = stepper.register_step_pre_hook(note("removed"))
+    mine.register_step_post_hook(note("post, after"))
+    hooks = [
+        register_optimizer_step_pre_hook(note("pre, global")),
+        register_optimizer_step_post_hook(note("post, global")),
+    ]
+    removed.remove()
+    scheduler = torch.optim.lr_scheduler.StepLR(stepper, 1)  # which wraps `step` once more
+    order = ["pre, global", "pre, before", "pre, after", "post, before", "post, after", "post, global"]
+    try:
+        for clock in range(1, 3):
+            model(torch.ones(2)).sum().backward()
+            stepper.step()
+            scheduler.step()
+            assert seen == order
+            assert session.clock == clock
+            copy.deepcopy(mine)  # torch looks at the class again
+            seen.clear()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_a_step_hook_may_change_what_step_gets(session: Session) -> None:
+    model = nn.Linear(2, 2)
+    _, stepper = session.prepare(model, sgd(model))
+
+    def closure() -> torch.Tensor:
+        loss = model(torch.ones(2)).sum()
+        loss.backward()
+        return loss
+
+    stepper.register_step_pre_hook(lambda optimizer, args, kwargs: (args, {"closure": closure}))
+    assert stepper.step().item() == pytest.approx((model(torch.ones(2)).sum() + 0.6).item())
+    stepper.register_step_pre_hook(lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        stepper.step()
+    assert session.clock == 1
+
+
 def test_hyper_parameters_of_a_state_dict_are_taken_over(session: Session) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     _, optimizer = session.prepare(model, sgd(model))
@@ -154,6 +214,115 @@ def test_a_model_may_be_evaluated_and_saved_between_steps(session: Session) -> N
     assert session.clock == 2
 
 
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_shapes_is_to_be_run_once_first(shared: Cluster, job: str) -> None:
+    model = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    with shared.connect("sync", job=job) as session:
+        with pytest.raises(InvalidRequest, match=r"0\.weight of a LazyLinear has no shape yet: run one batch through"):
+            session.prepare(model, sgd(model))
+        model(torch.ones(2, 3))
+        model, optimizer = session.prepare(model, sgd(model))
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        assert session.clock == 1
+
+
+class Unmade(torch.optim.Optimizer):
+    """As Accelerate's and others' optimizers are: an Optimizer around one, which was never made as one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, object]]:
+        return self.optimizer.param_groups
+
+
+class Delegating:
+    """As Lightning's: no Optimizer, but it answers as one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.optimizer, name)
+
+
+@pytest.mark.parametrize("wrapper", [Unmade, Delegating])
+def test_an_optimizer_that_a_framework_wrapped_is_refused(
+    session: Session, wrapper: Callable[[torch.optim.Optimizer], object]
+) -> None:
+    model = nn.Linear(2, 2)
+    said = f"{wrapper.__name__} is a framework's wrapper of the optimizer SGD: hand the plain optimizer to prepare"  # type: ignore[attr-defined]
+    with pytest.raises(InvalidRequest, match=said):
+        session.prepare(model, wrapper(sgd(model)))
+    session.prepare(model, sgd(model))  # nothing has changed
+
+
+class Sparse(nn.Module):
+    """All that servers refuse at once, but for what has no shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 2, sparse=True)
+        self.register_buffer("phases", torch.zeros(2, dtype=torch.complex64))
+
+
+REFUSED = [
+    "optimizer LBFGS cannot run on a parameter server: it evaluates the loss several times a step (known: SGD",
+    "table makes sparse gradients; use sparse=False",
+    "phases has dtype torch.complex64; known are ",
+    "the loader's WeightedRandomSampler cannot be divided among workers; use shuffle=True or False",
+]
+
+
+@pytest.mark.parametrize(("variable", "level"), [("single", logging.WARNING), ("", logging.INFO)])
+def test_single_is_a_dry_run_of_the_other_modes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, variable: str, level: int
+) -> None:
+    """Where the mode was said these are warnings; else single was meant, and they are for those who look for them."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("PS_MODE", variable)
+    model = Sparse()
+    odd = [DataLoader(range(4), sampler=WeightedRandomSampler([1.0] * 4, 4)) for _ in range(2)]
+    with ps_worker.connect() as session:
+        session.prepare(model, torch.optim.LBFGS(model.parameters()), *odd)
+    assert [record.levelno for record in caplog.records] == [level] * len(REFUSED)
+    for said, text in zip(caplog.messages, REFUSED, strict=True):
+        assert said.startswith(f"in sync, ssp and async this is refused: {text}")
+
+
+def test_what_single_says_is_what_the_servers_modes_say(shared: Cluster, job: str) -> None:
+    model = Sparse()
+    for text, optimizer in zip(REFUSED, (torch.optim.LBFGS, torch.optim.SGD), strict=False):
+        with shared.connect("sync", job=job) as session, pytest.raises(Unsupported) as refused:
+            session.prepare(model, optimizer(model.parameters()))
+        assert refused.value.message.startswith(text)
+
+
+def test_single_trains_what_has_no_shape_yet_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.LazyLinear(1))
+    with ps_worker.connect(mode="single") as session:
+        model, optimizer = session.prepare(model, sgd(model))
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        assert session.clock == 1
+    assert caplog.messages == [
+        "in sync, ssp and async this is refused: 0.weight of a LazyLinear has no shape yet: run one batch through the "
+        "model before prepare"
+    ]
+
+
+def test_single_says_nothing_where_all_is_well(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model = nn.Linear(2, 2)
+    with ps_worker.connect(mode="single") as session:
+        session.prepare(model, sgd(model), DataLoader(range(4), shuffle=True), DataLoader(range(4)))
+    assert caplog.messages == []
+
+
 # -- what a session says ---------------------------------------------------------------------------------------------
 
 
@@ -165,6 +334,16 @@ def test_a_session_says_what_it_is(shared: Cluster, job: str) -> None:
     with ps_worker.connect() as session:
         assert (session.rank, session.world_size, session.mode, session.clock) == (0, 1, "single", 0)
         assert "ps_worker_steps_total" in scrape(session.metrics_address)
+
+
+def test_a_session_shows_where_it_is(shared: Cluster, job: str) -> None:
+    with shared.connect("ssp:3", 0, 1, job=job) as session:
+        train(*session.prepare(model := nn.Linear(1, 1), sgd(model)), steps=2)
+        assert repr(session) == (
+            f"<Session mode='ssp:3' rank=0 world_size=1 job='{job}' server='{shared.address}' clock=2>"
+        )
+    with ps_worker.connect() as session:
+        assert repr(session) == "<Session mode='single' rank=0 world_size=1 clock=0>"
 
 
 def test_leaving_a_with_leaves_the_job_whatever_happened(shared: Cluster, job: str) -> None:

@@ -76,8 +76,8 @@ class Rivals:
     """The workers of other launches that stand in a newcomer's way.
 
     members: by rank; at least one
-    live:    one of them has shown since the newcomer began to wait that it is there. Else they may be dead: what is left
-             of a launch that was killed looks live until its leases are over
+    live:    one of them has shown since the newcomer began to wait that it is there. Else all may be dead: what is
+             left of a launch that was killed looks live until its leases are over
     seconds: until the last of their leases is over
     """
 
