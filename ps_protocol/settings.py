@@ -1,23 +1,188 @@
-"""How every setting of both commands is found: the flag, then its PS_* variable, then the default."""
+"""How every setting is found, by both commands and by `connect` alike: the flag or argument, its variable, the default.
+
+A setting is declared once, as a `Setting`. Its flag, its PS_* variable and its keyword argument follow from its name,
+and one parser reads all three. A variable that is empty counts as not set.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ps_protocol.errors import InvalidRequest
 
 DEFAULT_SHARED_DIRECTORY = Path("/dev/shm")  # where workers and shards of one host meet
 
-_TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off", ""})
+_TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
+_SERVICE_LINK = re.compile(r"[a-z]+://.*")  # what Kubernetes puts into PS_PORT for a Service called ps
+_SERVICE_LINK_ADVICE = (
+    "Kubernetes sets it for a Service of that name: say enableServiceLinks: false in the pod's specification"
+)
+
+
+def version() -> str:
+    """The version of the installed package."""
+    try:
+        return installed_version("ps-torch")
+    except PackageNotFoundError:
+        return "(from a folder of sources that is not installed)"
 
 
 def variable(flag: str) -> str:
     """The environment variable of a flag: --metrics-port has PS_METRICS_PORT."""
     return "PS_" + flag.removeprefix("--").replace("-", "_").upper()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting, by the name of its keyword argument: metrics_port is --metrics-port and PS_METRICS_PORT.
+
+    text:    what it is, for --help
+    kind:    makes the value of a text, or raises argparse.ArgumentTypeError; bool makes the flag a switch
+    default: where it is not given; a text is read by `kind`
+    """
+
+    name: str
+    text: str
+    kind: Callable[[str], Any] = str
+    default: Any = None
+    metavar: str | None = None
+
+    @property
+    def flag(self) -> str:
+        """The flag of the commands."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return variable(self.flag)
+
+    def find(self, argument: object = None) -> Any:
+        """The argument; if it is None the variable's value; if that is not set the default.
+
+        An argument is checked by the parser that reads texts. Raises InvalidRequest naming where a bad value is from.
+        """
+        if argument is not None:
+            text = os.fspath(argument) if isinstance(argument, os.PathLike) else str(argument)
+            return self._parse(text, self.name)
+        given = os.environ.get(self.variable)
+        if given:
+            return self._parse(given, self.variable)
+        return False if self.kind is bool and self.default is None else self.default
+
+    def written(self, value: Any) -> str:
+        """A value as the text of its variable."""
+        return str(int(value)) if self.kind is bool else str(value)
+
+    def add_to(self, parser: argparse.ArgumentParser | argparse._ArgumentGroup, required: bool = False) -> None:
+        """Adds the flag; its variable and its default are named in --help."""
+        text = os.environ.get(self.variable)
+        given = _FromVariable(text) if text else None
+        unset = self.default is None or self.default is False
+        note = f"[{self.variable}]" if unset else f"[{self.variable}, default {self.default}]"
+        # argparse runs `type` over a default that is a string, so a bad variable is refused like a bad flag, and only
+        # where the flag is not given.
+        common: dict[str, Any] = {"type": self._parse_flag, "help": f"{self.text} {note}"}
+        if self.kind is bool:
+            parser.add_argument(self.flag, action=_Switch, default=given or False, **common)
+        else:
+            default = given if given is not None else self.default
+            required = required and given is None
+            parser.add_argument(self.flag, default=default, required=required, metavar=self.metavar, **common)
+
+    def _read(self, text: str) -> Any:
+        return switch(text) if self.kind is bool else self.kind(text)
+
+    def _parse(self, text: str, origin: str) -> Any:
+        try:
+            return self._read(text)
+        except argparse.ArgumentTypeError as error:
+            advice = f"; {_SERVICE_LINK_ADVICE}" if origin == self.variable and _SERVICE_LINK.fullmatch(text) else ""
+            raise InvalidRequest(f"{origin}: {error}{advice}") from None
+
+    def _parse_flag(self, text: str) -> Any:
+        try:
+            return self._read(text)
+        except argparse.ArgumentTypeError as error:
+            if not isinstance(text, _FromVariable):
+                raise
+            advice = f"; {_SERVICE_LINK_ADVICE}" if _SERVICE_LINK.fullmatch(text) else ""
+            raise argparse.ArgumentTypeError(f"{error} (from {self.variable}{advice})") from None
+
+
+class _FromVariable(str):
+    """A text that an environment variable holds."""
+
+    __slots__ = ()
+
+
+class _Switch(argparse.Action):
+    """A flag without a value that turns a setting on; its variable can turn it on or off."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **more)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        setattr(namespace, self.dest, True)
+
+
+class _HelpOn(argparse.Action):
+    """A flag that prints the help of one group and ends the process."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, group: argparse._ArgumentGroup, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+        self._group = group
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        lines = parser._get_formatter()
+        lines.add_usage(parser.usage, parser._actions, [])
+        lines.start_section(self._group.title)
+        lines.add_arguments(self._group._group_actions)
+        lines.end_section()
+        sys.stdout.write(lines.format_help())
+        parser.exit()
+
+
+class CommandLine(argparse.ArgumentParser):
+    """A command's parser, whose errors are short: the usage of the subcommand, what is wrong, and where to read on."""
+
+    def add_hidden_group(self, title: str, flag: str) -> argparse._ArgumentGroup:
+        """A group of flags that --help leaves out, and a flag that explains them alone."""
+        group = argparse._ArgumentGroup(self, title)  # which argparse's own help does not go through
+        self.add_argument(flag, action=_HelpOn, group=group, help=f"explain the {title}, and exit")
+        return group
+
+    def read(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+        """The arguments as values; an error ends the process with code 2, said by the subcommand that was called."""
+        found, unknown = self.parse_known_args(arguments)
+        if unknown:
+            command = next(
+                (each.choices[found.command] for each in self._actions if isinstance(each.choices, dict)), self
+            )
+            flags = [flag for action in command._actions for flag in action.option_strings]
+            near = get_close_matches(unknown[0].partition("=")[0], flags, 1)
+            kind = "option" if unknown[0].startswith("-") else "argument"
+            command.error(f"unknown {kind} {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with code 2."""
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def add_setting(
@@ -30,43 +195,53 @@ def add_setting(
     required: bool = False,
     metavar: str | None = None,
 ) -> None:
-    """Adds a flag whose default comes from its variable; both are named in --help. A bool setting is a switch."""
-    name = variable(flag)
-    given = os.environ.get(name)
-    note = f"[{name}]" if default is None or default is False else f"[{name}, default {default}]"
-    if kind is bool:
-        parser.add_argument(flag, action="store_true", default=_switch(name, given), help=f"{text} {note}")
-        return
-    # argparse runs `type` over a default that is a string, so a bad variable is refused like a bad flag.
-    parser.add_argument(
-        flag,
-        type=kind,
-        default=given if given is not None else default,
-        required=required and given is None,
-        metavar=metavar,
-        help=f"{text} {note}",
+    """Declares a setting that only a command has, and adds its flag."""
+    Setting(flag.removeprefix("--").replace("-", "_"), text, kind, default, metavar).add_to(parser, required)
+
+
+def access_settings(serves: bool = False) -> tuple[Setting, ...]:
+    """Those of ps_protocol.credentials: tls_cert, tls_key, tls_ca, insecure, and a client's token_file."""
+    whose = "this process" if serves else "this client, if servers ask for one"
+    note = "; with it, a server demands a certificate of every client" if serves else ""
+    insecure = "listen beyond this machine without TLS, and say so in the log"
+    found = (
+        Setting("tls_cert", f"certificate of {whose}, as PEM", file_path, metavar="FILE"),
+        Setting("tls_key", "its private key", file_path, metavar="FILE"),
+        Setting("tls_ca", f"the CA that the other end's certificate is verified by{note}", file_path, metavar="FILE"),
     )
+    if serves:
+        return *found, Setting("insecure", insecure, bool)
+    token = Setting("token_file", "file with this client's bearer token", file_path, metavar="FILE")
+    return *found, token, Setting("insecure", "let a token travel to another machine in plaintext", bool)
 
 
 def add_access_settings(parser: argparse.ArgumentParser, serves: bool = False) -> None:
-    """Adds the flags of ps_protocol.credentials: --tls-cert, --tls-key, --tls-ca, --insecure, and a client's token."""
-    whose = "this process" if serves else "this client, if servers ask for one"
-    add_setting(parser, "--tls-cert", f"certificate of {whose}, as PEM", metavar="FILE")
-    add_setting(parser, "--tls-key", "its private key", metavar="FILE")
-    note = "; with it, a server demands a certificate of every client" if serves else ""
-    add_setting(parser, "--tls-ca", f"the CA that the other end's certificate is verified by{note}", metavar="FILE")
-    if serves:
-        add_setting(parser, "--insecure", "listen beyond this machine without TLS, and say so in the log", kind=bool)
-    else:
-        add_setting(parser, "--token-file", "file with this client's bearer token", metavar="FILE")
-        add_setting(parser, "--insecure", "let a token travel to another machine in plaintext", kind=bool)
+    """Adds the flags of `access_settings`."""
+    for setting in access_settings(serves):
+        setting.add_to(parser)
 
 
-def _switch(name: str, given: str | None) -> bool:
-    value = (given or "").lower()
-    if value not in _TRUE | _FALSE:
-        raise InvalidRequest(f"{name} must be 1 or 0, got {given!r}")
-    return value in _TRUE
+def switch(text: str) -> bool:
+    """1, true, yes or on; 0, false, no or off; in small or capital letters."""
+    if text.lower() not in _TRUE | _FALSE:
+        raise argparse.ArgumentTypeError(f"expected 1 or 0, got {text!r}")
+    return text.lower() in _TRUE
+
+
+def file_path(text: str) -> str:
+    """A file's absolute path: the same file for another process, and after a change of directory."""
+    return str(Path(text).absolute()) if text else text
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """A parser that takes these names and no other."""
+
+    def name(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"expected one of {', '.join(names)}, got {text!r}")
+        return text
+
+    return name
 
 
 def port_number(text: str) -> int:
@@ -107,7 +282,10 @@ def amount(text: str) -> float:
 
 
 def host_port(text: str) -> str:
-    """HOST:PORT."""
+    """HOST:PORT, and no URL."""
+    if "://" in text:
+        scheme = text.partition("://")[0]
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT, without {scheme}://, got {text!r}")
     host, _, port = text.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")

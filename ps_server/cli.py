@@ -15,7 +15,18 @@ from typing import NoReturn
 
 from ps_protocol.channel import DEFAULT_PORT
 from ps_protocol.errors import PSError
-from ps_protocol.settings import add_access_settings, add_setting, count, host_port, index, port_number, seconds
+from ps_protocol.settings import (
+    CommandLine,
+    add_access_settings,
+    add_setting,
+    count,
+    host_port,
+    index,
+    port_number,
+    seconds,
+    version,
+)
+from ps_protocol.variables import unknown_variables
 from ps_server.c_library import share_memory_pool
 from ps_server.failpoints import arm
 from ps_server.limits import add_limits, limits_of
@@ -25,25 +36,30 @@ SWITCH_SECONDS = 0.0005
 DRAIN_SECONDS = 15.0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandLine:
     """The command line of ps-server."""
-    root = argparse.ArgumentParser(
+    root = CommandLine(
         prog="ps-server",
         description="Parameter servers for PyTorch. `ps-server up` is all that one machine needs; the other commands "
         "are for several machines, and for looking in. Each flag has the PS_* variable that its help names.",
     )
+    root.add_argument("--version", action="version", version=f"ps-server {version()}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    up = commands.add_parser("up", help="start a coordinator and shards on this machine")
+    up = commands.add_parser(
+        "up", help="start a coordinator and shards on this machine", usage="ps-server up [options]"
+    )
     add_setting(up, "--shards", "how many shard processes", default=2, kind=count, metavar="N")
     _add_listening(up, "shard i listens on the next port but i")
 
-    coordinator = commands.add_parser("coordinator", help="start the coordinator alone")
+    coordinator = commands.add_parser(
+        "coordinator", help="start the coordinator alone", usage="ps-server coordinator [options]"
+    )
     add_setting(coordinator, "--shards", "how many shards the cluster has", default=2, kind=count, metavar="N")
     _add_listening(coordinator)
     _add_advertise(coordinator)
 
-    shard = commands.add_parser("shard", help="start one shard")
+    shard = commands.add_parser("shard", help="start one shard", usage="ps-server shard --index I [options]")
     add_setting(shard, "--index", "which shard this is, from 0", kind=index, required=True, metavar="I")
     add_setting(shard, "--coordinator", "where the coordinator is", kind=host_port, metavar="HOST:PORT")
     shard.add_argument("--with-coordinator", action="store_true", help="be the coordinator too (needs --shards)")
@@ -58,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
         ("end", "end a job and give its memory back"),
         ("checkpoint", "make a checkpoint of a job now"),
     ):
-        command = commands.add_parser(name, help=text)
+        command = commands.add_parser(name, help=text, usage=f"ps-server {name} [options]")
         add_access_settings(command)
         add_setting(command, "--server", "the coordinator", default=f"127.0.0.1:{DEFAULT_PORT}", kind=host_port)
         if name == "status":
@@ -68,13 +84,19 @@ def parser() -> argparse.ArgumentParser:
         if name == "checkpoint":
             add_setting(command, "--job", "the job", default="default", metavar="NAME")
 
-    export = commands.add_parser("export", help="write a job's last checkpoint as plain PyTorch files")
+    export = commands.add_parser(
+        "export", help="write a job's last checkpoint as plain PyTorch files", usage="ps-server export [options] OUT"
+    )
     add_setting(export, "--checkpoint-dir", "where the checkpoints are", required=True, metavar="DIR")
     add_setting(export, "--job", "the job", default="default", metavar="NAME")
     export.add_argument("--checkpoint", metavar="NAME", help="which checkpoint [default: the last that is whole]")
     export.add_argument("output", metavar="OUT", help="directory that gets model.safetensors and the optimizer's state")
 
-    certs = commands.add_parser("dev-certs", help="make a small CA with certificates for servers and clients")
+    certs = commands.add_parser(
+        "dev-certs",
+        help="make a small CA with certificates for servers and clients",
+        usage="ps-server dev-certs [options] DIR",
+    )
     certs.add_argument(
         "directory", metavar="DIR", help="gets ca.pem, server.pem, client.pem, reader.pem, keys, and roles"
     )
@@ -84,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def _add_listening(command: argparse.ArgumentParser, note: str = "0: any free one") -> None:
+def _add_listening(command: CommandLine, note: str = "0: any free one") -> None:
     add_setting(command, "--host", "address to listen on", default="127.0.0.1")
     add_setting(command, "--port", f"port to listen on; {note}", default=DEFAULT_PORT, kind=port_number)
     add_setting(command, "--metrics-host", "address to serve metrics on", default="127.0.0.1")
@@ -117,7 +139,10 @@ def _add_advertise(command: argparse.ArgumentParser) -> None:
 def main() -> NoReturn:
     """Runs the command and exits with its code."""
     try:
-        arguments = parser().parse_args()
+        arguments = parser().read()
+        said = unknown_variables(os.environ)
+        if said and not getattr(arguments, "supervised", False):  # the parent of a supervised shard has said so
+            print(f"ps-server: {said}", file=sys.stderr, flush=True)
         sys.exit(_run(arguments))
     except PSError as error:
         sys.exit(f"ps-server: {error}")

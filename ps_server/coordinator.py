@@ -18,6 +18,7 @@ from ps_protocol.channel import MAX_BUCKET_BYTES
 from ps_protocol.credentials import PLAINTEXT, Access
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater
 from ps_protocol.job import JobSpec, difference
+from ps_server import messages
 from ps_server.admitting import admit
 from ps_server.checkpoint_policy import CheckpointPolicy
 from ps_server.checkpoints import Manifest
@@ -26,6 +27,7 @@ from ps_server.core.bucket_sizes import sized
 from ps_server.core.data_leases import Grant
 from ps_server.core.membership import Member, Newcomer, Seat, check_key
 from ps_server.data_leases import LeaseRequest
+from ps_server.exchanging import LOOK_SECONDS, ExchangeRequest, Listener, Terms, Wait
 from ps_server.failpoints import failpoint
 from ps_server.jobs import CoordinatedJob, Shard, Watcher, make_job
 from ps_server.keeping import Keeping
@@ -79,7 +81,12 @@ class Coordinator:
             self._jobs = self.keeping.take_up()
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
-            for name, run in (("leases", self._sweep), ("recovery", self._watch_shards), ("strays", self._drop_strays))
+            for name, run in (
+                ("leases", self._sweep),
+                ("recovery", self._watch_shards),
+                ("strays", self._drop_strays),
+                ("rounds", self._watch_rounds),
+            )
         ]
         for thread in self._threads:
             thread.start()
@@ -99,6 +106,7 @@ class Coordinator:
                 job.checkpoints.stop()
             for watcher in list(job.watchers):
                 watcher(None)
+            job.rounds.end(TryLater("the coordinator stops"))
         self._pool.shutdown(wait=True)
         self._directory.close()
 
@@ -213,6 +221,7 @@ class Coordinator:
         self._save()
         for watcher in job.watchers:
             watcher(None)
+        job.rounds.end(NotFound(f"job {job.spec.name!r} ended{f': {why}' if why else ''}"))
         log.info("job %s: ended%s", job.spec.name, f": {why}" if why else "")
 
     def jobs(self) -> dict[str, CoordinatedJob]:
@@ -306,6 +315,18 @@ class Coordinator:
         """Gives a worker batches of an elastic job's data; see DataLeases.lease."""
         return lease_data(self._job(name), ask, self._limits, self._directory, self._pool)
 
+    def exchange(self, name: str, ask: ExchangeRequest, listener: Listener) -> Callable[[], None]:
+        """Takes a worker's value for a round; see JobRounds.exchange."""
+        job = self._job(name)
+
+        def check() -> None:
+            with job.guard:
+                job.membership.check(ask.rank, ask.incarnation, ask.key)
+            if job.ended:
+                raise NotFound(f"job {name!r} ended")
+
+        return job.rounds.exchange(ask, Terms(self._limits.round_bytes, check, self._save), listener)
+
     def leave(self, name: str, rank: int, incarnation: int, key: bytes = b"") -> bool:
         """Takes a worker off; True when it was the last one and the job ended."""
         job = self._jobs.get(name)
@@ -373,6 +394,23 @@ class Coordinator:
             retire_ghosts(job, self.shards())
         if expired:
             self._save()
+
+    def _watch_rounds(self) -> None:
+        """Tells workers in a round whom it waits for, and whether one of those waits for their steps."""
+        while not self._stopping.wait(LOOK_SECONDS):
+            for job in self.jobs().values():
+                if job.rounds.waiting():
+                    job.rounds.look(self._waits(job))
+
+    def _waits(self, job: CoordinatedJob) -> list[Wait]:
+        """The workers of a job that wait on a shard, where there may be some and it is time to look."""
+        if job.spec.consistency.max_staleness is None or not job.rounds.look_due():
+            return []
+        try:
+            found = on_all(self._pool, self._directory.clients(), lambda client: client.status())
+        except PSError:
+            return []  # a shard is away: the next look is soon
+        return [wait for one in found for wait in messages.waits(one, job.spec.name)]
 
     def _drop_strays(self) -> None:
         while not self._stopping.wait(STRAYS_LOOK_SECONDS):

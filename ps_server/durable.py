@@ -1,7 +1,7 @@
 """What a coordinator needs to come back after its death, in one small file beside the checkpoints.
 
-It is written when a job begins, ends, is set back, or somebody joins or leaves: never by training itself. It holds the
-keys of the workers' leases, so only its owner may read it.
+It is written when a job begins, ends, is set back, when somebody joins or leaves, and when the workers have exchanged
+values: never by a step. It holds the keys of the workers' leases, so only its owner may read it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,16 @@ class DurableWorker:
 
 
 @dataclass(frozen=True)
+class DurableRound:
+    """What the workers exchanged in a round; see core.rounds.Round. Values as hexadecimal digits."""
+
+    number: int
+    clock: int
+    values: tuple[tuple[int, str], ...]
+    refused: str = ""
+
+
+@dataclass(frozen=True)
 class DurableJob:
     """A job that runs.
 
@@ -53,6 +63,7 @@ class DurableJob:
     lost_steps, redone_steps, unaccounted, began, skipped: what set-backs have cost; see jobs.CoordinatedJob
     awaited: ranks that the others wait for, after the job was set back
     ghosts:  (shard, rank, incarnation) that shards may still count; with them who was just joining
+    rounds_completed, rounds: how many rounds the workers have exchanged values in, and the last of them
     """
 
     spec: dict[str, Any]
@@ -70,6 +81,8 @@ class DurableJob:
     skipped: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     awaited: tuple[int, ...] = ()
     ghosts: tuple[tuple[int, int, int], ...] = ()
+    rounds_completed: int = 0
+    rounds: tuple[DurableRound, ...] = ()
 
 
 def save(directory: Path, jobs: Mapping[str, DurableJob]) -> None:
@@ -102,6 +115,10 @@ def _job(data: dict[str, Any]) -> DurableJob:
     data["skipped"] = {int(rank): tuple((start, end) for start, end in spans) for rank, spans in skipped}
     data["awaited"] = tuple(data["awaited"])
     data["ghosts"] = tuple((shard, rank, incarnation) for shard, rank, incarnation in data["ghosts"])
+    data["rounds"] = tuple(
+        DurableRound(**{**one, "values": tuple((rank, value) for rank, value in one["values"])})
+        for one in data.get("rounds", ())
+    )
     data["workers"] = tuple(_worker(worker) for worker in data["workers"])
     return DurableJob(**data)
 

@@ -11,12 +11,15 @@ from ps_protocol.layout import bucket_layout
 from ps_server.checkpointing import JobCheckpoints
 from ps_server.core.membership import Member, Membership
 from ps_server.core.placement import imbalance, place
+from ps_server.core.rounds import Round, newest
 from ps_server.data_leases import JobData
-from ps_server.durable import DurableJob, DurableWorker
+from ps_server.durable import DurableJob, DurableRound, DurableWorker
+from ps_server.exchanging import JobRounds
 from ps_server.messages import job_spec_data
 from ps_server.shard_client import ShardClient
 
 Roster = tuple[list[int], int, bool]
+ROUND_BYTES_ON_DISK = 2**20  # what is kept of past rounds there: it is written anew with each
 SKIPS_KEPT = 32  # one that is forgotten counts as lost, where it is not: too many, rather than too few
 Watcher = Callable[[Roster | None], None]
 
@@ -70,6 +73,16 @@ class CoordinatedJob:
     ghosts: set[tuple[int, int, int]] = field(default_factory=set)  # (shard, rank, incarnation) still to be retired
     watchers: list[Watcher] = field(default_factory=list)
     ended: bool = False
+    rounds: JobRounds = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rounds = JobRounds(self.spec.world_size, self.live)
+
+    def live(self) -> tuple[dict[int, int], bool]:
+        """The incarnation of each live worker, by rank, and whether training has started."""
+        with self.guard:
+            found = {rank: member.incarnation for rank, member in self.membership.members.items()}
+            return found, self.membership.started
 
     def roster(self) -> Roster:
         """Live ranks, declared world size, whether training has started."""
@@ -94,9 +107,10 @@ class CoordinatedJob:
         return stop
 
     def announce(self) -> None:
-        """Tells the watchers who takes part now. The caller holds the lock."""
+        """Tells the watchers who takes part now, and those in a round. The caller holds the lock."""
         for watcher in self.watchers:
             watcher(self.roster())
+        self.rounds.changed()
 
     def lost(self, shards: Mapping[int, Shard]) -> list[int]:
         """The shards that are served by another process than the one that held their part of the job."""
@@ -151,6 +165,7 @@ class CoordinatedJob:
             for m in self.members()
         )
         last_incarnation, restore_count = self.counts()
+        completed, kept = self.rounds.done
         joining = {(shard, *self.joining) for shard in self.held_by} if self.joining is not None else set()
         return DurableJob(
             spec=job_spec_data(self.spec),
@@ -168,6 +183,11 @@ class CoordinatedJob:
             skipped={rank: tuple(spans) for rank, spans in self.skipped.items()},
             awaited=tuple(sorted(self.membership.awaited)),
             ghosts=tuple(sorted(self.ghosts | joining)),
+            rounds_completed=completed,
+            rounds=tuple(
+                DurableRound(one.number, one.clock, tuple((r, v.hex()) for r, v in one.values), one.refused)
+                for one in newest(kept, ROUND_BYTES_ON_DISK)
+            ),
         )
 
 
@@ -196,6 +216,11 @@ def job_that_ran(kept: DurableJob, spec: JobSpec, shard_count: int, lease: float
     membership.started = kept.started
     membership.awaited = dict.fromkeys(kept.awaited, now + 2 * lease)
     job.ghosts = set(kept.ghosts)
+    past = [
+        Round(one.number, one.clock, tuple((r, bytes.fromhex(v)) for r, v in one.values), one.refused)
+        for one in kept.rounds
+    ]
+    job.rounds.take_up(kept.rounds_completed, past)
     if len(kept.held_by) == shard_count and all(shard < shard_count for shard in kept.placement):
         job.placement, job.held_by = list(kept.placement), dict(kept.held_by)
     return job

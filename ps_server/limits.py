@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 from ps_protocol.channel import MAX_MESSAGE_BYTES
 from ps_protocol.job import MAX_NAME_LENGTH, MAX_PARAMETERS
-from ps_protocol.settings import add_setting, amount, count, seconds
+from ps_protocol.settings import CommandLine, add_setting, amount, count, seconds
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Limits:
     staged_bytes:   of a job, pushed to one shard and held back there for other workers; None: derived from its size
     all_calls:      in flight of all callers together, but for health checks
     state_bytes:    of what a worker saves of its own for a checkpoint
+    round_bytes:    of all workers' values in one session.gather, mean or broadcast; as many are kept of past ones
     caller_bytes:   pushed by one caller, as whatever workers, and not applied yet, on one shard
     push_norm:      the L2 norm of the gradient in one push, which is one bucket's
     connections:    to one process
@@ -53,6 +54,7 @@ class Limits:
     staged_bytes: int | None = None
     all_calls: int = 16_384
     state_bytes: int = 16 * 2**20
+    round_bytes: int = 16 * 2**20
     caller_bytes: int = 64 * 2**30
     push_norm: float = math.inf
     connections: int = 8_192
@@ -90,6 +92,7 @@ _TEXTS = {
     "staged_bytes": "bytes of a job that a shard holds back for others (by default as many as its weights)",
     "all_calls": "calls in flight of all callers together",
     "state_bytes": "bytes of a worker's own part of a checkpoint",
+    "round_bytes": "bytes of all workers' values in one session.gather or the like, and of past ones that are kept",
     "caller_bytes": "bytes that one caller has pushed, as whatever workers, and that are not applied yet",
     "push_norm": "L2 norm of the gradient in one push, which is one bucket's",
     "connections": "connections to one process",
@@ -100,9 +103,9 @@ _TEXTS = {
 }
 
 
-def add_limits(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for each limit."""
-    group = parser.add_argument_group("limits")
+def add_limits(parser: CommandLine) -> None:
+    """Adds a flag for each limit, and --help-limits, which explains them."""
+    group = parser.add_hidden_group("limits", "--help-limits")
     for entry in fields(Limits):
         kind = seconds if entry.name.endswith("_seconds") else amount if entry.type == "float" else count
         flag = "--max-" + entry.name.replace("_", "-")

@@ -3,6 +3,7 @@ or knows the generated classes, but for the stubs and servicers that carry them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from google.protobuf import json_format
@@ -15,7 +16,10 @@ from ps_server.capture import Captured
 from ps_server.checkpoints import Part
 from ps_server.core.membership import Newcomer, Seat
 from ps_server.core.snapshot import Extent
+from ps_server.exchanging import ExchangeRequest, Standing, Wait
 from ps_server.lease_messages import loader_data
+
+VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave may be more than a message may have
 
 # -- control ---------------------------------------------------------------------------------------------------------
 
@@ -65,6 +69,39 @@ def join_response(seat: Seat, lease: float, where: job_pb2.ShardMap) -> control_
     if seat.state is not None:
         response.worker_state_clock, response.worker_state = seat.state
     return response
+
+
+def exchange_request(request: control_pb2.ExchangeValuesRequest) -> ExchangeRequest:
+    """What a worker gives to a round."""
+    who = request.rank, request.incarnation
+    return ExchangeRequest(*who, request.number, request.clock, request.value, request.lease_key)
+
+
+def exchange_responses(standing: Standing) -> Iterator[control_pb2.ExchangeValuesResponse]:
+    """How a round stands. Its values in as many messages as they need, of which the last says that they are all."""
+    response = control_pb2.ExchangeValuesResponse(
+        number=standing.number, waiting_for=standing.waiting_for, step_wanted=standing.step_wanted
+    )
+    size = 0
+    for rank, value in standing.found.values if standing.found is not None else ():
+        if response.values and size + len(value) > VALUES_BYTES:
+            yield response
+            response, size = control_pb2.ExchangeValuesResponse(number=standing.number), 0
+        response.values.add(rank=rank, value=value)
+        size += len(value)
+    if standing.found is not None:
+        response.complete, response.refused = True, standing.found.refused
+    yield response
+
+
+def waits(response: control_pb2.GetShardStatusResponse, name: str) -> list[Wait]:
+    """The workers of a job that wait on a shard, and for whom."""
+    return [
+        Wait(wait.rank, wait.clock, frozenset(wait.waiting_for))
+        for job in response.jobs
+        if job.job == name
+        for wait in job.waits
+    ]
 
 
 def begin_checkpoint_request(job: str, name: str, clock: int | None) -> control_pb2.BeginCheckpointRequest:

@@ -21,6 +21,7 @@ from ps_server import data_messages, lease_messages, messages
 from ps_server.checks import check_job_spec
 from ps_server.coordinator import Coordinator
 from ps_server.engine import Engine
+from ps_server.exchanging import Standing
 from ps_server.gate import caller_name, check_job, may_see
 from ps_server.jobs import CoordinatedJob, Roster
 from ps_server.limits import DEFAULTS, Limits
@@ -206,6 +207,7 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
         self._coordinator = coordinator
         self._senders = senders
         setattr(self, "WatchJob", _in_pool(self._watch, senders, non_blocking=True))  # noqa: B010
+        setattr(self, "ExchangeValues", _in_pool(self._exchange, senders, non_blocking=True))  # noqa: B010
 
     def RegisterJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.spec.name)
@@ -252,6 +254,12 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
         ask = lease_messages.lease_request(request)
         return lease_messages.lease_response(ask.loader, self._coordinator.lease_data(request.job, ask))
 
+    def _exchange(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
+        check_job(request.job)
+        outbox = Outbox(send, context, self._senders)
+        ask = messages.exchange_request(request)
+        outbox.on_close(self._coordinator.exchange(request.job, ask, _RoundListener(outbox)))
+
     def SaveWorkerState(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.job)
         who = request.rank, request.incarnation, request.lease_key
@@ -265,6 +273,20 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
     def EndJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._coordinator.end_job(request.job)
         return control_pb2.EndJobResponse()
+
+
+class _RoundListener:
+    """Tells a worker over its stream how a round stands; see exchanging.Listener."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self.finish, self.fail = outbox.finish, outbox.fail
+
+    def tell(self, standing: Standing) -> None:
+        for response in messages.exchange_responses(standing):
+            self._outbox.put(lambda response=response: response)  # type: ignore[misc]
+        if standing.found is not None:
+            self.finish()
 
 
 class ClusterService(control_pb2_grpc.ClusterServiceServicer):  # type: ignore[misc,unused-ignore]

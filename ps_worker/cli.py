@@ -3,115 +3,101 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.modes import parse_mode
-from ps_protocol.settings import add_access_settings, add_setting, count, host_port, index, port_number, seconds
-from ps_worker.config import TRANSPORTS
+from ps_protocol.settings import CommandLine, Setting, count, index, version
+from ps_protocol.variables import unknown_variables
+from ps_worker.config import SETTINGS
+
+if TYPE_CHECKING:
+    from ps_worker.launcher import Launch
+
+USAGE = "ps-worker run [options] SCRIPT [ARGUMENTS ...]\n       ps-worker run [options] -m MODULE [ARGUMENTS ...]"
+# What the launcher needs to know itself, and its workers do not.
+LAUNCH_SETTINGS = (
+    Setting("workers", "how many workers to start here", count, 1, "N"),
+    Setting("first_rank", "rank of the first worker here", index, 0, "R"),
+    Setting("max_restarts", "how often, in all, a worker that fails is started again", index, 0),
+    Setting("log_dir", "also write what worker R says to DIR/worker-R.log", metavar="DIR"),
+)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandLine:
     """The command line of ps-worker."""
-    root = argparse.ArgumentParser(
+    root = CommandLine(
         prog="ps-worker",
         description="Starts worker processes that train a script on a parameter server, with DDP, or alone. "
         "Each flag has the PS_* variable that its help names.",
     )
+    root.add_argument("--version", action="version", version=f"ps-worker {version()}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = commands.add_parser(
-        "run",
-        help="start workers on this machine, like torchrun",
-        usage="ps-worker run [options] SCRIPT [ARGUMENTS ...]",
-    )
-    add_setting(run, "--server", "the coordinator; not needed for single and ddp", kind=host_port, metavar="HOST:PORT")
-    add_setting(run, "--workers", "how many workers to start here", default=1, kind=count, metavar="N")
-    add_setting(run, "--mode", "single, ddp, sync, ssp:K or async; sync where there is a server", kind=_mode)
-    add_setting(run, "--job", "the job's name", default="default", metavar="NAME")
-    add_setting(run, "--world-size", "workers of the whole job, if others start elsewhere", kind=count, metavar="W")
-    add_setting(run, "--first-rank", "rank of the first worker here", default=0, kind=index, metavar="R")
-    add_setting(run, "--elastic", "no fixed world size: ranks are given out, workers come and go", kind=bool)
-    add_setting(run, "--take-over", "replace the live workers of another launch that train this job", kind=bool)
-    add_setting(run, "--max-restarts", "how often, in all, a worker that fails is started again", default=0, kind=index)
-    add_setting(run, "--connect-timeout", "seconds to keep trying a server", default=60.0, kind=seconds, metavar="S")
-    add_setting(run, "--metrics-host", "address to serve metrics on; default: the one that faces the server")
-    add_setting(run, "--metrics-port", "first worker's port of /metrics; 0: any", default=0, kind=port_number)
-    add_setting(run, "--transport", "auto, shm or grpc: shared memory with shards on this host", default="auto")
-    add_setting(run, "--shared-directory", "where memory is shared as files if it must be", default="/dev/shm")
-    add_access_settings(run)
-    add_setting(run, "--metrics-insecure", "serve metrics beyond this machine without TLS", kind=bool)
+    run = commands.add_parser("run", help="start workers on this machine, like torchrun", usage=USAGE)
+    for setting in (*LAUNCH_SETTINGS, *SETTINGS):
+        setting.add_to(run)
+    run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     run.add_argument("script", metavar="SCRIPT", help="a Python file")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="are handed to the script")
     return root
 
 
-def _mode(text: str) -> str:
-    try:
-        parse_mode(text)
-    except InvalidRequest as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def _access_variables(arguments: argparse.Namespace) -> dict[str, str]:
-    """The workers' certificates and token as variables, checked here, where one line says what is wrong for all."""
+def launch_of(arguments: argparse.Namespace) -> Launch:
+    """What the command line asks for. Raises InvalidRequest for what does not fit together."""
     from ps_protocol.credentials import access
+    from ps_worker.launcher import Launch
 
-    given = {name: getattr(arguments, name) for name in ("tls_cert", "tls_key", "tls_ca", "token_file")}
-    access(given["tls_cert"], given["tls_key"], given["tls_ca"], given["token_file"], arguments.insecure)
-    found = {"PS_" + name.upper(): str(Path(path).absolute()) for name, path in given.items() if path}
-    switches = {"PS_INSECURE": arguments.insecure, "PS_METRICS_INSECURE": arguments.metrics_insecure}
-    return found | {name: "1" for name, on in switches.items() if on}
+    mode = arguments.mode or ("sync" if arguments.server else "single")
+    workers, first = arguments.workers, arguments.first_rank
+    if parse_mode(mode) is not None and not arguments.server:
+        raise InvalidRequest(f"mode {mode} needs --server HOST:PORT")
+    if not arguments.module and not Path(arguments.script).is_file():
+        raise InvalidRequest(f"there is no script {arguments.script}")
+    if mode == "single" and workers > 1:
+        raise InvalidRequest(f"mode single is one worker, got --workers {workers}")
+    if mode == "ddp" and arguments.max_restarts:
+        raise InvalidRequest(
+            "--max-restarts does not work with --mode ddp, because a DDP worker cannot come back alone; "
+            "use torchrun, which restarts all workers"
+        )
+    world_size = arguments.world_size or first + workers
+    if first + workers > world_size:
+        raise InvalidRequest(f"ranks {first} to {first + workers - 1} do not fit into --world-size {world_size}")
+    # Checked here too, where one line says for all workers what is wrong.
+    files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca, arguments.token_file
+    access(*files, arguments.insecure)
+    given = {setting: getattr(arguments, setting.name) for setting in SETTINGS}
+    if mode != "single" or world_size > 1:
+        given[_MODE] = mode  # else a worker finds the same, and knows that it was not asked for
+    return Launch(
+        command=(*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments),
+        workers=workers,
+        first_rank=first,
+        world_size=world_size,
+        elastic=arguments.elastic,
+        mode=mode,
+        settings={setting.variable: setting.written(value) for setting, value in given.items() if value is not None},
+        max_restarts=arguments.max_restarts,
+        log_dir=Path(arguments.log_dir) if arguments.log_dir else None,
+    )
+
+
+_MODE = next(setting for setting in SETTINGS if setting.name == "mode")
 
 
 def main() -> NoReturn:
     """Runs the command and exits with its code."""
-    from ps_worker.launcher import Launch, launch
+    from ps_worker.launcher import launch
 
     try:
-        arguments = parser().parse_args()
-        mode = arguments.mode or ("sync" if arguments.server else "single")
-        if parse_mode(mode) is not None and not arguments.server:
-            raise InvalidRequest(f"mode {mode} needs --server HOST:PORT")
-        if arguments.transport not in TRANSPORTS:
-            raise InvalidRequest(f"--transport must be one of {', '.join(TRANSPORTS)}, got {arguments.transport!r}")
-        if not Path(arguments.script).is_file():
-            raise InvalidRequest(f"there is no script {arguments.script}")
-        if mode == "single" and arguments.workers > 1:
-            raise InvalidRequest(f"mode single is one worker, got --workers {arguments.workers}")
-        if mode == "ddp" and arguments.max_restarts:
-            raise InvalidRequest("in ddp no worker can come back alone: no --max-restarts; torchrun restarts all")
-        world_size = arguments.world_size or arguments.first_rank + arguments.workers
-        if arguments.first_rank + arguments.workers > world_size:
-            raise InvalidRequest(
-                f"ranks {arguments.first_rank} to {arguments.first_rank + arguments.workers - 1} "
-                f"do not fit into --world-size {world_size}"
-            )
-        sys.exit(
-            launch(
-                Launch(
-                    script=arguments.script,
-                    arguments=tuple(arguments.arguments),
-                    workers=arguments.workers,
-                    first_rank=arguments.first_rank,
-                    world_size=world_size,
-                    elastic=arguments.elastic,
-                    mode=mode,
-                    server=arguments.server,
-                    job=arguments.job,
-                    connect_timeout=arguments.connect_timeout,
-                    metrics_host=arguments.metrics_host,
-                    metrics_port=arguments.metrics_port,
-                    transport=arguments.transport,
-                    shared_directory=arguments.shared_directory,
-                    access=_access_variables(arguments),
-                    max_restarts=arguments.max_restarts,
-                    take_over=arguments.take_over,
-                )
-            )
-        )
+        arguments = parser().read()
+        said = unknown_variables(os.environ)
+        if said:
+            print(f"ps-worker: {said}", file=sys.stderr, flush=True)
+        sys.exit(launch(launch_of(arguments)))
     except PSError as error:
         sys.exit(f"ps-worker: {error}")
     except KeyboardInterrupt:

@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
@@ -23,13 +24,14 @@ from ps_protocol.errors import PSError, TryLater, Unreachable, error_from
 from ps_protocol.handshake import refusal
 from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 from ps_worker import messages
-from ps_worker.messages import Applicant, DataRange, Identity, Lease, Place, Roster, ShardMap
+from ps_worker.messages import Applicant, DataRange, Identity, Lease, Offer, Place, Roster, RoundNews, ShardMap
 
 T = TypeVar("T")
 
 log = logging.getLogger("ps_worker")
 
 CALL_SECONDS = 15.0
+ROUND_SECONDS = 30.0  # longer than the coordinator keeps a caller waiting before it has it ask again
 # Of our own: a script's random numbers must not depend on how often a call was repeated.
 _RANDOM = random.Random()
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
@@ -165,6 +167,29 @@ class CoordinatorClient:
     def lease(self, who: Identity, ask: Lease) -> tuple[list[DataRange], bool]:
         """Batches of leased data, and whether the pass is complete."""
         return messages.leased(self._call(self._stub.LeaseData, messages.lease_request(who, ask)))
+
+    def exchange(self, who: Identity, offer: Offer, heard: Callable[[RoundNews], bool]) -> RoundNews | None:
+        """A round with all its values, when it is complete.
+
+        heard: called with news while the round is open; where it says False, the call is given up, and None returned
+        """
+        retry = Retry(f"coordinator at {self.address}", self._timeout, self.closing, self._access)
+        request = messages.exchange_request(who, offer)
+        while True:
+            values: dict[int, bytes] = {}
+            try:
+                call = self._stub.ExchangeValues(request, timeout=ROUND_SECONDS)
+                for message in call:
+                    retry.progressed()
+                    news = messages.round_news(message)
+                    values |= news.values
+                    if news.complete and news.number == offer.number:
+                        return replace(news, values=values)
+                    if not news.complete and not news.values and not heard(news):
+                        call.cancel()
+                        return None
+            except grpc.RpcError as error:
+                retry.failed(error_from(error, f"coordinator at {self.address}"))
 
     def leave(self, who: Identity) -> None:
         """Leaves the job; one attempt, because the lease ends it anyway."""

@@ -1,24 +1,66 @@
-"""What a worker is told: arguments first, then PS_* variables, then torchrun's, then defaults."""
+"""What a worker is told: arguments first, then PS_* variables, then a launcher's, then defaults."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ps_protocol.credentials import PLAINTEXT, Access, access
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.modes import Consistency, parse_mode
-from ps_protocol.settings import DEFAULT_SHARED_DIRECTORY
+from ps_protocol.settings import (
+    DEFAULT_SHARED_DIRECTORY,
+    Setting,
+    access_settings,
+    count,
+    host_port,
+    index,
+    one_of,
+    port_number,
+    seconds,
+)
 from ps_worker.launch_id import UNKNOWN, LaunchId, launch_id
+from ps_worker.placement import Placement, placement
 
-T = TypeVar("T")
-
-DEFAULT_CONNECT_SECONDS = 60.0
 TRANSPORTS = ("auto", "shm", "grpc")
+
+
+def mode_name(text: str) -> str:
+    """single, ddp, sync, ssp:K or async."""
+    try:
+        parse_mode(text)
+    except InvalidRequest as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+# Every setting of a worker: a flag of `ps-worker run`, which hands it to its workers as a variable, and a keyword of
+# `resolve`. One that is a keyword of `connect` too needs to stand in its signature.
+SETTINGS = (
+    Setting("server", "the coordinator; not needed for single and ddp", host_port, metavar="HOST:PORT"),
+    Setting("mode", "single, ddp, sync, ssp:K or async; sync where there is a server", mode_name),
+    Setting("job", "the job's name", default="default", metavar="NAME"),
+    Setting("world_size", "workers of the whole job, if others start elsewhere", count, metavar="W"),
+    Setting("elastic", "no fixed world size: ranks are given out, workers come and go", bool),
+    Setting("connect_timeout", "seconds to keep trying a server", seconds, 60.0, "S"),
+    Setting("start_timeout", "seconds to wait until all workers of the job have joined", seconds, 1800.0, "S"),
+    Setting("metrics_host", "address to serve metrics on; default: the one that faces the server"),
+    Setting("metrics_port", "first worker's port of /metrics; 0: any", port_number, 0),
+    Setting(
+        "transport", "auto, shm or grpc: shared memory with shards on this host", one_of(*TRANSPORTS), TRANSPORTS[0]
+    ),
+    Setting("shared_directory", "where memory is shared as files if it must be", default=str(DEFAULT_SHARED_DIRECTORY)),
+    *access_settings(),
+    Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),
+    Setting("take_over", "replace the live workers of another launch that train this job", bool),
+)
+# Those that differ from worker to worker: no flags.
+OWN_SETTINGS = (
+    Setting("rank", "this worker's rank", index),
+    Setting("local_rank", "this worker's number among those of its host", index),
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +73,7 @@ class WorkerConfig:
     rank:            this worker's rank; None: the coordinator gives one
     world_size:      how many workers the job has; 0: elastic
     connect_timeout: seconds to keep trying an address that does not answer
+    start_timeout:   seconds to wait until all declared workers have joined
     transport:       auto, shm or grpc: how buckets travel to shards on the same host
     shared_directory: where segments are made when shards cannot open this process' memory files
     access:          certificates and token that servers are called with
@@ -47,6 +90,7 @@ class WorkerConfig:
     world_size: int
     local_rank: int
     connect_timeout: float
+    start_timeout: float
     metrics_host: str | None
     metrics_port: int
     transport: str
@@ -57,104 +101,67 @@ class WorkerConfig:
     launch: LaunchId = UNKNOWN
 
 
-def resolve(
-    server: str | None = None,
-    mode: str | None = None,
-    job: str | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    elastic: bool | None = None,
-    connect_timeout: float | None = None,
-    metrics_host: str | None = None,
-    metrics_port: int | None = None,
-    transport: str | None = None,
-    shared_directory: str | None = None,
-    tls_cert: str | None = None,
-    tls_key: str | None = None,
-    tls_ca: str | None = None,
-    token_file: str | None = None,
-    insecure: bool | None = None,
-    metrics_insecure: bool | None = None,
-    take_over: bool | None = None,
-) -> WorkerConfig:
-    """Puts arguments and environment together. Raises InvalidRequest naming what is wrong and where it came from."""
-    server = _first(server, str, "PS_SERVER")
-    elastic = _first(elastic, _switch, "PS_ELASTIC") or False
-    rank = None if elastic else _first(rank, _whole, "PS_RANK", "RANK")
-    world_size = 0 if elastic else _first(world_size, _whole, "PS_WORLD_SIZE", "WORLD_SIZE")
-    launched_several = (world_size or 1) > 1
-    default = "sync" if server else "ddp" if launched_several else "single"
-    said = _first(mode, str, "PS_MODE")
-    mode = said or default
-    consistency = parse_mode(mode)
-    if consistency is not None and server is None:
-        raise InvalidRequest(f"mode {mode} needs a server: connect(server='HOST:PORT'), PS_SERVER, or --server")
-    if server is not None and not re.fullmatch(r".+:\d{1,5}", server):
-        raise InvalidRequest(f"a server's address is HOST:PORT, got {server!r}")
-    if mode == "single":
-        rank, world_size = 0, 1
-    elif not elastic:
-        world_size = 1 if world_size is None else world_size
-        if rank is None:
-            if world_size > 1:
-                raise InvalidRequest(f"world_size is {world_size}, but no rank was given (rank=, PS_RANK or RANK)")
-            rank = 0
-        if not 0 <= rank < world_size:
-            raise InvalidRequest(f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
-    elif consistency is None:
-        raise InvalidRequest(f"an elastic job needs a server; mode {mode} has a fixed world size")
-    transport = _first(transport, str, "PS_TRANSPORT") or "auto"
-    if transport not in TRANSPORTS:
-        raise InvalidRequest(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
-    insecure = _first(insecure, _switch, "PS_INSECURE") or False
-    found = access(
-        _first(tls_cert, str, "PS_TLS_CERT"),
-        _first(tls_key, str, "PS_TLS_KEY"),
-        _first(tls_ca, str, "PS_TLS_CA"),
-        _first(token_file, str, "PS_TOKEN_FILE"),
-        insecure,
-    )
+def resolve(**arguments: object) -> WorkerConfig:
+    """Puts arguments, named as the settings are, and the environment together.
+
+    Raises InvalidRequest naming what is wrong and where it came from.
+    """
+    settings = {setting.name: setting for setting in (*SETTINGS, *OWN_SETTINGS)}
+    odd = sorted(arguments.keys() - settings.keys())
+    if odd:
+        raise TypeError(f"there is no setting {odd[0]!r}")
+    found = {name: setting.find(arguments.get(name)) for name, setting in settings.items()}
+    place = placement(found["rank"], found["world_size"], found["local_rank"])
+    mode, consistency = _mode(found, place)
+    rank, world_size = _checked_place(mode, consistency, found["elastic"], place)
+    insecure = found["insecure"]
     return WorkerConfig(
-        server=server,
+        server=found["server"],
         mode=mode,
         consistency=consistency,
-        job=_first(job, str, "PS_JOB") or "default",
+        job=found["job"],
         rank=rank,
-        world_size=world_size or 0,
-        local_rank=_first(None, _whole, "LOCAL_RANK") or 0,
-        connect_timeout=_first(connect_timeout, float, "PS_CONNECT_TIMEOUT") or DEFAULT_CONNECT_SECONDS,
-        metrics_host=_first(metrics_host, str, "PS_METRICS_HOST"),
-        metrics_port=_first(metrics_port, _whole, "PS_METRICS_PORT") or 0,
-        transport=transport,
-        shared_directory=Path(_first(shared_directory, str, "PS_SHARED_DIRECTORY") or DEFAULT_SHARED_DIRECTORY),
-        access=found,
-        metrics_insecure=insecure or _first(metrics_insecure, _switch, "PS_METRICS_INSECURE") or False,
-        mode_said=bool(said),
-        launch=launch_id(world_size or 0, _first(take_over, _switch, "PS_TAKE_OVER") or False),
+        world_size=world_size,
+        local_rank=place.local_rank,
+        connect_timeout=found["connect_timeout"],
+        start_timeout=found["start_timeout"],
+        metrics_host=found["metrics_host"],
+        metrics_port=found["metrics_port"],
+        transport=found["transport"],
+        shared_directory=Path(found["shared_directory"]),
+        access=access(found["tls_cert"], found["tls_key"], found["tls_ca"], found["token_file"], insecure),
+        metrics_insecure=insecure or found["metrics_insecure"],
+        mode_said=found["mode"] is not None,
+        launch=launch_id(world_size, found["take_over"]),
     )
 
 
-def _first(argument: T | None, kind: Callable[[str], T], *variables: str) -> T | None:
-    """The argument, or the first of the variables that is set and not empty."""
-    if argument is not None:
-        return argument
-    for name in variables:
-        text = os.environ.get(name)
-        if text:
-            try:
-                return kind(text)
-            except ValueError as error:
-                raise InvalidRequest(f"{name}: {error}") from None
-    return None
+def _mode(found: dict[str, Any], place: Placement) -> tuple[str, Consistency | None]:
+    """The mode that was given, or follows from the rest, and its rule."""
+    several = not found["elastic"] and (place.world_size or 1) > 1
+    mode: str = found["mode"] or ("sync" if found["server"] else "ddp" if several else "single")
+    consistency = parse_mode(mode)
+    if consistency is not None and found["server"] is None:
+        raise InvalidRequest(f"mode {mode} needs a server: connect(server='HOST:PORT'), PS_SERVER, or --server")
+    return mode, consistency
 
 
-def _whole(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"expected a whole number, got {text!r}")
-    return int(text)
-
-
-def _switch(text: str) -> Any:
-    if text.lower() not in ("0", "1", "true", "false"):
-        raise ValueError(f"expected 1 or 0, got {text!r}")
-    return text.lower() in ("1", "true")
+def _checked_place(
+    mode: str, consistency: Consistency | None, elastic: bool, place: Placement
+) -> tuple[int | None, int]:
+    """The rank and the number of workers: None and 0 in an elastic job."""
+    if mode == "single":
+        return 0, 1
+    if elastic:
+        if consistency is None:
+            raise InvalidRequest(f"an elastic job needs a server; mode {mode} has a fixed world size")
+        return None, 0
+    if place.missing is not None:
+        raise InvalidRequest(place.missing)
+    world_size = 1 if place.world_size is None else place.world_size
+    if place.rank is None and world_size > 1:
+        raise InvalidRequest(f"world_size is {world_size}, but no rank was given (rank=, PS_RANK or RANK)")
+    rank = place.rank or 0
+    if not 0 <= rank < world_size:
+        raise InvalidRequest(f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
+    return rank, world_size

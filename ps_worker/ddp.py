@@ -63,6 +63,23 @@ class Ddp:
                 stack.enter_context(model.no_sync())
             yield
 
+    @property
+    def is_main(self) -> bool:
+        """Rank 0."""
+        return self.rank == 0
+
+    def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
+        """The values of all ranks, over the process group."""
+        mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(self._device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(value)], device=self._device))
+        counts = [int(size) for size in sizes]
+        padded = torch.zeros(max(counts), dtype=torch.uint8, device=self._device)
+        padded[: len(mine)] = mine
+        found = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(found, padded)
+        return {rank: found[rank][:count].cpu().numpy().tobytes() for rank, count in enumerate(counts)}
+
     def close(self) -> None:
         """Leaves the process group."""
         if dist.is_initialized():

@@ -13,7 +13,8 @@ from functools import cache
 from ps_protocol.credentials import is_loopback
 from ps_protocol.errors import InvalidRequest
 
-NO_RUN_ID = "none"  # what torchrun's static rendezvous calls every run
+LAUNCH_ID = "PS_LAUNCH_ID"
+LAUNCH_RANKS = "PS_LAUNCH_RANKS"
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ def launch_id(world_size: int, take_over: bool) -> LaunchId:
 
     world_size: of the job; 0: elastic, where the launch has no ranks of its own
     """
-    known = os.environ.get("PS_LAUNCH_ID")
+    known = os.environ.get(LAUNCH_ID)
     if known:
-        return LaunchId(known, take_over, _ranks(os.environ.get("PS_LAUNCH_RANKS", "")) if world_size else range(0))
+        return LaunchId(known, take_over, _ranks(os.environ.get(LAUNCH_RANKS, "")) if world_size else range(0))
     for find in (_torchrun, _slurm):
         found = find(os.environ)
         if found is not None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ps_protocol.errors import Fenced, NotFound, PSError, UnknownWorker
+from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, UnknownWorker
 from ps_worker.client import CoordinatorClient, Watch
 from ps_worker.launch_id import UNKNOWN, LaunchId
 from ps_worker.messages import Applicant, Place, Roster
@@ -23,6 +23,7 @@ log = logging.getLogger("ps_worker")
 
 HEARTBEATS_PER_LEASE = 4
 NOTICE_SECONDS = 2.0
+NOTICE_PAUSE_SECONDS = 10.0
 DOUBT_SECONDS = 0.2
 CLOSE_SECONDS = 1.0
 
@@ -32,6 +33,7 @@ class Membership:
 
     rank:     the one wanted; None: any
     timeout:  seconds for which a shard and the coordinator may disagree about whether this worker is live
+    start_timeout: seconds to wait until all declared workers have joined
     finished: says how many steps the training thread has finished in a place
     moved:    called in the heartbeat's thread when there is a new place, with it; with None when there will be none
     launch:   what started this worker
@@ -44,6 +46,7 @@ class Membership:
         rank: int | None,
         world_size: int,
         timeout: float,
+        start_timeout: float,
         metrics_address: str,
         finished: Callable[[Place], int],
         moved: Callable[[Place | None], None],
@@ -54,6 +57,7 @@ class Membership:
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
+        self._start_timeout = start_timeout
         self._metrics_address = metrics_address
         self._finished = finished
         self._moved = moved
@@ -138,20 +142,41 @@ class Membership:
         return self.place is not place or self._error is not None
 
     def await_started(self, place: Place) -> None:
-        """Waits until every declared worker has joined: a job that goes on without some trains another model."""
-        said = time.monotonic()
+        """Waits until every declared worker has joined: a job that goes on without some trains another model.
+
+        Raises LimitExceeded with the ranks that are missing if it takes longer than the start timeout.
+        """
+        begun = time.monotonic()
+        say_at = begun + NOTICE_SECONDS
         with self._changed:
-            while self.place is place and not (self._roster_of is place and self.roster.started):
+            while self.place is place and not self._has_started(place):
                 if self._error is not None or self._closing.is_set():
                     break
-                self._changed.wait(NOTICE_SECONDS)
-                if time.monotonic() - said >= NOTICE_SECONDS and not self.roster.started:
-                    missing = sorted(set(range(self._world_size)) - set(self.roster.ranks))
-                    log.warning("waiting for ranks %s to join", ", ".join(map(str, missing)))
-                    said = time.monotonic() + 4 * NOTICE_SECONDS
+                now = time.monotonic()
+                if now - begun >= self._start_timeout:
+                    raise LimitExceeded(
+                        f"gave up after --start-timeout {self._start_timeout:g} s: {self._missing(now - begun)}"
+                    )
+                if now >= say_at:
+                    log.warning("%s", self._missing(now - begun))
+                    say_at = now + NOTICE_PAUSE_SECONDS
+                self._changed.wait(min(say_at, begun + self._start_timeout) - now)
         self.raise_lost()
         if self._closing.is_set():
             raise UnknownWorker("the session was closed while it waited for the other workers to join")
+
+    def _has_started(self, place: Place) -> bool:
+        return self._roster_of is place and self.roster.started
+
+    def _missing(self, seconds: float) -> str:
+        """Which ranks have not joined, how many have, and for how long this worker has waited."""
+        there = self.roster.ranks
+        missing = ranges(sorted(set(range(self._world_size)) - set(there)))
+        return (
+            f"waiting for ranks {missing} to join job {self._job!r}: "
+            f"{len(there)} of {self._world_size} workers are there (ranks {ranges(sorted(there))}), "
+            f"waiting for {seconds:.0f} s"
+        )
 
     # -- the threads beside it ---------------------------------------------------------------------------------------
 
@@ -223,3 +248,14 @@ class Membership:
             watching.stop()
             if self.place is place:
                 self._closing.wait(NOTICE_SECONDS)
+
+
+def ranges(ranks: list[int]) -> str:
+    """Sorted ranks in short: 0-3, 7."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and found[-1][-1] == rank - 1:
+            found[-1][1:] = [rank]
+        else:
+            found.append([rank])
+    return ", ".join("-".join(map(str, ends)) for ends in found)

@@ -114,6 +114,37 @@ class Lease:
 
 
 @dataclass(frozen=True)
+class Offer:
+    """This worker's value for a round; see ExchangeValuesRequest.
+
+    number: of the round; 0: there is no value, only the question which round is next
+    """
+
+    number: int
+    clock: int
+    value: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True)
+class RoundNews:
+    """One message about a round.
+
+    complete:    nothing more comes; if not `refused`, the values are all there
+    values:      by rank; perhaps only some of them
+    refused:     why there are none, in words
+    waiting_for: ranks that have not given their value
+    step_wanted: one of those is in a step that waits for a step of this worker
+    """
+
+    number: int
+    complete: bool
+    values: dict[int, bytes] = field(repr=False)
+    refused: str
+    waiting_for: tuple[int, ...]
+    step_wanted: bool
+
+
+@dataclass(frozen=True)
 class BucketPush:
     """One bucket's part of a step.
 
@@ -418,3 +449,23 @@ def leased(response: control_pb2.LeaseDataResponse) -> tuple[list[DataRange], bo
     """The batches given, and whether the pass is complete."""
     found = [DataRange(one.loader, one.pass_number, one.start, one.stop) for one in response.ranges]
     return found, response.complete
+
+
+def exchange_request(who: Identity, offer: Offer) -> control_pb2.ExchangeValuesRequest:
+    """Gives a value to a round."""
+    return control_pb2.ExchangeValuesRequest(
+        job=who.job,
+        rank=who.rank,
+        incarnation=who.incarnation,
+        lease_key=who.key,
+        number=offer.number,
+        clock=offer.clock,
+        value=offer.value,
+    )
+
+
+def round_news(response: control_pb2.ExchangeValuesResponse) -> RoundNews:
+    """How a round stands."""
+    values = {one.rank: one.value for one in response.values}
+    waiting = tuple(response.waiting_for)
+    return RoundNews(response.number, response.complete, values, response.refused, waiting, response.step_wanted)

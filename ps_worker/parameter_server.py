@@ -21,21 +21,23 @@ import torch
 from torch import nn
 
 from ps_protocol.channel import MAX_BUCKET_BYTES
-from ps_protocol.errors import NotFound, PSError, UnknownWorker, Unsupported
+from ps_protocol.errors import InvalidRequest, NotFound, PSError, UnknownWorker, Unsupported
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite, validate
 from ps_protocol.layout import Bucket, bucket_layout
 from ps_worker.client import CoordinatorClient
 from ps_worker.describe import describe, has_stepped
 from ps_worker.flat import FlatModel
+from ps_worker.launched import report_started
 from ps_worker.leased import StepData
 from ps_worker.membership import Membership
-from ps_worker.messages import BucketPush, DataRange, Lease, Place, StateChunk
+from ps_worker.messages import BucketPush, DataRange, Lease, Offer, Place, RoundNews, StateChunk
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.optimizer import ParameterStates, ServerOptimizer
 from ps_worker.optimizer_state import StateCollector, States, check_states, pieces, tensors_of
 from ps_worker.outgoing import LiveGroups, bucket_push, is_left_out
 from ps_worker.overlap import Overlap
 from ps_worker.rewind import Rewind
+from ps_worker.rounds import Heard, Rounds
 from ps_worker.server_options import ServerOptions
 from ps_worker.shards import Shards
 from ps_worker.state_sender import StateSender
@@ -62,6 +64,7 @@ class ParameterServer:
             options.rank,
             options.world_size,
             options.link.timeout,
+            options.start_timeout,
             metrics.announced,
             self._finished,
             self._moved,
@@ -80,6 +83,8 @@ class ParameterServer:
         self._late = False  # this process came to a job that was under way, and has made no step yet
         self._draft_room = 0.0  # bytes that may still leave as drafts in this step
         self.data = StepData()
+        self.stepped = self.came_late = False
+        self._rounds = Rounds(self)
         self._clock = 0
         self._closing = False
 
@@ -154,6 +159,7 @@ class ParameterServer:
         ]
         self._take_places(place)
         assert self._place is not None
+        self.came_late = self._place.clock > 0
         for optimizer in optimizers:
             optimizer.state.clear()  # the shards have it, and a copy here would not follow
         untrained = {i: tensor for i, tensor in enumerate(self._tensors) if self._spec.parameters[i].group is None}
@@ -236,6 +242,7 @@ class ParameterServer:
                 self._settle()
                 shards.push_initial(self._layout.buckets)
                 self._settle()
+            self._members.await_started(place)  # with its limit: rank 0 sends what the pulls below wait for
             shards.pull(self._clock, held=True)
             self._settle()
         self._flat.begin_pull()
@@ -248,6 +255,7 @@ class ParameterServer:
         self._members.await_started(place)
         if self._members.place is not place:
             raise _PlaceLost
+        report_started()
         self._draft_room = self._room_for_drafts()
 
     def _settle(self) -> None:
@@ -308,6 +316,24 @@ class ParameterServer:
             self._come_back()
             return None
 
+    def offer(self, offer: Offer, heard: Heard) -> RoundNews | None:
+        """Gives a value to a round; the round when it is complete. None: `heard` ended it, or the place is another."""
+        self.pause(0.0)
+        place = self._place
+        assert place is not None
+
+        def stays(news: RoundNews) -> bool:
+            return heard(news) and self._members.place is place
+
+        try:
+            return self._coordinator.exchange(place.identity, offer, stays)
+        except PSError as error:
+            if not self._members.has_lost(place, error):
+                raise
+            self._lost = error
+            self._come_back()
+            return None
+
     def pause(self, seconds: float) -> None:
         """Waits; raises the reason if this worker takes part no more."""
         self._coordinator.closing.wait(seconds)
@@ -318,8 +344,28 @@ class ParameterServer:
     def empty_step(self) -> None:
         """A step without a gradient, for a worker that has no data while others wait for its clock."""
         self._metrics.empty_step()
+        self.rewind.stepping()
         if self._in_place(self._exchange_nothing) is not None:
             self.data.keep()  # nobody has seen it
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0; in an elastic job the lowest live rank, as this worker heard last."""
+        ranks = self._members.roster.ranks
+        return self.rank == (min(ranks, default=0) if not self._options.world_size else 0)
+
+    @property
+    def restore_count(self) -> int:
+        """How often the job was set back to a checkpoint, as far as this worker has gone back with it."""
+        return self._place.restore_count if self._place is not None else 0
+
+    def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
+        """The values of all live workers, by rank; see Rounds.exchange."""
+        if not self._begun:
+            raise InvalidRequest(f"session.{what}: this worker takes no part in the job yet; call prepare first")
+        return self._rounds.exchange(value, what)
 
     def _go_back(self) -> None:
         """This worker's own state becomes what it had saved for the checkpoint that the job goes on from."""
@@ -360,6 +406,7 @@ class ParameterServer:
         """One step of one optimizer; where this worker has lost its place, the step in which it takes another."""
         self.rewind.stepping()
         self._metrics.timer.stepping()
+        self.stepped = True
         staged = self._in_place(lambda: self._exchange(index))
         if staged is not None:
             (self.data.pushed if staged else self.data.lost)()

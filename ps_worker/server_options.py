@@ -15,6 +15,7 @@ class ServerOptions:
     """What a job on a parameter server is, besides model and optimizer.
 
     bucket_bytes: of a full bucket; None: what the job has, or the server chooses
+    start_timeout: seconds to wait until all declared workers have joined
     link:    how shards, and the coordinator at `server`, are reached
     overlap: whether full buckets leave while backward runs; None: once the script was seen to allow it
     launch:  what started this worker
@@ -29,6 +30,7 @@ class ServerOptions:
     non_finite: NonFinite
     gradient_wire: str
     weight_wire: str
+    start_timeout: float
     link: Link
     overlap: bool | None
     launch: LaunchId = UNKNOWN

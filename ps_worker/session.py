@@ -21,9 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.credentials import is_loopback
-from ps_protocol.errors import InvalidRequest, PSError, Unsupported
+from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.exposure import is_exposed
 from ps_protocol.job import WIRE_FORMATS, NonFinite
+from ps_worker.collectives import Collectives
 from ps_worker.config import WorkerConfig, resolve
 from ps_worker.data import (
     PreparedLoader,
@@ -35,6 +36,7 @@ from ps_worker.data import (
 )
 from ps_worker.ddp import Ddp
 from ps_worker.describe import refused_of
+from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.leased import LeasedFace, LeasedLoader, Leases, order_of
 from ps_worker.lent import lend
 from ps_worker.metrics import WorkerMetrics
@@ -70,14 +72,14 @@ def connect(
     metrics_insecure: bool | None = None,
     take_over: bool | None = None,
 ) -> Session:
-    """A worker's session. What is not given comes from PS_* variables, then from torchrun's, then from defaults.
+    """A worker's session. What is not given comes from PS_* variables, then from a launcher's, then from defaults.
 
     server:          HOST:PORT of the coordinator (PS_SERVER)
     mode:            single, ddp, sync, ssp:K or async (PS_MODE); by default sync with a server, else ddp under a
                      launcher of several processes, else single
     job:             the job's name (PS_JOB), "default"
-    rank:            from 0 (PS_RANK, RANK)
-    world_size:      how many workers the job has (PS_WORLD_SIZE, WORLD_SIZE)
+    rank:            from 0 (PS_RANK, or the launcher's: torchrun, srun, mpirun, an Indexed Job of Kubernetes)
+    world_size:      how many workers the job has (PS_WORLD_SIZE, or the launcher's)
     elastic:         no fixed world size; ranks are given out, workers come and go (PS_ELASTIC)
     connect_timeout: seconds to keep trying servers that do not answer (PS_CONNECT_TIMEOUT), 60
     metrics_host, metrics_port: where to serve /metrics (PS_METRICS_HOST, PS_METRICS_PORT); any free port
@@ -98,29 +100,13 @@ def connect(
 
     Raises InvalidRequest for settings that contradict each other, and for files that do not fit together.
     """
-    _report_errors_in_one_line()
-    given = resolve(
-        server,
-        mode,
-        job,
-        rank,
-        world_size,
-        elastic,
-        connect_timeout,
-        metrics_host,
-        metrics_port,
-        transport,
-        shared_directory,
-        tls_cert,
-        tls_key,
-        tls_ca,
-        token_file,
-        insecure,
-        metrics_insecure,
-        take_over,
-    )
-    _close_earlier(given)
-    return Session(given)
+    arguments = dict(locals())  # nothing but the parameters yet: each is a setting of its name
+    report_errors_in_one_line()
+    config = resolve(**arguments)
+    speak_as(config.rank)
+    warn_of_unknown_variables()
+    _close_earlier(config)
+    return Session(config)
 
 
 class Session:
@@ -207,6 +193,7 @@ class Session:
         ddp_options:  more arguments for DistributedDataParallel in mode ddp
 
         Raises Unsupported, InvalidRequest, JobMismatch, JobInUse, or Unreachable; the model is unchanged then.
+        Raises LimitExceeded if other workers have not joined after the start timeout (PS_START_TIMEOUT, 1800 s).
         """
         for thing in things:
             _refuse_framework_optimizer(thing)
@@ -269,6 +256,7 @@ class Session:
                     consistency=config.consistency,
                     rank=config.rank,
                     world_size=config.world_size,
+                    start_timeout=config.start_timeout,
                     link=Link(config.connect_timeout, config.transport, config.shared_directory, config.access),
                     launch=config.launch,
                     **options,
@@ -286,6 +274,7 @@ class Session:
                 model.to(self.device)
         wrapped, steppers = self._strategy.prepare(models, optimizers)
         self._prepared = True
+        speak_as(self.rank)
         for optimizer, stepper in zip(optimizers, steppers, strict=True):
             if stepper is optimizer:
                 self._metrics.watch_optimizer(optimizer, self._count_step)
@@ -321,6 +310,68 @@ class Session:
         leases = Leases(order_of(len(strategy.data.accounts), loader, seed), strategy.data, strategy)
         face = LeasedFace(self.device, timer, lambda: strategy.world_size)
         return LeasedLoader(loader, PreparedLoader(share, self.device, timer), leases, face)
+
+    # -- over all workers --------------------------------------------------------------------------------------------
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this worker does what one of them is to do: log, save, download. It has rank 0.
+
+        In an elastic job it is the lowest live rank, known once `prepare` has joined. When that worker leaves or dies,
+        the next one takes over, as soon as it hears of it: for a moment there may be none, or two. Use `broadcast` for
+        what must be said by one worker exactly.
+        """
+        if self._strategy is not None:
+            return self._strategy.is_main
+        if not self._config.world_size:
+            raise InvalidRequest(
+                "session.is_main: an elastic job gives out ranks when it is joined; call prepare first"
+            )
+        return self._config.rank == 0
+
+    def mean(self, x: Any, weight: float = 1.0) -> Any:
+        """The mean over all workers of a number, a tensor of any shape, or a dict of these: the same bits for all.
+
+        It is sum(weight * x) / sum(weight), summed in float64 in the order of ranks. A worker whose weight is 0 has no
+        part in it, whatever its x. A number comes back as a float, a tensor on its device: of its own dtype if that is
+        a float's, of torch's default dtype if it is an integer's.
+
+        This and the next three block until every live worker has made its call. Every worker makes the same calls in
+        the same order. A worker that leaves or dies is not waited for. One that was away, or joins late, gets what the
+        others had in the calls that it missed, and so decides what they decided.
+
+        weight: a number from 0, such as how many samples of validation data x was taken over
+        Raises InvalidRequest before `prepare`, for values or calls that differ between workers (all raise it), and
+        for weights that are all 0; LimitExceeded for too many bytes (all raise it).
+        """
+        return self._collectives("mean").mean(x, weight)
+
+    def gather(self, x: Any) -> list[Any]:
+        """The values of all workers that take part, in the order of ranks; see `mean` for who that is.
+
+        x: tensors, numbers, strings, None, and lists, tuples, sets and dicts of these; it may differ between workers.
+           Tensors come back on the device of those in x, or on the session's
+        Raises Unsupported for other types, InvalidRequest and LimitExceeded as `mean` does.
+        """
+        return self._collectives("gather").gather(x)
+
+    def broadcast(self, x: Any, source: int = 0) -> Any:
+        """The value of one worker, for all; what the others give is not looked at. See `gather` for what it may be.
+
+        source: its rank. If it takes no part, as it left or died, it is the lowest rank of those that do.
+        """
+        return self._collectives("broadcast").broadcast(x, source)
+
+    def barrier(self) -> None:
+        """Returns when every live worker has called it; see `mean`."""
+        self._collectives("barrier").barrier()
+
+    def _collectives(self, call: str) -> Collectives:
+        if self._pid != os.getpid():
+            raise InvalidRequest("this session belongs to the parent process; call connect after the fork")
+        if self._strategy is None:
+            raise InvalidRequest(f"session.{call}: this worker takes no part in the job yet; call prepare first")
+        return Collectives(self._strategy, self.device)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -456,18 +507,3 @@ def _close_at_exit(session: Session) -> None:
             sys.exit(128 + number)
 
         signal.signal(signal.SIGTERM, terminate)
-
-
-def _report_errors_in_one_line() -> None:
-    """Under `ps-worker run`, this project's errors and Ctrl-C end a script with one line instead of a stack trace."""
-    if os.environ.get("PS_LAUNCHED") != "1":
-        return
-    usual = sys.excepthook
-
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, PSError):
-            print(f"worker {os.environ.get('PS_RANK', '?')}: {error}", file=sys.stderr)
-        elif not isinstance(error, KeyboardInterrupt):
-            usual(kind, error, trace)
-
-    sys.excepthook = report

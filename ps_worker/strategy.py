@@ -29,6 +29,13 @@ class Strategy(Protocol):
     def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Prepared:
         """The models and the optimizers to train with. Blocks until all declared workers are there."""
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the worker that does what one is to do."""
+
+    def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
+        """The values of all that take part, by rank, ascending; see collectives.Exchange."""
+
     def close(self) -> None:
         """Leaves cleanly; may be called more than once."""
 
@@ -38,6 +45,7 @@ class Single:
 
     rank = 0
     world_size = 1
+    is_main = True
 
     def share(self) -> tuple[int, int]:
         """All of it."""
@@ -46,6 +54,10 @@ class Single:
     def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Prepared:
         """All as they are."""
         return models, optimizers
+
+    def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
+        """Its own."""
+        return {0: value}
 
     def close(self) -> None:
         """Nothing is open."""

@@ -192,7 +192,7 @@ def copied(value: Any, where: str = "state") -> Any:
 def decode(data: bytes) -> WorkerState:
     """The state that bytes hold. Raises InvalidRequest if they do not hold one."""
     try:
-        text = _metadata(data)
+        text = description(data)
         tensors = load(data)
         document = json.loads(text)
         if document["format"] != FORMAT:
@@ -218,7 +218,8 @@ def decode(data: bytes) -> WorkerState:
         raise InvalidRequest(f"what the servers keep of this worker's state cannot be read: {error}") from None
 
 
-def _metadata(data: bytes) -> str:
+def description(data: bytes) -> str:
+    """The JSON beside the tensors of a file. Raises ValueError, KeyError or TypeError if there is none."""
     size = int.from_bytes(data[:8], "little")
     found = json.loads(data[8 : 8 + size])["__metadata__"][KEY]
     if not isinstance(found, str):

@@ -177,7 +177,9 @@ def in_order(count: int) -> Callable[[int], threading.Event]:
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable of the caller's shell reaches a test, and each starts from the same random state."""
-    for name in [name for name in os.environ if name.startswith("PS_")] + ["RANK", "WORLD_SIZE", "LOCAL_RANK"]:
+    launchers = ("PS_", "SLURM_", "OMPI_", "MASTER_")
+    others = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "JOB_COMPLETION_INDEX"]
+    for name in [name for name in os.environ if name.startswith(launchers)] + others:
         monkeypatch.delenv(name, raising=False)
     torch.manual_seed(0)
 

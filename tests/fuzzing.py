@@ -262,6 +262,10 @@ def seeds() -> dict[str, list[bytes]]:
         "Heartbeat": [control_pb2.HeartbeatRequest(**who, clock=1, lease_key=KEY)],
         "LeaveJob": [control_pb2.LeaveJobRequest(**who, lease_key=KEY)],
         "LeaseData": [lease],
+        "ExchangeValues": [
+            control_pb2.ExchangeValuesRequest(**who, lease_key=KEY, number=number, clock=1, value=b"value")
+            for number in (0, 1)
+        ],
         "GetCommittedData": [control_pb2.GetCommittedDataRequest(job=JOB)],
         "EndJob": [control_pb2.EndJobRequest(job=JOB)],
         "RegisterShard": [control_pb2.RegisterShardRequest(index=1, address="h:1", process=1)],

@@ -41,8 +41,8 @@ def run(mode: str, directory: Path, *options: str) -> list[dict[str, torch.Tenso
     )
     assert done.returncode == 0, done.stderr
     kinds = {"ddp": "DistributedDataParallel AdamW", "sync": "Everything ServerOptimizer"}
-    assert sorted(line for line in done.stdout.splitlines() if line.startswith("worker")) == [
-        f"worker {rank} of {WORKERS}: {mode} {kinds[mode]}" for rank in range(WORKERS)
+    assert sorted(line for line in done.stdout.splitlines() if "] worker" in line) == [
+        f"[{rank}] worker {rank} of {WORKERS}: {mode} {kinds[mode]}" for rank in range(WORKERS)
     ]
     return [load_file(directory / f"{mode}-{rank}.safetensors") for rank in range(WORKERS)]
 

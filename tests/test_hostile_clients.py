@@ -335,11 +335,10 @@ def test_a_call_without_a_request_is_told_so(cluster: Cluster) -> None:
 
 
 def test_every_limit_has_a_flag_that_reaches_the_servers() -> None:
-    import argparse
-
+    from ps_protocol.settings import CommandLine
     from ps_server.limits import add_limits
 
-    parser = argparse.ArgumentParser()
+    parser = CommandLine()
     add_limits(parser)
     assert limits_of(parser.parse_args([])) == Limits()
     wanted = Limits(jobs=3, calls=7, handshake_seconds=1.5, push_norm=2.5, all_calls=9, caller_bytes=11)

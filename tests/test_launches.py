@@ -123,7 +123,7 @@ def test_a_second_launch_on_the_name_of_a_running_job_is_refused(launches: Calla
     second = at.run("second")
     assert second.process.wait(END_SECONDS) == 1
     assert "begins" not in second.out, "neither of its workers trains"
-    [said] = set(re.findall(r"^worker \d: (job 'default' is in use: .*)", second.err, re.MULTILINE))
+    [said] = set(re.findall(r"worker \d: (job 'default' is in use: .*--take-over.*)", second.err))
     host = os.uname().nodename
     pids = f"{at.pid('first', 0)}, {at.pid('first', 1)}"
     assert f"workers 0 and 1 on host {host} (pids {pids}) train it since 20" in said

@@ -92,7 +92,7 @@ class Worker:
         self.rewind = Rewind(CPU, self._save)
         trained = {name for name, _ in self.model.named_parameters()}
         held = [tensor for name, tensor in self.model.state_dict(keep_vars=True).items() if name not in trained]
-        self.rewind.watch(self.optimizer, dict(enumerate(held)))
+        self.rewind.watch([self.optimizer], dict(enumerate(held)))
         for scheduler in (self.cycle, self.passes):
             self.rewind.add(scheduler)
         self.loader = self.prepare(DataLoader(Augmented(), BATCH, shuffle=True, num_workers=loader_workers, **more))  # type: ignore[arg-type]
@@ -453,7 +453,7 @@ def test_schedulers_go_back(make: Callable[[torch.optim.Optimizer], torch.optim.
     scheduler = make(optimizer)
     states: list[bytes] = []
     rewind = Rewind(CPU, lambda clock, state: states.append(state))
-    rewind.watch(optimizer, {})
+    rewind.watch([optimizer], {})
     rewind.add(scheduler)
 
     def train(steps: int) -> list[float]:

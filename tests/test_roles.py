@@ -278,6 +278,11 @@ def test_a_worker_cannot_speak_for_another(cluster: Cluster) -> None:
                     "/ps_protocol.v1.JobService/SaveWorkerState",
                     control_pb2.SaveWorkerStateRequest(**stolen),
                 ),
+                (
+                    cluster.address,
+                    "/ps_protocol.v1.JobService/ExchangeValues",
+                    control_pb2.ExchangeValuesRequest(**stolen, number=1),
+                ),
             ] + [
                 (server.address, f"/ps_protocol.v1.DataService/{method}", request)
                 for server in cluster.servers

@@ -216,6 +216,48 @@ class LeaseDataResponse(_message.Message):
     complete: bool
     def __init__(self, ranges: _Optional[_Iterable[_Union[_job_pb2.DataRange, _Mapping]]] = ..., complete: bool = ...) -> None: ...
 
+class ExchangeValuesRequest(_message.Message):
+    __slots__ = ("job", "rank", "incarnation", "lease_key", "number", "clock", "value")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_KEY_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    rank: int
+    incarnation: int
+    lease_key: bytes
+    number: int
+    clock: int
+    value: bytes
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., lease_key: _Optional[bytes] = ..., number: _Optional[int] = ..., clock: _Optional[int] = ..., value: _Optional[bytes] = ...) -> None: ...
+
+class WorkerValue(_message.Message):
+    __slots__ = ("rank", "value")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    value: bytes
+    def __init__(self, rank: _Optional[int] = ..., value: _Optional[bytes] = ...) -> None: ...
+
+class ExchangeValuesResponse(_message.Message):
+    __slots__ = ("number", "complete", "values", "refused", "waiting_for", "step_wanted")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    STEP_WANTED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    complete: bool
+    values: _containers.RepeatedCompositeFieldContainer[WorkerValue]
+    refused: str
+    waiting_for: _containers.RepeatedScalarFieldContainer[int]
+    step_wanted: bool
+    def __init__(self, number: _Optional[int] = ..., complete: bool = ..., values: _Optional[_Iterable[_Union[WorkerValue, _Mapping]]] = ..., refused: _Optional[str] = ..., waiting_for: _Optional[_Iterable[int]] = ..., step_wanted: bool = ...) -> None: ...
+
 class RegisterShardRequest(_message.Message):
     __slots__ = ("index", "address", "metrics_address", "pid", "process")
     INDEX_FIELD_NUMBER: _ClassVar[int]

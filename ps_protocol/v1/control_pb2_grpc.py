@@ -85,6 +85,11 @@ class JobServiceStub(object):
                 request_serializer=ps__protocol_dot_v1_dot_control__pb2.LeaseDataRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_control__pb2.LeaseDataResponse.FromString,
                 _registered_method=True)
+        self.ExchangeValues = channel.unary_stream(
+                '/ps_protocol.v1.JobService/ExchangeValues',
+                request_serializer=ps__protocol_dot_v1_dot_control__pb2.ExchangeValuesRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_control__pb2.ExchangeValuesResponse.FromString,
+                _registered_method=True)
 
 
 class JobServiceServicer(object):
@@ -169,6 +174,18 @@ class JobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExchangeValues(self, request, context):
+        """Exchanges one value a worker among all live workers of a job: a round. Rounds are numbered from 1, one is open at a
+        time, and it is complete when every live worker has given its value; a worker that leaves or dies is not waited for,
+        and its value is dropped. Streams who is waited for, and at last the values. The stream may end without them: ask
+        again. Repeating it is safe. A round that is complete is answered from memory, with what it was.
+        FAILED_PRECONDITION, reason FENCED or UNKNOWN_WORKER: the caller lost its place, also while it waited.
+        INVALID_ARGUMENT: the round is beyond the open one. RESOURCE_EXHAUSTED: the round's values are not kept any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -216,6 +233,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.LeaseData,
                     request_deserializer=ps__protocol_dot_v1_dot_control__pb2.LeaseDataRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_control__pb2.LeaseDataResponse.SerializeToString,
+            ),
+            'ExchangeValues': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExchangeValues,
+                    request_deserializer=ps__protocol_dot_v1_dot_control__pb2.ExchangeValuesRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_control__pb2.ExchangeValuesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -462,6 +484,33 @@ class JobService(object):
             '/ps_protocol.v1.JobService/LeaseData',
             ps__protocol_dot_v1_dot_control__pb2.LeaseDataRequest.SerializeToString,
             ps__protocol_dot_v1_dot_control__pb2.LeaseDataResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExchangeValues(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ps_protocol.v1.JobService/ExchangeValues',
+            ps__protocol_dot_v1_dot_control__pb2.ExchangeValuesRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_control__pb2.ExchangeValuesResponse.FromString,
             options,
             channel_credentials,
             insecure,

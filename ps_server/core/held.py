@@ -21,12 +21,17 @@ class Held:
         """Counts a contribution in if there is room for it, nothing else is held, or it must be let in always."""
         if self.bytes + size > limit:
             self.forget()
-            if self.bytes and self.bytes + size > limit and not always:
-                return False
         _, before = self._sizes.get((bucket, rank), (0, 0))
+        if self.bytes > before and self.bytes - before + size > limit and not always:
+            return False
         self._sizes[bucket, rank] = clock, size
         self.bytes += size - before
         return True
+
+    def is_all_of(self, rank: int) -> bool:
+        """Whether no other rank's is held."""
+        self.forget()
+        return all(other == rank for _, other in self._sizes)
 
     def forget(self) -> None:
         """Counts only what still waits."""

@@ -47,6 +47,7 @@ METHODS: dict[str, Roles] = {
     _V1 + "JobService/SaveWorkerState": _WORKERS,
     _V1 + "JobService/CheckpointJob": frozenset({Role.ADMIN, Role.CLUSTER}),
     _V1 + "JobService/LeaseData": _WORKERS,
+    _V1 + "JobService/ExchangeValues": _WORKERS,
     _V1 + "ClusterService/RegisterShard": _CLUSTER,
     _V1 + "ClusterService/GetStatus": _LOOKING,
     _V1 + "ShardService/CreateJob": _CLUSTER,

@@ -374,9 +374,10 @@ class ShardJob:
         pending = bucket.pending.get(push.rank)
         before = pending.assignment if pending is not None and pending.clock == push.clock else None
         whole = assignment if before is None else before.union(assignment)
-        awaited = bucket.protocol.is_awaited(push.rank, push.clock)
+        # One worker's always fit; where others' are here too, they go with their steps.
+        always = bucket.protocol.is_awaited(push.rank, push.clock) or self._assigned.is_all_of(push.rank)
         limit = ASSIGNED_WEIGHTS * max(self.parameter_bytes, self.spec.bucket_bytes)
-        if not self._assigned.take(push.bucket, push.rank, push.clock, whole.nbytes, limit, awaited):
+        if not self._assigned.take(push.bucket, push.rank, push.clock, whole.nbytes, limit, always):
             raise Backlogged(f"{self._assigned.bytes} bytes are assigned here and wait for their workers' steps")
         bucket.pending_of(push.rank, push.clock).assignment = whole
         return Staged(bucket.protocol.version, duplicate=False, kept=True)

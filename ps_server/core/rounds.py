@@ -1,0 +1,128 @@
+"""Rounds: values that all live workers of a job exchange, one round after the other. The coordinator's side.
+
+A round is open until every live worker has given a value. What it had is kept, so that a worker whose answer was lost
+gets it again, and a process that starts late gets what the others had before it: it decides then as they did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ps_protocol.errors import InvalidRequest, LimitExceeded
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round that is complete.
+
+    number:  from 1
+    clock:   the highest of those that took part, in steps
+    values:  what each gave, by rank, ascending
+    refused: why there are no values, in words; empty where there are
+    """
+
+    number: int
+    clock: int
+    values: tuple[tuple[int, bytes], ...]
+    refused: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all values."""
+        return sum(len(value) for _, value in self.values)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What one worker gave to the open round."""
+
+    incarnation: int
+    clock: int
+    value: bytes = field(repr=False)
+
+
+@dataclass
+class Rounds:
+    """The rounds of one job.
+
+    limit:     bytes of all values of the open round, and of the complete ones that are kept
+    completed: the number of the last complete round
+    kept:      the last of the complete ones, without a gap
+    given:     by rank, what the open round has
+    behind:    true for a coordinator that took the job up again: its workers may know of rounds that it does not
+    """
+
+    limit: int
+    completed: int = 0
+    kept: tuple[Round, ...] = ()
+    given: dict[int, Given] = field(default_factory=dict)
+    behind: bool = False
+
+    def following(self, clock: int) -> int:
+        """The round that comes next for a worker at a clock that has taken no part in any: those before it are over."""
+        return next((found.number for found in self.kept if found.clock >= clock), self.completed + 1)
+
+    def find(self, number: int) -> Round | None:
+        """A round if it is complete, None if it is the open one.
+
+        Raises InvalidRequest for one beyond that, LimitExceeded for one that is not kept any more.
+        """
+        if number < 1 or (number > self.completed + 1 and not self.behind):
+            raise InvalidRequest(f"round {self.completed + 1} is open, got a value for round {number}")
+        if number > self.completed:
+            return None
+        if not self.kept or number < self.kept[0].number:
+            raise LimitExceeded(
+                f"what the workers exchanged in round {number} is not kept any more (the job is in round "
+                f"{self.completed + 1}): a worker that starts anew cannot catch up; --max-round-bytes is {self.limit}"
+            )
+        return self.kept[number - self.kept[0].number]
+
+    def contribute(self, rank: int, number: int, given: Given, live: Mapping[int, int], started: bool) -> Round | None:
+        """Takes a live worker's value; the round if it is complete now, or was before. A repeat changes nothing.
+
+        live:    the incarnation of each live worker, by rank
+        started: whether all declared workers have joined
+        Raises InvalidRequest or LimitExceeded as `find` does.
+        """
+        found = self.find(number)
+        if found is not None:
+            return found
+        if number > self.completed + 1:  # the others have been there: what was given to an earlier one is too late
+            self.completed, self.kept, self.given = number - 1, (), {}
+        before = self.given.get(rank)
+        if before is not None and before.incarnation == given.incarnation:
+            given = replace(given, value=before.value)  # the first: a repeat may not change what was said
+        self.given[rank] = given
+        size = sum(len(one.value) for one in self.given.values())
+        if size > self.limit:
+            ranks = ", ".join(map(str, sorted(self.given)))
+            return self._complete(
+                f"the values of workers {ranks} are {size} bytes together: the limit max-round-bytes is {self.limit}"
+            )
+        return self.settle(live, started)
+
+    def settle(self, live: Mapping[int, int], started: bool) -> Round | None:
+        """Drops what is from workers that are gone; the round if it is complete without them."""
+        self.given = {rank: one for rank, one in self.given.items() if live.get(rank) == one.incarnation}
+        if not started or not self.given or self.given.keys() != live.keys():
+            return None
+        return self._complete("")
+
+    def _complete(self, refused: str) -> Round:
+        values = () if refused else tuple((rank, one.value) for rank, one in sorted(self.given.items()))
+        clock = max(one.clock for one in self.given.values())
+        found = Round(self.completed + 1, clock, values, refused)
+        self.completed, self.given, self.behind = found.number, {}, False
+        self.kept = newest((*self.kept, found), self.limit)
+        return found
+
+
+def newest(rounds: tuple[Round, ...], limit: int) -> tuple[Round, ...]:
+    """The last rounds whose values are no more than so many bytes together; the very last one in any case."""
+    size, first = 0, len(rounds)
+    while first and (size + rounds[first - 1].bytes <= limit or first == len(rounds)):
+        first -= 1
+        size += rounds[first].bytes
+    return rounds[first:]

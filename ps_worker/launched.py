@@ -1,0 +1,116 @@
+"""What a worker says to the person and to the launcher that started it.
+
+The launcher waits for no message. When a worker fails, it looks for the file that the first worker makes once all
+declared workers have joined: until then a failure ends the launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+import ps_protocol
+from ps_protocol.errors import PSError
+from ps_protocol.variables import unknown_variables
+
+log = logging.getLogger("ps_worker")
+
+LAUNCHED = "PS_LAUNCHED"
+STARTED_FILE = "PS_STARTED_FILE"
+LINE = "%(asctime)s %(levelname)s worker %(rank)s: %(message)s"
+
+_OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, str(ps_protocol.__file__)))
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+def is_launched() -> bool:
+    """Whether `ps-worker run` started this process."""
+    return os.environ.get(LAUNCHED) == "1"
+
+
+def report_started() -> None:
+    """Tells the launcher that all declared workers have joined."""
+    path = os.environ.get(STARTED_FILE)
+    if path:
+        with contextlib.suppress(OSError):  # the launcher has ended, or is on a file system of its own
+            Path(path).touch()
+
+
+# -- log lines -------------------------------------------------------------------------------------------------------
+
+
+class _Lines(logging.StreamHandler):  # type: ignore[type-arg]
+    """Log lines on stderr with time, level and rank, for as long as the script sets up no logging of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank = "?"
+        self.setFormatter(logging.Formatter(LINE))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one record."""
+        if not logging.getLogger().handlers:
+            record.rank = self.rank
+            self.stream = sys.stderr  # of now: a notebook changes it
+            super().emit(record)
+
+
+_lines = _Lines()
+_warned = False
+
+
+def speak_as(rank: int | None) -> None:
+    """Gives this package's log lines time, level and rank; None: the rank is not known yet."""
+    _lines.rank = "?" if rank is None else str(rank)
+    for name in ("ps_worker", "ps_protocol"):
+        logger = logging.getLogger(name)
+        if _lines not in logger.handlers:
+            logger.addHandler(_lines)
+
+
+def warn_of_unknown_variables() -> None:
+    """Says once which PS_* variables have no effect; under the launcher, it has said so."""
+    global _warned
+    said = unknown_variables(os.environ)
+    if said and not _warned and not is_launched():
+        log.warning(said)
+    _warned = True
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+def report_errors_in_one_line() -> None:
+    """Under the launcher, this project's errors and Ctrl-C end a script with its own line and one message."""
+    if not is_launched() or getattr(sys.excepthook, "is_ours", False):
+        return
+    usual = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, PSError):
+            rank = os.environ.get("PS_RANK", _lines.rank)
+            sys.stderr.write(f"{_place(trace)}worker {rank}: {error}\n")
+        elif not isinstance(error, KeyboardInterrupt):
+            usual(kind, error, trace)
+
+    report.is_ours = True  # type: ignore[attr-defined]
+    sys.excepthook = report
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The last frame of the user's own code as Python shows it, ending in a new line; empty if there is none."""
+    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(("<frozen", *_OURS))]
+    own = [frame for frame in frames if not _is_library(frame.filename)]
+    last = (own or frames)[-1:]
+    return "".join(traceback.format_list(last))
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED)

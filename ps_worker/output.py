@@ -1,0 +1,164 @@
+"""What workers write, made into whole lines with the worker's rank in front, and into a file for each worker."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, BinaryIO
+
+READ_BYTES = 65_536
+LONGEST_LINE_BYTES = 65_536  # of a line that does not end: it is written in parts
+PROGRESS_SECONDS = 1.0
+MOST_READS_AT_END = 64  # more than a pipe holds: a process that the worker left behind may write on without end
+_WRITE_BYTES = select.PIPE_BUF if hasattr(select, "PIPE_BUF") else 512  # what a pipe that is ready takes at once
+
+_END = re.compile(rb"\r\n|\n|\r(?=.)", re.DOTALL)  # a return at the very end may have its new line to come
+_MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfsu]")  # the cursor, or what it has passed; colours stay
+
+
+class Lines:
+    """Cuts a stream of bytes into whole lines.
+
+    A progress bar returns to the beginning of its line and writes over it. Each such state counts as a line, at most
+    one a second, and the last one before the line ends.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._rest = b""
+        self._state = b""  # of a progress bar, not said yet
+        self._said_state = float("-inf")
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that are whole now, without their ends."""
+        found: list[bytes] = []
+        self._rest += data
+        begin = 0
+        for end in _END.finditer(self._rest):
+            text = _MOVES.sub(b"", self._rest[begin : end.start()])
+            begin = end.end()
+            if end[0] == b"\r":
+                found += self._progress(text)
+            else:
+                self._state = b""
+                found.append(text)
+        self._rest = self._rest[begin:]
+        if len(self._rest) > LONGEST_LINE_BYTES:
+            found.append(self._rest)
+            self._rest = b""
+        return found
+
+    def end(self) -> list[bytes]:
+        """What is left when the stream ends."""
+        rest = _MOVES.sub(b"", self._rest.removesuffix(b"\r"))
+        last = rest or self._state
+        self._rest = self._state = b""
+        return [last] if last else []
+
+    def _progress(self, text: bytes) -> list[bytes]:
+        if not text.strip():  # the bar is wiped out
+            self._state = b""
+            return []
+        now = self._clock()
+        if now - self._said_state < PROGRESS_SECONDS:
+            self._state = text
+            return []
+        self._state, self._said_state = b"", now
+        return [text]
+
+
+class Console:
+    """The launcher's own stdout and stderr. What cannot be written is dropped: training goes on without a reader."""
+
+    def __init__(self) -> None:
+        self._closed: set[int] = set()
+        self.until: float | None = (
+            None  # from then on nothing is waited for: a reader that stands still keeps no end off
+        )
+
+    def write(self, descriptor: int, data: bytes) -> None:
+        """Writes all of it, however long its reader takes until `until`."""
+        view = memoryview(data)
+        while len(view) and descriptor not in self._closed:
+            left = None if self.until is None else max(0.0, self.until - time.monotonic())
+            if not select.select([], [descriptor], [], left)[1]:
+                return
+            try:
+                view = view[os.write(descriptor, view[:_WRITE_BYTES]) :]
+            except BlockingIOError:
+                continue
+            except OSError:
+                self._closed.add(descriptor)
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self.write(sys.stderr.fileno(), f"ps-worker: {text}\n".encode(errors="replace"))
+
+
+class Stream:
+    """One output of one worker, on its way to the console and to the worker's log.
+
+    prefix: stands before each line on the console; None: the console gets the bytes as they come
+    """
+
+    def __init__(
+        self, source: IO[bytes], console: Console, target: int, prefix: bytes | None, log: BinaryIO | None
+    ) -> None:
+        self.source = source
+        self._console = console
+        self._target = target
+        self._prefix = prefix
+        self._log = log
+        self._lines = Lines()
+        os.set_blocking(source.fileno(), False)
+
+    def pump(self) -> bool:
+        """Hands on what there is now, once. False: the stream has ended."""
+        data = self._read()
+        self._take(data or b"")
+        return data != b""
+
+    def finish(self) -> None:
+        """Hands on what is left of a worker that has ended, though others may hold its stream open."""
+        for _ in range(MOST_READS_AT_END):
+            data = self._read()
+            if not data:
+                break
+            self._take(data)
+        self._hand_on(self._lines.end())
+        self.source.close()
+
+    def _read(self) -> bytes | None:
+        """What there is now; None if there is nothing, and no bytes at the end."""
+        try:
+            return os.read(self.source.fileno(), READ_BYTES)
+        except BlockingIOError:
+            return None
+
+    def _take(self, data: bytes) -> None:
+        if self._prefix is None:
+            self._console.write(self._target, data)
+        self._hand_on(self._lines.feed(data))
+
+    def _hand_on(self, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        if self._log is not None:
+            try:
+                self._log.write(b"".join(line + b"\n" for line in lines))
+                self._log.flush()
+            except OSError as error:  # a full disk ends the log, not the training
+                self._console.say(f"cannot write {self._log.name} ({error.strerror}): the log ends here")
+                self._log = None
+        if self._prefix is not None:
+            self._console.write(self._target, b"".join(self._prefix + line + b"\n" for line in lines))
+
+
+def log_file(directory: Path, rank: int) -> Path:
+    """Where a worker's output is kept."""
+    return directory / f"worker-{rank}.log"

@@ -1,0 +1,98 @@
+"""Which worker a process is: its rank, the number of workers, and its place on its host.
+
+What the user says (arguments, PS_* variables) comes first. What is left out comes from one launcher's variables: never
+the rank from one launcher and the number of workers from another.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ps_protocol.errors import InvalidRequest
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables in which a launcher tells a process its place.
+
+    world_size, local_rank: None where the launcher does not say
+    within: a variable without which the others say nothing about this process
+    """
+
+    rank: str
+    world_size: str | None
+    local_rank: str | None
+    within: str | None = None
+
+    def is_whole(self) -> bool:
+        """Whether both the rank and the number of workers are there."""
+        return self._applies() and bool(os.environ.get(self.rank) and os.environ.get(self.world_size or ""))
+
+    def is_there(self) -> bool:
+        """Whether the rank or the number of workers is there."""
+        return self._applies() and bool(os.environ.get(self.rank) or os.environ.get(self.world_size or ""))
+
+    def _applies(self) -> bool:
+        return self.within is None or bool(os.environ.get(self.within))
+
+
+TORCHRUN = Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK")
+LAUNCHERS = (
+    TORCHRUN,
+    # A batch script has SLURM_PROCID too: only within a step of srun is each process a task of its own.
+    Launcher("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", within="SLURM_STEP_ID"),
+    Launcher("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    Launcher("JOB_COMPLETION_INDEX", None, None),  # an Indexed Job of Kubernetes
+)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What is known about a process's place.
+
+    rank, world_size: None where nothing says
+    missing:          what to do about half a place: one of the two is there and the other is not; None if none is half
+    """
+
+    rank: int | None
+    world_size: int | None
+    local_rank: int
+    missing: str | None = None
+
+
+def placement(rank: int | None, world_size: int | None, local_rank: int | None) -> Placement:
+    """What was said, completed from the first launcher that says all, or else from the first that says anything.
+
+    Raises InvalidRequest for a launcher's variable that is no whole number.
+    """
+    found = next((each for each in LAUNCHERS if each.is_whole()), None)
+    found = found or next((each for each in LAUNCHERS if each.is_there()), None)
+    missing = None
+    if found is not None:
+        rank = _whole(found.rank) if rank is None else rank
+        world_size = _whole(found.world_size) if world_size is None else world_size
+        if rank is None or world_size is None:
+            missing = _advice(found, rank)
+    if local_rank is None:
+        local_rank = _whole((found or TORCHRUN).local_rank)
+    return Placement(rank, world_size, local_rank or 0, missing)
+
+
+def _advice(found: Launcher, rank: int | None) -> str:
+    if found.world_size is None:
+        return (
+            f"{found.rank} says that this is worker {rank}, but not of how many: "
+            "set PS_WORLD_SIZE to the Job's completions, or call connect(world_size=...)"
+        )
+    there, absent = (found.world_size, found.rank) if rank is None else (found.rank, found.world_size)
+    return f"{there} is set, but {absent} is not: set both, or PS_RANK and PS_WORLD_SIZE"
+
+
+def _whole(name: str | None) -> int | None:
+    text = os.environ.get(name or "")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise InvalidRequest(f"{name}: expected a whole number, got {text!r}")
+    return int(text)
