@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from ps_protocol.channel import MAX_BUCKET_BYTES
-from ps_protocol.errors import InvalidRequest, PSError, UnknownWorker
-from ps_protocol.job import HyperParameters, NonFinite, validate
+from ps_protocol.errors import InvalidRequest, NotFound, PSError, UnknownWorker
+from ps_protocol.job import HyperParameters, JobSpec, NonFinite, validate
 from ps_protocol.layout import Bucket, bucket_layout
 from ps_worker.added import checked_group, holder, optimizer_of
 from ps_worker.client import CoordinatorClient
@@ -73,6 +73,7 @@ class ParameterServer:
             metrics.announced,
             self._finished,
             self._moved,
+            options.launch,
         )
         self._sender = StateSender(self._coordinator, self._members)
         self.rewind = (Bystander if beside else Rewind)(device, self._sender.send)
@@ -157,16 +158,14 @@ class ParameterServer:
         self._optimizers = list(zip(self._spec.optimizers, optimizers, strict=True))
         self._groups = LiveGroups(self._optimizers)
         self._initial_states = self._states_before(optimizers)
-        self._shard_map, bucket_bytes = self._coordinator.register(self._spec)
-        self._spec = replace(self._spec, bucket_bytes=bucket_bytes)
-        validate(self._spec, MAX_BUCKET_BYTES)  # whatever the server answers
+        place = self._join(self._spec)
         self._layout = bucket_layout(self._spec.parameters, self._spec.bucket_bytes)
         self._trained = [bucket for bucket in self._layout.buckets if not bucket.held]
         self._overlaps = [
             Overlap([bucket for bucket in self._trained if bucket.optimizer == index], options.overlap)
             for index in range(len(optimizers))
         ]
-        self._take_places(self._members.join())
+        self._take_places(place)
         assert self._place is not None
         self.came_late = self._place.clock > 0
         for optimizer in optimizers:
@@ -188,6 +187,20 @@ class ParameterServer:
         }
         check_states(self._spec, found)
         return found
+
+    def _join(self, spec: JobSpec) -> Place:
+        """Registers the job and takes a place in it."""
+        for last in (False, True):
+            self._shard_map, bucket_bytes = self._coordinator.register(spec)
+            self._spec = replace(spec, bucket_bytes=bucket_bytes)
+            validate(self._spec, MAX_BUCKET_BYTES)  # whatever the server answers
+            try:
+                return self._members.join()
+            except NotFound as error:  # it ended while this worker waited for a place, with the launch that held it
+                if last or self._closing:
+                    raise
+                log.warning("%s: this worker begins it anew", error)
+        raise AssertionError
 
     # -- a place, taken and lost -------------------------------------------------------------------------------------
 

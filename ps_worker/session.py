@@ -47,6 +47,9 @@ from ps_worker.strategy import Single, Strategy
 
 log = logging.getLogger("ps_worker")
 
+_open: list[Session] = []  # sessions of this process that are not closed
+_opening = threading.Lock()
+
 
 def connect(
     server: str | None = None,
@@ -67,6 +70,7 @@ def connect(
     token_file: str | None = None,
     insecure: bool | None = None,
     metrics_insecure: bool | None = None,
+    take_over: bool | None = None,
 ) -> Session:
     """A worker's session. What is not given comes from PS_* variables, then from a launcher's, then from defaults.
 
@@ -88,6 +92,11 @@ def connect(
     token_file:      file with this worker's bearer token (PS_TOKEN_FILE), where servers ask for one
     insecure:        a token may leave this machine in plaintext, and metrics may be served so (PS_INSECURE)
     metrics_insecure: metrics may be served beyond this machine without TLS (PS_METRICS_INSECURE)
+    take_over:       replace live workers of another launch that train the job (PS_TAKE_OVER); by default `prepare`
+                     raises JobInUse, which names them
+
+    An open session of this process with the same server, job, rank and launch is closed first, prepared or not: a
+    notebook's cell that is run again begins anew. Elastic sessions have no rank, and stay open.
 
     Raises InvalidRequest for settings that contradict each other, and for files that do not fit together.
     """
@@ -96,6 +105,7 @@ def connect(
     config = resolve(**arguments)
     speak_as(config.rank)
     warn_of_unknown_variables()
+    _close_earlier(config)
     return Session(config)
 
 
@@ -118,6 +128,8 @@ class Session:
         if config.consistency is None:
             self._strategy = self._local_strategy()
         _close_at_exit(self)
+        with _opening:
+            _open.append(self)
 
     def _serve_metrics(self, config: WorkerConfig) -> None:
         """Where the servers' side can reach them, if they may be served there; else for this machine alone."""
@@ -180,7 +192,7 @@ class Session:
         seed:         of the loaders' shuffle, the same on all workers
         ddp_options:  more arguments for DistributedDataParallel in mode ddp
 
-        Raises Unsupported, InvalidRequest, JobMismatch, or Unreachable; the model is unchanged then.
+        Raises Unsupported, InvalidRequest, JobMismatch, JobInUse, or Unreachable; the model is unchanged then.
         Raises LimitExceeded if other workers have not joined after the start timeout (PS_START_TIMEOUT, 1800 s).
         """
         for thing in things:
@@ -231,7 +243,8 @@ class Session:
     ) -> dict[int, Any]:
         if self._prepared:
             raise InvalidRequest(
-                "this session has its models already: hand all models and optimizers to one call of prepare"
+                "this session has its models already: hand all models and optimizers to one call of prepare; "
+                "to begin anew (a notebook's cell run again), call connect again"
             )
         config = self._config
         if config.consistency is not None:
@@ -245,6 +258,7 @@ class Session:
                     world_size=config.world_size,
                     start_timeout=config.start_timeout,
                     link=Link(config.connect_timeout, config.transport, config.shared_directory, config.access),
+                    launch=config.launch,
                     **options,
                 ),
                 self._metrics,
@@ -383,6 +397,9 @@ class Session:
             take_back()
         self._metrics.close()
         atexit.unregister(self.close)
+        with _opening:
+            if self in _open:
+                _open.remove(self)
 
     def __enter__(self) -> Session:
         return self
@@ -391,6 +408,12 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _is_at(self, config: WorkerConfig) -> bool:
+        """Whether this is a session of this process for the same place."""
+        own = self._config
+        mine = own.server, own.job, own.rank, own.launch.name
+        return mine == (config.server, config.job, config.rank, config.launch.name) and self._pid == os.getpid()
 
     def _say_refused(self, findings: list[str]) -> None:
         """Says once what the modes with servers would refuse: mode single is their dry run."""
@@ -458,6 +481,20 @@ def _own_address(server: str | None) -> str:
         probe.connect((host, int(port)))  # sends nothing: it only picks the route
         return str(ipaddress.ip_address(probe.getsockname()[0]))
     return "127.0.0.1"
+
+
+def _close_earlier(config: WorkerConfig) -> None:
+    """Closes what an earlier `connect` of this process left open in the same place."""
+    if config.consistency is None or config.rank is None:
+        return
+    with _opening:
+        earlier = [session for session in _open if session._is_at(config)]
+    for session in earlier:
+        log.warning(
+            "an earlier session of this process was worker %d of job %s at %s: it is closed, and a new one begins",
+            *(config.rank, config.job, config.server),
+        )
+        session.close()
 
 
 def _close_at_exit(session: Session) -> None:
