@@ -86,7 +86,6 @@ class ParameterServer:
         self._pushed: list[Future[Any]] = []  # once all of these are done, the step at hand counts
         self._changed: set[int] = set()  # parameters that the script has set since weights last landed
         self._loaded: dict[int, Mapping[str, torch.Tensor]] | None = None  # optimizer state that the script has set
-        self._late = False  # this process came to a job that was under way, and has made no step yet
         self._draft_room = 0.0  # bytes that may still leave as drafts in this step
         self.data = StepData()
         self.stepped = self.came_late = False
@@ -174,7 +173,6 @@ class ParameterServer:
         self.rewind.watch(optimizers, untrained)
         if self._place.state is not None:  # a worker of this rank was here before
             self.rewind.go_back(self._place.state, self._clock)
-        self._late = self._clock > 0
         return models, [ServerOptimizer(one, _Stepped(self, index)) for index, one in enumerate(optimizers)]
 
     def _states_before(self, optimizers: Sequence[torch.optim.Optimizer]) -> States:
@@ -419,8 +417,8 @@ class ParameterServer:
         """One step of one optimizer; where this worker has lost its place, the step in which it takes another."""
         self.rewind.stepping()
         self._metrics.timer.stepping()
-        self.stepped = True
         staged = self._in_place(lambda: self._exchange(index))
+        self.stepped = True
         if staged is not None:
             (self.data.pushed if staged else self.data.lost)()
         for owner, added in self._added:
@@ -482,7 +480,6 @@ class ParameterServer:
         self._pushed = [*pushed, *committing]
         self._clock += 1
         self._finish(pushed, pulls)
-        self._late = False
         self.data.pushed()
 
     def _finish(self, pushes: list[Future[Sent]], pulls: list[Future[Landed]]) -> None:
@@ -537,7 +534,7 @@ class ParameterServer:
         states, self._loaded = self._loaded, None
         if not changed and states is None:
             return
-        if self._late:
+        if self.came_late and not self.stepped:
             log.warning(
                 "the job was at clock %d when this worker joined: what the script has loaded or changed before its "
                 "first step is not taken over; the servers' weights and optimizer state count",
