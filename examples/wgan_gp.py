@@ -32,7 +32,11 @@ def ring(count: int) -> torch.Tensor:
 def network(inputs: int, outputs: int, width: int = 64) -> nn.Module:
     """A small network with two hidden layers."""
     return nn.Sequential(
-        nn.Linear(inputs, width), nn.LeakyReLU(0.2), nn.Linear(width, width), nn.LeakyReLU(0.2), nn.Linear(width, outputs)
+        nn.Linear(inputs, width),
+        nn.LeakyReLU(0.2),
+        nn.Linear(width, width),
+        nn.LeakyReLU(0.2),
+        nn.Linear(width, outputs),
     )
 
 

@@ -268,8 +268,8 @@ def read_weights(task: Task) -> tuple[torch.Tensor, tuple[int, ...]]:
     model, rule = Cells(task.shape), parse_mode(task.mode)
     assert rule is not None
     spec, _ = describe(
-        model,
-        model.optimizer(),
+        [model],
+        [model.optimizer()],
         name=task.job,
         consistency=rule,
         bucket_bytes=task.shape.bucket_bytes,
