@@ -86,21 +86,20 @@ def entry(level: str, title: str, function: Callable[..., Any], prefix: str = ""
 
 def called(name: str, signature: inspect.Signature) -> str:
     """A call as somebody writes it: a parameter a line if there are many."""
-    parameters = [one.replace(annotation=one.annotation) for key, one in signature.parameters.items() if key != "self"]
-    bare = str(signature.replace(parameters=parameters))
-    if len(name) + len(bare) <= 100:
-        return name + bare
-    lines = []
-    star = False
-    for one in parameters:
-        if one.kind is inspect.Parameter.VAR_POSITIONAL:
-            star = True
-        elif one.kind is inspect.Parameter.KEYWORD_ONLY and not star:
-            lines.append("    *,")
-            star = True
-        lines.append(f"    {one},")
-    returned = signature.return_annotation
-    return "\n".join([f"{name}(", *lines, f") -> {returned}"])
+    kinds = inspect.Parameter
+    words: list[str] = []
+    for key, one in signature.parameters.items():
+        if key == "self":
+            continue
+        if one.kind is kinds.KEYWORD_ONLY and not any(word.startswith("*") for word in words):
+            words.append("*")
+        star = "*" if one.kind is kinds.VAR_POSITIONAL else ""
+        default = "" if one.default is kinds.empty else f" = {one.default!r}"
+        words.append(f"{star}{key}: {one.annotation}{default}")
+    # What contextlib.contextmanager makes of a generator.
+    returned = "ContextManager[None]" if signature.return_annotation == "Iterator[None]" else signature.return_annotation
+    short = f"{name}({', '.join(words)}) -> {returned}"
+    return short if len(short) <= 100 else "\n".join([f"{name}(", *(f"    {w}," for w in words), f") -> {returned}"])
 
 
 def text_of(docstring: str, names: set[str] | None) -> str:
