@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -93,3 +94,26 @@ def test_the_recipe_resumes(shared: Cluster, job: str, tmp_path: Path, first: st
     if (first, second) == ("sync", "sync"):
         whole = train("whole", (4, "sync"))
         assert all(torch.equal(value, whole["model"][key]) for key, value in found["model"].items())
+
+
+def _words_of_the_code() -> str:
+    """All that the packages can say, each text of the sources on its own."""
+    texts: list[str] = []
+    for path in (path for package in ("ps_protocol", "ps_server", "ps_worker") for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
+def _pieces(message: str) -> list[str]:
+    """What a message says without its variable parts: capitals, numbers, and what is left out."""
+    bare = re.sub(r"PS_[A-Z]+|\b[A-Z]{1,}\b(?!\w)|\d+s?|/\S+|\.\.\.|'", "\0", message)
+    return [piece.strip(" ,;:()`") for piece in bare.split("\0") if len(piece.strip(" ,;:()`")) >= 12]
+
+
+def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
+    said = _words_of_the_code()
+    rows = re.findall(r"^\| `(.+?)`[^|]*\|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(rows) > 40
+    assert [piece for row in rows for piece in _pieces(row) if piece not in said] == []
