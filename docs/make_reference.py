@@ -97,7 +97,9 @@ def called(name: str, signature: inspect.Signature) -> str:
         default = "" if one.default is kinds.empty else f" = {one.default!r}"
         words.append(f"{star}{key}: {one.annotation}{default}")
     # What contextlib.contextmanager makes of a generator.
-    returned = "ContextManager[None]" if signature.return_annotation == "Iterator[None]" else signature.return_annotation
+    returned = (
+        "ContextManager[None]" if signature.return_annotation == "Iterator[None]" else signature.return_annotation
+    )
     short = f"{name}({', '.join(words)}) -> {returned}"
     return short if len(short) <= 100 else "\n".join([f"{name}(", *(f"    {w}," for w in words), f") -> {returned}"])
 
