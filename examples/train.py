@@ -1,7 +1,9 @@
 """The smallest complete script: a classifier of points, in one process, with DDP, or on a parameter server.
 
-python examples/train.py
-ps-server up --shards 2 & ps-worker run --server 127.0.0.1:50051 --workers 2 --mode sync examples/train.py
+    python examples/train.py
+    ps-server up --shards 2 & ps-worker run --server 127.0.0.1:50051 --workers 2 --mode sync examples/train.py
+
+README.md shows all that follows.
 """
 
 import torch
