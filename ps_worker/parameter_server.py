@@ -608,7 +608,7 @@ class ParameterServer:
             optimizer.param_groups.pop()
             raise
         self._added.append((index, added))
-        self.rewind.trains([self._indices[id(parameter)] for parameter in parameters], live)
+        self.rewind.trains([self._indices[id(parameter)] for parameter in parameters])
         log.info("%d parameters are added to %s: job %s", len(parameters), name, options.job)
 
     @staticmethod
