@@ -15,6 +15,7 @@ import math
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -60,7 +61,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description="A WGAN with a gradient penalty on eight points in a ring.")
     arguments.add_argument("--epochs", type=int, default=40, help="passes over the data")
     arguments.add_argument("--samples", type=int, default=4096, help="points in the data")
-    arguments.add_argument("--save", type=Path, help="where to save the generator's weights")
+    arguments.add_argument("--save", type=Path, help="a safetensors file for the generator's weights")
     options = arguments.parse_args()
 
     session = ps_worker.connect()
@@ -97,7 +98,7 @@ def main() -> None:
     if session.is_main:
         print(f"made points are {found:.3f} from the nearest of the eight places, on average")
         if options.save:
-            torch.save(session.unwrap(generator).state_dict(), options.save)
+            save_file(session.unwrap(generator).state_dict(), options.save)
     session.close()
 
 
