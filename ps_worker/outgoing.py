@@ -22,14 +22,17 @@ class LiveGroups:
 
     def __init__(self, optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> None:
         """optimizers: each with its name. Groups that are added to one later are no part of this."""
-        self._groups = [(name, group) for name, optimizer in optimizers for group in optimizer.param_groups]
+        self._optimizers = [(name, optimizer, len(optimizer.param_groups)) for name, optimizer in optimizers]
         self._checked: list[HyperParameters] = []
 
     def read(self) -> list[HyperParameters]:
         """Those of each group now. Raises InvalidRequest for what the shards would refuse, before a push."""
-        found = [hyper_parameters(name, group) for name, group in self._groups]
+        named = [
+            (name, group) for name, optimizer, count in self._optimizers for group in optimizer.param_groups[:count]
+        ]
+        found = [hyper_parameters(name, group) for name, group in named]
         if found != self._checked:
-            for (name, _), values in zip(self._groups, found, strict=True):
+            for (name, _), values in zip(named, found, strict=True):
                 check_hyper_parameters(name, values)
             self._checked = found
         return found

@@ -84,6 +84,7 @@ class ParameterServer:
         self._begun = False
         self._lost: BaseException | None = None  # how the place that the training thread is in was lost
         self._pushed: list[Future[Any]] = []  # once all of these are done, the step at hand counts
+        self._relied_on: int | None = None  # the rank whose changes of weights counted in the last step
         self._changed: set[int] = set()  # parameters that the script has set since weights last landed
         self._loaded: dict[int, Mapping[str, torch.Tensor]] | None = None  # optimizer state that the script has set
         self._draft_room = 0.0  # bytes that may still leave as drafts in this step
@@ -530,6 +531,13 @@ class ParameterServer:
         """Tells the shards what the script has changed since the last step, to take effect with this one."""
         assert self._shards is not None
         assert self._flat is not None
+        relied_on, self._relied_on = self._relied_on, None
+        if relied_on is not None and relied_on not in self._members.roster.ranks:
+            log.warning(
+                "worker %d is gone since the step in which this script changed weights or optimizer state: "
+                "if it died in that step, the change is lost",
+                relied_on,
+            )
         changed, self._changed = self._changed, set()
         states, self._loaded = self._loaded, None
         if not changed and states is None:
@@ -541,8 +549,10 @@ class ParameterServer:
                 self._clock,
             )
             return
-        if self._options.consistency.aggregate and self.rank != min(self._members.roster.ranks, default=self.rank):
-            return  # the lowest rank's count, and it says them
+        lowest = min(self._members.roster.ranks, default=self.rank)
+        if self._options.consistency.aggregate and self.rank != lowest:
+            self._relied_on = lowest  # its values count, and it says them
+            return
         for bucket in self._trained:
             absent = [p for p, segment in enumerate(bucket.segments) if segment.parameter not in changed]
             if len(absent) < len(bucket.segments):
@@ -608,7 +618,7 @@ class ParameterServer:
             optimizer.param_groups.pop()
             raise
         self._added.append((index, added))
-        self.rewind.trains([self._indices[id(parameter)] for parameter in parameters], live)
+        self.rewind.trains([self._indices[id(parameter)] for parameter in parameters])
         log.info("%d parameters are added to %s: job %s", len(parameters), name, options.job)
 
     @staticmethod

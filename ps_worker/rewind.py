@@ -42,7 +42,7 @@ class Rewind:
         self.loaders: list[LoaderPlace] = []
         self._save = save
         self._optimizers: Sequence[torch.optim.Optimizer] = ()
-        self._groups: list[dict[str, Any]] = []  # the live ones; what was added later is behind the others
+        self._group_counts: list[int] = []  # of each optimizer, at the beginning
         self._untrained: dict[int, Untrained] = {}
         self._stateful: list[Any] = []
         self._left_out: set[str] = set()
@@ -58,12 +58,11 @@ class Rewind:
     def watch(self, optimizers: Sequence[torch.optim.Optimizer], untrained: Mapping[int, torch.Tensor]) -> None:
         """Sees to optimizers' groups, and to what they do not step: by index among the job's parameters."""
         self._optimizers = optimizers
-        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._group_counts = [len(optimizer.param_groups) for optimizer in optimizers]
         self._untrained = {index: Untrained(tensor) for index, tensor in untrained.items()}
 
-    def trains(self, indices: Sequence[int], group: dict[str, Any]) -> None:
-        """What no optimizer of this job steps is trained beside it from here on, as a group that was added."""
-        self._groups.append(group)
+    def trains(self, indices: Sequence[int]) -> None:
+        """What no optimizer of this job steps is trained beside it from here on."""
         for index in indices:
             self._untrained[index].trains = True
 
@@ -146,12 +145,18 @@ class Rewind:
 
     def settings(self) -> Settings:
         """What the script has set, now."""
-        groups = self._groups
+        groups = self._groups()
         return Settings(
             RandomState.now(self.device),
             [self._state_of(thing) for thing in self._stateful],
             [copied({k: v for k, v in group.items() if k != "params"}, "a group") for group in groups],
         )
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The live groups; those that were added later are behind all others."""
+        counted = list(zip(self._optimizers, self._group_counts, strict=True))
+        first = [group for optimizer, count in counted for group in optimizer.param_groups[:count]]
+        return first + [group for optimizer, count in counted for group in optimizer.param_groups[count:]]
 
     def places(self) -> list[DataPlace]:
         """Where all loaders are, now."""
@@ -175,7 +180,7 @@ class Rewind:
 
     def put(self, settings: Settings) -> None:
         """Sets all that a script sets beside the model."""
-        for group, values in zip(self._groups, settings.groups, strict=False):
+        for group, values in zip(self._groups(), settings.groups, strict=False):
             for key, value in copied(values).items():
                 if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
                     group[key].copy_(value)
@@ -188,7 +193,7 @@ class Rewind:
     def _put_back(self, state: WorkerState) -> None:
         """All but the loaders' places. Raises Unsupported if the state is of another script."""
         # A state from before a group was added is put back all the same: the group keeps what it has.
-        mine = min(len(self._groups), len(state.settings.groups)), len(self._stateful), len(self.loaders)
+        mine = min(len(self._groups()), len(state.settings.groups)), len(self._stateful), len(self.loaders)
         found = len(state.settings.groups), len(state.settings.stateful), len(state.loaders)
         if mine != found or not all(
             index in self._untrained and self._untrained[index].takes(tensor) for index, tensor in state.tensors.items()
