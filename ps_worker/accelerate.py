@@ -5,8 +5,8 @@
     model, optimizer, loader = session.prepare(model, optimizer, loader)      # first ours: the plain objects
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # then Accelerate's
 
-Under torchrun Accelerate would start torch.distributed and wrap the model in DistributedDataParallel: gradients would be
-reduced twice, and async would wait at every step. What it should know of the launch is the rank, so that
+Under torchrun Accelerate would start torch.distributed and wrap the model in DistributedDataParallel: gradients would
+be reduced twice, and async would wait at every step. What it should know of the launch is the rank, so that
 `accelerator.is_main_process`, `print` and `save` are those of one worker.
 """
 
@@ -49,8 +49,8 @@ def hide_launcher(session: Session) -> None:
     state = PartialState(cpu=session.device.type == "cpu")
     if state.num_processes > 1:
         raise InvalidRequest(
-            "Accelerate has started torch.distributed already: call ps_worker.accelerate.connect() before Accelerator() "
-            "and TrainingArguments(), or launch with `ps-worker run`"
+            "Accelerate has started torch.distributed already: call ps_worker.accelerate.connect() before "
+            "Accelerator() and TrainingArguments(), or launch with `ps-worker run`"
         )
     for known in (PartialState._shared_state, AcceleratorState._shared_state):
         if known:  # the latter is a copy, if it is there yet

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from transformers import Trainer
 from ps_protocol.errors import Unsupported
 from ps_worker.accelerate import connect, hide_launcher
 from ps_worker.data import rebuilt
-from ps_worker.optimizer import ServerOptimizer
 from ps_worker.session import Session
 
 __all__ = ["OnServers", "PsTrainer", "connect"]
@@ -42,12 +40,20 @@ class OnServers:
     All else is the Trainer's.
     """
 
+    args: Any  # these are the Trainer's
+    model: Any
+    optimizer: Any
+    accelerator: Any
+    compute_metrics: Any
+    _train_batch_size: int
+
     def __init__(
         self, *arguments: Any, session: Session, prepare_options: dict[str, Any] | None = None, **more: Any
     ) -> None:
         self.session = session
         self._prepare_options = prepare_options or {}
         self._on_servers = session.mode != "ddp"
+        self._stepper: Any = None  # the optimizer that the session has prepared
         self._scheduler_given = False
         if self._on_servers:
             hide_launcher(session)
@@ -61,13 +67,12 @@ class OnServers:
     def create_optimizer(self, model: Any = None) -> Any:
         """The Trainer's optimizer, prepared once: with it the worker joins the job. Raises PSError."""
         optimizer = super().create_optimizer(model)  # type: ignore[misc]
-        if not self._on_servers or isinstance(optimizer, ServerOptimizer) or self._is_wrapped(optimizer):
+        plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate has wrapped it, when the Trainer asks again
+        if not self._on_servers or (self._stepper is not None and plain is self._stepper):
             return optimizer
-        _, self.optimizer = self.session.prepare(self.model, optimizer, **self._prepare_options)
+        _, self._stepper = self.session.prepare(self.model, optimizer, **self._prepare_options)
+        self.optimizer = self._stepper
         return self.optimizer
-
-    def _is_wrapped(self, optimizer: Any) -> bool:
-        return isinstance(getattr(optimizer, "optimizer", None), ServerOptimizer)
 
     def get_train_dataloader(self) -> Any:
         """This worker's share of the training data. Raises Unsupported for samplers that cannot be divided."""
@@ -75,8 +80,8 @@ class OnServers:
         if not self._on_servers:
             return loader
         self.create_optimizer()  # the share is known when the worker has joined
-        if isinstance(loader.dataset, IterableDataset):
-            return self.session.prepare(_plain(loader, batch_size=loader.batch_size, drop_last=loader.drop_last))
+        if isinstance(loader.dataset, IterableDataset):  # which divides itself
+            return self.session.prepare(rebuilt(loader, batch_size=loader.batch_size, drop_last=loader.drop_last))
         sampler = getattr(loader.batch_sampler, "sampler", None)
         if not isinstance(sampler, RandomSampler | torch.utils.data.SequentialSampler):
             raise Unsupported(
@@ -84,7 +89,7 @@ class OnServers:
                 "train_sampling_strategy='random' or 'sequential'"
             )
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        share = DistributedSampler(
+        share: DistributedSampler[Any] = DistributedSampler(
             loader.dataset,
             self.session.world_size,
             self.session.rank,
@@ -93,7 +98,7 @@ class OnServers:
             drop_last=self.args.dataloader_drop_last,
         )
         batches = _EpochBatches(share, self._train_batch_size, self.args.dataloader_drop_last)
-        return self.session.prepare(_plain(loader, batch_sampler=batches))
+        return self.session.prepare(rebuilt(loader, batch_sampler=batches))
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The Trainer's scheduler, which goes back with the job when that is set back to a checkpoint."""
@@ -125,7 +130,7 @@ class OnServers:
         return found._replace(metrics=metrics)
 
     def _has_joined(self) -> bool:
-        return self._on_servers and (isinstance(self.optimizer, ServerOptimizer) or self._is_wrapped(self.optimizer))
+        return self._stepper is not None
 
     def _part(self, loader: Any) -> Any:
         """Every world_size-th sample; None where a worker would have none."""
@@ -133,7 +138,7 @@ class OnServers:
         if isinstance(loader.dataset, IterableDataset) or len(loader.dataset) < count:
             return None
         mine = range(self.session.rank, len(loader.dataset), count)
-        return _plain(loader, batch_size=self.args.eval_batch_size, sampler=mine)
+        return rebuilt(loader, batch_size=self.args.eval_batch_size, sampler=mine)
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -173,20 +178,16 @@ class PsTrainer(OnServers, Trainer):
 class _EpochBatches(BatchSampler):
     """Batches of a worker's share. The Trainer sets the epoch on a loader's `batch_sampler.batch_sampler`."""
 
+    def __init__(self, share: DistributedSampler[Any], batch_size: int, drop_last: bool) -> None:
+        super().__init__(share, batch_size, drop_last)
+        self._share = share
+
     @property
     def batch_sampler(self) -> _EpochBatches:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        self.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return super().__iter__()
-
-
-def _plain(loader: Any, **sampling: Any) -> DataLoader[Any]:
-    """A DataLoader of torch's own with other sampling, in place of Accelerate's."""
-    return rebuilt(loader, **sampling)
+        self._share.set_epoch(epoch)
 
 
 def _rng_file(rank: int) -> str:

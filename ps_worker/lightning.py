@@ -89,7 +89,7 @@ class _OnSession:
         return self.session.world_size
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """A DataLoader's batches on the session's device; as they are where nothing is trained (`test` before `fit`)."""
+        """A DataLoader's batches on the session's device; as they are where nothing is trained, as in a lone `test`."""
         if not self._joined or not isinstance(dataloader, DataLoader):
             return dataloader
         return self.session.prepare(dataloader)
@@ -131,7 +131,9 @@ class _OnSession:
         if not self._joined:
             return tensor
         if sync_grads and tensor.requires_grad:
-            raise Unsupported("all_gather(sync_grads=True): gradients do not flow between workers; use sync_grads=False")
+            raise Unsupported(
+                "all_gather(sync_grads=True): gradients do not flow between workers; use sync_grads=False"
+            )
         return torch.stack(self.session.gather(tensor.detach()))
 
     def barrier(self, name: str | None = None) -> None:
@@ -159,6 +161,8 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
     """
 
     strategy_name = NAME
+    optimizers: Any  # these are Lightning's
+    lr_scheduler_configs: Any
 
     def __init__(self, session: Session | None = None, **options: Any) -> None:
         _OnSession.__init__(self, session, options)
