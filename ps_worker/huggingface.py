@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
 from transformers import Trainer
 
 from ps_protocol.errors import Unsupported
