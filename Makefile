@@ -21,10 +21,10 @@ HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-frameworks test-docker bench simulate fuzz lint format proto clean
+.PHONY: help demo test test-frameworks test-docker bench simulate fuzz lint format proto reference clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: .venv/demo.stamp ## train a small GPT on two shards and two workers, in about a minute
 	@$(IN_VENV)/python examples/demo.py $(ARGS)
@@ -62,6 +62,9 @@ format: .venv/dev.stamp ## put the code into its format, and mend what ruff can 
 proto: .venv-proto/stamp ## generate ps_protocol/v1 from proto/
 	@.venv-proto/bin/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. \
 		proto/ps_protocol/v1/*.proto
+
+reference: .venv/dev.stamp ## write docs/reference.md from the docstrings
+	@$(IN_VENV)/python docs/make_reference.py
 
 clean: ## remove what make made, except runs/
 	rm -rf .venv .venv-proto build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@
     │   └── NonFiniteGradient an infinity or a NaN in a gradient
     ├── Unsupported           an optimizer, a sampler, a model that this project refuses, with what to use instead
     ├── JobMismatch           the job exists and is another one
+    ├── JobInUse              live workers of another launch train the job
     ├── NotFound              no such job, bucket or shard
     ├── UnknownWorker         the caller is no live worker of the job: join first
     │   └── Fenced            a newer incarnation took the caller's place, or its lease ran out
@@ -82,6 +83,13 @@ class JobMismatch(PSError):
     """A job of that name exists and differs; the message names the difference."""
 
     reason = "JOB_MISMATCH"
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class JobInUse(PSError):
+    """Live workers of another launch hold the ranks of a job; the message names them and says what to do."""
+
+    reason = "JOB_IN_USE"
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 

@@ -39,6 +39,7 @@ def _check_sizes(spec: JobSpec, limits: Limits) -> None:
 
 _ADDRESS = re.compile(r"[A-Za-z0-9._\[\]:-]{1,255}:[0-9]{1,5}")
 _HOST = re.compile(r"[A-Za-z0-9._:-]{0,255}")
+_LAUNCH = re.compile(r"[ -~]{0,255}")
 
 
 def check_address(address: str, what: str) -> None:
@@ -51,3 +52,9 @@ def check_host(host: str) -> None:
     """Raises InvalidRequest unless this can be a host's name, or is empty."""
     if not _HOST.fullmatch(host):
         raise InvalidRequest(f"a host's name has up to 255 letters, digits, '.', '_', ':' and '-', got {host[:80]!r}")
+
+
+def check_launch(launch: str) -> None:
+    """Raises InvalidRequest unless this can name a launch, or is empty."""
+    if not _LAUNCH.fullmatch(launch):
+        raise InvalidRequest(f"a launch's name has up to 255 printable ASCII characters, got {launch[:80]!r}")

@@ -22,7 +22,7 @@ from ps_server import messages
 from ps_server.admitting import admit
 from ps_server.checkpoint_policy import CheckpointPolicy
 from ps_server.checkpoints import Manifest
-from ps_server.checks import check_address, check_host, check_job_spec
+from ps_server.checks import check_address, check_host, check_job_spec, check_launch
 from ps_server.core.bucket_sizes import sized
 from ps_server.core.data_leases import Grant
 from ps_server.core.membership import Member, Newcomer, Seat, check_key
@@ -31,6 +31,7 @@ from ps_server.exchanging import LOOK_SECONDS, ExchangeRequest, Listener, Terms,
 from ps_server.failpoints import failpoint
 from ps_server.jobs import CoordinatedJob, Shard, Watcher, make_job
 from ps_server.keeping import Keeping
+from ps_server.launches import refusal
 from ps_server.leasing import lease_data
 from ps_server.limits import DEFAULTS, Limits
 from ps_server.retiring import retire, retire_ghosts
@@ -238,8 +239,13 @@ class Coordinator:
     # -- workers -----------------------------------------------------------------------------------------------------
 
     def join(self, name: str, rank: int | None, newcomer: Newcomer) -> Seat:
-        """Makes the caller a live worker; answers with its place and the clock it starts from."""
+        """Makes the caller a live worker; answers with its place and the clock it starts from.
+
+        Raises JobInUse where live workers of another launch are in the way, TryLater while it is not clear whether they
+        are still live; see Membership.rivals.
+        """
         check_host(newcomer.host)
+        check_launch(newcomer.launch)
         if newcomer.metrics_address:
             check_address(newcomer.metrics_address, "where metrics are served")
         self._check_open()
@@ -256,6 +262,10 @@ class Coordinator:
                 return self._seat(job, seated)
             with job.guard:
                 rank = job.membership.claim(rank, newcomer)
+                rivals = job.membership.rivals(rank, newcomer, time.monotonic())
+                if rivals is not None:
+                    raise refusal(name, rivals, newcomer, self.lease)
+                older = job.membership.members.get(rank)
                 # Shards remember every rank that there ever was, so that a repeat is known: there must be a last one.
                 if rank >= self._limits.workers:
                     raise LimitExceeded(f"a rank must be below max-workers, {self._limits.workers}, got {rank}")
@@ -267,7 +277,8 @@ class Coordinator:
             self._save()
             clock = admit(job, rank, incarnation, key, self._directory, self._pool)
             where = newcomer.pid, newcomer.host, newcomer.metrics_address
-            member = Member(rank, incarnation, time.monotonic() + self.lease, clock, *where, key, newcomer.attempt)
+            known = rank, incarnation, time.monotonic() + self.lease, clock, *where, key, newcomer.attempt
+            member = Member(*known, launch=newcomer.launch, since=time.time())
             with job.guard:
                 job.membership.join(member)
             job.data.gone(rank, incarnation - 1)
@@ -275,6 +286,14 @@ class Coordinator:
             job.joined(rank, clock, None if newcomer.previous is None else newcomer.clock)
             self._save()
             job.announce()
+        if older is not None and newcomer.take_over and older.launch != newcomer.launch:
+            log.warning(
+                "job %s: worker %d (pid %d on %s) is replaced: another launch takes over",
+                name,
+                rank,
+                older.pid,
+                older.host,
+            )
         log.info(
             "job %s: worker %d joins at clock %d (incarnation %d), metrics at %s",
             *(name, rank, clock, incarnation, newcomer.metrics_address or "no address"),

@@ -26,7 +26,8 @@ FORMAT = 1
 class DurableWorker:
     """A live worker; see core.membership.Member. The key as hexadecimal digits.
 
-    With the attempt: who never got its answer asks again, and is to find the place that it was given.
+    With the attempt: who never got its answer asks again, and is to find the place that it was given. Files of earlier
+    versions have no launch.
     """
 
     rank: int
@@ -37,6 +38,9 @@ class DurableWorker:
     metrics_address: str
     key: str
     attempt: int = 0
+    launch: str = ""
+    since: float = 0.0
+    replaced: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,8 +119,13 @@ def _job(data: dict[str, Any]) -> DurableJob:
         DurableRound(**{**one, "values": tuple((rank, value) for rank, value in one["values"])})
         for one in data.get("rounds", ())
     )
-    data["workers"] = tuple(DurableWorker(**worker) for worker in data["workers"])
+    data["workers"] = tuple(_worker(worker) for worker in data["workers"])
     return DurableJob(**data)
+
+
+def _worker(data: dict[str, Any]) -> DurableWorker:
+    replaced = tuple((launch, incarnation) for launch, incarnation in data.pop("replaced", ()))
+    return DurableWorker(**data, replaced=replaced)
 
 
 def _seal(data: Mapping[str, Any]) -> str:

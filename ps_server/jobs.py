@@ -158,7 +158,10 @@ class CoordinatedJob:
     def durable(self) -> DurableJob:
         """What is kept of it on disk."""
         workers = tuple(
-            DurableWorker(m.rank, m.incarnation, m.clock, m.pid, m.host, m.metrics_address, m.key.hex(), m.attempt)
+            DurableWorker(
+                *(m.rank, m.incarnation, m.clock, m.pid, m.host, m.metrics_address, m.key.hex(), m.attempt),
+                *(m.launch, m.since, m.replaced),
+            )
             for m in self.members()
         )
         last_incarnation, restore_count = self.counts()
@@ -209,7 +212,7 @@ def job_that_ran(kept: DurableJob, spec: JobSpec, shard_count: int, lease: float
         key = bytes.fromhex(worker.key)
         place_of = worker.pid, worker.host, worker.metrics_address
         known = worker.rank, worker.incarnation, now + 2 * lease, worker.clock, *place_of, key, worker.attempt
-        membership.join(Member(*known))
+        membership.join(Member(*known, worker.launch, worker.since, replaced=worker.replaced))
     membership.started = kept.started
     membership.awaited = dict.fromkeys(kept.awaited, now + 2 * lease)
     job.ghosts = set(kept.ghosts)

@@ -44,7 +44,14 @@ def retire_request(job: str, rank: int, incarnation: int) -> control_pb2.RetireW
 def newcomer(request: control_pb2.JoinJobRequest) -> Newcomer:
     """Who asks to join."""
     where = request.pid, request.host, request.metrics_address
-    return Newcomer(*where, request.previous_incarnation or None, request.clock, request.attempt)
+    first, count = request.launch_first_rank, request.launch_rank_count
+    return Newcomer(
+        *(*where, request.previous_incarnation or None, request.clock, request.attempt),
+        launch=request.launch,
+        take_over=request.take_over,
+        waited=max(0.0, request.waited.ToNanoseconds() / 1e9),
+        launch_ranks=range(first, first + count),
+    )
 
 
 def join_response(seat: Seat, lease: float, where: job_pb2.ShardMap) -> control_pb2.JoinJobResponse:
@@ -274,6 +281,8 @@ def status_data(response: control_pb2.GetStatusResponse) -> dict[str, Any]:
                 "job": status.name,
                 "incarnation": worker.incarnation,
                 "clock": worker.clock,
+                "launch": worker.launch,
+                "since": worker.since.ToJsonString() if worker.HasField("since") else None,
                 "lease_left_seconds": worker.lease_left.ToNanoseconds() / 1e9,
                 "waits": waits.get((status.name, worker.rank), []),
             }

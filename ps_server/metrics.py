@@ -68,7 +68,8 @@ class ShardMetrics:
 
     def pushed(self, job: str, size: int, staged: Staged) -> None:
         """A push was acknowledged."""
-        result = "duplicate" if staged.duplicate else "skipped" if staged.skipped else "staged"
+        what = {"kept": staged.kept, "duplicate": staged.duplicate, "skipped": staged.skipped}
+        result = next((name for name, holds in what.items() if holds), "staged")
         self._of(self._push, job, result).inc()
         self._of(self._push_bytes, job).inc(size)
         if staged.use.spent:

@@ -362,7 +362,10 @@ def _job_status(job: CoordinatedJob) -> Any:
             pid=member.pid,
             host=member.host,
             metrics_address=member.metrics_address,
+            launch=member.launch,
         )
+        if member.since:
+            worker.since.FromMilliseconds(int(member.since * 1e3))
         worker.lease_left.FromTimedelta(timedelta(seconds=max(0.0, member.expires - now)))
     status.loaders.extend(lease_messages.loader_status(loader, how) for loader, how in job.data.progress().items())
     return status

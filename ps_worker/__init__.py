@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ps_protocol.errors import (
     Fenced,
     InvalidRequest,
+    JobInUse,
     JobMismatch,
     LimitExceeded,
     NonFiniteGradient,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Fenced",
     "InvalidRequest",
+    "JobInUse",
     "JobMismatch",
     "LimitExceeded",
     "NonFiniteGradient",

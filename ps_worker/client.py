@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 import secrets
 import threading
@@ -23,7 +24,7 @@ from ps_protocol.errors import PSError, TryLater, Unreachable, error_from
 from ps_protocol.handshake import refusal
 from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 from ps_worker import messages
-from ps_worker.messages import DataRange, Identity, Lease, Offer, Place, Roster, RoundNews, ShardMap
+from ps_worker.messages import Applicant, DataRange, Identity, Lease, Offer, Place, Roster, RoundNews, ShardMap
 
 T = TypeVar("T")
 
@@ -51,6 +52,7 @@ class Retry:
         self._peer = peer
         self._access = access
         self._asked = False
+        self._waits = False  # whether it was said what is waited for
         self._timeout = timeout
         self._closing = closing
         self.progressed()
@@ -71,6 +73,9 @@ class Retry:
             if untrusted is not None:
                 raise untrusted from None
         if error.retry_after is not None:  # it lives, and has said when there may be room
+            if isinstance(error, TryLater) and not self._waits:
+                self._waits = True
+                log.warning("%s", error)
             self.progressed()
             self._closing.wait(error.retry_after * _RANDOM.uniform(1.0, 1.5))
             return
@@ -127,16 +132,26 @@ class CoordinatorClient:
         """Registers a job, or finds the equal one that is there: where its buckets are, and the bytes of a full one."""
         return messages.registered(self._call(self._stub.RegisterJob, messages.register_request(spec)))
 
-    def join(
-        self, job: str, rank: int | None, pid: int, host: str, metrics: str, previous: int = 0, clock: int = 0
-    ) -> Place:
-        """Makes this process a live worker of the job.
+    def join(self, job: str, rank: int | None, who: Applicant) -> Place:
+        """Makes a process a live worker of the job.
 
-        previous, clock: of a worker that comes back, its last incarnation and the steps it had finished
+        Raises JobInUse if live workers of another launch are in the way. As long as the coordinator cannot tell whether
+        they are live, it waits, however short the timeout: that ends with their lease.
         """
         # One number for all repeats: whichever arrives, and however late, they are one wish to join.
-        request = messages.join_request(job, rank, pid, host, metrics, previous, clock, secrets.randbits(63))
-        return messages.place(job, self._call(self._stub.JoinJob, request))
+        attempt, peer, since = secrets.randbits(63), f"coordinator at {self.address}", math.inf
+
+        def ask() -> Any:
+            nonlocal since
+            request = messages.join_request(job, rank, who, attempt, max(0.0, time.monotonic() - since))
+            try:
+                return self._stub.JoinJob(request, timeout=min(CALL_SECONDS, self._timeout))
+            except grpc.RpcError as error:
+                if error_from(error, peer).retry_after is not None:  # it knows of this wish, and of what is in the way
+                    since = min(since, time.monotonic())
+                raise
+
+        return messages.place(job, Retry(peer, self._timeout, self.closing, self._access).call(ask))
 
     def heartbeat(self, who: Identity, clock: int, timeout: float) -> None:
         """Renews the lease; one attempt."""

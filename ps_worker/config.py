@@ -21,6 +21,7 @@ from ps_protocol.settings import (
     port_number,
     seconds,
 )
+from ps_worker.launch_id import UNKNOWN, LaunchId, launch_id
 from ps_worker.placement import Placement, placement
 
 TRANSPORTS = ("auto", "shm", "grpc")
@@ -53,6 +54,7 @@ SETTINGS = (
     Setting("shared_directory", "where memory is shared as files if it must be", default=str(DEFAULT_SHARED_DIRECTORY)),
     *access_settings(),
     Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),
+    Setting("take_over", "replace the live workers of another launch that train this job", bool),
 )
 # Those that differ from worker to worker: no flags.
 OWN_SETTINGS = (
@@ -77,6 +79,7 @@ class WorkerConfig:
     access:          certificates and token that servers are called with
     metrics_insecure: metrics may be served beyond this machine without TLS
     mode_said:       the mode was given, by an argument or PS_MODE; else it follows from the rest
+    launch:          what started this worker, and whether it takes over from another launch
     """
 
     server: str | None
@@ -95,6 +98,7 @@ class WorkerConfig:
     access: Access = PLAINTEXT
     metrics_insecure: bool = False
     mode_said: bool = False
+    launch: LaunchId = UNKNOWN
 
 
 def resolve(**arguments: object) -> WorkerConfig:
@@ -128,6 +132,7 @@ def resolve(**arguments: object) -> WorkerConfig:
         access=access(found["tls_cert"], found["tls_key"], found["tls_ca"], found["token_file"], insecure),
         metrics_insecure=insecure or found["metrics_insecure"],
         mode_said=found["mode"] is not None,
+        launch=launch_id(world_size, found["take_over"]),
     )
 
 

@@ -67,7 +67,7 @@ class FlatModel:
         self._gradient_views: dict[int, torch.Tensor] = {}  # likewise
         self._apart: set[int] = set()  # parameters with memory of their own
         self._devices = {index: tensor.device for index, tensor in self._trained.items()}
-        self._abroad = {i: -1 for i, device in self._devices.items() if not _is_same(device, self._device)}
+        self._elsewhere = {index for index, tensor in self._trained.items() if self._is_elsewhere(tensor)}
         self._touches = Touches()
         self._gradient_touches = 0  # how often a script has asked for some gradient's `.data`
         self._hooks: list[RemovableHandle] = []
@@ -98,7 +98,7 @@ class FlatModel:
         """A parameter's values go into the flat tensor, and the parameter too if it can be a view into it."""
         view, mine = self._weight_views[index], values(tensor)
         view.copy_(mine)
-        if mine.is_contiguous() and index not in self._abroad:
+        if mine.is_contiguous() and index not in self._elsewhere:
             self._apart.discard(index)
             set_values(tensor, view)
         else:
@@ -173,6 +173,9 @@ class FlatModel:
             return tensor._version != version
         return not torch.equal(values(tensor).to(known.device), known)
 
+    def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        return not _is_same(tensor.device, self._device)
+
     def _check_form(self, index: int) -> None:
         tensor, spec, device = self._trained[index], self._spec.parameters[index], self._devices[index]
         if DTYPE_NAMES.get(tensor.dtype) != spec.dtype or tuple(tensor.shape) != spec.shape:
@@ -200,8 +203,6 @@ class FlatModel:
 
     def _accumulated(self, index: int) -> None:
         """Backward has finished a parameter's gradient."""
-        if index in self._abroad:
-            self._abroad[index] = -1
         self._adopt(index)
         if self._check and self._staging is None:  # on a GPU the answer would be waited for
             self._finite[index] = is_finite(self._gradient_views[index])  # now, while it is in the cache
@@ -213,17 +214,13 @@ class FlatModel:
         gradient = tensor.grad
         if gradient is None or gradient.data_ptr() == view.data_ptr():
             return False
-        if self._abroad.get(index) == gradient._version:
-            return False  # copied already: on another device it stays where it is
         name = self._spec.parameters[index].name
         if gradient.is_sparse:
             raise Unsupported(f"the gradient of {name} is sparse; use sparse=False")
         if gradient.shape != view.shape:
             raise InvalidRequest(f"the gradient of {name}: expected {tuple(view.shape)}, got {tuple(gradient.shape)}")
         view.copy_(gradient.detach())  # it has a graph of its own after backward(create_graph=True)
-        if index in self._abroad:
-            self._abroad[index] = gradient._version
-        else:
+        if index not in self._elsewhere:
             tensor.grad = self._shown(index)
         return True
 
@@ -241,9 +238,8 @@ class FlatModel:
             if self._tensors[index].grad is None:
                 absent.add(index)
             elif self._adopt(index):
-                self._finite.pop(index, None)  # not the one that backward made
-            if index in self._abroad:
-                self._abroad[index] = -1
+                # Not the one that backward made; on another device it may be, but a change could not be told.
+                self._finite.pop(index, None)
         return absent
 
     def gradient_marks(self, spaces: Iterable[str]) -> list[int]:

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ps_protocol.errors import InvalidRequest
-from ps_worker.launched import LAUNCHED, STARTED_FILE
+from ps_worker.launch_id import LAUNCH_ID, LAUNCH_RANKS, new_launch_id
+from ps_worker.launched import LAUNCHED, STARTED_FILE, is_launched
 from ps_worker.output import Console, Stream, log_file
 from ps_worker.placement import TORCHRUN
 from ps_worker.restarts import Restarts
@@ -97,6 +98,8 @@ class _Crew:
         self.code = 0
         self._what = what
         self._extra = rendezvous(what)
+        # The one that a launcher has given to this process, if it is a worker itself, is not that of our workers.
+        self._launch_id = (not is_launched() and os.environ.get(LAUNCH_ID)) or new_launch_id()
         self._guard = _die_with_parent()
         self._console = Console()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -139,6 +142,9 @@ class _Crew:
         what = self._what
         environment = worker_environment(what, local, self._extra)
         environment |= {"PS_RESTART_COUNT": str(self._restarts[local].count), STARTED_FILE: str(self._started)}
+        # One that is started again asks for its own place alone: the others are under way.
+        ranks = f"{what.first_rank}-{what.first_rank + what.workers - 1}" if not self._restarts[local].count else ""
+        environment |= {LAUNCH_ID: self._launch_id, LAUNCH_RANKS: ranks}
         # A single worker keeps the terminal, if there is one.
         piped = subprocess.PIPE if what.workers > 1 or self._logs else None
         self._begun[local] = time.monotonic()

@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, UnknownWorker
 from ps_worker.client import CoordinatorClient, Watch
-from ps_worker.messages import Place, Roster
+from ps_worker.launch_id import UNKNOWN, LaunchId
+from ps_worker.messages import Applicant, Place, Roster
 
 log = logging.getLogger("ps_worker")
 
@@ -35,6 +36,7 @@ class Membership:
     start_timeout: seconds to wait until all declared workers have joined
     finished: says how many steps the training thread has finished in a place
     moved:    called in the heartbeat's thread when there is a new place, with it; with None when there will be none
+    launch:   what started this worker
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Membership:
         metrics_address: str,
         finished: Callable[[Place], int],
         moved: Callable[[Place | None], None],
+        launch: LaunchId = UNKNOWN,
     ) -> None:
         self._coordinator = coordinator
         self._job = job
@@ -58,6 +61,7 @@ class Membership:
         self._metrics_address = metrics_address
         self._finished = finished
         self._moved = moved
+        self._launch = launch
         self.place: Place | None = None
         self.roster = Roster((), world_size, False)
         self._roster_of: Place | None = None  # the place in which the roster was asked for
@@ -107,11 +111,17 @@ class Membership:
     def renewed(self, place: Place, cause: BaseException | None) -> Place:
         """Waits for the place that follows one. Raises the `cause` that told of its loss if none will come."""
         until = time.monotonic() + self._timeout
+        asked = False
         with self._changed:
             while self.place is place:
                 self.raise_lost()
                 # Fenced by a shard, with no join of our own under way: by another process that took the rank.
                 if isinstance(cause, Fenced) and not self._joining:
+                    if not asked:  # the coordinator knows by which
+                        asked = True
+                        self._doubted.set()
+                        self._changed.wait_for(lambda: self._has_changed(place) or self._joining, NOTICE_SECONDS)
+                        continue
                     self._error = cause
                     raise cause
                 if cause is not None and (self._closing.is_set() or time.monotonic() >= until):
@@ -125,7 +135,11 @@ class Membership:
         """Waits a moment for the place that follows one."""
         with self._changed:
             self._doubted.set()
-            self._changed.wait_for(lambda: self.place is not place or self._error is not None, DOUBT_SECONDS)
+            self._changed.wait_for(lambda: self._has_changed(place), DOUBT_SECONDS)
+
+    def _has_changed(self, place: Place) -> bool:
+        """Whether another place follows one, or none ever will."""
+        return self.place is not place or self._error is not None
 
     def await_started(self, place: Place) -> None:
         """Waits until every declared worker has joined: a job that goes on without some trains another model.
@@ -170,8 +184,8 @@ class Membership:
         rank = self._rank if before is None else before.identity.rank
         previous = 0 if before is None else before.identity.incarnation
         clock = 0 if before is None else self._finished(before)
-        who = os.getpid(), socket.gethostname(), self._metrics_address
-        place = self._coordinator.join(self._job, rank, *who, previous, clock)
+        who = Applicant(os.getpid(), socket.gethostname(), self._metrics_address, previous, clock, self._launch)
+        place = self._coordinator.join(self._job, rank, who)
         if place.identity.incarnation <= previous:
             self._coordinator.leave(place.identity)
             raise NotFound(f"job {self._job!r} ended, and another of that name began")

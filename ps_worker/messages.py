@@ -10,6 +10,7 @@ from ps_protocol.job import HyperParameters, JobSpec
 from ps_protocol.job_messages import hyper_messages, job_spec_message
 from ps_protocol.layout import Bucket
 from ps_protocol.v1 import control_pb2, data_pb2, job_pb2
+from ps_worker.launch_id import UNKNOWN, LaunchId
 
 
 @dataclass(frozen=True)
@@ -345,20 +346,39 @@ def _shard_map(found: job_pb2.ShardMap) -> ShardMap:
     return ShardMap({shard.index: shard.address for shard in found.shards}, tuple(found.bucket_shards))
 
 
-def join_request(
-    job: str, rank: int | None, pid: int, host: str, metrics: str, previous: int, clock: int, attempt: int
-) -> control_pb2.JoinJobRequest:
-    """Asks to take part, or to come back: `previous` is the incarnation before, 0 for a new process."""
-    return control_pb2.JoinJobRequest(
+@dataclass(frozen=True)
+class Applicant:
+    """A process that asks for a place.
+
+    previous, clock: of a worker that comes back, its last incarnation and the steps it had finished; 0 for a new one
+    """
+
+    pid: int
+    host: str
+    metrics_address: str = ""
+    previous: int = 0
+    clock: int = 0
+    launch: LaunchId = UNKNOWN
+
+
+def join_request(job: str, rank: int | None, who: Applicant, attempt: int, waited: float) -> control_pb2.JoinJobRequest:
+    """Asks to take part, or to come back. waited: seconds since it was told first to wait for others."""
+    request = control_pb2.JoinJobRequest(
         job=job,
         rank=rank,
-        pid=pid,
-        host=host,
-        metrics_address=metrics,
-        previous_incarnation=previous,
-        clock=clock,
+        pid=who.pid,
+        host=who.host,
+        metrics_address=who.metrics_address,
+        previous_incarnation=who.previous,
+        clock=who.clock,
         attempt=attempt,
+        launch=who.launch.name,
+        take_over=who.launch.take_over,
+        launch_first_rank=who.launch.ranks.start,
+        launch_rank_count=len(who.launch.ranks),
     )
+    request.waited.FromNanoseconds(int(waited * 1e9))
+    return request
 
 
 def place(job: str, response: control_pb2.JoinJobResponse) -> Place:

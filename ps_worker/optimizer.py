@@ -31,7 +31,7 @@ class OnServers(Protocol):
 
 
 class ServerOptimizer(torch.optim.Optimizer):
-    """Looks like the optimizer it wraps; `step` pushes gradients and pulls weights instead of computing.
+    """Looks like the optimizer it wraps, but `step` pushes gradients and pulls weights.
 
     It shares the wrapped optimizer's param_groups, so LR schedulers work, made before or after: hyper-parameters ride
     with each push. Its state (momentum, moments) lives on the shards: `state_dict` fetches it, `load_state_dict` sets
@@ -51,7 +51,12 @@ class ServerOptimizer(torch.optim.Optimizer):
     # torch's own wrapper calls step hooks, the wrapped optimizer's and the global ones. Optimizer.__init__ puts it on.
     @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Ends this worker's step: when it returns, gradients are staged and weights are as the mode promises."""
+        """Ends this worker's step: when it returns, gradients are staged and weights are as the mode promises.
+
+        Raises NonFiniteGradient for an infinity or a NaN (see `non_finite` of `prepare`), InvalidRequest for a model
+        that was moved to another type or device, Fenced for a worker that was replaced, Unreachable for servers that do
+        not answer.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -63,10 +68,10 @@ class ServerOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps it no second time
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups and state in torch's own layout, fetched from the shards: as large as the optimizer's state.
+        """Returns groups and state in torch's own layout, fetched from the shards: as large as the optimizer's state.
 
-        Any worker may ask, alone or all together; in sync it is the state at this worker's clock. Raises PSError if the
-        shards do not answer, or the session is closed.
+        Any worker may ask, alone or together with others; in sync it is the state at this worker's clock. Raises
+        PSError if the shards do not answer, or the session is closed.
         """
         own = self.__dict__["state"]
         self.__dict__["state"] = defaultdict(dict, {tensor: dict(s) for tensor, s in self._servers.state().items()})
@@ -79,8 +84,10 @@ class ServerOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over hyper-parameters at once, and optimizer state with the next step.
 
-        In sync rank 0's counts; in ssp and async each worker that loads sets the state anew. Raises ValueError, as
-        torch's own, for a state_dict of other groups.
+        In sync rank 0's state counts; in ssp and async each worker that loads sets the state anew. A worker that joins
+        a running job and loads before its first step does not set the job back: its state is ignored, with a warning.
+        Raises ValueError, as torch's own, for a state_dict of other groups, InvalidRequest or Unsupported for state
+        that the optimizer could not have made; nothing is changed then.
         """
         # torch's own code does the checking and casting, on an object that nobody else sees.
         kind = type(self._wrapped)
@@ -95,5 +102,10 @@ class ServerOptimizer(torch.optim.Optimizer):
             live.update({key: value for key, value in group.items() if key != "params"})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Has the next step train more parameters of the prepared models, with hyper-parameters of their own."""
+        """Has the next step train more parameters of the prepared models, with hyper-parameters of their own.
+
+        In a job with a world size it blocks until all workers have called it. The parameters become a job of their own
+        on the servers, NAME.added1 for the first group. Raises Unsupported for parameters of no prepared model,
+        InvalidRequest for those that an optimizer has already.
+        """
         self._servers.add_group(param_group)

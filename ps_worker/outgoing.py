@@ -21,13 +21,15 @@ class LiveGroups:
     """The hyper-parameters of the script's optimizers, which schedulers change."""
 
     def __init__(self, optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> None:
-        """optimizers: each with its name."""
-        self._optimizers = optimizers
+        """optimizers: each with its name. Groups that are added to one later are no part of this."""
+        self._optimizers = [(name, optimizer, len(optimizer.param_groups)) for name, optimizer in optimizers]
         self._checked: list[HyperParameters] = []
 
     def read(self) -> list[HyperParameters]:
         """Those of each group now. Raises InvalidRequest for what the shards would refuse, before a push."""
-        named = [(name, group) for name, optimizer in self._optimizers for group in optimizer.param_groups]
+        named = [
+            (name, group) for name, optimizer, count in self._optimizers for group in optimizer.param_groups[:count]
+        ]
         found = [hyper_parameters(name, group) for name, group in named]
         if found != self._checked:
             for (name, _), values in zip(named, found, strict=True):

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from ps_protocol.channel import MAX_BUCKET_BYTES
-from ps_protocol.errors import InvalidRequest, PSError, UnknownWorker, Unsupported
-from ps_protocol.job import HyperParameters, NonFinite, validate
+from ps_protocol.errors import InvalidRequest, NotFound, PSError, UnknownWorker
+from ps_protocol.job import HyperParameters, JobSpec, NonFinite, validate
 from ps_protocol.layout import Bucket, bucket_layout
+from ps_worker.added import checked_group, holder, optimizer_of
 from ps_worker.client import CoordinatorClient
 from ps_worker.describe import describe, has_stepped
 from ps_worker.flat import FlatModel
@@ -36,7 +37,7 @@ from ps_worker.optimizer import ParameterStates, ServerOptimizer
 from ps_worker.optimizer_state import StateCollector, States, check_states, pieces, tensors_of
 from ps_worker.outgoing import LiveGroups, bucket_push, is_left_out
 from ps_worker.overlap import Overlap
-from ps_worker.rewind import Rewind
+from ps_worker.rewind import Bystander, Rewind
 from ps_worker.rounds import Heard, Rounds
 from ps_worker.server_options import ServerOptions
 from ps_worker.shards import Shards
@@ -54,8 +55,12 @@ class _PlaceLost(Exception):
 class ParameterServer:
     """One worker of one job."""
 
-    def __init__(self, options: ServerOptions, metrics: WorkerMetrics, device: torch.device) -> None:
+    def __init__(
+        self, options: ServerOptions, metrics: WorkerMetrics, device: torch.device, beside: bool = False
+    ) -> None:
+        """beside: the job goes beside another of this worker, which has all but the weights; see `ps_worker.added`."""
         self._options = options
+        self._device = device
         self._metrics = metrics
         self._coordinator = CoordinatorClient(options.server, options.link.timeout, options.link.access)
         self._members = Membership(
@@ -68,18 +73,20 @@ class ParameterServer:
             metrics.announced,
             self._finished,
             self._moved,
+            options.launch,
         )
         self._sender = StateSender(self._coordinator, self._members)
-        self.rewind = Rewind(device, self._sender.send)
+        self.rewind = (Bystander if beside else Rewind)(device, self._sender.send)
+        self._added: list[tuple[int, ParameterServer]] = []  # by the optimizer that has them
         self._place: Place | None = None  # the one that the training thread is in; the membership may have a newer one
         self._shards: Shards | None = None
         self._flat: FlatModel | None = None
         self._begun = False
         self._lost: BaseException | None = None  # how the place that the training thread is in was lost
         self._pushed: list[Future[Any]] = []  # once all of these are done, the step at hand counts
+        self._relied_on: int | None = None  # the rank whose changes of weights counted in the last step
         self._changed: set[int] = set()  # parameters that the script has set since weights last landed
         self._loaded: dict[int, Mapping[str, torch.Tensor]] | None = None  # optimizer state that the script has set
-        self._late = False  # this process came to a job that was under way, and has made no step yet
         self._draft_room = 0.0  # bytes that may still leave as drafts in this step
         self.data = StepData()
         self.stepped = self.came_late = False
@@ -116,6 +123,8 @@ class ParameterServer:
         if self._closing:
             return
         self._closing = True
+        for _, added in self._added:
+            added.close()
         try:
             self.rewind.close()
         except Exception:
@@ -149,16 +158,14 @@ class ParameterServer:
         self._optimizers = list(zip(self._spec.optimizers, optimizers, strict=True))
         self._groups = LiveGroups(self._optimizers)
         self._initial_states = self._states_before(optimizers)
-        self._shard_map, bucket_bytes = self._coordinator.register(self._spec)
-        self._spec = replace(self._spec, bucket_bytes=bucket_bytes)
-        validate(self._spec, MAX_BUCKET_BYTES)  # whatever the server answers
+        place = self._join(self._spec)
         self._layout = bucket_layout(self._spec.parameters, self._spec.bucket_bytes)
         self._trained = [bucket for bucket in self._layout.buckets if not bucket.held]
         self._overlaps = [
             Overlap([bucket for bucket in self._trained if bucket.optimizer == index], options.overlap)
             for index in range(len(optimizers))
         ]
-        self._take_places(self._members.join())
+        self._take_places(place)
         assert self._place is not None
         self.came_late = self._place.clock > 0
         for optimizer in optimizers:
@@ -167,7 +174,6 @@ class ParameterServer:
         self.rewind.watch(optimizers, untrained)
         if self._place.state is not None:  # a worker of this rank was here before
             self.rewind.go_back(self._place.state, self._clock)
-        self._late = self._clock > 0
         return models, [ServerOptimizer(one, _Stepped(self, index)) for index, one in enumerate(optimizers)]
 
     def _states_before(self, optimizers: Sequence[torch.optim.Optimizer]) -> States:
@@ -180,6 +186,20 @@ class ParameterServer:
         }
         check_states(self._spec, found)
         return found
+
+    def _join(self, spec: JobSpec) -> Place:
+        """Registers the job and takes a place in it."""
+        for last in (False, True):
+            self._shard_map, bucket_bytes = self._coordinator.register(spec)
+            self._spec = replace(spec, bucket_bytes=bucket_bytes)
+            validate(self._spec, MAX_BUCKET_BYTES)  # whatever the server answers
+            try:
+                return self._members.join()
+            except NotFound as error:  # it ended while this worker waited for a place, with the launch that held it
+                if last or self._closing:
+                    raise
+                log.warning("%s: this worker begins it anew", error)
+        raise AssertionError
 
     # -- a place, taken and lost -------------------------------------------------------------------------------------
 
@@ -334,6 +354,8 @@ class ParameterServer:
         self.rewind.stepping()
         if self._in_place(self._exchange_nothing) is not None:
             self.data.keep()  # nobody has seen it
+        for _, added in self._added:
+            added.empty_step()
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
@@ -372,7 +394,10 @@ class ParameterServer:
         for overlap in self._overlaps:
             overlap.paused = True
         try:
-            yield
+            with contextlib.ExitStack() as stack:
+                for _, added in self._added:
+                    stack.enter_context(added.no_sync())
+                yield
         finally:
             for overlap, paused in zip(self._overlaps, before, strict=True):
                 overlap.paused = paused
@@ -393,10 +418,13 @@ class ParameterServer:
         """One step of one optimizer; where this worker has lost its place, the step in which it takes another."""
         self.rewind.stepping()
         self._metrics.timer.stepping()
-        self.stepped = True
         staged = self._in_place(lambda: self._exchange(index))
+        self.stepped = True
         if staged is not None:
             (self.data.pushed if staged else self.data.lost)()
+        for owner, added in self._added:
+            if owner == index:
+                added.step(0)
 
     def _in_place(self, exchange: Callable[[], None]) -> bool | None:
         """Exchanges with the shards; None. Where this worker has lost its place: takes another, says if it was in."""
@@ -453,7 +481,6 @@ class ParameterServer:
         self._pushed = [*pushed, *committing]
         self._clock += 1
         self._finish(pushed, pulls)
-        self._late = False
         self.data.pushed()
 
     def _finish(self, pushes: list[Future[Sent]], pulls: list[Future[Landed]]) -> None:
@@ -504,19 +531,28 @@ class ParameterServer:
         """Tells the shards what the script has changed since the last step, to take effect with this one."""
         assert self._shards is not None
         assert self._flat is not None
+        relied_on, self._relied_on = self._relied_on, None
+        if relied_on is not None and relied_on not in self._members.roster.ranks:
+            log.warning(
+                "worker %d is gone since the step in which this script changed weights or optimizer state: "
+                "if it died in that step, the change is lost",
+                relied_on,
+            )
         changed, self._changed = self._changed, set()
         states, self._loaded = self._loaded, None
         if not changed and states is None:
             return
-        if self._late:
+        if self.came_late and not self.stepped:
             log.warning(
                 "the job was at clock %d when this worker joined: what the script has loaded or changed before its "
                 "first step is not taken over; the servers' weights and optimizer state count",
                 self._clock,
             )
             return
-        if self._options.consistency.aggregate and self.rank != min(self._members.roster.ranks, default=self.rank):
-            return  # the lowest rank's count, and it says them
+        lowest = min(self._members.roster.ranks, default=self.rank)
+        if self._options.consistency.aggregate and self.rank != lowest:
+            self._relied_on = lowest  # its values count, and it says them
+            return
         for bucket in self._trained:
             absent = [p for p, segment in enumerate(bucket.segments) if segment.parameter not in changed]
             if len(absent) < len(bucket.segments):
@@ -527,6 +563,10 @@ class ParameterServer:
 
     def load(self, index: int, states: ParameterStates) -> None:
         """Has the next step begin with this state of one optimizer. Raises what `check_states` does."""
+        for owner, added in self._added:
+            if owner == index:
+                added.load(0, {tensor: states[tensor] for tensor in added._tensors if tensor in states})
+        states = {tensor: state for tensor, state in states.items() if self._trains(tensor)}
         # What has none in `states` has none from then on.
         found: dict[int, Mapping[str, torch.Tensor]] = {i: {} for i in self._overlaps[index].parameters}
         found |= {self._indices[id(tensor)]: state for tensor, state in states.items()}
@@ -540,11 +580,46 @@ class ParameterServer:
             found: States = {i: self._loaded[i] for i in parameters}
         else:
             found = self._fetched()
-        return {
+        own: dict[torch.Tensor, Mapping[str, torch.Tensor]] = {
             self._tensors[i]: {name: self._placed(self._tensors[i], name, value) for name, value in found[i].items()}
             for i in sorted(parameters & found.keys())
             if found[i]
         }
+        for owner, added in self._added:
+            if owner == index:
+                own |= added.state(0)
+        return own
+
+    def _trains(self, tensor: torch.Tensor) -> bool:
+        return self._spec.parameters[self._indices[id(tensor)]].group is not None
+
+    def add_group(self, index: int, group: dict[str, Any]) -> None:
+        """Has one optimizer train more of the models' parameters, in a job beside this one; see `ps_worker.added`.
+
+        Blocks, in a job with a world size, until all workers have come here. Raises what `checked_group` and `prepare`
+        do, and what torch's own add_param_group does; the optimizer is unchanged then.
+        """
+        taken = {self._indices[id(tensor)] for _, added in self._added for tensor in added._tensors}
+        parameters = checked_group(group, self._spec, self._indices, taken)
+        name, optimizer = self._optimizers[index]
+        optimizer.add_param_group({**group, "params": parameters})
+        live = optimizer.param_groups[-1]
+        options = replace(
+            self._options,
+            job=f"{self._options.job}.added{len(self._added) + 1}",
+            rank=self.rank if self._options.world_size else None,
+        )
+        # Its figures are scraped by nothing: a step's are those of this job.
+        added = ParameterServer(options, WorkerMetrics(), self._device, beside=True)
+        try:
+            added.prepare([holder(self._spec, self._indices, parameters)], [optimizer_of(optimizer, live)])
+        except BaseException:
+            added.close()
+            optimizer.param_groups.pop()
+            raise
+        self._added.append((index, added))
+        self.rewind.trains([self._indices[id(parameter)] for parameter in parameters])
+        log.info("%d parameters are added to %s: job %s", len(parameters), name, options.job)
 
     @staticmethod
     def _placed(tensor: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -585,4 +660,4 @@ class _Stepped:
         self.server.load(self.index, states)
 
     def add_group(self, group: dict[str, Any]) -> None:
-        raise Unsupported("a job's parameters are fixed; give the optimizer all its groups before prepare")
+        self.server.add_group(self.index, group)

@@ -42,6 +42,7 @@ class Rewind:
         self.loaders: list[LoaderPlace] = []
         self._save = save
         self._optimizers: Sequence[torch.optim.Optimizer] = ()
+        self._group_counts: list[int] = []  # of each optimizer, at the beginning
         self._untrained: dict[int, Untrained] = {}
         self._stateful: list[Any] = []
         self._left_out: set[str] = set()
@@ -57,7 +58,13 @@ class Rewind:
     def watch(self, optimizers: Sequence[torch.optim.Optimizer], untrained: Mapping[int, torch.Tensor]) -> None:
         """Sees to optimizers' groups, and to what they do not step: by index among the job's parameters."""
         self._optimizers = optimizers
+        self._group_counts = [len(optimizer.param_groups) for optimizer in optimizers]
         self._untrained = {index: Untrained(tensor) for index, tensor in untrained.items()}
+
+    def trains(self, indices: Sequence[int]) -> None:
+        """What no optimizer of this job steps is trained beside it from here on."""
+        for index in indices:
+            self._untrained[index].trains = True
 
     def add(self, thing: Any) -> None:
         """Sees to a scheduler, or anything else with a state. Raises Unsupported if that cannot be saved."""
@@ -146,7 +153,10 @@ class Rewind:
         )
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        """The live groups; those that were added later are behind all others."""
+        counted = list(zip(self._optimizers, self._group_counts, strict=True))
+        first = [group for optimizer, count in counted for group in optimizer.param_groups[:count]]
+        return first + [group for optimizer, count in counted for group in optimizer.param_groups[count:]]
 
     def places(self) -> list[DataPlace]:
         """Where all loaders are, now."""
@@ -170,7 +180,7 @@ class Rewind:
 
     def put(self, settings: Settings) -> None:
         """Sets all that a script sets beside the model."""
-        for group, values in zip(self._groups(), settings.groups, strict=True):
+        for group, values in zip(self._groups(), settings.groups, strict=False):
             for key, value in copied(values).items():
                 if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
                     group[key].copy_(value)
@@ -182,7 +192,8 @@ class Rewind:
 
     def _put_back(self, state: WorkerState) -> None:
         """All but the loaders' places. Raises Unsupported if the state is of another script."""
-        mine = len(self._groups()), len(self._stateful), len(self.loaders)
+        # A state from before a group was added is put back all the same: the group keeps what it has.
+        mine = min(len(self._groups()), len(state.settings.groups)), len(self._stateful), len(self.loaders)
         found = len(state.settings.groups), len(state.settings.stateful), len(state.loaders)
         if mine != found or not all(
             index in self._untrained and self._untrained[index].takes(tensor) for index, tensor in state.tensors.items()
@@ -224,6 +235,13 @@ class Rewind:
         return left_out
 
 
+class Bystander(Rewind):
+    """Of a job that goes beside another: all that is beside the weights belongs to that one."""
+
+    def put(self, settings: Settings) -> None:
+        """Nothing: the other job's state says it."""
+
+
 class Untrained:
     """A tensor of the model that no optimizer steps, with what it was at the beginning."""
 
@@ -232,9 +250,12 @@ class Untrained:
         # A frozen parameter may be large, and its version tells; that of a buffer does not (BatchNorm's statistics).
         self._version = tensor._version
         self._first = None if isinstance(tensor, torch.nn.Parameter) else tensor.detach().clone()
+        self.trains = False  # an optimizer has it since, in a job beside this one
 
     def changed(self) -> bool:
         """Whether it is another one than at the beginning."""
+        if self.trains:
+            return True
         if self._first is None:
             return self._tensor._version != self._version
         return not torch.equal(self._tensor, self._first)

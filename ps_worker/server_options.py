@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ps_protocol.job import NonFinite
 from ps_protocol.modes import Consistency
+from ps_worker.launch_id import UNKNOWN, LaunchId
 from ps_worker.shards import Link
 
 
@@ -17,6 +18,7 @@ class ServerOptions:
     start_timeout: seconds to wait until all declared workers have joined
     link:    how shards, and the coordinator at `server`, are reached
     overlap: whether full buckets leave while backward runs; None: once the script was seen to allow it
+    launch:  what started this worker
     """
 
     server: str
@@ -31,3 +33,4 @@ class ServerOptions:
     start_timeout: float
     link: Link
     overlap: bool | None
+    launch: LaunchId = UNKNOWN

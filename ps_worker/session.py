@@ -47,6 +47,9 @@ from ps_worker.strategy import Single, Strategy
 
 log = logging.getLogger("ps_worker")
 
+_open: list[Session] = []  # sessions of this process that are not closed
+_opening = threading.Lock()
+
 
 def connect(
     server: str | None = None,
@@ -67,8 +70,11 @@ def connect(
     token_file: str | None = None,
     insecure: bool | None = None,
     metrics_insecure: bool | None = None,
+    take_over: bool | None = None,
 ) -> Session:
-    """A worker's session. What is not given comes from PS_* variables, then from a launcher's, then from defaults.
+    """Makes a worker's session. It talks to no server before `prepare`.
+
+    What is not given comes from PS_* variables, then from a launcher's variables, then from defaults.
 
     server:          HOST:PORT of the coordinator (PS_SERVER)
     mode:            single, ddp, sync, ssp:K or async (PS_MODE); by default sync with a server, else ddp under a
@@ -82,12 +88,16 @@ def connect(
     transport:       how buckets travel (PS_TRANSPORT): "grpc"; "shm", through memory shared with shards on this host;
                      "auto", shared memory with those shards that can see it
     shared_directory: where that memory is a file if it must be, between containers (PS_SHARED_DIRECTORY), /dev/shm
-
     tls_ca:          file of the CA that servers are verified by (PS_TLS_CA); without it they are called in plaintext
     tls_cert, tls_key: this worker's own certificate and its key (PS_TLS_CERT, PS_TLS_KEY), where servers ask for one
     token_file:      file with this worker's bearer token (PS_TOKEN_FILE), where servers ask for one
     insecure:        a token may leave this machine in plaintext, and metrics may be served so (PS_INSECURE)
     metrics_insecure: metrics may be served beyond this machine without TLS (PS_METRICS_INSECURE)
+    take_over:       replace live workers of another launch that train the job (PS_TAKE_OVER); by default `prepare`
+                     raises JobInUse, which names them
+
+    An open session of this process with the same server, job, rank and launch is closed first, prepared or not, so that
+    a notebook's cell can be run again. An elastic session has no rank and stays open.
 
     Raises InvalidRequest for settings that contradict each other, and for files that do not fit together.
     """
@@ -96,11 +106,17 @@ def connect(
     config = resolve(**arguments)
     speak_as(config.rank)
     warn_of_unknown_variables()
+    _close_earlier(config)
     return Session(config)
 
 
 class Session:
-    """One worker's part in one job, from `connect` to `close`; also a context manager."""
+    """One worker's part in one job, from `connect` to `close`; also a context manager.
+
+    mode:            single, ddp, sync, ssp:K or async
+    device:          where models and batches go: a GPU of this worker's own if torch sees one, otherwise the CPU
+    metrics_address: HOST:PORT at which this worker serves /metrics
+    """
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
@@ -118,6 +134,8 @@ class Session:
         if config.consistency is None:
             self._strategy = self._local_strategy()
         _close_at_exit(self)
+        with _opening:
+            _open.append(self)
 
     def _serve_metrics(self, config: WorkerConfig) -> None:
         """Where the servers' side can reach them, if they may be served there; else for this machine alone."""
@@ -154,7 +172,11 @@ class Session:
 
     @property
     def clock(self) -> int:
-        """How many steps this worker has finished, counted from the job's beginning."""
+        """How many steps this worker has finished, counted from the job's beginning.
+
+        With several optimizers each step of each counts. If the job is set back to a checkpoint, the clock goes back
+        with it.
+        """
         return self._strategy.clock if isinstance(self._strategy, ParameterServer) else self._clock
 
     def prepare(
@@ -168,24 +190,28 @@ class Session:
         seed: int = 0,
         ddp_options: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Models, their optimizers, any number of loaders and schedulers, ready to train; returned in the order given.
+        """Makes models, their optimizers, loaders and schedulers ready to train; returns them in the order given.
 
-        A model moves to `device`, unless it is spread over several, and starts from rank 0's weights. An optimizer
-        steps wherever the mode says; what state it has already goes with it. A loader yields this worker's share of the
-        data, on `device`. Schedulers, and all else that has `state_dict` and `load_state_dict`, come back as they are:
-        should the job be set back to a checkpoint, so are they. Blocks until every declared worker is there.
+        A model moves to `device`, unless it is spread over several devices, and starts from rank 0's weights. An
+        optimizer steps where the mode says; the state that it has already (momentum, moments) is taken over from
+        rank 0. A loader yields this worker's share of the data, on `device`. Schedulers, and all else that has
+        `state_dict` and `load_state_dict`, come back as they are; if the job is set back to a checkpoint, their state
+        is set back too. All models and optimizers go into one call; more loaders may be prepared later. Blocks until
+        every declared worker has joined.
 
         bucket_bytes: size of a bucket in the model, a multiple of 64; by default what the job has already, or what the
                       server chooses: it travels as 4 MiB on one machine, as 256 KiB to 4 MiB between hosts
-        non_finite:   what to do with a gradient that holds an infinity or a NaN: "refuse" raises NonFiniteGradient and
-                      pushes nothing more; "skip" leaves this worker's step out; "allow" does not look
+        non_finite:   what to do with a gradient that holds an infinity or a NaN: "refuse" raises NonFiniteGradient
+                      in `optimizer.step()`, and nothing of that step counts; "skip" leaves this worker's step out;
+                      "allow" does not look
         gradient_wire, weight_wire: how float32 tensors travel: float32, bfloat16 or float16; shards keep float32
-        overlap:      whether buckets leave while backward still runs; by default once the script was seen not to change
-                      gradients between backward and step
-        seed:         of the loaders' shuffle, the same on all workers
+        overlap:      whether gradients leave while backward still runs: True, False, or None to do so as long as the
+                      script does not change gradients between backward and step. The result is the same in all three
+        seed:         of the loaders' shuffle, the same on all workers; pass number k is shuffled with seed + k in a job
+                      with a world size
         ddp_options:  more arguments for DistributedDataParallel in mode ddp
 
-        Raises Unsupported, InvalidRequest, JobMismatch, or Unreachable; the model is unchanged then.
+        Raises Unsupported, InvalidRequest, JobMismatch, JobInUse, or Unreachable; the model is unchanged then.
         Raises LimitExceeded if other workers have not joined after the start timeout (PS_START_TIMEOUT, 1800 s).
         """
         for thing in things:
@@ -236,7 +262,8 @@ class Session:
     ) -> dict[int, Any]:
         if self._prepared:
             raise InvalidRequest(
-                "this session has its models already: hand all models and optimizers to one call of prepare"
+                "this session has its models already: hand all models and optimizers to one call of prepare; "
+                "to begin anew (a notebook's cell run again), call connect again"
             )
         config = self._config
         if config.consistency is not None:
@@ -250,6 +277,7 @@ class Session:
                     world_size=config.world_size,
                     start_timeout=config.start_timeout,
                     link=Link(config.connect_timeout, config.transport, config.shared_directory, config.access),
+                    launch=config.launch,
                     **options,
                 ),
                 self._metrics,
@@ -306,7 +334,7 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """Whether this worker does what one of them is to do: log, save, download. It has rank 0.
+        """Whether this is the worker that logs, saves or downloads for all: rank 0.
 
         In an elastic job it is the lowest live rank, known once `prepare` has joined. When that worker leaves or dies,
         the next one takes over, as soon as it hears of it: for a moment there may be none, or two. Use `broadcast` for
@@ -321,7 +349,7 @@ class Session:
         return self._config.rank == 0
 
     def mean(self, x: Any, weight: float = 1.0) -> Any:
-        """The mean over all workers of a number, a tensor of any shape, or a dict of these: the same bits for all.
+        """Returns the mean over all workers of a number, a tensor of any shape, or a dict of these, alike to the bit.
 
         It is sum(weight * x) / sum(weight), summed in float64 in the order of ranks. A worker whose weight is 0 has no
         part in it, whatever its x. A number comes back as a float, a tensor on its device: of its own dtype if that is
@@ -338,7 +366,7 @@ class Session:
         return self._collectives("mean").mean(x, weight)
 
     def gather(self, x: Any) -> list[Any]:
-        """The values of all workers that take part, in the order of ranks; see `mean` for who that is.
+        """Returns the values of all workers that take part, in the order of ranks; see `mean` for which these are.
 
         x: tensors, numbers, strings, None, and lists, tuples, sets and dicts of these; it may differ between workers.
            Tensors come back on the device of those in x, or on the session's
@@ -347,7 +375,7 @@ class Session:
         return self._collectives("gather").gather(x)
 
     def broadcast(self, x: Any, source: int = 0) -> Any:
-        """The value of one worker, for all; what the others give is not looked at. See `gather` for what it may be.
+        """Returns the value of one worker on all workers; what the others give is ignored. Types are those of `gather`.
 
         source: its rank. If it takes no part, as it left or died, it is the lowest rank of those that do.
         """
@@ -366,7 +394,10 @@ class Session:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only add to the gradients; the next `optimizer.step()` sends their sum."""
+        """Runs backward passes that only add to the gradients; the next `optimizer.step()` sends their sum.
+
+        In the modes with servers a script may accumulate without it; then some bytes may be sent twice.
+        """
         inner: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if isinstance(self._strategy, Ddp | ParameterServer):
             inner = self._strategy.no_sync()
@@ -375,7 +406,7 @@ class Session:
 
     @staticmethod
     def unwrap(model: nn.Module) -> nn.Module:
-        """The user's own module, whatever `prepare` returned: for state_dict and for saving."""
+        """Returns the user's own module, whatever `prepare` returned: for state_dict and for saving."""
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def close(self) -> None:
@@ -388,6 +419,9 @@ class Session:
             take_back()
         self._metrics.close()
         atexit.unregister(self.close)
+        with _opening:
+            if self in _open:
+                _open.remove(self)
 
     def __enter__(self) -> Session:
         return self
@@ -396,6 +430,12 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _is_at(self, config: WorkerConfig) -> bool:
+        """Whether this is a session of this process for the same place."""
+        own = self._config
+        mine = own.server, own.job, own.rank, own.launch.name
+        return mine == (config.server, config.job, config.rank, config.launch.name) and self._pid == os.getpid()
 
     def _say_refused(self, findings: list[str]) -> None:
         """Says once what the modes with servers would refuse: mode single is their dry run."""
@@ -463,6 +503,20 @@ def _own_address(server: str | None) -> str:
         probe.connect((host, int(port)))  # sends nothing: it only picks the route
         return str(ipaddress.ip_address(probe.getsockname()[0]))
     return "127.0.0.1"
+
+
+def _close_earlier(config: WorkerConfig) -> None:
+    """Closes what an earlier `connect` of this process left open in the same place."""
+    if config.consistency is None or config.rank is None:
+        return
+    with _opening:
+        earlier = [session for session in _open if session._is_at(config)]
+    for session in earlier:
+        log.warning(
+            "an earlier session of this process was worker %d of job %s at %s: it is closed, and a new one begins",
+            *(config.rank, config.job, config.server),
+        )
+        session.close()
 
 
 def _close_at_exit(session: Session) -> None:

@@ -442,7 +442,7 @@ def test_what_prepare_does_not_take_is_named(shared: Cluster, job: str) -> None:
         model, optimizer = session.prepare(model, sgd(model))
         with pytest.raises(InvalidRequest, match="has its models already"):
             session.prepare(other, sgd(other))
-        with pytest.raises(Unsupported, match="give the optimizer all its groups before prepare"):
+        with pytest.raises(Unsupported, match="of the models that were handed to prepare"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
         with pytest.raises(ValueError, match="different number of parameter groups"):
             optimizer.load_state_dict(torch.optim.SGD([{"params": [p]} for p in other.parameters()]).state_dict())

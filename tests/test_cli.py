@@ -329,7 +329,7 @@ def test_help_explains_every_flag_and_names_its_variable(
         if flag not in ("-h,", "-m,", "--json", "--with-coordinator", "--help-limits"):
             assert f"[PS_{flag[2:].replace('-', '_').upper()}" in entry, entry
     limits = [entry for entry in flags if entry.startswith("--max-") and not entry.startswith("--max-restarts")]
-    assert len(limits) == (20 if command[2] == "--help-limits" else 0)
+    assert len(limits) == (21 if command[2] == "--help-limits" else 0)
 
 
 def test_help_is_there_at_once() -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import launching
 import psutil
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import until
+from conftest import Cluster, until
 from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -135,6 +136,20 @@ def test_ctrl_c_ends_the_demo_and_all_that_it_started(tmp_path: Path) -> None:
     assert demo.returncode == 130
     assert "Traceback" not in errors
     assert not [process for process in started if process.is_running()]
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp", "sync", "async"])
+def test_a_gan_trains_in_every_mode(shared: Cluster, job: str, mode: str, tmp_path: Path) -> None:
+    weights = tmp_path / "generator.pt"
+    arguments = [str(EXAMPLES / "wgan_gp.py"), "--epochs=2", "--samples=512", f"--save={weights}"]
+    workers = "--workers=1" if mode == "single" else "--workers=2"
+    servers = [] if mode in ("single", "ddp") else [f"--server={shared.address}", f"--job={job}"]
+    done = launching.run(workers, f"--mode={mode}", *servers, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("from the nearest of the eight places") == 1  # one worker speaks for all
+    state = torch.load(weights)
+    assert all(torch.isfinite(value).all() for value in state.values())
+    assert "module.0.weight" not in state
 
 
 def read(file: Path) -> str:

@@ -240,8 +240,8 @@ def test_an_acknowledgement_says_the_version_and_whether_it_was_a_repeat() -> No
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        (data_pb2.PushHeader(bucket=1), "kind of push: expected one of .1, 2, 3., got 0"),
-        (data_pb2.PushHeader(kind=9), "kind of push: expected one of .1, 2, 3., got 9"),  # type: ignore[arg-type]
+        (data_pb2.PushHeader(bucket=1), "kind of push: expected one of .1, 2, 3, 4, 5., got 0"),
+        (data_pb2.PushHeader(kind=9), "kind of push: expected one of .1, 2, 3, 4, 5., got 9"),  # type: ignore[arg-type]
         (data_pb2.PushHeader(kind=1, groups=[data_pb2.GroupUpdate(group=2)] * 2), "group 2 comes twice"),  # type: ignore[arg-type]
     ],
 )

@@ -181,8 +181,9 @@ def test_closing_a_session_ends_a_prepare_that_waits_for_others(cluster: Cluster
                 Worker(session)
         else:
             served = [server.metrics_address for server in cluster.servers]
-            until(lambda: sum(scrape(address).get('ps_pull_total{job="default"}', 0) for address in served) == 1)
-            session.close()  # rank 0 has its weights back, and waits for rank 1
+            pushes = 'ps_push_total{job="default",result="staged"}'
+            until(lambda: sum(scrape(address).get(pushes, 0) for address in served) >= 1)
+            session.close()  # rank 0 has sent its weights, and waits for rank 1
 
     in_parallel(2, work)
     assert holds_nothing(cluster)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ps_protocol.errors import Fenced, InvalidRequest, UnknownWorker
-from ps_server.core.membership import Member, Membership
+from ps_server.core.membership import Member, Membership, Newcomer, Rivals
 
 LEASE = 10.0
 
@@ -160,3 +160,111 @@ def test_an_elastic_job_whose_workers_were_all_late_waits_for_the_rest_too() -> 
     assert not membership.started
     join(membership, 0, now=201.0)
     assert membership.started
+
+
+# -- launches --------------------------------------------------------------------------------------------------------
+
+
+def launched(membership: Membership, launch: str, rank: int, now: float = 0.0, **more: float) -> Member:
+    """A member of a launch, that has just joined."""
+    incarnation = membership.next_incarnation()
+    membership.join(Member(rank, incarnation, now + LEASE, launch=launch, **more))  # type: ignore[arg-type]
+    return membership.members[rank]
+
+
+def in_the_way(rivals: Rivals | None) -> list[int]:
+    return [] if rivals is None else [member.rank for member in rivals.members]
+
+
+def test_a_rank_that_another_launch_holds_may_not_be_taken_and_any_other_may() -> None:
+    membership = Membership(world_size=4, lease=LEASE)
+    launched(membership, "a", 0)
+    launched(membership, "", 2)
+
+    def rivals(rank: int, **newcomer: object) -> list[int]:
+        return in_the_way(membership.rivals(rank, Newcomer(**newcomer), now=1.0))  # type: ignore[arg-type]
+
+    assert rivals(0, launch="b") == [0]
+    assert rivals(1, launch="b") == [], "it is free"
+    assert rivals(0, launch="a") == [], "its own launch starts it again"
+    assert rivals(0) == [], "a client that knows of no launches fences, as ever"
+    assert rivals(2, launch="b") == [], "and so is one fenced"
+    assert rivals(0, launch="b", take_over=True) == []
+    assert rivals(0, launch="b", previous=7) == [], "one that comes back is known by its incarnation"
+    assert rivals(1, launch="b", launch_ranks=range(4)) == [0], "the launch is refused as a whole"
+    assert rivals(1, launch="b", launch_ranks=range(1, 4)) == []
+    assert rivals(3, launch="b", launch_ranks=range(2**32 - 1)) == [0], "whatever a client says takes no time"
+
+
+def test_who_holds_a_rank_counts_as_live_once_it_was_heard_while_the_newcomer_waited() -> None:
+    membership = Membership(world_size=1, lease=LEASE)
+    member = launched(membership, "a", 0)
+    membership.heartbeat(0, member.incarnation, clock=1, now=4.0)
+
+    def rivals(now: float, waited: float) -> Rivals | None:
+        return membership.rivals(0, Newcomer(launch="b", waited=waited), now)
+
+    found = rivals(5.0, 0.0)
+    assert found is not None
+    assert not found.live, "it may have died since"
+    assert found.seconds == 9.0, "or is retired then"
+    assert not rivals(6.0, 1.0).live  # type: ignore[union-attr]
+    membership.heartbeat(0, member.incarnation, clock=1, now=6.5)
+    assert not rivals(7.0, 0.6).live, "it may have lain in a queue"  # type: ignore[union-attr]
+    assert rivals(7.0, 2.0).live  # type: ignore[union-attr]
+    assert not rivals(7.0, 0.0).live, "for another newcomer that is old news"  # type: ignore[union-attr]
+
+
+def test_one_live_worker_is_enough_to_keep_a_launch_out() -> None:
+    membership = Membership(world_size=2, lease=LEASE)
+    silent, alive = (launched(membership, "a", rank) for rank in range(2))
+    membership.heartbeat(1, alive.incarnation, clock=1, now=3.0)
+    found = membership.rivals(0, Newcomer(launch="b", waited=2.0, launch_ranks=range(2)), now=4.0)
+    assert in_the_way(found) == [silent.rank, alive.rank]
+    assert found is not None
+    assert found.live
+
+
+def test_a_launch_keeps_what_its_worker_was_and_one_that_takes_over_knows_from_which() -> None:
+    membership = Membership(world_size=1, lease=LEASE)
+    launched(membership, "a", 0, since=100.0)
+    first = launched(membership, "a", 0, since=200.0)
+    assert (first.since, first.replaced) == (100.0, ())
+    second = launched(membership, "b", 0, since=300.0)
+    assert (second.since, second.replaced) == (300.0, (("a", first.incarnation),))
+    with pytest.raises(Fenced, match="another launch took over"):
+        membership.heartbeat(0, first.incarnation, clock=1, now=1.0)
+    third = launched(membership, "b", 0)
+    assert third.replaced == second.replaced
+    with pytest.raises(Fenced) as fenced:
+        membership.heartbeat(0, second.incarnation, clock=1, now=1.0)
+    assert "another launch" not in str(fenced.value), "its own launch has started it again"
+
+
+def test_a_launch_that_was_taken_over_does_not_take_over_in_turn() -> None:
+    membership = Membership(world_size=1, lease=LEASE)
+    launched(membership, "a", 0)
+    launched(membership, "b", 0)
+    for launch, kept_out in (("a", [0]), ("b", []), ("c", [])):
+        newcomer = Newcomer(launch=launch, take_over=True)
+        assert in_the_way(membership.rivals(0, newcomer, now=1.0)) == kept_out, launch
+
+
+def test_while_a_job_is_set_back_its_ranks_are_kept_for_the_launch_that_had_them() -> None:
+    membership = Membership(world_size=1, lease=LEASE)
+    launched(membership, "a", 0)
+    membership.set_back(now=5.0)
+    newcomer = Newcomer(launch="b", waited=20.0)
+    found = membership.rivals(0, newcomer, now=6.0)
+    assert found is not None
+    assert not found.live
+    assert membership.rivals(0, Newcomer(launch="a"), now=6.0) is None
+    assert membership.rivals(0, newcomer, now=5.0 + LEASE) is None, "it did not come back"
+    member = launched(membership, "a", 0, now=7.0)
+    found = membership.rivals(0, newcomer, now=8.0)
+    assert found is not None
+    assert not found.live, "it may have asked before it died"
+    membership.heartbeat(0, member.incarnation, clock=1, now=8.5)
+    found = membership.rivals(0, newcomer, now=9.0)
+    assert found is not None
+    assert found.live

@@ -290,3 +290,19 @@ def test_copies_and_saved_parts_are_plain_and_small(shared: Cluster, job: str, t
         _train(model, optimizer, lambda model, number, first: average.update_parameters(model))
         assert not torch.equal(average.module[4].weight, model[4].weight)
     assert type(model[4].weight) is nn.Parameter  # the session is over
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_parameters_on_another_device_keep_their_memory_and_train(
+    shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host has one kind of memory: here two layers only count as being elsewhere. With a GPU: tests/test_gpu.py."""
+    model: Any = _net()
+    elsewhere = {id(model[4].weight), id(model[4].bias), id(model[1].bias)}
+    monkeypatch.setattr("ps_worker.flat.FlatModel._is_elsewhere", lambda self, tensor: id(tensor) in elsewhere)
+    with shared.connect("sync", job=job, transport=transport) as session:
+        before = model[4].weight.data_ptr()
+        model, optimizer = session.prepare(model, _sgd(model), bucket_bytes=1024, overlap=True)
+        assert _close(_train(model, optimizer, _clamp_by_data), _alone(_clamp_by_data))
+        assert model[4].weight.data_ptr() == before
+        assert model[4].weight.grad is not None

@@ -17,6 +17,7 @@ from ps_protocol.settings import CommandLine
 from ps_protocol.variables import KNOWN, unknown_variables
 from ps_server.failpoints import VARIABLE as FAILPOINTS
 from ps_worker.config import OWN_SETTINGS, SETTINGS, WorkerConfig, resolve
+from ps_worker.launch_id import LAUNCH_ID, LAUNCH_RANKS
 from ps_worker.launched import LAUNCHED, STARTED_FILE
 from ps_worker.launcher import Launch, worker_environment
 
@@ -44,10 +45,11 @@ TABLE: dict[str, tuple[list[tuple[str, object]], tuple[str, ...]]] = {
     "token_file": ([], ()),  # is read when it is needed
     "insecure": ([("yes", True), ("off", False)], ("maybe",)),
     "metrics_insecure": ([("on", True), ("off", False)], ("maybe",)),
+    "take_over": ([("yes", True), ("0", False)], ("maybe",)),
 }
 CASES = [(name, text, value) for name, (taken, _) in TABLE.items() for text, value in taken]
 BAD = [(name, text) for name, (_, refused) in TABLE.items() for text in refused]
-SWITCHES = ("elastic", "insecure", "metrics_insecure")
+SWITCHES = ("elastic", "insecure", "metrics_insecure", "take_over")
 BASE = {"server": "h:9", "world_size": "8", "rank": "2"}
 
 
@@ -105,9 +107,12 @@ def test_a_setting_means_the_same_wherever_it_is_given(
 ) -> None:
     for entry, find in entries(monkeypatch, name, text).items():
         config = find()
-        found = {"elastic": config.world_size == 0, "insecure": config.access.insecure}.get(
-            name, getattr(config, name, None)
-        )
+        elsewhere = {
+            "elastic": config.world_size == 0,
+            "insecure": config.access.insecure,
+            "take_over": config.launch.take_over,
+        }
+        found = elsewhere.get(name, getattr(config, name, None))
         assert found == value, entry
 
 
@@ -163,7 +168,7 @@ def declared(root: CommandLine) -> set[str]:
 
 def test_every_variable_that_is_read_is_known() -> None:
     own = {setting.variable for setting in (*SETTINGS, *OWN_SETTINGS)}
-    told_by_the_launcher = {LAUNCHED, STARTED_FILE, "PS_RESTART_COUNT", FAILPOINTS}
+    told_by_the_launcher = {LAUNCHED, STARTED_FILE, LAUNCH_ID, LAUNCH_RANKS, "PS_RESTART_COUNT", FAILPOINTS}
     read = declared(ps_server.cli.parser()) | declared(ps_worker.cli.parser()) | own | told_by_the_launcher
     assert read - KNOWN == set()
     compose = KNOWN - read

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from virtual_cluster import MODES, Cluster
@@ -10,6 +12,7 @@ from virtual_time import Host, Weather, World
 
 from ps_protocol.errors import TryLater
 from ps_server.core.bucket import ADMITTED, BucketProtocol
+from ps_server.core.membership import Membership, Rivals
 from ps_server.core.shard_job import ShardJob
 
 SEEDS = 50
@@ -50,6 +53,16 @@ def never_retires(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ShardJob, "retire", lambda self, rank, incarnation: None)
 
 
+def refuses_whoever_does_not_wait(patch: pytest.MonkeyPatch) -> None:
+    rivals = Membership.rivals
+
+    def at_once(self: Membership, *arguments: Any) -> Rivals | None:
+        found = rivals(self, *arguments)
+        return found and replace(found, live=True)
+
+    patch.setattr(Membership, "rivals", at_once)
+
+
 @pytest.mark.parametrize(
     ("breaks", "mode", "kinds"),
     [
@@ -59,6 +72,7 @@ def never_retires(patch: pytest.MonkeyPatch) -> None:
         (admits_everybody, "sync", {"wrong update", "own update missing"}),
         (fences_nobody, "sync", {"wrong update", "gave up", "stuck", "lost", "doubled"}),
         (never_retires, "ssp:0", {"stuck"}),
+        (refuses_whoever_does_not_wait, "async", {"gave up"}),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )

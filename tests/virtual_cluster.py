@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import hashlib
 import itertools
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ import torch
 from virtual_time import Host, Steps, Then, Weather, World
 
 from bench.oracle import Cells, Life, Rules, Shape, Violation, Witness, judge, too_stale
-from ps_protocol.errors import Fenced, NotFound, OutOfOrder, PSError, TryLater, UnknownWorker
+from ps_protocol.errors import Fenced, JobInUse, NotFound, OutOfOrder, PSError, TryLater, UnknownWorker
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import parse_mode
@@ -209,7 +210,7 @@ class Coordinator(Host):
         disk = cluster.disk
         self.members = Membership(WORKERS, LEASE, last_incarnation=disk.last_incarnation)
         for member in disk.members:
-            self.members.join(dataclasses.replace(member, expires=self.world.now + 2 * LEASE))
+            self.members.join(dataclasses.replace(member, expires=self.world.now + 2 * LEASE, heard=-math.inf))
         self.members.started = disk.started
         self.members.awaited = dict.fromkeys(disk.awaited, self.world.now + 2 * LEASE)
         self._shards: dict[int, int] = {}
@@ -259,6 +260,13 @@ class Coordinator(Host):
             if len(self._shards) < SHARDS or self._lost():
                 raise TryLater("not all shards are there, or the job is being set back")
             self.members.claim(rank, newcomer)
+            rivals = self.members.rivals(rank, newcomer, self.world.now)
+            if rivals is not None:
+                if rivals.live:
+                    raise JobInUse("another launch")
+                later = TryLater("perhaps another launch")
+                later.retry_after = 0.1
+                raise later
             incarnation = self.members.next_incarnation()
             self._joining = {(index, rank, incarnation) for index in range(SHARDS)}
             self._save()
@@ -274,8 +282,8 @@ class Coordinator(Host):
                 if isinstance(error, NotFound):
                     raise TryLater("a shard was started anew, and has not said so yet") from None
                 raise
-            expires = self.world.now + LEASE
-            member = Member(rank, incarnation, expires, max(frontiers), newcomer.pid, attempt=newcomer.attempt)
+            now, known = self.world.now, {"attempt": newcomer.attempt, "launch": newcomer.launch}
+            member = Member(rank, incarnation, now + LEASE, max(frontiers), newcomer.pid, **known)
             self.members.join(member)
             self._joining = set()
             self._save()
@@ -405,9 +413,23 @@ class Worker(Host):
             pause = min(2 * pause, 0.5)
 
     def _ask(self, previous: int | None) -> Steps:
-        attempt = self.world.random.getrandbits(60)
-        newcomer = Newcomer(self.life.number, previous=previous, clock=self.clock, attempt=attempt)
-        return (yield from self._until(None, "join", self.rank, newcomer, timeout=4.0))
+        attempt, since, pause = self.world.random.getrandbits(60), math.inf, 0.02
+        # Nothing starts it again that could name its launch: a new process is a launch of its own.
+        newcomer = Newcomer(
+            *(self.life.number, "", "", previous, self.clock, attempt), launch=f"process {self.life.number}"
+        )
+
+        while True:
+            asks = dataclasses.replace(newcomer, waited=max(0.0, self.world.now - since))
+            try:
+                return (yield self.call(self.cluster.coordinator, "join", self.rank, asks, timeout=4.0))
+            except PSError as error:
+                if not error.retryable:
+                    raise
+                if error.retry_after is not None:
+                    since = min(since, self.world.now)
+            yield pause * self.world.random.uniform(0.5, 1.0)
+            pause = min(2 * pause, 0.5)
 
     def _beat(self) -> Steps:
         while True:

@@ -235,7 +235,8 @@ def _argument(pid: int, flag: str) -> str | None:
 def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PS_")}
     path = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH"))))
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+    known = {"PS_LAUNCH_ID": "chaos"}  # what is started again takes its place at once, as under `ps-worker run`
+    return {**kept, **known, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
 
 
 class Crew:
@@ -267,8 +268,8 @@ def read_weights(task: Task) -> tuple[torch.Tensor, tuple[int, ...]]:
     model, rule = Cells(task.shape), parse_mode(task.mode)
     assert rule is not None
     spec, _ = describe(
-        model,
-        model.optimizer(),
+        [model],
+        [model.optimizer()],
         name=task.job,
         consistency=rule,
         bucket_bytes=task.shape.bucket_bytes,

@@ -1,4 +1,5 @@
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from ps_protocol.v1 import job_pb2 as _job_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -24,7 +25,7 @@ class RegisterJobResponse(_message.Message):
     def __init__(self, shard_map: _Optional[_Union[_job_pb2.ShardMap, _Mapping]] = ..., created: bool = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
 
 class JoinJobRequest(_message.Message):
-    __slots__ = ("job", "rank", "metrics_address", "pid", "host", "previous_incarnation", "clock", "attempt")
+    __slots__ = ("job", "rank", "metrics_address", "pid", "host", "previous_incarnation", "clock", "attempt", "launch", "take_over", "waited", "launch_first_rank", "launch_rank_count")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +34,11 @@ class JoinJobRequest(_message.Message):
     PREVIOUS_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    TAKE_OVER_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_FIRST_RANK_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_RANK_COUNT_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
     metrics_address: str
@@ -41,7 +47,12 @@ class JoinJobRequest(_message.Message):
     previous_incarnation: int
     clock: int
     attempt: int
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., previous_incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+    launch: str
+    take_over: bool
+    waited: _duration_pb2.Duration
+    launch_first_rank: int
+    launch_rank_count: int
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., previous_incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., attempt: _Optional[int] = ..., launch: _Optional[str] = ..., take_over: bool = ..., waited: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., launch_first_rank: _Optional[int] = ..., launch_rank_count: _Optional[int] = ...) -> None: ...
 
 class JoinJobResponse(_message.Message):
     __slots__ = ("rank", "incarnation", "clock", "lease", "lease_key", "shard_map", "restore_count", "worker_state", "worker_state_clock")
@@ -324,7 +335,7 @@ class LoaderStatus(_message.Message):
     def __init__(self, loader: _Optional[int] = ..., pass_number: _Optional[int] = ..., sample_count: _Optional[int] = ..., committed_count: _Optional[int] = ..., leased_count: _Optional[int] = ..., returned_count: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("rank", "incarnation", "clock", "pid", "host", "metrics_address", "lease_left")
+    __slots__ = ("rank", "incarnation", "clock", "pid", "host", "metrics_address", "lease_left", "launch", "since")
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +343,8 @@ class WorkerStatus(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LEASE_LEFT_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
     rank: int
     incarnation: int
     clock: int
@@ -339,7 +352,9 @@ class WorkerStatus(_message.Message):
     host: str
     metrics_address: str
     lease_left: _duration_pb2.Duration
-    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., metrics_address: _Optional[str] = ..., lease_left: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    launch: str
+    since: _timestamp_pb2.Timestamp
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., metrics_address: _Optional[str] = ..., lease_left: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., launch: _Optional[str] = ..., since: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
     __slots__ = ("index", "address", "metrics_address", "pid", "reachable", "jobs")

@@ -108,7 +108,9 @@ class JobServiceServicer(object):
     def JoinJob(self, request, context):
         """Makes the caller a live worker of a job under a new incarnation, fencing an older one of the same rank.
         NOT_FOUND: no such job. INVALID_ARGUMENT: the rank is not below the job's world size. UNAVAILABLE: a shard does not
-        answer. RESOURCE_EXHAUSTED: the job has as many workers as a job may have.
+        answer, or a worker of another launch holds the rank and it is not clear yet whether that worker is still there (call
+        again, with `waited`). RESOURCE_EXHAUSTED: the job has as many workers as a job may have. FAILED_PRECONDITION, reason
+        JOB_IN_USE: live workers of another launch hold the rank, or one of `launch_first_rank`'s; the message names them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, UnknownWorker
 
+DELAYED_PER_LEASE = 16  # part of a lease: a heartbeat may lie so long in a queue before it is seen, its sender dead
+REPLACED_KEPT = 16  # launches that one after the other took a rank over; the first are forgotten
+
 
 @dataclass(frozen=True)
 class Member:
@@ -18,6 +21,11 @@ class Member:
     clock:       steps finished, as last heard
     key:         the secret that proves the incarnation: numbers can be guessed
     attempt:     the number of the call that took the place; 0 for none
+    launch:      the launch that started it; empty: not known
+    since:       when a worker of that launch took the rank, for people to read: seconds since 1970
+    heard:       when the last heartbeat came; minus infinity: none yet. A join says nothing of who is there now: it may
+                 be carried out when its caller is dead
+    replaced:    the launches that this one took the rank from, each with the incarnation of its last worker there
     """
 
     rank: int
@@ -29,15 +37,23 @@ class Member:
     metrics_address: str = ""
     key: bytes = field(default=b"", repr=False)
     attempt: int = field(default=0, repr=False)
+    launch: str = ""
+    since: float = 0.0
+    heard: float = -math.inf
+    replaced: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Newcomer:
     """Who asks to join.
 
-    previous: for a worker that comes back, its incarnation before
-    clock:    how many steps it had finished then
-    attempt:  the same for all repeats of one call; 0: no two calls are repeats of each other
+    previous:     for a worker that comes back, its incarnation before
+    clock:        how many steps it had finished then
+    attempt:      the same for all repeats of one call; 0: no two calls are repeats of each other
+    launch:       the launch that started it; empty: not known
+    take_over:    live workers of other launches are to be fenced
+    waited:       seconds since it was told first that it has to wait for a launch that may be dead; 0: it was not yet
+    launch_ranks: the ranks of all workers that the launch is about to start
     """
 
     pid: int = 0
@@ -46,9 +62,28 @@ class Newcomer:
     previous: int | None = None
     clock: int = 0
     attempt: int = field(default=0, repr=False)
+    launch: str = ""
+    take_over: bool = False
+    waited: float = 0.0
+    launch_ranks: range = range(0)
 
 
 NOBODY = Newcomer()
+
+
+@dataclass(frozen=True)
+class Rivals:
+    """The workers of other launches that stand in a newcomer's way.
+
+    members: by rank; at least one
+    live:    one of them has shown since the newcomer began to wait that it is there. Else all may be dead: what is
+             left of a launch that was killed looks live until its leases are over
+    seconds: until the last of their leases is over
+    """
+
+    members: tuple[Member, ...]
+    live: bool
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -77,6 +112,7 @@ class Membership:
                 dies later does not undo it: training goes on with who is left.
     awaited:    after the job was set back: by rank, until when the others wait for it to come again; for ever, as long
                 as there are no others
+    away:       those who were live when the job was set back: until their lease is over no other launch gets their rank
     """
 
     world_size: int
@@ -86,6 +122,7 @@ class Membership:
     started: bool = False
     ever_joined: bool = False
     awaited: dict[int, float] = field(default_factory=dict)
+    away: dict[int, Member] = field(default_factory=dict)
 
     def claim(self, rank: int | None, newcomer: Newcomer = NOBODY) -> int:
         """The rank that a newcomer gets: the one asked for, or the lowest free one. Changes nothing.
@@ -96,13 +133,39 @@ class Membership:
         # The same process asks again where the answer to its first call was lost.
         repeats = live is not None and (live.pid, live.host) == (newcomer.pid, newcomer.host)
         if newcomer.previous is not None and live is not None and live.incarnation > newcomer.previous and not repeats:
-            raise Fenced(f"worker {rank} was replaced by another process: incarnation {live.incarnation} is live")
+            raise Fenced(
+                f"worker {rank} was replaced by another process: incarnation {live.incarnation} is live"
+                f"{_other_launch(live) if _strangers(live.launch, newcomer.launch) else ''}"
+            )
         if rank is None:
             taken = self.members.keys() | self.awaited.keys()
             rank = next(r for r in range(len(taken) + 1) if r not in taken)
         if self.world_size and rank >= self.world_size:
             raise InvalidRequest(f"rank must be below the job's world_size {self.world_size}, got {rank}")
         return rank
+
+    def rivals(self, rank: int, newcomer: Newcomer, now: float) -> Rivals | None:
+        """The live workers of other launches because of which a newcomer may not take a rank now; None: it may.
+
+        A rank that is free, or held by a worker of the same launch (which starts it again), may always be taken, and so
+        may one of which either launch is not known. A new launch is refused as a whole: in the way is each worker that
+        holds one of `launch_ranks`. A launch that a rank was taken over from does not take it over in turn.
+        """
+        if not newcomer.launch or newcomer.previous is not None:
+            return None
+        held = {r: member for r, member in self.away.items() if member.expires > now} | self.members
+        found = [
+            member
+            for _, member in sorted(held.items())
+            if (member.rank == rank or member.rank in newcomer.launch_ranks)
+            and _strangers(member.launch, newcomer.launch)
+            and not (newcomer.take_over and all(launch != newcomer.launch for launch, _ in member.replaced))
+        ]
+        if not found:
+            return None
+        since = now - newcomer.waited + self.lease / DELAYED_PER_LEASE
+        live = bool(newcomer.waited) and any(member.heard > since for member in found)
+        return Rivals(tuple(found), live, max(0.0, max(member.expires for member in found) - now))
 
     def seated(self, attempt: int, now: float) -> Member | None:
         """Who took a place with this attempt, and has it still: its lease begins anew. None for 0, or if nobody did."""
@@ -120,7 +183,9 @@ class Membership:
         """Counts a worker as live, in place of an earlier one of its rank."""
         if not self.members:  # the first to come back waits no longer for the rest than any other does
             self.awaited = {r: member.expires if until == math.inf else until for r, until in self.awaited.items()}
-        self.members[member.rank] = member
+        older = self.members.get(member.rank)
+        self.members[member.rank] = member if older is None else _after(member, older)
+        self.away.pop(member.rank, None)
         self.ever_joined = True
         if self.awaited.pop(member.rank, None) is not None:
             self.started = not self.awaited
@@ -133,6 +198,7 @@ class Membership:
         Returns who was live.
         """
         before, self.members = list(self.members.values()), {}
+        self.away |= {m.rank: replace(m, expires=now + self.lease, heard=-math.inf) for m in before}
         if self.started or self.awaited:
             self.awaited = dict.fromkeys([*self.awaited, *(member.rank for member in before)], now + self.lease)
             self.started = self.ever_joined and not self.awaited
@@ -157,7 +223,7 @@ class Membership:
     def heartbeat(self, rank: int, incarnation: int, clock: int, now: float, key: bytes = b"") -> None:
         """Renews a lease. Raises UnknownWorker, Fenced or Forbidden if the caller lost its place or never had it."""
         member = self.check(rank, incarnation, key)
-        self.members[rank] = replace(member, expires=now + self.lease, clock=max(clock, member.clock))
+        self.members[rank] = replace(member, expires=now + self.lease, clock=max(clock, member.clock), heard=now)
 
     def leave(self, rank: int, incarnation: int) -> bool:
         """Takes a worker off; False if it was not there any more."""
@@ -174,10 +240,35 @@ class Membership:
     def check(self, rank: int, incarnation: int, key: bytes = b"") -> Member:
         """The live worker with this rank, incarnation and key. Raises UnknownWorker, Fenced or Forbidden."""
         member = self.members.get(rank)
+        if member is not None and any(incarnation == last for _, last in member.replaced):
+            raise Fenced(
+                f"worker {rank} was replaced: incarnation {member.incarnation} is live, "
+                f"the call came from {incarnation}{_other_launch(member)}"
+            )
         check_incarnation(rank, incarnation, member.incarnation if member else None)
         assert member is not None
         check_key(rank, key, member.key)
         return member
+
+
+def _strangers(launch: str, other: str) -> bool:
+    """Whether two launches are known, and two."""
+    return bool(launch) and bool(other) and launch != other
+
+
+def _after(member: Member, older: Member) -> Member:
+    """A member that takes the rank of an older one, with what it takes on from that."""
+    if older.launch == member.launch:
+        return replace(member, since=older.since, replaced=older.replaced) if member.launch else member
+    if not _strangers(older.launch, member.launch):
+        return member
+    replaced = (*older.replaced, (older.launch, older.incarnation))
+    return replace(member, replaced=replaced[-REPLACED_KEPT:])
+
+
+def _other_launch(member: Member) -> str:
+    """What a worker that was replaced is told of the launch that did it."""
+    return f"; another launch took over: pid {member.pid} on host {member.host or '?'}"
 
 
 def check_incarnation(rank: int, incarnation: int, live: int | None) -> None:

@@ -374,10 +374,12 @@ class ShardJob:
         pending = bucket.pending.get(push.rank)
         before = pending.assignment if pending is not None and pending.clock == push.clock else None
         whole = assignment if before is None else before.union(assignment)
-        # One worker's always fit; where others' are here too, they go with their steps.
-        always = bucket.protocol.is_awaited(push.rank, push.clock) or self._assigned.is_all_of(push.rank)
+        awaited = bucket.protocol.is_awaited(push.rank, push.clock)
         limit = ASSIGNED_WEIGHTS * max(self.parameter_bytes, self.spec.bucket_bytes)
-        if not self._assigned.take(push.bucket, push.rank, push.clock, whole.nbytes, limit, always):
+        what = push.bucket, push.rank, push.clock, whole.nbytes, limit
+        # One worker's always fit; where others' are here too, they go with their steps.
+        fits = self._assigned.take(*what, always=awaited)
+        if not fits and not (self._assigned.is_all_of(push.rank) and self._assigned.take(*what, always=True)):
             raise Backlogged(f"{self._assigned.bytes} bytes are assigned here and wait for their workers' steps")
         bucket.pending_of(push.rank, push.clock).assignment = whole
         return Staged(bucket.protocol.version, duplicate=False, kept=True)

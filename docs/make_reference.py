@@ -1,0 +1,130 @@
+"""Writes docs/reference.md from the docstrings of the package: `make reference`.
+
+Paragraphs of a docstring stay paragraphs; lines of the form `name: what it is`, where `name` is a parameter or an
+attribute, become a list.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ps_worker
+from ps_worker import session
+from ps_worker.optimizer import ServerOptimizer
+
+OUTPUT = Path(__file__).parent / "reference.md"
+
+HEAD = """# Reference
+
+Made from the docstrings by `make reference`; do not edit it by hand. Guides: [training.md](training.md),
+[save-and-resume.md](save-and-resume.md). Flags of the commands: `ps-worker run --help`, `ps-server up --help`.
+
+* [connect](#connect) · [Session](#session) · [The prepared optimizer](#the-prepared-optimizer) · [Errors](#errors)
+"""
+OPTIMIZER_METHODS = ("step", "state_dict", "load_state_dict", "add_param_group")
+
+# A line that explains one or more names: "rank: from 0", "tls_cert, tls_key: this worker's certificate and key".
+EXPLAINS = re.compile(r"([a-z_]+(?:, [a-z_]+)*): +(\S.*)")
+
+
+def document() -> str:
+    """The whole page."""
+    parts = [HEAD, *entry("##", "connect", session.connect, "ps_worker."), *session_entries(), *optimizer_entries()]
+    return "\n".join([*parts, *error_table()]) + "\n"
+
+
+def session_entries() -> Iterator[str]:
+    """The class, then its public members in the order of the source."""
+    yield "## Session\n"
+    yield text_of(inspect.getdoc(session.Session) or "", None) + "\n"
+    for name, member in vars(session.Session).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(member, property):
+            yield f"### session.{name}\n"
+            yield text_of(inspect.getdoc(member) or "", set()) + "\n"
+        else:
+            yield from entry("###", f"session.{name}", getattr(session.Session, name))
+
+
+def optimizer_entries() -> Iterator[str]:
+    """The optimizer that `prepare` returns in the modes with servers."""
+    yield "## The prepared optimizer\n"
+    yield text_of(inspect.getdoc(ServerOptimizer) or "", set()) + "\n"
+    for name in OPTIMIZER_METHODS:
+        yield from entry("###", f"optimizer.{name}", getattr(ServerOptimizer, name))
+
+
+def error_table() -> Iterator[str]:
+    """Every error that `ps_worker` exports, with the first sentence of its docstring."""
+    yield "## Errors\n"
+    yield "All are exported by `ps_worker` and derive from `PSError`. [troubleshooting.md](troubleshooting.md) has the"
+    yield "messages and what to do.\n"
+    yield "| error | also a | when |"
+    yield "|---|---|---|"
+    for name in ps_worker.__all__:
+        found = getattr(ps_worker, name)
+        if inspect.isclass(found) and issubclass(found, ps_worker.PSError):
+            bases = ", ".join(f"`{base.__name__}`" for base in found.__bases__ if base is not ps_worker.PSError)
+            yield f"| `{name}` | {bases} | {' '.join((inspect.getdoc(found) or '').split())} |"
+
+
+def entry(level: str, title: str, function: Callable[..., Any], prefix: str = "") -> Iterator[str]:
+    """The heading, the signature and the docstring of a function."""
+    function = inspect.unwrap(function)
+    signature = inspect.signature(function)
+    yield f"{level} {title}\n"
+    yield "```python"
+    yield called(prefix + title, signature)
+    yield "```\n"
+    yield text_of(inspect.getdoc(function) or "", set(signature.parameters)) + "\n"
+
+
+def called(name: str, signature: inspect.Signature) -> str:
+    """A call as somebody writes it: a parameter a line if there are many."""
+    kinds = inspect.Parameter
+    words: list[str] = []
+    for key, one in signature.parameters.items():
+        if key == "self":
+            continue
+        if one.kind is kinds.KEYWORD_ONLY and not any(word.startswith("*") for word in words):
+            words.append("*")
+        star = "*" if one.kind is kinds.VAR_POSITIONAL else ""
+        default = "" if one.default is kinds.empty else f" = {one.default!r}"
+        words.append(f"{star}{key}: {one.annotation}{default}")
+    # What contextlib.contextmanager makes of a generator.
+    returned = (
+        "ContextManager[None]" if signature.return_annotation == "Iterator[None]" else signature.return_annotation
+    )
+    short = f"{name}({', '.join(words)}) -> {returned}"
+    return short if len(short) <= 100 else "\n".join([f"{name}(", *(f"    {w}," for w in words), f") -> {returned}"])
+
+
+def text_of(docstring: str, names: set[str] | None) -> str:
+    """A docstring as Markdown. names: what a list item may explain; None: anything."""
+    lines: list[str] = []
+    inside = False  # in an item of a list
+    for line in docstring.splitlines():
+        found = EXPLAINS.fullmatch(line)
+        if found and (names is None or set(found[1].split(", ")) <= names):
+            if not inside and lines and lines[-1]:
+                lines.append("")
+            explained = ", ".join(f"`{name}`" for name in found[1].split(", "))
+            lines.append(f"* {explained}: {found[2]}")
+            inside = True
+        elif inside and line.startswith(" "):
+            lines.append(f"  {line.strip()}")
+        else:
+            if inside and line:
+                lines.append("")
+            inside = False
+            lines.append(line)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    OUTPUT.write_text(document())

@@ -1,0 +1,69 @@
+"""What a launch is told that asks for places which workers of another launch hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime, timezone
+
+from ps_protocol.errors import JobInUse, PSError, TryLater
+from ps_server.core.membership import Member, Newcomer, Rivals
+
+HOSTS_NAMED = 4
+PIDS_NAMED = 4
+ASK_AGAIN_PER_LEASE = 16  # four times as often as a heartbeat comes
+LONGEST_ASK_AGAIN_SECONDS = 1.0
+
+
+def refusal(job: str, rivals: Rivals, newcomer: Newcomer, lease: float) -> PSError:
+    """JobInUse where a rival is known to be live; TryLater, with when to ask again, while none is."""
+    who = f"job {job!r} is in use: {_described(rivals.members)}"
+    if not rivals.live:
+        later = TryLater(
+            f"{who}. Waiting for a sign of life from there, or for the end of the lease, {rivals.seconds:.1f} s at most"
+        )
+        later.retry_after = min(LONGEST_ASK_AGAIN_SECONDS, lease / ASK_AGAIN_PER_LEASE)
+        return later
+    if newcomer.take_over:
+        return JobInUse(f"{who}. That launch took over from this one, which therefore does not take over in turn")
+    return JobInUse(
+        f"{who}. Either give this job another name: --job NAME (PS_JOB, connect(job=...)); "
+        "or replace those workers: --take-over (PS_TAKE_OVER=1, connect(take_over=True))"
+    )
+
+
+def _described(members: tuple[Member, ...]) -> str:
+    """Says which ranks are held, on which hosts, and since when."""
+    hosts: dict[str, list[Member]] = {}
+    for member in members:
+        hosts.setdefault(member.host or "unknown", []).append(member)
+    groups = [
+        f"{ranks_text(m.rank for m in there)} on host {host} ({_pids(there)})"
+        for host, there in list(hosts.items())[:HOSTS_NAMED]
+    ]
+    if len(hosts) > HOSTS_NAMED:
+        groups.append(f"others on {len(hosts) - HOSTS_NAMED} more hosts")
+    verb = "trains" if len(members) == 1 else "train"
+    since = min(member.since for member in members)
+    when = datetime.fromtimestamp(since, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return f"{', '.join(groups)} {verb} it since {when}, of another launch"
+
+
+def _pids(members: list[Member]) -> str:
+    named = ", ".join(str(member.pid) for member in members[:PIDS_NAMED])
+    more = len(members) - PIDS_NAMED
+    return f"pid{'s' if len(members) > 1 else ''} {named}{f' and {more} more' if more > 0 else ''}"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Names workers, runs of ranks as a span: "worker 3", "workers 0 and 1", "workers 0-63, 70"."""
+    spans: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1] = spans[-1][0], rank
+        else:
+            spans.append((rank, rank))
+    if len(spans) == 1 and spans[0][0] == spans[0][1]:
+        return f"worker {spans[0][0]}"
+    if len(spans) == 1 and spans[0][0] + 1 == spans[0][1]:
+        return f"workers {spans[0][0]} and {spans[0][1]}"
+    return "workers " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
