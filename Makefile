@@ -15,22 +15,26 @@ MODE ?=
 IN_VENV := .venv/bin
 PIP := $(IN_VENV)/python -m pip -qq --disable-pip-version-check
 PIP_PROTO := .venv-proto/bin/python -m pip -qq --disable-pip-version-check
+FRAMEWORK_TESTS := tests/test_lightning.py tests/test_huggingface.py tests/test_framework_launches.py
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 4)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-docker bench simulate fuzz lint format proto reference clean
+.PHONY: help demo test test-frameworks test-docker bench simulate fuzz lint format proto reference clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: .venv/demo.stamp ## train a small GPT on two shards and two workers, in about a minute
 	@$(IN_VENV)/python examples/demo.py $(ARGS)
 
 # Two at a time, because tests of clusters wait more than they compute; a file's tests share what it has started.
 test: .venv/dev.stamp ## run the tests
-	@$(IN_VENV)/python -m pytest -q -m 'not docker' -n 2 --dist loadfile $(ARGS)
+	@$(IN_VENV)/python -m pytest -q -m 'not docker and not frameworks' -n 2 --dist loadfile $(ARGS)
+
+test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning and Hugging Face's Trainer, and train with them
+	@$(IN_VENV)/python -m pytest -q -m frameworks $(FRAMEWORK_TESTS) $(ARGS)
 
 test-docker: .venv/dev.stamp ## run the tests that build and start the containers; needs a Docker engine
 	@$(IN_VENV)/python -m pytest -q -m docker $(ARGS)

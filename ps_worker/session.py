@@ -161,6 +161,11 @@ class Session:
         return self._strategy.rank if self._strategy else self._config.rank or 0
 
     @property
+    def local_rank(self) -> int:
+        """This worker's number among those of its host, from 0, as its launcher says."""
+        return self._config.local_rank
+
+    @property
     def world_size(self) -> int:
         """How many workers take part: declared, or live now in an elastic job."""
         return self._strategy.world_size if self._strategy else self._config.world_size or 1

@@ -1,0 +1,58 @@
+"""Accelerate on parameter servers: a `connect` that has each worker see itself as one process. Needs `accelerate`.
+
+    session = ps_worker.accelerate.connect()                                  # before Accelerator()
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model, optimizer, loader = session.prepare(model, optimizer, loader)      # first ours: the plain objects
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # then Accelerate's
+
+Under torchrun Accelerate would start torch.distributed and wrap the model in DistributedDataParallel: gradients would
+be reduced twice, and async would wait at every step. What it should know of the launch is the rank, so that
+`accelerator.is_main_process`, `print` and `save` are those of one worker.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from accelerate.state import AcceleratorState, PartialState
+
+from ps_protocol.errors import InvalidRequest
+from ps_worker.session import Session
+from ps_worker.session import connect as connect_session
+
+# By these, and the same of Intel's and Open MPI's mpirun, Accelerate takes a process for one of torch.distributed.
+LAUNCHED = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("PMI_RANK", "PMI_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
+
+
+def connect(*arguments: Any, **settings: Any) -> Session:
+    """A session as of `ps_worker.connect`, and Accelerate told that this process trains alone, with the session's rank.
+
+    The launcher's variables leave os.environ, except in mode ddp, where Accelerate does what it always does. Call it
+    before Accelerator or TrainingArguments are made. Raises InvalidRequest if Accelerate has started already, and what
+    `ps_worker.connect` raises.
+    """
+    session = connect_session(*arguments, **settings)
+    if session.mode != "ddp":
+        hide_launcher(session)
+    return session
+
+
+def hide_launcher(session: Session) -> None:
+    """What `connect` does once it has a session. Raises InvalidRequest if Accelerate has started several processes."""
+    for name in LAUNCHED:
+        os.environ.pop(name, None)
+    state = PartialState(cpu=session.device.type == "cpu")
+    if state.num_processes > 1:
+        raise InvalidRequest(
+            "Accelerate has started torch.distributed already: call ps_worker.accelerate.connect() before "
+            "Accelerator() and TrainingArguments(), or launch with `ps-worker run`"
+        )
+    for known in (PartialState._shared_state, AcceleratorState._shared_state):
+        if known:  # the latter is a copy, if it is there yet
+            known["process_index"], known["local_process_index"] = session.rank, session.local_rank
+            known["device"] = session.device  # of several GPUs Accelerate would take the first for all workers

@@ -1,0 +1,194 @@
+"""The Trainer of Hugging Face on parameter servers. Needs `transformers` and `accelerate`.
+
+    session = ps_worker.huggingface.connect()          # before TrainingArguments
+    trainer = PsTrainer(model=..., args=TrainingArguments(...), train_dataset=..., session=session)
+    trainer.train()
+
+`OnServers` does the same for any subclass of Trainer: `class MyTrainer(OnServers, Seq2SeqTrainer)`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
+from transformers import Trainer
+
+from ps_protocol.errors import Unsupported
+from ps_worker.accelerate import connect, hide_launcher
+from ps_worker.data import rebuilt
+from ps_worker.session import Session
+
+__all__ = ["OnServers", "PsTrainer", "connect"]
+
+RNG_FILE = "rng_state.pth"  # of a Trainer that is alone
+
+
+class OnServers:
+    """Mix into a Trainer, in front of it: trains in the session's mode. In mode ddp it is the Trainer as it was.
+
+    Data: each worker has its share of the training data, as DDP's workers have. Metrics of an evaluation are taken over
+    all workers, and are the same on all. Files are written, and loggers called, by rank 0 alone; a checkpoint holds the
+    whole optimizer state and the random state of every worker.
+
+    session:         from `connect` of this module
+    prepare_options: of Session.prepare: bucket_bytes, gradient_wire, ...
+    All else is the Trainer's.
+    """
+
+    args: Any  # these are the Trainer's
+    model: Any
+    optimizer: Any
+    accelerator: Any
+    compute_metrics: Any
+    _train_batch_size: int
+
+    def __init__(
+        self, *arguments: Any, session: Session, prepare_options: dict[str, Any] | None = None, **more: Any
+    ) -> None:
+        self.session = session
+        self._prepare_options = prepare_options or {}
+        self._on_servers = session.mode != "ddp"
+        self._stepper: Any = None  # the optimizer that the session has prepared
+        self._scheduler_given = False
+        if self._on_servers:
+            hide_launcher(session)
+        super().__init__(*arguments, **more)
+        if self._on_servers:
+            # Else Accelerate would have rank 0 read an IterableDataset for all, over torch.distributed.
+            self.accelerator.dataloader_config.dispatch_batches = False
+
+    # -- preparing ---------------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The Trainer's optimizer, prepared once: with it the worker joins the job. Raises PSError."""
+        optimizer = super().create_optimizer(model)  # type: ignore[misc]
+        plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate has wrapped it, when the Trainer asks again
+        if not self._on_servers or (self._stepper is not None and plain is self._stepper):
+            return optimizer
+        _, self._stepper = self.session.prepare(self.model, optimizer, **self._prepare_options)
+        self.optimizer = self._stepper
+        return self.optimizer
+
+    def get_train_dataloader(self) -> Any:
+        """This worker's share of the training data. Raises Unsupported for samplers that cannot be divided."""
+        loader = super().get_train_dataloader()  # type: ignore[misc]
+        if not self._on_servers:
+            return loader
+        self.create_optimizer()  # the share is known when the worker has joined
+        if isinstance(loader.dataset, IterableDataset):  # which divides itself
+            return self.session.prepare(rebuilt(loader, batch_size=loader.batch_size, drop_last=loader.drop_last))
+        sampler = getattr(loader.batch_sampler, "sampler", None)
+        if not isinstance(sampler, RandomSampler | torch.utils.data.SequentialSampler):
+            raise Unsupported(
+                f"the Trainer's {type(sampler or loader.batch_sampler).__name__} cannot be divided among workers: use "
+                "train_sampling_strategy='random' or 'sequential'"
+            )
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        share: DistributedSampler[Any] = DistributedSampler(
+            loader.dataset,
+            self.session.world_size,
+            self.session.rank,
+            shuffle=isinstance(sampler, RandomSampler),
+            seed=seed,
+            drop_last=self.args.dataloader_drop_last,
+        )
+        batches = _EpochBatches(share, self._train_batch_size, self.args.dataloader_drop_last)
+        return self.session.prepare(rebuilt(loader, batch_sampler=batches))
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The Trainer's scheduler, which goes back with the job when that is set back to a checkpoint."""
+        scheduler = super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
+        if self._on_servers and not self._scheduler_given:
+            self._scheduler_given = True
+            self.session.prepare(scheduler)
+        return scheduler
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, dataloader: Any, description: str, *arguments: Any, **more: Any) -> Any:
+        """The metrics over all workers, the same on all.
+
+        Where only a loss is asked for, each worker evaluates its part of the data, and the mean is weighted by the
+        samples. Predictions, and metrics of a compute_metrics, need all data together: each worker goes through all of
+        it, and rank 0's metrics count.
+        """
+        if not self._has_joined() or self.session.world_size == 1:
+            return super().evaluation_loop(dataloader, description, *arguments, **more)  # type: ignore[misc]
+        only_loss = self.compute_metrics is None and description != "Prediction"
+        mine = self._part(dataloader) if only_loss else None
+        chosen = dataloader if mine is None else mine
+        found = super().evaluation_loop(chosen, description, *arguments, **more)  # type: ignore[misc]
+        if mine is None:
+            metrics = self.session.broadcast(found.metrics)
+        else:
+            metrics = self.session.mean(found.metrics, weight=len(mine.sampler))
+        return found._replace(metrics=metrics)
+
+    def _has_joined(self) -> bool:
+        return self._stepper is not None
+
+    def _part(self, loader: Any) -> Any:
+        """Every world_size-th sample; None where a worker would have none."""
+        count = self.session.world_size
+        if isinstance(loader.dataset, IterableDataset) or len(loader.dataset) < count:
+            return None
+        mine = range(self.session.rank, len(loader.dataset), count)
+        return rebuilt(loader, batch_size=self.args.eval_batch_size, sampler=mine)
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Rank 0 writes the model. In a checkpoint the others wait for it: they look for the best one's files."""
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        if _internal_call and self._has_joined():
+            self.session.barrier()
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Rank 0 writes the random states of all workers, so that each goes on with its own."""
+        if not self._has_joined():
+            super()._save_rng_state(output_dir)  # type: ignore[misc]
+            return
+        with tempfile.TemporaryDirectory() as directory:
+            super()._save_rng_state(directory)  # type: ignore[misc]
+            mine = (Path(directory) / RNG_FILE).read_bytes()
+        states = self.session.gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        if self.args.should_save:
+            for rank, state in enumerate(states):
+                (Path(output_dir) / _rng_file(rank)).write_bytes(state.cpu().numpy().tobytes())
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        own = None if checkpoint is None else Path(checkpoint) / _rng_file(self.session.rank)
+        if not self._on_servers or own is None or not own.exists():
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+            return
+        with tempfile.TemporaryDirectory() as directory:
+            shutil.copy(own, Path(directory) / RNG_FILE)
+            super()._load_rng_state(directory)  # type: ignore[misc]
+
+
+class PsTrainer(OnServers, Trainer):
+    """A Trainer on parameter servers; see OnServers."""
+
+
+class _EpochBatches(BatchSampler):
+    """Batches of a worker's share. The Trainer sets the epoch on a loader's `batch_sampler.batch_sampler`."""
+
+    def __init__(self, share: DistributedSampler[Any], batch_size: int, drop_last: bool) -> None:
+        super().__init__(share, batch_size, drop_last)
+        self._share = share
+
+    @property
+    def batch_sampler(self) -> _EpochBatches:
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        self._share.set_epoch(epoch)
+
+
+def _rng_file(rank: int) -> str:
+    return f"rng_state_{rank}.pth"

@@ -1,0 +1,257 @@
+"""Lightning on parameter servers: a strategy for Trainer, and one for Fabric. Needs the package `lightning`.
+
+    trainer = Trainer(strategy="ps", ...)                             # after `import ps_worker.lightning`
+    fabric = Fabric(strategy=FabricParameterServerStrategy(), ...)
+
+Each worker is one process with one device, started by `ps-worker run`, torchrun or another launcher. Lightning's own
+collectives become those of the session, so that metrics logged with `sync_dist=True` are means over all workers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import Strategy as TrainerStrategy
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_worker.optimizer import ServerOptimizer
+from ps_worker.session import Session, connect
+
+NAME = "ps"
+
+
+class _OnSession:
+    """What both strategies make of a session. Before `prepare` a worker is alone: collectives give back its own."""
+
+    def __init__(self, session: Session | None, options: Mapping[str, Any]) -> None:
+        self.session = connect() if session is None else session
+        self._options = options
+        self._joined = False
+        rank_zero_only.rank = self.session.rank  # who logs and warns; Lightning itself reads launchers' variables
+
+    def _prepare(self, *things: Any) -> tuple[Any, ...]:
+        """What session.prepare makes of a model, its optimizers and schedulers."""
+        if self._joined:
+            raise InvalidRequest(
+                "this strategy's session has its models already, and a session has them once: train again with a new "
+                "strategy, over connect(job=...) with another name. Of several models hand all to session.prepare "
+                "first, with their optimizers; Fabric's setup takes them then as they are"
+            )
+        prepared = self.session.prepare(*things, **self._options)
+        self._joined = True
+        rank_zero_only.rank = self.session.rank
+        return prepared  # type: ignore[no-any-return]
+
+    @property
+    def root_device(self) -> torch.device:
+        """The session's device."""
+        return self.session.device
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data is divided and metrics are taken over several workers: not where nothing is trained."""
+        return self._joined and self.session.world_size > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """Which share of the data is this worker's, for the DistributedSampler that Lightning puts into loaders."""
+        return {"num_replicas": self.session.world_size, "rank": self.session.rank} if self.is_distributed else None
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the worker that writes files."""
+        return self.session.is_main if self._joined else self.session.rank == 0
+
+    @property
+    def global_rank(self) -> int:
+        """The session's rank."""
+        return self.session.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's number among those of its host."""
+        return self.session.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many workers take part."""
+        return self.session.world_size
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """A DataLoader's batches on the session's device; as they are where nothing is trained, as in a lone `test`."""
+        if not self._joined or not isinstance(dataloader, DataLoader):
+            return dataloader
+        return self.session.prepare(dataloader)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean over workers, or the sum, the largest, the smallest; what is no tensor comes back as it is.
+
+        Raises Unsupported for other operations.
+        """
+        if not self._joined or not isinstance(tensor, torch.Tensor):
+            return tensor
+        name = "mean" if reduce_op is None else str(reduce_op).rpartition(".")[2].lower()
+        if name in ("mean", "avg"):
+            return self.session.mean(tensor.detach())
+        every = torch.stack(self.session.gather(tensor.detach()))
+        match name:
+            case "sum":
+                return every.sum(0)
+            case "max":
+                return every.amax(0)
+            case "min":
+                return every.amin(0)
+        raise Unsupported(f"over workers there are mean, sum, max and min, got reduce_op={reduce_op!r}")
+
+    all_reduce = reduce  # Fabric's name
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """One decision for all workers: whether all of them decided so, or any."""
+        if not self._joined:
+            return decision
+        decided = [bool(one) for one in self.session.gather(bool(decision))]
+        return False not in decided if all else True in decided
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """The tensors of all workers, stacked in the order of ranks: (workers, *shape). Raises Unsupported.
+
+        sync_grads: gradients do not flow back to other workers
+        """
+        if not self._joined:
+            return tensor
+        if sync_grads and tensor.requires_grad:
+            raise Unsupported(
+                "all_gather(sync_grads=True): gradients do not flow between workers; use sync_grads=False"
+            )
+        return torch.stack(self.session.gather(tensor.detach()))
+
+    def barrier(self, name: str | None = None) -> None:
+        """Returns when every worker has called it."""
+        if self._joined:
+            self.session.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The value of one worker, for all. Raises Unsupported for what a session cannot send."""
+        if not self._joined:
+            return obj
+        if isinstance(obj, os.PathLike):
+            return type(obj)(self.session.broadcast(os.fspath(obj), src))  # type: ignore[call-arg]
+        return self.session.broadcast(obj, src)
+
+
+class ParameterServerStrategy(_OnSession, ParallelStrategy):
+    """Trains a LightningModule in the session's mode: `Trainer(strategy="ps")`, or an object of this class.
+
+    A strategy serves one `fit`; `validate`, `test` and `predict` may come before or after it. Checkpoints hold the
+    weights and the whole optimizer state, and are written by rank 0.
+
+    session: from ps_worker.connect; by default a new one
+    options: of Session.prepare: bucket_bytes, gradient_wire, seed, ...
+    """
+
+    strategy_name = NAME
+    optimizers: Any  # these are Lightning's
+    lr_scheduler_configs: Any
+
+    def __init__(self, session: Session | None = None, **options: Any) -> None:
+        _OnSession.__init__(self, session, options)
+        ParallelStrategy.__init__(self, parallel_devices=[self.session.device])
+
+    def model_to_device(self) -> None:
+        """Moves the module to the session's device."""
+        self.model.to(self.root_device)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Makes the module's optimizers and schedulers, and joins the job with them. Raises PSError."""
+        super().setup_optimizers(trainer)
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        prepared = self._prepare(self.lightning_module, *self.optimizers, *schedulers)
+        self.model = prepared[0]
+        self.optimizers = list(prepared[1 : 1 + len(self.optimizers)])
+        for callback in trainer.checkpoint_callbacks:  # decided by each worker for itself so far
+            if getattr(callback, "dirpath", None) is not None:
+                callback.dirpath = self.session.broadcast(os.fspath(callback.dirpath))
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """A context in which backward only adds to the gradients: for accumulation."""
+        return self.session.no_sync()
+
+    def teardown(self) -> None:
+        """Moves the module back to the host. The session stays open, for `test` and for what the script does then."""
+        TrainerStrategy.teardown(self)
+
+
+class FabricParameterServerStrategy(_OnSession, FabricStrategy):
+    """Trains with Fabric in the session's mode: `Fabric(strategy=FabricParameterServerStrategy())`.
+
+    Call `fabric.setup` before `fabric.setup_dataloaders`: joining tells the share of data. It takes one model with its
+    optimizers; for several models call `strategy.session.prepare` with all of them first.
+
+    session: from ps_worker.connect; by default a new one
+    options: of Session.prepare: bucket_bytes, gradient_wire, seed, ...
+    """
+
+    def __init__(self, session: Session | None = None, **options: Any) -> None:
+        _OnSession.__init__(self, session, options)
+        FabricStrategy.__init__(self)
+        self._backward_sync_control = _NoSync(self.session)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """A DataLoader's batches on the session's device. Raises InvalidRequest before `fabric.setup`."""
+        if not self._joined and self.world_size > 1:
+            raise InvalidRequest(
+                "call fabric.setup(model, optimizer) before fabric.setup_dataloaders: joining tells the share of data"
+            )
+        return super().process_dataloader(dataloader)
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Moves the module to the session's device."""
+        module.to(self.root_device)
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
+        """Joins the job with a model and its optimizers; those that a session has prepared stay as they are."""
+        if all(isinstance(optimizer, ServerOptimizer) for optimizer in optimizers):
+            self._joined = True
+            return module, optimizers, scheduler
+        things = (module, *optimizers) if scheduler is None else (module, *optimizers, scheduler)
+        prepared = self._prepare(*things)
+        return prepared[0], list(prepared[1 : 1 + len(optimizers)]), scheduler
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Takes only what `session.prepare` has prepared; else raises InvalidRequest."""
+        if not isinstance(optimizer, ServerOptimizer):
+            raise InvalidRequest("set up the model together with its optimizers: fabric.setup(model, optimizer)")
+        return optimizer
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The state of the user's own module."""
+        return self.session.unwrap(module).state_dict()
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads into the user's own module."""
+        self.session.unwrap(module).load_state_dict(state_dict, strict=strict)
+
+
+class _NoSync(_BackwardSyncControl):
+    """What `fabric.no_backward_sync` asks: gradients add up and leave with the next step."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """A context in which backward only adds to the gradients."""
+        return self._session.no_sync() if enabled else nullcontext()
+
+
+StrategyRegistry.register(NAME, ParameterServerStrategy, description="parameter servers of ps-torch", override=True)

@@ -1,0 +1,327 @@
+"""What workers do in the tests of Lightning and Fabric. Each function is one worker's script."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import ps_worker
+from ps_worker import PSError
+from ps_worker.lightning import FabricParameterServerStrategy, ParameterServerStrategy
+
+logging.getLogger("lightning").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", module="lightning")
+warnings.filterwarnings("ignore", module="torch.jit")
+
+SAMPLES = 48
+
+
+def numbers() -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs (SAMPLES, 3) and targets (SAMPLES, 1), the same on all workers."""
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(SAMPLES, 3, generator=draw)
+    return x, x.sum(1, keepdim=True) + 0.1 * torch.randn(SAMPLES, 1, generator=draw)
+
+
+def loaders(batch: int, shuffle: bool = False) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    x, y = numbers()
+    whole = TensorDataset(x, y)
+    return DataLoader(whole, batch, shuffle=shuffle), DataLoader(TensorDataset(x[:16], y[:16]), 4)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+class Net(pl.LightningModule):
+    """A regression, with a scheduler, and metrics over workers. `own` is logged without sync_dist."""
+
+    def __init__(self, rate: float = 0.02) -> None:
+        super().__init__()
+        self.rate = rate
+        self.net = network()
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.seen.append(batch[0][:, 0].tolist())
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("train", loss)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("val", loss, sync_dist=True, batch_size=len(batch[0]))
+        self.log("rank", float(self.global_rank), sync_dist=True, batch_size=len(batch[0]))
+        self.log("sum", 1.0, sync_dist=True, reduce_fx="sum")
+        # Gets better on rank 0, and worse on rank 1.
+        self.log("own", self.current_epoch * (2.0 * self.global_rank - 1.0), batch_size=len(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate, fused=True)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def trainer(root: Path, strategy: Any, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        **{"strategy": strategy, "accelerator": "cpu", "default_root_dir": str(root), "max_epochs": 3} | options,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def weights(module: nn.Module) -> list[list[float]]:
+    return [tensor.detach().double().flatten().tolist() for tensor in module.state_dict().values()]
+
+
+def fit(root: Path, batch: int = 4) -> dict[str, Any]:
+    """Validation, a scheduler, clipping, accumulation, checkpoints, loggers; every rank has a directory of its own."""
+    own = root / f"rank-{ps_worker.connect(mode='single').rank}"
+    checkpoint, logger = ModelCheckpoint(monitor="val", save_top_k=1), CSVLogger(str(own))
+    made = trainer(
+        own,
+        "ps",
+        gradient_clip_val=0.5,
+        accumulate_grad_batches=2,
+        callbacks=[checkpoint],
+        logger=logger,
+        log_every_n_steps=1,
+    )
+    net, (train, validate) = Net(), loaders(batch)
+    made.fit(net, train, validate)
+    session = made.strategy.session
+    before, metrics = weights(net), {name: float(value) for name, value in made.callback_metrics.items()}
+    tested = made.validate(net, validate, verbose=False)
+    with torch.no_grad():
+        x, y = numbers()
+        whole = nn.functional.mse_loss(net.net(x[:16]), y[:16]).item()
+    return {
+        "weights": before,
+        "metrics": metrics,
+        "validated": tested[0],
+        "whole": whole,
+        "rates": [group["lr"] for optimizer in made.optimizers for group in optimizer.param_groups],
+        "place": (made.global_rank, made.world_size, made.is_global_zero, rank_zero_only.rank, session.rank),
+        "steps": (made.global_step, session.clock),
+        "best": checkpoint.best_model_path,
+        "batches": len(net.seen),
+    }
+
+
+def in_order(loader: DataLoader[Any], batch: int) -> DataLoader[Any]:
+    """This worker's share, so that batches of two workers make one of twice the size."""
+    rank, count = int(os.environ["PS_RANK"]), int(os.environ["PS_WORLD_SIZE"])
+    share: Any = DistributedSampler(loader.dataset, count, rank, shuffle=False)  # type: ignore[arg-type]
+    return DataLoader(loader.dataset, batch, sampler=share)
+
+
+def compare(root: Path, batch: int, strategy: Any, **options: Any) -> list[list[float]]:
+    """The weights after three epochs; strategy: a name. The data keeps its order, where Lightning would shuffle it."""
+    net, (train, validate) = Net(), loaders(batch)
+    train = in_order(train, batch)
+    trainer(root, strategy, logger=False, enable_checkpointing=False, **options).fit(net, train, validate)
+    return weights(net)
+
+
+def beside_plain(root: Path) -> tuple[list[list[float]], list[list[float]]]:
+    """The weights of Lightning alone and of one worker, in one process."""
+    return compare(root, 4, "auto", gradient_clip_val=0.5), compare(root, 4, "ps", gradient_clip_val=0.5)
+
+
+def resume(root: Path, session_job: str) -> tuple[Any, Any]:
+    """The weights of 4 epochs in one go, and of 2 and 2 with a checkpoint between them; data is shuffled."""
+
+    def run(job: str, epochs: int, path: str | None = None) -> Any:
+        session = ps_worker.connect(job=f"{session_job}-{job}")
+        keep = ModelCheckpoint(dirpath=root / job, save_last=True)
+        made = trainer(root, ParameterServerStrategy(session), max_epochs=epochs, logger=False, callbacks=[keep])
+        net, (train, validate) = Net(), loaders(4, shuffle=True)
+        made.fit(net, train, validate, ckpt_path=path, weights_only=False)
+        session.barrier()  # the file is there
+        session.close()
+        return weights(net), net.seen
+
+    whole, seen = run("whole", 4)
+    run("first", 2)
+    resumed, rest = run("rest", 4, str(root / "first" / "last.ckpt"))
+    assert rest == seen[-len(rest) :], "another order of the data"
+    return whole, resumed
+
+
+def stop_early(root: Path) -> int:
+    """After how many epochs it ends, where rank 1 alone finds that nothing gets better."""
+    stopping = EarlyStopping("own", patience=1)
+    made = trainer(root, "ps", max_epochs=8, logger=False, enable_checkpointing=False, callbacks=[stopping])
+    net, (train, validate) = Net(), loaders(4)
+    made.fit(net, train, validate)
+    return made.current_epoch
+
+
+class Gan(pl.LightningModule):
+    """Two optimizers that the module steps itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(2)
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.critic = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch: Any, index: int) -> None:
+        of_generator, of_critic = self.optimizers()
+        real = batch[0]
+        loss = self.critic(self.generator(real.flip(1)).detach()).mean() - self.critic(real).mean()
+        of_critic.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(of_critic, gradient_clip_val=1e9, gradient_clip_algorithm="norm")
+        of_critic.step()
+        if index % 2:
+            self.toggle_optimizer(of_generator)
+            of_generator.zero_grad()
+            self.manual_backward(-self.critic(self.generator(real.flip(1))).mean())
+            of_generator.step()
+            self.untoggle_optimizer(of_generator)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.generator.parameters(), lr=0.01, fused=True),
+            torch.optim.RMSprop(self.critic.parameters(), lr=0.005),
+        ]
+
+
+def gan(root: Path, strategy: str, batch: int = 4) -> list[list[float]]:
+    net = Gan()
+    trainer(root, strategy, max_epochs=2, logger=False, enable_checkpointing=False).fit(
+        net, in_order(loaders(batch)[0], batch)
+    )
+    return weights(net)
+
+
+def once_only(root: Path) -> tuple[Any, str, Any]:
+    """What `validate` gives before `fit`, with all data on each worker; and how a second `fit` is refused."""
+    net, (train, validate) = Net(), loaders(4)
+    made = trainer(root, "ps", max_epochs=1, logger=False, enable_checkpointing=False)
+    first = made.validate(net, validate, verbose=False)[0]
+    with torch.no_grad():
+        whole = nn.functional.mse_loss(net.net(numbers()[0][:16]), numbers()[1][:16]).item()
+    made.fit(net, train, validate)
+    try:
+        made.fit(net, train, validate)
+    except PSError as error:
+        return first, str(error), whole
+    raise AssertionError("a second fit was not refused")
+
+
+def collectives(root: Path) -> dict[str, Any]:
+    """What the strategy's collectives give; each worker gives its rank + 1."""
+    strategy = ParameterServerStrategy()
+    mine = torch.tensor([float(strategy.session.rank + 1)])
+    alone = strategy.reduce(mine), strategy.broadcast(strategy.session.rank), strategy.all_gather(mine)
+    net = Net()
+    trainer(root, strategy, max_epochs=1, logger=False, enable_checkpointing=False).fit(net, loaders(4)[0])
+    try:
+        strategy.reduce(mine, reduce_op="product")
+    except PSError as error:
+        refused = str(error)
+    given = [strategy.reduce(mine, reduce_op=op).item() for op in ("mean", "avg", "sum", "max", "min", None)]
+    given.append(strategy.reduce(mine, reduce_op=torch.distributed.ReduceOp.SUM).item())
+    return {
+        "alone": [alone[0].item(), alone[1], alone[2].item()],
+        "reduced": given,
+        "kept": strategy.reduce("no tensor"),
+        "decided": [strategy.reduce_boolean_decision(mine.item() > 1, all=every) for every in (True, False)],
+        "gathered": strategy.all_gather(mine).tolist(),
+        "path": strategy.broadcast(Path(f"of-{strategy.session.rank}")),
+        "refused": refused,
+    }
+
+
+def fabric_loop(
+    strategy: Any,
+    batch: int,
+    path: Path | None = None,
+    epochs: int = 3,
+    load: Path | None = None,
+    max_norm: float = 0.5,
+) -> Any:
+    fabric = Fabric(strategy=strategy, accelerator="cpu")
+    fabric.launch()
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(loaders(batch)[0])
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "epoch": 0}
+    if load is not None:
+        fabric.load(load, state)
+    for epoch in range(state["epoch"], epochs):
+        for index, (x, y) in enumerate(loader):
+            accumulates = index % 2 == 0
+            with fabric.no_backward_sync(model, enabled=accumulates):
+                fabric.backward(nn.functional.mse_loss(model(x), y) / 2)
+            if not accumulates:
+                fabric.clip_gradients(model, optimizer, max_norm=max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+        scheduler.step()
+        state["epoch"] = epoch + 1
+    if path is not None:
+        fabric.save(path, state)
+    assert fabric.all_reduce(torch.tensor(float(fabric.global_rank))).item() == (fabric.world_size - 1) / 2
+    return weights(model.module)
+
+
+def fabric(batch: int) -> Any:
+    # A worker clips its own gradient, before the mean: nothing is clipped where that is compared with one process.
+    return fabric_loop(FabricParameterServerStrategy(bucket_bytes=64), batch, max_norm=1e9)
+
+
+def fabric_beside_plain() -> Any:
+    return fabric_loop("auto", 4), fabric_loop(FabricParameterServerStrategy(), 4)
+
+
+def fabric_resume(root: Path, job: str) -> Any:
+    def run(name: str, *arguments: Any) -> Any:
+        with ps_worker.connect(job=f"{job}-{name}") as session:
+            return fabric_loop(FabricParameterServerStrategy(session), 4, *arguments)
+
+    return run("whole", None, 4), (run("first", root / "two.ckpt", 2), run("rest", None, 4, root / "two.ckpt"))[1]
+
+
+def fabric_refusals() -> tuple[str, str, Any]:
+    """A loader before the model; a second model; and two models that the session prepared before."""
+    strategy = FabricParameterServerStrategy()
+    made = Fabric(strategy=strategy, accelerator="cpu")
+    made.launch()
+    said = []
+    try:
+        made.setup_dataloaders(loaders(4)[0])
+    except PSError as error:
+        said.append(str(error))
+    first, second = network(), network()
+    opt_first, opt_second = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (first, second))
+    all_four = strategy.session.prepare(first, opt_first, second, opt_second)
+    first, opt_first = made.setup(all_four[0], all_four[1])
+    second, opt_second = made.setup(all_four[2], all_four[3])
+    x, y = next(iter(made.setup_dataloaders(loaders(4)[0])))
+    for net, optimizer in ((first, opt_first), (second, opt_second)):
+        made.backward(nn.functional.mse_loss(net(x), y))
+        optimizer.step()
+    third = network()
+    try:
+        made.setup(third, torch.optim.SGD(third.parameters(), lr=0.1))
+    except PSError as error:
+        said.append(str(error))
+    return said[0], said[1], (weights(first.module), weights(network()))
