@@ -1,1 +1,1 @@
-"""Benchmarks: each prints JSON, one line a result, with the peer measured beside us in the same run."""
+"""Benchmarks: each prints JSON, one line a result, with the peer measured in the same run."""

@@ -2,7 +2,7 @@
 
 A shard's figure is its peak, less what it takes before its first job (interpreter, torch, gRPC), divided by the weights
 and the optimizer state that it holds. Over shared memory the segments of its workers are mapped into the shard too:
-those pages belong to the workers, who hold their weights and gradients in them, and are counted there; `shared` says
+those pages belong to the workers, which hold their weights and gradients in them, and are counted there; `shared` says
 how many of them the shard has touched, and they are taken off its peak. A worker's peak includes its segment, and is
 divided by a DDP worker's.
 """

@@ -46,7 +46,7 @@ def write_page(folder: Path, modules: Mapping[str, ModuleType]) -> None:
         "",
         "Written by `python -m bench report` from the results in [benchmarks/](benchmarks); `make bench` runs a short",
         "form of all and writes this page anew. Every process computes with one thread. A ratio is taken within one",
-        "run, with the peer beside us; absolute times are those of the machine named.",
+        "run, with both systems interleaved; absolute times are those of the machine named.",
     ]
     for stem, lines in sections:
         page += ["", *_section(folder, stem, lines, modules[lines[0]["bench"]].__doc__ or "")]

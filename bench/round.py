@@ -1,6 +1,6 @@
 """One synchronous round: every worker's gradient in, the mean applied with plain SGD, the weights out to every worker.
 
-Beside us, interleaved round by round in the same processes: gloo's all-reduce with a local SGD step (whole, and in
+Compared with, interleaved round by round in the same processes: gloo's all-reduce with a local SGD step (whole, and in
 25 MiB buckets as DDP does), and bare gRPC echoing the same bytes in 4 MiB messages. A round's time is that of the
 slowest worker. Gradients are filled anew before each round, outside of its time, for every system alike; at the end
 every weight must be exactly the expected number, which depends on its place.

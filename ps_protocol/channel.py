@@ -73,7 +73,7 @@ RETIRED_SECONDS = 120.0
 
 
 class RenewedChannel(grpc.Channel):  # type: ignore[misc]  # grpcio ships no types
-    """A channel that follows certificate files and sends a token: each call looks for the channel of now."""
+    """A channel that reloads its certificates and attaches the current token to each call."""
 
     def __init__(self, address: str, access: Access) -> None:
         self._address = address

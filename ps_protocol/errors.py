@@ -17,9 +17,9 @@
     ├── NoCheckpoints         no directory for checkpoints, or no checkpoint in it
     ├── CheckpointFailed      a checkpoint could not be written
     ├── CheckpointDamaged     what is on disk is not what was written
-    ├── Unauthenticated       the caller has not said who it is, or nobody here knows it
+    ├── Unauthenticated       the caller has shown no token or certificate, or one that is not known here
     ├── Forbidden             the caller may not do this, or speaks for another
-    └── Unreachable           nobody answers at the address, or no server of this kind
+    └── Unreachable           no server answers at the address, or none of this kind
         └── Untrusted         the two ends of a TLS connection do not trust each other
 
 A server raises one of these; `status_of` turns it into a gRPC code and an ErrorInfo reason; `error_from` turns these
@@ -60,7 +60,7 @@ class PSError(Exception):
 
 
 class InvalidRequest(PSError, ValueError):
-    """What came is wrong in itself; the message says what was expected and what came."""
+    """An argument or a request is wrong in itself; the message says what was expected and what came."""
 
     reason = "INVALID_REQUEST"
     code = grpc.StatusCode.INVALID_ARGUMENT
@@ -136,7 +136,7 @@ class TryLater(PSError):
 
 
 class LimitExceeded(PSError):
-    """Past a named limit; the message names it."""
+    """A limit was exceeded; the message names it."""
 
     reason = "LIMIT_EXCEEDED"
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -186,7 +186,7 @@ class Forbidden(PSError, PermissionError):
 
 
 class Unreachable(PSError, ConnectionError):
-    """Nobody answers at the address, or what answers is no server of this project."""
+    """No server answers at the address, or what answers is no server of this project."""
 
     reason = "UNREACHABLE"
     code = grpc.StatusCode.UNAVAILABLE
@@ -221,9 +221,10 @@ _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, gr
 
 
 def error_from(call: grpc.RpcError, peer: str) -> PSError:
-    """The error that a failed call stands for: the server's own where it sent one, `Unreachable` or `PSError` else.
+    """Returns the error that a failed call stands for: the server's own if it sent one, otherwise `Unreachable` or
+    `PSError`.
 
-    `peer` names who was called, for the message. A transport failure that may pass is a `TryLater`.
+    `peer` names the server that was called, for the message. A transport failure that may pass is a `TryLater`.
     """
     for key, value in getattr(call, "trailing_metadata", lambda: None)() or ():
         if key == "grpc-status-details-bin":

@@ -83,7 +83,7 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
                     handle.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who hangs up, or is cut off, in the middle of a scrape is no news."""
+        """Ignores clients that disconnect during a scrape."""
 
 
 class _Silent(WSGIRequestHandler):

@@ -1,4 +1,4 @@
-"""A checkpoint as plain PyTorch files, for who goes on without parameter servers.
+"""Exports a checkpoint as plain PyTorch files.
 
     model.safetensors       the model's state_dict, for load_state_dict
     optimizer.safetensors   the optimizer's state, `INDEX/NAME` by parameter in the order of the optimizer's groups

@@ -74,7 +74,7 @@ def parse(text: str) -> list[Entry]:
 
 
 def arm(shard: int | None) -> None:
-    """Does as the variable says from here on, in the process of this shard; None: of the coordinator alone."""
+    """Arms the failpoints that PS_FAILPOINTS names, in the process of this shard; None: of the coordinator alone."""
     for entry in parse(os.environ.get(VARIABLE, "")):
         if entry.shard in (None, shard):
             _left[entry.name] = entry.times

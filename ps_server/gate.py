@@ -1,7 +1,7 @@
-"""What stands before every method: who calls, whether it may, how much it has in flight, and whether it dawdles.
+"""Authenticates and limits every call, and cancels slow peers.
 
-The caller is known before a byte of its request is read. Whoever sends or reads too slowly is cut off, so that it holds
-one thread for a stated time at most; the pools are larger than what one caller may have in flight.
+The caller is known before a byte of its request is read. A peer that sends or reads too slowly is cut off, so that it
+holds one thread for a stated time at most; the pools are larger than what one caller may have in flight.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who has how many bytes staged: one account for each caller, over all its workers and jobs on a shard.
+"""Limits the bytes that one caller may have staged on this shard, over all its workers and jobs.
 
 Bytes are given back when the last contribution that holds their ticket is gone: applied, dropped with its job, or
-refused. So there is no way out of a job on which somebody could forget to count.
+refused. So no way out of a job can forget to give them back.
 """
 
 from __future__ import annotations

@@ -113,9 +113,9 @@ Sample = tuple[tuple[str, ...], float]
 
 
 class Gauges(Collector):
-    """What is read when somebody scrapes: (name, help, label names, function that lists the samples).
+    """Reads metrics at each scrape: (name, help, label names, function that lists the samples).
 
-    Counters where the name ends in _total, gauges else.
+    Names that end in `_total` are counters; all others are gauges.
     """
 
     def __init__(self, gauges: list[tuple[str, str, tuple[str, ...], Callable[[], Iterable[Sample]]]]) -> None:

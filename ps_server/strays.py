@@ -1,4 +1,4 @@
-"""Jobs that a shard holds and no coordinator knows: a request to make one may arrive after the one to drop it."""
+"""Drops jobs that a shard holds and no coordinator knows: a CreateJob may arrive after the DropJob that follows it."""
 
 from __future__ import annotations
 

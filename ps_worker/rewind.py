@@ -253,7 +253,7 @@ class Untrained:
         self.trains = False  # an optimizer has it since, in a job beside this one
 
     def changed(self) -> bool:
-        """Whether it is another one than at the beginning."""
+        """Whether the value has changed since `prepare`."""
         if self.trains:
             return True
         if self._first is None:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import Cluster, in_parallel, scrape, until
+from conftest import TEST_SECONDS, Cluster, in_parallel, scrape, until
 from raw_worker import RawWorker, vector_job
 from torch import nn
 
@@ -252,12 +252,15 @@ def test_a_fenced_worker_is_refused_and_changes_nothing(shared: Cluster, job: st
             assert shared.state(job) == before
 
 
-def test_a_session_that_is_replaced_says_so(make_cluster: Callable[..., Cluster]) -> None:
+def test_a_session_that_is_replaced_says_so(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster = make_cluster()
     with cluster.connect("sync") as old:
         worker = Marker(old)
         worker.step()
-        with cluster.connect("sync") as new:
+        monkeypatch.setenv("PS_LAUNCH_ID", "another")
+        with cluster.connect("sync", take_over=True) as new:
             assert Marker(new).seen() == [1, 0, 0]
             with pytest.raises(Fenced, match="worker 0 was replaced"):
                 worker.step()
@@ -266,17 +269,21 @@ def test_a_session_that_is_replaced_says_so(make_cluster: Callable[..., Cluster]
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 def test_a_session_that_is_replaced_while_it_waits_says_so(shared: Cluster, job: str, transport: str) -> None:
+    told = threading.Event()
+
     def work(rank: int) -> None:
         if rank == 0:
             with shared.connect("sync", 0, 2, job=job, transport=transport) as session:
                 worker = Marker(session)
                 with pytest.raises(Fenced, match="worker 0 was replaced"):
                     worker.step()  # waits for rank 1, with several buckets on each shard
+            told.set()
         else:
             spec = until(lambda: shared.coordinator.jobs().get(job)).spec
             with RawWorker(shared.address, spec, 1):
                 until(lambda: shared.waits(job) == {0: (1, [1])})
                 with RawWorker(shared.address, spec, 0) as new:
+                    assert told.wait(TEST_SECONDS)  # or the old one would find its place free, and take it again
                     new.leave()
 
     in_parallel(2, work)

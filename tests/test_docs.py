@@ -8,14 +8,17 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from conftest import Cluster
+from conftest import Cluster, until
 from safetensors.torch import load_file
+
+from ps_server.export import export
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -94,6 +97,29 @@ def test_the_recipe_resumes(shared: Cluster, job: str, tmp_path: Path, first: st
     if (first, second) == ("sync", "sync"):
         whole = train("whole", (4, "sync"))
         assert all(torch.equal(value, whole["model"][key]) for key, value in found["model"].items())
+
+
+@pytest.mark.parametrize("page", ["save-and-resume.md", "checkpoints.md"])
+def test_what_is_exported_is_loaded_as_shown(
+    make_cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str
+) -> None:
+    [shown] = re.findall(
+        r"```python\n([^`]*load_file\(\"out/model.safetensors\"\).*?)```", (DOCS / page).read_text(), re.S
+    )
+    model = torch.nn.Linear(3, 2)
+    with make_cluster(checkpoint_dir=tmp_path / "checkpoints").connect("sync") as session:
+        trained, stepped = session.prepare(model, torch.optim.AdamW(model.parameters()))
+        trained(torch.ones(1, 3)).sum().backward()
+        stepped.step()
+        expected = {key: value.clone() for key, value in trained.state_dict().items()}
+    until(lambda: list(tmp_path.glob("checkpoints/default/*/manifest.json")), "the last checkpoint")
+    export(tmp_path / "checkpoints", "default", None, tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    plain = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(plain.parameters())
+    exec(shown, {"model": plain, "optimizer": optimizer})
+    assert all(torch.equal(value, plain.state_dict()[key]) for key, value in expected.items())
+    assert [float(state["step"]) for state in optimizer.state.values()] == [1.0, 1.0]
 
 
 # What stands for a value: a number, a name in capitals, a place in a format.

@@ -140,14 +140,14 @@ def test_ctrl_c_ends_the_demo_and_all_that_it_started(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["single", "ddp", "sync", "async"])
 def test_a_gan_trains_in_every_mode(shared: Cluster, job: str, mode: str, tmp_path: Path) -> None:
-    weights = tmp_path / "generator.pt"
+    weights = tmp_path / "generator.safetensors"
     arguments = [str(EXAMPLES / "wgan_gp.py"), "--epochs=2", "--samples=512", f"--save={weights}"]
     workers = "--workers=1" if mode == "single" else "--workers=2"
     servers = [] if mode in ("single", "ddp") else [f"--server={shared.address}", f"--job={job}"]
     done = launching.run(workers, f"--mode={mode}", *servers, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("from the nearest of the eight places") == 1  # one worker speaks for all
-    state = torch.load(weights)
+    state = load_file(weights)
     assert all(torch.isfinite(value).all() for value in state.values())
     assert "module.0.weight" not in state
 

@@ -10,7 +10,7 @@ missing then must have been counted as lost by the servers. A step's computing i
 `samples/s` is what was trained; the ratio `undisturbed` compares it with the run that was left alone, and `present`
 with that run's rate for the time in which workers were there: from a fault to its worker's next step, it is missing.
 Seconds are medians and maxima over the faults of a kind: `back`, until the worker that was hit steps again; `stall`,
-the longest that the others (with a server's fault, all) stood still. The seed says what happens when, and to whom.
+the longest that the others (with a server's fault, all) stood still. The seed decides what happens when, and where.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, UnknownWorker
 
 DELAYED_PER_LEASE = 16  # part of a lease: a heartbeat may lie so long in a queue before it is seen, its sender dead
+# After a rollback live workers come back at once. So long, in seconds, no other launch gets their ranks; it may be that
+# they are all dead, and the other launch is their user's next try.
+AWAY_SECONDS = 5.0
 REPLACED_KEPT = 16  # launches that one after the other took a rank over; the first are forgotten
 
 
@@ -112,7 +115,7 @@ class Membership:
                 dies later does not undo it: training goes on with who is left.
     awaited:    after the job was set back: by rank, until when the others wait for it to come again; for ever, as long
                 as there are no others
-    away:       those who were live when the job was set back: until their lease is over no other launch gets their rank
+    away:       those who were live when the job was set back: for AWAY_SECONDS no other launch gets their rank
     """
 
     world_size: int
@@ -198,7 +201,8 @@ class Membership:
         Returns who was live.
         """
         before, self.members = list(self.members.values()), {}
-        self.away |= {m.rank: replace(m, expires=now + self.lease, heard=-math.inf) for m in before}
+        until = now + min(self.lease, AWAY_SECONDS)
+        self.away |= {m.rank: replace(m, expires=until, heard=-math.inf) for m in before}
         if self.started or self.awaited:
             self.awaited = dict.fromkeys([*self.awaited, *(member.rank for member in before)], now + self.lease)
             self.started = self.ever_joined and not self.awaited
