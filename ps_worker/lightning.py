@@ -183,6 +183,10 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
             if getattr(callback, "dirpath", None) is not None:
                 callback.dirpath = self.session.broadcast(os.fspath(callback.dirpath))
 
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The whole state, on the worker that writes checkpoints; the others need not fetch it from the shards."""
+        return super().optimizer_state(optimizer) if self.is_global_zero else {}
+
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """A context in which backward only adds to the gradients: for accumulation."""
         return self.session.no_sync()
