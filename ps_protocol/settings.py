@@ -23,7 +23,7 @@ from ps_protocol.errors import InvalidRequest
 DEFAULT_SHARED_DIRECTORY = Path("/dev/shm")  # where workers and shards of one host meet
 
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
-_SERVICE_LINK = re.compile(r"[a-z]+://.*")  # what Kubernetes puts into PS_PORT for a Service called ps
+_SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://.*")  # what Kubernetes puts into PS_PORT for a Service called ps
 _SERVICE_LINK_ADVICE = (
     "Kubernetes sets it for a Service of that name: say enableServiceLinks: false in the pod's specification"
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,14 @@ class Ddp:
         self._device = device
         self.options: Mapping[str, Any] = {}
         self.models: list[DistributedDataParallel] = []
+        if dist.is_initialized():  # by the script, or by an earlier session of this process
+            found = dist.get_rank(), dist.get_world_size()
+            if found != (rank, world_size):
+                raise InvalidRequest(
+                    f"the script's process group has rank {found[0]} of {found[1]}, and the session is rank {rank} of "
+                    f"{world_size}: leave init_process_group to the session, or give both the same"
+                )
+            return
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
             dist.init_process_group(backend, rank=rank, world_size=world_size)
@@ -34,6 +43,8 @@ class Ddp:
             raise InvalidRequest(
                 f"DDP cannot start ({error}); launch with `ps-worker run --mode ddp`, or torchrun"
             ) from None
+        # Not when the session ends: a group cannot be made twice at one address, and another session may follow.
+        atexit.register(_leave_process_group)
 
     def share(self) -> tuple[int, int]:
         """The rank's share."""
@@ -81,6 +92,10 @@ class Ddp:
         return {rank: found[rank][:count].cpu().numpy().tobytes() for rank, count in enumerate(counts)}
 
     def close(self) -> None:
-        """Leaves the process group."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        """Lets go of the models. The process group stays until the process ends."""
+        self.models.clear()
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

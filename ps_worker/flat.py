@@ -80,6 +80,10 @@ class FlatModel:
         weights, gradients = (self._segment.weights, self._segment.gradients) if self._segment else ({}, {})
         self._weights = {space: self._space(space, dtype, weights) for space, dtype in trained.items()}
         self._gradients = {space: self._space(space, dtype, gradients) for space, dtype in trained.items()}
+        self._bases = self._pointers()
+
+    def _pointers(self) -> list[int]:
+        return [flat.data_ptr() for flat in (*self._weights.values(), *self._gradients.values())]
 
     def _space(self, space: str, dtype: str, shared: dict[str, torch.Tensor]) -> torch.Tensor:
         """The flat tensor of one space: the segment's own where that holds the same type on the same device."""
@@ -146,6 +150,11 @@ class FlatModel:
 
         Raises InvalidRequest, and changes nothing, if one has another type, shape or device now.
         """
+        if self._segment is not None and self._pointers() != self._bases:
+            raise Unsupported(
+                "the model's memory was moved as a whole (share_memory()), away from the memory that the shards write: "
+                "do that before prepare, or use transport grpc"
+            )
         before, now = self._seen, self._marks()
         if now == before and not self._touches.before:
             return set()
@@ -217,6 +226,7 @@ class FlatModel:
         name = self._spec.parameters[index].name
         if gradient.is_sparse:
             raise Unsupported(f"the gradient of {name} is sparse; use sparse=False")
+        self._check_form(index)
         if gradient.shape != view.shape:
             raise InvalidRequest(f"the gradient of {name}: expected {tuple(view.shape)}, got {tuple(gradient.shape)}")
         view.copy_(gradient.detach())  # it has a graph of its own after backward(create_graph=True)

@@ -118,6 +118,11 @@ class LoaderPlace:
         return self._go_back()
 
     @property
+    def is_at_begin(self) -> bool:
+        """Whether the script has taken no more than one batch of a pass that is not its first."""
+        return self._begun > 1 and self._taken <= 1
+
+    @property
     def is_asked_after_step(self) -> bool:
         """Whether a loop is under way that began before the last step: it will ask for a batch again, or end."""
         return self.going and self._since < self._rewind.steps

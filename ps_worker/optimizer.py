@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 
+from ps_protocol.errors import Unsupported
 from ps_worker.optimizer_state import tensors_of
+
+log = logging.getLogger("ps_worker")
 
 # The state that torch.optim keeps for each parameter.
 ParameterStates = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
@@ -30,6 +34,41 @@ class OnServers(Protocol):
         """Has the next step train more of the model's parameters."""
 
 
+_WHERE = (
+    "the optimizer's state is on the shards: read it with optimizer.state_dict(), set it with load_state_dict(); "
+    "state.clear() has it begin anew"
+)
+
+
+class _StateOnShards(defaultdict[torch.Tensor, Any]):
+    """What a prepared optimizer has as its `state`: nothing, and the word where it is."""
+
+    def __init__(self, servers: OnServers) -> None:
+        super().__init__(dict)
+        self._servers = servers
+
+    def __missing__(self, key: torch.Tensor) -> Any:
+        raise Unsupported(_WHERE)
+
+    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
+        raise Unsupported(_WHERE)
+
+    def values(self) -> Any:
+        """None; a script that means to change them is told."""
+        log.warning("%s", _WHERE)
+        return super().values()
+
+    def clear(self) -> None:
+        """Has the next step begin without any state."""
+        self._servers.load({})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return defaultdict(dict)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,)
+
+
 class ServerOptimizer(torch.optim.Optimizer):
     """Looks like the optimizer it wraps, but `step` pushes gradients and pulls weights.
 
@@ -47,6 +86,16 @@ class ServerOptimizer(torch.optim.Optimizer):
             self.__dict__.pop(name, None)
         self._wrapped = wrapped
         self._servers = servers
+        self.__dict__["state"] = _StateOnShards(servers)
+
+    @property
+    def state(self) -> Any:
+        """Empty: the state is on the shards. Assigning to it has the next step begin with what is assigned."""
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        self._servers.load({tensor: tensors_of(state) for tensor, state in value.items()})
 
     # torch's own wrapper calls step hooks, the wrapped optimizer's and the global ones. Optimizer.__init__ puts it on.
     @torch.optim.Optimizer.profile_hook_step

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 
 import torch
 
-from ps_protocol.errors import NonFiniteGradient
+from ps_protocol.errors import InvalidRequest, NonFiniteGradient
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite
 from ps_protocol.layout import Bucket
 from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters
@@ -27,6 +27,12 @@ class LiveGroups:
 
     def read(self) -> list[HyperParameters]:
         """Those of each group now. Raises InvalidRequest for what the shards would refuse, before a push."""
+        for name, optimizer, count in self._optimizers:
+            if len(optimizer.param_groups) < count:
+                raise InvalidRequest(
+                    f"{name} had {count} parameter groups at prepare and has {len(optimizer.param_groups)} now: groups "
+                    "cannot be taken away; set requires_grad=False on their parameters, or lr to 0"
+                )
         named = [
             (name, group) for name, optimizer, count in self._optimizers for group in optimizer.param_groups[:count]
         ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -85,6 +86,8 @@ class ParameterServer:
         self._lost: BaseException | None = None  # how the place that the training thread is in was lost
         self._pushed: list[Future[Any]] = []  # once all of these are done, the step at hand counts
         self._relied_on: int | None = None  # the rank whose changes of weights counted in the last step
+        self._undone = False  # the job was set back, and the script has asked for no batch since
+        self._changed_between: deque[int] = deque(maxlen=64)  # clocks with a change that the loop may not make again
         self._changed: set[int] = set()  # parameters that the script has set since weights last landed
         self._loaded: dict[int, Mapping[str, torch.Tensor]] | None = None  # optimizer state that the script has set
         self._draft_room = 0.0  # bytes that may still leave as drafts in this step
@@ -293,6 +296,13 @@ class ParameterServer:
         if back:
             self._go_back()
             self.data.set_back()
+            self._undone = True
+            if any(changed > self._clock for changed in self._changed_between):
+                log.warning(
+                    "this script changed weights, optimizer state or groups between two passes after clock %d: what it "
+                    "does between passes is not done again when they are made again",
+                    self._clock,
+                )
         else:
             self.rewind.stepped()
         self._metrics.rejoined(not staged and not back, self._clock)
@@ -416,6 +426,11 @@ class ParameterServer:
 
     def step(self, index: int) -> None:
         """One step of one optimizer; where this worker has lost its place, the step in which it takes another."""
+        if self._closing:
+            raise UnknownWorker("the session is closed: connect and prepare anew to train on")
+        if self._undone and self.rewind.is_due:
+            return  # the rest of a batch's steps, of which the job was set back to before the first
+        self._undone = False
         self.rewind.stepping()
         self._metrics.timer.stepping()
         staged = self._in_place(lambda: self._exchange(index))
@@ -531,6 +546,8 @@ class ParameterServer:
         """Tells the shards what the script has changed since the last step, to take effect with this one."""
         assert self._shards is not None
         assert self._flat is not None
+        if self.rewind.at_pass_begin and (self._changed or self._loaded is not None):
+            self._changed_between.append(self._clock + 1)
         relied_on, self._relied_on = self._relied_on, None
         if relied_on is not None and relied_on not in self._members.roster.ranks:
             log.warning(
@@ -618,6 +635,7 @@ class ParameterServer:
             optimizer.param_groups.pop()
             raise
         self._added.append((index, added))
+        self._changed_between.append(self._clock + 1)
         self.rewind.trains([self._indices[id(parameter)] for parameter in parameters])
         log.info("%d parameters are added to %s: job %s", len(parameters), name, options.job)
 

@@ -84,6 +84,12 @@ class Rewind:
 
     def stepping(self) -> None:
         """A step begins: what is still to be caught of the one before is caught now, if late."""
+        if self._wanted is not None and any(loader.going for loader in self.loaders):
+            log.warning(
+                "the checkpoint of clock %d is within a batch of several steps: a job that is set back to it goes on "
+                "behind that batch",
+                self._wanted,
+            )
         self.catch()
 
     def stepped(self) -> None:
@@ -117,6 +123,16 @@ class Rewind:
     def close(self) -> None:
         """The script ends: what is still to be caught is caught now."""
         self.catch()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a state is to be put back when the script asks a loader for its next batch."""
+        return self._back is not None and self._back.feeding is not None
+
+    @property
+    def at_pass_begin(self) -> bool:
+        """Whether the step at hand is the first of a pass over the data that feeds it, but not of the first pass."""
+        return self._fed is not None and self._fed.is_at_begin
 
     # -- catching ----------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,9 @@ class _WatchedParameter(_Watched):
 
     def detach(self) -> torch.Tensor:
         """As torch's; where that is saved, as by `torch.save(model.state_dict())`, it is saved alone."""
-        return torch.Tensor.detach(self).as_subclass(_Slice)  # type: ignore[arg-type]
+        found: Any = torch.Tensor.detach(self).as_subclass(_Slice)  # type: ignore[arg-type]
+        found.__dict__[_TOUCHED] = self.__dict__.get(_TOUCHED)
+        return found  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo[id(self)] = _plain(self)  # type: ignore[arg-type]
@@ -65,12 +67,30 @@ class _Slice(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def detach(self) -> torch.Tensor:
+        """As torch's, and of this class: `nn.Parameter(...)` of it asks for that."""
+        found: Any = torch.Tensor.detach(self).as_subclass(_Slice)
+        found.__dict__[_TOUCHED] = self.__dict__.get(_TOUCHED)
+        return found  # type: ignore[no-any-return]
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As torch's; tells of it, because what is written through numpy changes no version."""
+        touched: Touched | None = self.__dict__.get(_TOUCHED)
+        if touched is not None:
+            touched(self)  # the array keeps this tensor alive
+        return torch.Tensor.numpy(self, force=force)
+
+    def _alone(self) -> torch.Tensor:
+        """A plain copy: a parameter where one was made of it."""
+        copied = self.as_subclass(torch.Tensor).detach().clone()
+        return nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied = memo[id(self)] = self.as_subclass(torch.Tensor).clone()
+        copied = memo[id(self)] = self._alone()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)
+        return self._alone().__reduce_ex__(protocol)
 
 
 class WatchedGradient(_Watched, torch.Tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,10 +64,13 @@ def test_sync_ends_at_the_weights_of_ddp(shared: Cluster, job: str, tmp_path: Pa
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a launcher sets for a group of one."""
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a launcher sets for a group of one, which ends with the test."""
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")
@@ -90,7 +94,21 @@ def test_ddp_is_the_real_one_with_its_usual_settings() -> None:
             stepper.zero_grad()
         assert session.clock == 3
         assert inner.weight.item() == pytest.approx(before - 0.3)
-    assert not dist.is_initialized(), "leaving the session leaves the process group"
+    with ps_worker.connect(mode="ddp") as again:  # another session of this process, in the same group
+        model, stepper = again.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+        model(torch.ones(1, 1)).mean().backward()
+        stepper.step()
+        assert again.clock == 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_process_group_of_the_script_is_used_if_it_is_the_sessions() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    with ps_worker.connect(mode="ddp") as session:
+        assert session.world_size == 1
+    assert dist.is_initialized()
+    with pytest.raises(InvalidRequest, match="process group has rank 0 of 1, and the session is rank 1 of 2"):
+        ps_worker.connect(mode="ddp", rank=1, world_size=2)
 
 
 @pytest.mark.usefixtures("alone")

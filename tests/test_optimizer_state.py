@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -196,6 +198,38 @@ def test_an_emptied_state_begins_anew(shared: Cluster, job: str, name: str) -> N
     alone.load_state_dict(weights)
     _steps(alone, _optimizer(name, alone), 3, 2)
     assert all(_close(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("how", ["clear", "assign"])
+def test_state_that_the_script_clears_begins_anew(shared: Cluster, job: str, how: str) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        _steps(model, optimizer, 0, 3)
+        if how == "clear":
+            optimizer.state.clear()
+        else:
+            optimizer.state = defaultdict(dict)
+        _steps(model, optimizer, 3, 3)
+        return model
+
+    alone = _net()
+    train(alone, _optimizer("AdamW", alone))
+    with shared.connect("sync", job=job) as session:
+        model = _net()
+        model, optimizer = session.prepare(model, _optimizer("AdamW", model), bucket_bytes=256)
+        train(model, optimizer)
+        assert all(_close(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
+        with pytest.raises(Unsupported, match="state_dict"):
+            optimizer.state[next(model.parameters())]["exp_avg"].zero_()
+        assert isinstance(copy.deepcopy(optimizer), torch.optim.Optimizer)
+
+
+def test_groups_that_are_taken_away_are_refused_in_words(shared: Cluster, job: str) -> None:
+    with shared.connect("sync", job=job) as session:
+        model = _net()
+        model, optimizer = session.prepare(model, _optimizer("AdamW", model))
+        optimizer.param_groups.pop()
+        with pytest.raises(InvalidRequest, match="had 1 parameter groups at prepare and has 0 now"):
+            _steps(model, optimizer, 0, 1)
 
 
 def test_bad_state_is_refused_and_changes_nothing(shared: Cluster, job: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from conftest import Cluster, in_parallel
 from torch import nn
 
-from ps_worker import InvalidRequest
+from ps_worker import InvalidRequest, Unsupported
 
 # What a script does after a step: model, the step's number, the weights as they were at the beginning.
 Change = Callable[[nn.Module, int, dict[str, torch.Tensor]], None]
@@ -306,3 +306,41 @@ def test_parameters_on_another_device_keep_their_memory_and_train(
         assert _close(_train(model, optimizer, _clamp_by_data), _alone(_clamp_by_data))
         assert model[4].weight.data_ptr() == before
         assert model[4].weight.grad is not None
+
+
+def test_numpy_writes_to_a_detached_parameter(shared: Cluster, job: str) -> None:
+    def change(model: Any, number: int, first: dict[str, torch.Tensor]) -> None:
+        array = model[4].weight.detach().numpy()
+        array *= 0.9
+
+    with shared.connect("sync", job=job) as session:
+        model = _net()
+        model, optimizer = session.prepare(model, _sgd(model), bucket_bytes=1024)
+        assert _close(_train(model, optimizer, change), _alone(change))
+
+
+def test_parameters_made_of_others_are_plain_in_copies(shared: Cluster, job: str) -> None:
+    with shared.connect("sync", job=job) as session:
+        model: Any = _net()
+        model, _ = session.prepare(model, _sgd(model))
+        head = nn.Linear(8 * 16, 4)
+        head.weight = nn.Parameter(model[4].weight.detach())
+        head.bias = nn.Parameter(model.state_dict()["4.bias"])
+        assert isinstance(head.weight, nn.Parameter)
+        copied = copy.deepcopy(head)
+        assert type(copied.weight) is nn.Parameter
+        assert copied.weight.requires_grad
+        other = _net()
+        other.load_state_dict(model.state_dict(), assign=True)
+        other(torch.randn(8, 3, 6, 6)).sum().backward()
+        torch.nn.utils.parametrizations.weight_norm(copied)
+
+
+def test_memory_that_is_moved_as_a_whole_is_refused(shared: Cluster, job: str) -> None:
+    with shared.connect("sync", job=job, transport="shm") as session:
+        model = _net()
+        model, optimizer = session.prepare(model, _sgd(model))
+        model.share_memory()
+        model(torch.randn(8, 3, 6, 6)).sum().backward()
+        with pytest.raises(Unsupported, match="do that before prepare, or use transport grpc"):
+            optimizer.step()
