@@ -421,7 +421,7 @@ class Engine:
     # -- pulls -------------------------------------------------------------------------------------------------------
 
     def pull(self, call: PullCall, outbox: Outbox, shared: bool = False) -> None:
-        """Sends buckets on the outbox as they are admitted; see Pulls. What comes with it counts as pushed before."""
+        """Stages the commit that the pull carries, then sends buckets on the outbox as they are admitted; see Pulls."""
         job = self._job(call.job)
         asked = self._pulls.check(job, call, outbox, shared)
         if call.commit is not None:

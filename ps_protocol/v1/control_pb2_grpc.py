@@ -177,7 +177,7 @@ class JobServiceServicer(object):
     def ExchangeValues(self, request, context):
         """Exchanges one value a worker among all live workers of a job: a round. Rounds are numbered from 1, one is open at a
         time, and it is complete when every live worker has given its value; a worker that leaves or dies is not waited for,
-        and its value is dropped. Streams who is waited for, and at last the values. The stream may end without them: ask
+        and its value is dropped. Streams the ranks that it waits for, then the values. The stream may end without them: ask
         again. Repeating it is safe. A round that is complete is answered from memory, with what it was.
         FAILED_PRECONDITION, reason FENCED or UNKNOWN_WORKER: the caller lost its place, also while it waited.
         INVALID_ARGUMENT: the round is beyond the open one. RESOURCE_EXHAUSTED: the round's values are not kept any more.

@@ -93,7 +93,7 @@ class Rounds:
             self.completed, self.kept, self.given = number - 1, (), {}
         before = self.given.get(rank)
         if before is not None and before.incarnation == given.incarnation:
-            given = replace(given, value=before.value)  # the first: a repeat may not change what was said
+            given = replace(given, value=before.value)  # a repeat does not change the first value
         self.given[rank] = given
         size = sum(len(one.value) for one in self.given.values())
         if size > self.limit:
