@@ -18,7 +18,7 @@ from typing import IO, Any
 from bench.results import THREADS
 from bench.talk import answer, end, tell
 from bench.training import Task
-from ps_protocol.credentials import is_loopback
+from ps_runtime.credentials import is_loopback
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 180.0

@@ -20,7 +20,7 @@ from bench.pictures import Bar, bars
 from bench.results import MIB, Result, label, median_ms, result
 from bench.train import step_times
 from bench.training import Task, build
-from ps_server.status import fetch
+from ps_server.ops.status import fetch
 
 SHORT = {"layers": 4, "width": 384}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import ps_worker
 from ps_worker import session
-from ps_worker.optimizer import ServerOptimizer
+from ps_worker.model.optimizer import ServerOptimizer
 
 OUTPUT = Path(__file__).parent / "reference.md"
 

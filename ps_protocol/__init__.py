@@ -1,7 +1,14 @@
-"""What servers and workers must agree on, and nothing else.
+"""What servers and workers must agree on: a change on one side alone breaks the other.
 
-Something belongs here only if changing it on one side alone would break the other: the job description, the bucket
-layout, the framing of tensors, modes, errors, and the options of a channel.
+convert.py         A job and its hyper-parameters as protobuf messages, and back: the same translation at both ends
+errors.py          Every error of the project, and how each crosses the wire
+framing.py         Bucket messages on the wire: a small protobuf header, then the payload as the last field, never
+job.py             What a job is, as a value that both ends can compare
+layout.py          How a model's parameters become buckets: one pure function that both ends run on the same job
+modes.py           The modes of training, and the one rule behind three of them
+optimizers.py      Which torch.optim optimizers a shard can run on slices of parameters, and what they are called with
+segment_layout.py  Memory that a worker shares with the shards on its host: what lies where in it
+tensors.py         Bytes as tensors and tensors as bytes, without copying: little-endian and contiguous, as every host
 """
 
 import os

@@ -1,1 +1,12 @@
-"""The servers: shards that hold weights and optimizer state, and the coordinator that knows who takes part."""
+"""The servers: shards that hold weights and optimizer state, and the coordinator that knows the workers.
+
+core/          The rules, without sockets, clocks, threads, environment or messages: time and data come in as arguments
+shard/         A shard at work: locks and threads around `core`
+coordinator/   Which workers take part in a job, and which shard holds which bucket
+storage/       The files of checkpoints
+rpc/           The edge: the only room of the servers that knows gRPC and messages
+ops/           What operators run and read
+server.py      One server process: a gRPC port, a metrics port, and behind them a coordinator, a shard, or both
+failpoints.py  Places where a server kills itself on request, so that tests can show what a death there does
+cli.py         The command `ps-server`
+"""

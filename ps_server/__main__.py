@@ -2,8 +2,8 @@
 
 import sys
 
-from ps_server.c_library import stream_large_copies
 from ps_server.cli import main
+from ps_server.ops.glibc import stream_large_copies
 
 
 def program() -> None:

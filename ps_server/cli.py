@@ -13,9 +13,9 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-from ps_protocol.channel import DEFAULT_PORT
 from ps_protocol.errors import PSError
-from ps_protocol.settings import (
+from ps_runtime.channel import DEFAULT_PORT
+from ps_runtime.settings import (
     CommandLine,
     add_access_settings,
     add_setting,
@@ -26,10 +26,10 @@ from ps_protocol.settings import (
     seconds,
     version,
 )
-from ps_protocol.variables import unknown_variables
-from ps_server.c_library import share_memory_pool
+from ps_runtime.variables import unknown_variables
+from ps_server.core.limits import add_limits, limits_of
 from ps_server.failpoints import arm
-from ps_server.limits import add_limits, limits_of
+from ps_server.ops.glibc import share_memory_pool
 
 DEFAULT_METRICS_PORT = 9100
 SWITCH_SECONDS = 0.0005
@@ -156,32 +156,32 @@ def main() -> NoReturn:
 def _run(arguments: argparse.Namespace) -> int:
     # Imported here, because torch takes seconds to import and --help should not.
     if arguments.command == "up":
-        from ps_server.supervisor import UpConfig, up
+        from ps_launch.servers import UpConfig, up
 
         given = {name: getattr(arguments, name) for name in UpConfig.__dataclass_fields__ if name != "limits"}
         return up(UpConfig(**given, limits=limits_of(arguments)))
     if arguments.command in ("coordinator", "shard"):
         return _serve(arguments)
     if arguments.command == "export":
-        from ps_server.export import export
+        from ps_server.storage.export import export
 
         print(export(Path(arguments.checkpoint_dir), arguments.job, arguments.checkpoint, Path(arguments.output)))
         return 0
     if arguments.command == "dev-certs":
-        from ps_server.dev_certs import write
+        from ps_server.ops.dev_certs import write
 
         made = write(Path(arguments.directory), arguments.host, arguments.days, arguments.split)
         print(f"ps-server: {arguments.directory} {'has certificates now' if made else 'has certificates already'}")
         return 0
-    from ps_protocol.credentials import access
+    from ps_runtime.credentials import access
 
     files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca
     mine = access(*files, arguments.token_file, arguments.insecure)
     if arguments.command == "health":
-        from ps_server.probe import is_serving
+        from ps_server.ops.probe import is_serving
 
         return 0 if is_serving(arguments.server, mine) else 1
-    from ps_server import status
+    from ps_server.ops import status
 
     if arguments.command == "checkpoint":
         print(status.checkpoint_job(arguments.server, arguments.job, mine))
@@ -203,9 +203,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     alone = arguments.command == "coordinator"
     arm(None if alone else arguments.index)
     share_memory_pool()
-    from ps_protocol.credentials import tls
-    from ps_server.app import Server, ServerConfig
-    from ps_server.supervisor import await_coordinator, watch_lifeline
+    from ps_launch.servers import await_coordinator, watch_lifeline
+    from ps_runtime.credentials import tls
+    from ps_server.server import Server, ServerConfig
 
     coordinates = alone or arguments.with_coordinator
     where = None if coordinates else arguments.coordinator

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.modes import parse_mode
-from ps_protocol.settings import CommandLine, Setting, count, index, version
-from ps_protocol.variables import unknown_variables
+from ps_runtime.settings import CommandLine, Setting, count, index, version
+from ps_runtime.variables import unknown_variables
 from ps_worker.config import SETTINGS
 
 if TYPE_CHECKING:
-    from ps_worker.launcher import Launch
+    from ps_launch.workers import Launch
 
 USAGE = "ps-worker run [options] SCRIPT [ARGUMENTS ...]\n       ps-worker run [options] -m MODULE [ARGUMENTS ...]"
 # What the launcher needs to know itself, and its workers do not.
@@ -47,8 +47,8 @@ def parser() -> CommandLine:
 
 def launch_of(arguments: argparse.Namespace) -> Launch:
     """What the command line asks for. Raises InvalidRequest for what does not fit together."""
-    from ps_protocol.credentials import access
-    from ps_worker.launcher import Launch
+    from ps_launch.workers import Launch
+    from ps_runtime.credentials import access
 
     mode = arguments.mode or ("sync" if arguments.server else "single")
     workers, first = arguments.workers, arguments.first_rank
@@ -90,7 +90,7 @@ _MODE = next(setting for setting in SETTINGS if setting.name == "mode")
 
 def main() -> NoReturn:
     """Runs the command and exits with its code."""
-    from ps_worker.launcher import launch
+    from ps_launch.workers import launch
 
     try:
         arguments = parser().read()

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ps_protocol.credentials import PLAINTEXT, Access, access
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.modes import Consistency, parse_mode
-from ps_protocol.settings import (
+from ps_runtime.credentials import PLAINTEXT, Access, access
+from ps_runtime.launch_id import UNKNOWN, LaunchId, launch_id
+from ps_runtime.rank import Placement, placement
+from ps_runtime.settings import (
     DEFAULT_SHARED_DIRECTORY,
     Setting,
     access_settings,
@@ -21,8 +23,6 @@ from ps_protocol.settings import (
     port_number,
     seconds,
 )
-from ps_worker.launch_id import UNKNOWN, LaunchId, launch_id
-from ps_worker.placement import Placement, placement
 
 TRANSPORTS = ("auto", "shm", "grpc")
 

@@ -20,7 +20,7 @@ from transformers import Trainer
 
 from ps_protocol.errors import Unsupported
 from ps_worker.accelerate import connect, hide_launcher
-from ps_worker.data import rebuilt
+from ps_worker.data.loaders import rebuilt
 from ps_worker.session import Session
 
 __all__ = ["OnServers", "PsTrainer", "connect"]

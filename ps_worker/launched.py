@@ -16,8 +16,9 @@ from pathlib import Path
 from types import TracebackType
 
 import ps_protocol
+import ps_runtime
 from ps_protocol.errors import PSError
-from ps_protocol.variables import unknown_variables
+from ps_runtime.variables import unknown_variables
 
 log = logging.getLogger("ps_worker")
 
@@ -25,7 +26,7 @@ LAUNCHED = "PS_LAUNCHED"
 STARTED_FILE = "PS_STARTED_FILE"
 LINE = "%(asctime)s %(levelname)s worker %(rank)s: %(message)s"
 
-_OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, str(ps_protocol.__file__)))
+_OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, ps_protocol.__file__, ps_runtime.__file__))
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
@@ -69,7 +70,7 @@ _warned = False
 def speak_as(rank: int | None) -> None:
     """Gives this package's log lines time, level and rank; None: the rank is not known yet."""
     _lines.rank = "?" if rank is None else str(rank)
-    for name in ("ps_worker", "ps_protocol"):
+    for name in ("ps_worker", "ps_runtime"):
         logger = logging.getLogger(name)
         if _lines not in logger.handlers:
             logger.addHandler(_lines)

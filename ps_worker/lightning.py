@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_worker.optimizer import ServerOptimizer
+from ps_worker.model.optimizer import ServerOptimizer
 from ps_worker.session import Session, connect
 
 NAME = "ps"

@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from ps_protocol.credentials import Tls
-from ps_protocol.scrape import serve_metrics
+from ps_runtime.credentials import Tls
+from ps_runtime.metrics import serve_metrics
 
 LATENCY_BUCKETS = tuple(0.0005 * 2**k for k in range(17))
 PHASES = ("data", "forward", "backward", "push", "pull", "wait")

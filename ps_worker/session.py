@@ -20,13 +20,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
-from ps_protocol.credentials import is_loopback
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.exposure import is_exposed
 from ps_protocol.job import WIRE_FORMATS, NonFinite
-from ps_worker.collectives import Collectives
+from ps_runtime.credentials import is_loopback
+from ps_runtime.exposure import is_exposed
+from ps_worker.cluster.connection import Link
 from ps_worker.config import WorkerConfig, resolve
-from ps_worker.data import (
+from ps_worker.data.leased import LeasedFace, LeasedLoader, Leases, order_of
+from ps_worker.data.loaders import (
     PreparedLoader,
     dividing_sampler,
     refused_of_loader,
@@ -34,16 +35,15 @@ from ps_worker.data import (
     warning_once,
     with_plain_batches,
 )
-from ps_worker.ddp import Ddp
-from ps_worker.describe import refused_of
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
-from ps_worker.leased import LeasedFace, LeasedLoader, Leases, order_of
-from ps_worker.lent import lend
 from ps_worker.metrics import WorkerMetrics
-from ps_worker.parameter_server import ParameterServer
-from ps_worker.server_options import ServerOptions
-from ps_worker.shards import Link
-from ps_worker.strategy import Single, Strategy
+from ps_worker.model.job_spec import refused_of
+from ps_worker.model.no_sync import lend
+from ps_worker.strategies.collectives import Collectives
+from ps_worker.strategies.ddp import Ddp
+from ps_worker.strategies.options import ServerOptions
+from ps_worker.strategies.parameter_server import ParameterServer
+from ps_worker.strategies.strategy import Single, Strategy
 
 log = logging.getLogger("ps_worker")
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from ps_worker.client import CoordinatorClient
-from ps_worker.messages import Place, ShardMap
+from ps_worker.cluster.convert import Place, ShardMap
+from ps_worker.cluster.coordinator import CoordinatorClient
 
 CHUNK = 2**16
 

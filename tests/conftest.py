@@ -19,10 +19,10 @@ from hypothesis import HealthCheck, settings
 
 import ps_worker
 from ps_protocol.tensors import bytes_of
-from ps_server import status
-from ps_server.app import Server, ServerConfig
-from ps_server.coordinator import Coordinator
-from ps_server.engine import Engine
+from ps_server.coordinator.coordinator import Coordinator
+from ps_server.ops import status
+from ps_server.server import Server, ServerConfig
+from ps_server.shard.shard import Engine
 from ps_worker import Session
 
 T = TypeVar("T")

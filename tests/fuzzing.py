@@ -19,20 +19,20 @@ import torch
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry
 
+from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import PSError
 from ps_protocol.framing import write_message
 from ps_protocol.job import JobSpec
-from ps_protocol.job_messages import job_spec_message
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.v1 import control_pb2, data_pb2
-from ps_server import data_messages, messages
-from ps_server.checkpoints import CheckpointStore, Manifest
-from ps_server.coordinator import Coordinator
-from ps_server.core.pushes import Push, PushKind
-from ps_server.engine import Engine
-from ps_server.metrics import ShardMetrics
-from ps_server.services import ClusterService, DataService, JobService, ShardService
+from ps_server.coordinator.coordinator import Coordinator
+from ps_server.core.commands import Push, PushKind
+from ps_server.rpc import convert, data_messages
+from ps_server.rpc.services import ClusterService, DataService, JobService, ShardService
+from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.shard import Engine
+from ps_server.storage.checkpoints import CheckpointStore, Manifest
 
 JOB, KEY = "job", b"sixteen bytes 01"
 KEPT, CHECKPOINT = "kept", "000001"
@@ -128,7 +128,7 @@ class Target:
             request = control_pb2.AwaitCheckpointRequest.FromString(raw)
         except DecodeError:
             return
-        messages.await_checkpoint_response(self.engine.await_checkpoint(request.job, request.name, 0.0))
+        convert.await_checkpoint_response(self.engine.await_checkpoint(request.job, request.name, 0.0))
 
     def _fill(self) -> None:
         engine = self.engine

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ps_server.c_library import streaming
+from ps_server.ops.glibc import streaming
 
 _PR_SET_PDEATHSIG = 1
 ROOT = Path(__file__).parents[1]
@@ -86,7 +86,7 @@ def main() -> None:
     """Forks what it is asked for until its input ends."""
     import torch
 
-    import ps_server.app  # noqa: F401
+    import ps_server.server  # noqa: F401
     from ps_protocol.optimizers import ELEMENTWISE
 
     ELEMENTWISE["SGD"]([torch.zeros(1)], lr=0.0)  # type: ignore[call-arg]  # torch imports more with the first one

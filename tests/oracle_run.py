@@ -16,8 +16,8 @@ import ps_worker
 from bench.chaos.cluster import read_weights
 from bench.chaos.worker import Task, incarnation_of
 from bench.oracle import Cells, Life, Rules, Shape, Violation, Witness, judge, missing, too_stale
-from ps_server import status
-from ps_server.checkpoints import CheckpointStore
+from ps_server.ops import status
+from ps_server.storage.checkpoints import CheckpointStore
 
 SHAPE = Shape(buckets=5, rows=4, columns=7)
 WORKERS = 2

@@ -18,9 +18,9 @@ from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import parse_mode
 from ps_protocol.tensors import bytes_of
-from ps_server.core.bucket import Add, Step
-from ps_server.core.pushes import Push, PushKind
-from ps_server.core.shard_job import ShardJob
+from ps_server.core.commands import Push, PushKind
+from ps_server.core.consistency import Add, Step
+from ps_server.core.partition import ShardJob
 
 # -- a small job and its pushes --------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from torch import nn
 import ps_server.cli
 import ps_worker
 import ps_worker.cli
+from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import (
     InvalidRequest,
     JobMismatch,
@@ -34,9 +35,8 @@ from ps_protocol.errors import (
     Unsupported,
 )
 from ps_protocol.job import NonFinite
-from ps_protocol.job_messages import job_spec_message
 from ps_protocol.v1 import control_pb2, data_pb2, job_pb2
-from ps_server.app import Server, ServerConfig
+from ps_server.server import Server, ServerConfig
 
 INF, NAN = float("inf"), float("nan")
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ps_protocol.errors import Backlogged, OutOfOrder
 from ps_protocol.modes import Consistency, parse_mode
-from ps_server.core.bucket import ADMITTED, Add, BucketProtocol, Live, Step
+from ps_server.core.consistency import ADMITTED, Add, BucketProtocol, Live, Step
 
 Token = tuple[int, int, int]  # rank, incarnation, clock
 

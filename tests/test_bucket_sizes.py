@@ -12,18 +12,18 @@ from conftest import Cluster
 from raw_worker import RawWorker, vector_job
 from torch import nn
 
-from ps_protocol.credentials import PLAINTEXT
+from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import JobMismatch
 from ps_protocol.job import JobSpec
-from ps_protocol.job_messages import job_spec_message
 from ps_protocol.layout import DEFAULT_BUCKET_BYTES, ParameterSpec
 from ps_protocol.modes import Consistency, parse_mode
 from ps_protocol.optimizers import hyper_parameters
 from ps_protocol.v1 import control_pb2
-from ps_server.checks import check_job_spec
+from ps_runtime.credentials import PLAINTEXT
+from ps_server.coordinator.shards import ShardDirectory
 from ps_server.core.bucket_sizes import LEAST_BYTES, MOST_BUCKETS, sized
-from ps_server.limits import Limits
-from ps_server.shard_directory import ShardDirectory
+from ps_server.core.limits import Limits
+from ps_server.core.validation import check_job_spec
 
 MIB = 2**20
 ONE_MACHINE, HOSTS = True, False

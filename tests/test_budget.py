@@ -18,11 +18,11 @@ from ps_protocol.errors import Backlogged
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import parse_mode
-from ps_server.core.bucket import Add
-from ps_server.core.held import derived_limit
-from ps_server.core.pushes import Push, PushKind
-from ps_server.core.shard_job import ShardJob
-from ps_server.limits import Limits
+from ps_server.core.budget import derived_limit
+from ps_server.core.commands import Push, PushKind
+from ps_server.core.consistency import Add
+from ps_server.core.limits import Limits
+from ps_server.core.partition import ShardJob
 
 BUCKETS, SIZE = 5, 64  # bytes of a bucket
 CLOCKS = 3

@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from ps_server.c_library import streaming
-from ps_server.segments import copy_out
+from ps_server.ops.glibc import streaming
+from ps_server.shard.segments import copy_out
 
 NAME = "glibc.cpu.x86_non_temporal_threshold"
 
@@ -32,7 +32,7 @@ def test_what_the_environment_says_already_stays() -> None:
 )
 def test_a_program_that_does_not_stream_is_started_anew_with_its_arguments() -> None:
     program = (
-        "import os, sys; from ps_server.c_library import stream_large_copies; print(os.getpid(), flush=True); "
+        "import os, sys; from ps_server.ops.glibc import stream_large_copies; print(os.getpid(), flush=True); "
         "stream_large_copies(); print(sys.argv[1:], os.environ['GLIBC_TUNABLES'])"
     )
     environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}

@@ -25,22 +25,22 @@ from test_cli import END_SECONDS, Command
 from test_optimizers import UNUSUAL, make
 from torch import nn
 
+from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints, TryLater
 from ps_protocol.job import HyperParameters, JobSpec
-from ps_protocol.job_messages import job_spec_message
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.v1 import control_pb2
-from ps_server.checkpoint_policy import parse_every
-from ps_server.checkpointing import JobCheckpoints
-from ps_server.checkpoints import CheckpointStore, Manifest, Part, WorkerPart
-from ps_server.core.bucket import Live
-from ps_server.core.shard_job import ShardBucket, ShardJob
+from ps_server.coordinator.checkpoints import JobCheckpoints
+from ps_server.coordinator.policy import parse_every
+from ps_server.core.consistency import Live
+from ps_server.core.dense import Gradient, Scratch
+from ps_server.core.partition import ShardBucket, ShardJob
 from ps_server.core.snapshot import BucketImage, Extent, extent
-from ps_server.core.weights import Gradient, Scratch
-from ps_server.export import export, optimizer_state_dict
-from ps_server.messages import job_spec_data
+from ps_server.rpc.convert import job_spec_data
+from ps_server.storage.checkpoints import CheckpointStore, Manifest, Part, WorkerPart
+from ps_server.storage.export import export, optimizer_state_dict
 
 MakeCluster = Callable[..., Cluster]
 ROSTER: dict[int, Live] = {}
@@ -252,7 +252,7 @@ def test_a_full_disk_leaves_nothing_behind_and_the_one_before_as_it_was(tmp_path
         sys.path[:0] = sys.argv[2:]
         from test_checkpoints import buckets_of, spec_of, train, write
         from ps_protocol.errors import CheckpointFailed
-        from ps_server.checkpoints import CheckpointStore
+        from ps_server.storage.checkpoints import CheckpointStore
         store, there = CheckpointStore(pathlib.Path(sys.argv[1])), buckets_of(spec_of())
         write(store, [bucket.image() for bucket in there], spec_of())
         train(there, 1)
@@ -331,7 +331,7 @@ def test_a_checkpoint_beside_training_is_of_one_version_in_sync_and_whole_in_eve
 def test_a_checkpoint_that_takes_long_to_write_is_not_taken_for_training_that_stands_still(
     make_cluster: MakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ps_server.checkpointing.STALL_SECONDS", 0.1)
+    monkeypatch.setattr("ps_server.coordinator.checkpoints.STALL_SECONDS", 0.1)
     written, looked, write, look = threading.Event(), [], CheckpointStore.write_shard, JobCheckpoints._progress
 
     def slowly(*arguments: Any) -> Part:

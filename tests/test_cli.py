@@ -24,8 +24,8 @@ from torch import nn
 
 import ps_server.cli
 import ps_worker.cli
-from ps_server import status
-from ps_server.probe import is_serving
+from ps_server.ops import status
+from ps_server.ops.probe import is_serving
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = str(Path(__file__).parent / "train_everything.py")

@@ -19,7 +19,7 @@ from raw_worker import RawWorker, vector_job
 from torch import nn
 
 from ps_protocol.errors import Fenced, UnknownWorker
-from ps_server import status
+from ps_server.ops import status
 from ps_worker import Session
 
 WORKERS = 3

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_worker.data import ShareSampler, shard_loader, warning_once
+from ps_worker.data.loaders import ShareSampler, shard_loader, warning_once
 
 Point = namedtuple("Point", ["x", "y"])
 

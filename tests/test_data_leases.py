@@ -13,12 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from simulator import HELD, image, initial, job_spec, push, stage
 
 from ps_protocol.errors import Fenced, InvalidRequest, JobMismatch, LimitExceeded, UnknownWorker
-from ps_server.core.bucket import Add
+from ps_server.core.commands import PushKind
+from ps_server.core.consistency import Add
 from ps_server.core.data_commits import MAX_RANGES, Committed, DataCommits, DataRange, common
 from ps_server.core.data_leases import DataLeases, LoaderSpec, Report
 from ps_server.core.intervals import Intervals
-from ps_server.core.pushes import PushKind
-from ps_server.core.shard_job import ShardJob
+from ps_server.core.partition import ShardJob
 
 NUMBERS = st.integers(0, 30)
 CHANGES = st.lists(st.tuples(st.booleans(), NUMBERS, NUMBERS), max_size=20)

@@ -77,8 +77,8 @@ def test_start_is_gated_by_health() -> None:
 
 
 def test_nothing_is_killed_while_it_stops() -> None:
-    from ps_server.app import STOP_GRACE_SECONDS
-    from ps_worker.launcher import STOP_SECONDS
+    from ps_launch.workers import STOP_SECONDS
+    from ps_server.server import STOP_GRACE_SECONDS
 
     for name, takes in (*((name, 5 * STOP_GRACE_SECONDS) for name in SERVERS), ("worker", STOP_SECONDS)):
         assert int(read(COMPOSE)["services"][name]["stop_grace_period"].removesuffix("s")) > takes
@@ -216,7 +216,7 @@ def dashboard_queries() -> list[str]:
 
 
 def test_the_dashboard_shows_metrics_that_exist() -> None:
-    source = "".join(path.read_text() for end in ("server", "worker") for path in (ROOT / f"ps_{end}").glob("*.py"))
+    source = "".join(path.read_text() for end in ("server", "worker") for path in (ROOT / f"ps_{end}").rglob("*.py"))
     used = {name for query in dashboard_queries() for name in re.findall(r"\b(?:ps|grpc_server)_\w+", query)}
     assert len(used) > 15
     for name in used:

@@ -18,9 +18,10 @@ import torch
 from conftest import Cluster, until
 from safetensors.torch import load_file
 
-from ps_server.export import export
+from ps_server.storage.export import export
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("ps_protocol", "ps_runtime", "ps_launch", "ps_server", "ps_worker")
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 
@@ -129,9 +130,7 @@ VALUES = re.compile(r"'?\b(?:\d+|[A-Z][A-Z_]*)\b'?|%[sdg]")
 def _texts_of_the_code() -> str:
     """All that the packages can say, with a zero where a value goes in."""
     texts: list[str] = []
-    for path in (
-        path for package in ("ps_protocol", "ps_server", "ps_worker") for path in (ROOT / package).rglob("*.py")
-    ):
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 texts.append(

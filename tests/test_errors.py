@@ -13,13 +13,13 @@ from google.rpc import code_pb2, error_details_pb2
 from prometheus_client import CollectorRegistry
 
 from ps_protocol import errors
-from ps_protocol.channel import open_channel, server_options
 from ps_protocol.errors import BY_REASON, DOMAIN, PSError, TryLater, Unreachable, error_from, status_of
-from ps_server.boundary import Boundary
-from ps_server.callers import Callers
-from ps_server.core.roles import EVERYONE, METHODS
-from ps_server.gate import Gate
-from ps_server.limits import Limits
+from ps_runtime.channel import open_channel, server_options
+from ps_server.core.limits import Limits
+from ps_server.rpc.auth import Callers
+from ps_server.rpc.call_limits import Gate
+from ps_server.rpc.interceptor import Boundary
+from ps_server.rpc.permissions import EVERYONE, METHODS
 
 ERRORS = sorted(BY_REASON.values(), key=lambda error: error.__name__)
 PEER = "shard 0 at somewhere"

@@ -24,9 +24,9 @@ from oracle_run import Run
 import ps_server.cli
 from bench.chaos.cluster import free_ports
 from ps_protocol.errors import PSError
-from ps_server import status
-from ps_server.checkpoints import CheckpointStore
 from ps_server.failpoints import POINTS
+from ps_server.ops import status
+from ps_server.storage.checkpoints import CheckpointStore
 
 LEASE = 30.0  # nobody is to lose its place for another reason than a restored shard
 EVERY = 5

@@ -11,16 +11,16 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ps_protocol.convert import hyper_messages
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import read_message, write_message
-from ps_protocol.job_messages import hyper_messages
 from ps_protocol.layout import Bucket
 from ps_protocol.v1 import data_pb2
-from ps_server import data_messages
-from ps_server.core.bucket import Verdict
-from ps_server.core.pushes import PullCall, PushKind, Staged
-from ps_worker import messages as worker_messages
-from ps_worker.messages import BucketPush, Identity
+from ps_server.core.commands import PullCall, PushKind, Staged
+from ps_server.core.consistency import Verdict
+from ps_server.rpc import data_messages
+from ps_worker.cluster import convert as worker_messages
+from ps_worker.cluster.convert import BucketPush, Identity
 
 PUSH = data_pb2.PushRequest(
     header=data_pb2.PushHeader(

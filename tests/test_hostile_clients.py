@@ -16,18 +16,18 @@ from conftest import Cluster, scrape, until
 from dripping import PREFACE, Dripping, opening
 from torch import nn
 
-from ps_protocol.channel import open_channel
-from ps_protocol.credentials import PLAINTEXT
+from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError, error_from
 from ps_protocol.job import JobSpec
-from ps_protocol.job_messages import job_spec_message
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.v1 import control_pb2, data_pb2
 from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
-from ps_server.app import Server
-from ps_server.limits import Limits, limit_flags, limits_of
-from ps_server.probe import is_serving
+from ps_runtime.channel import open_channel
+from ps_runtime.credentials import PLAINTEXT
+from ps_server.core.limits import Limits, limit_flags, limits_of
+from ps_server.ops.probe import is_serving
+from ps_server.server import Server
 
 MakeCluster = Callable[..., Cluster]
 
@@ -144,7 +144,7 @@ def test_scrapers_that_ask_byte_by_byte_keep_nobody_else_out_and_are_cut_off(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, prefix: bytes
 ) -> None:
     """Their timeout alone would begin anew with every byte."""
-    monkeypatch.setattr("ps_protocol.scrape.CONNECTION_SECONDS", 3.0)
+    monkeypatch.setattr("ps_runtime.metrics.CONNECTION_SECONDS", 3.0)
     cluster = make_cluster(shards=1)
     address = cluster.servers[0].metrics_address
     with dripping(address, prefix, b"x", source="127.0.0.2") as clients:
@@ -335,8 +335,8 @@ def test_a_call_without_a_request_is_told_so(cluster: Cluster) -> None:
 
 
 def test_every_limit_has_a_flag_that_reaches_the_servers() -> None:
-    from ps_protocol.settings import CommandLine
-    from ps_server.limits import add_limits
+    from ps_runtime.settings import CommandLine
+    from ps_server.core.limits import add_limits
 
     parser = CommandLine()
     add_limits(parser)

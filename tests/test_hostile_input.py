@@ -11,11 +11,11 @@ from fuzzing import KEY, SPEC, WORKER, Target, seeds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ps_protocol.channel import open_channel
 from ps_protocol.errors import BY_REASON, InvalidRequest, PSError, error_from
 from ps_protocol.framing import read_message, write_message
 from ps_protocol.v1 import data_pb2
-from ps_server.core.roles import METHODS
+from ps_runtime.channel import open_channel
+from ps_server.rpc.permissions import METHODS
 
 SECONDS = 20.0
 SEEDS = seeds()

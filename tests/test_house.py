@@ -13,49 +13,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from imports import PACKAGES, imports
 
 import ps_worker
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("ps_protocol", "ps_server", "ps_worker")
 GENERATED = ROOT / "ps_protocol" / "v1"
-
-# The one place of each side where protobuf messages become Python values, and the servicers that carry them.
-KNOW_MESSAGES = {
-    "ps_protocol/job_messages.py",
-    "ps_server/data_messages.py",
-    "ps_server/lease_messages.py",
-    "ps_server/messages.py",
-    "ps_server/services.py",
-    "ps_worker/messages.py",
-}
 
 # Extras, each imported by its own files alone: by file, the package that it needs.
 FRAMEWORKS = {
     "ps_worker/accelerate.py": "accelerate",
     "ps_worker/huggingface.py": "transformers",
     "ps_worker/lightning.py": "lightning",
-}
-
-# All that the rules of a shard and of the coordinator may know: values, and the tensors they are about.
-CORE_MAY_IMPORT = {
-    "__future__",
-    "bisect",
-    "collections",
-    "dataclasses",
-    "enum",
-    "hmac",  # compares secrets in constant time: arithmetic, no more
-    "math",
-    "typing",
-    "torch",
-    "ps_protocol.errors",
-    "ps_protocol.framing",
-    "ps_protocol.job",
-    "ps_protocol.layout",
-    "ps_protocol.modes",
-    "ps_protocol.optimizers",
-    "ps_protocol.tensors",
-    "ps_server.core",
 }
 
 
@@ -78,18 +47,6 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), name(path))
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Full names of what a file imports, wherever in it: `from a.b import c` is a.b.c."""
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
-            module = ".".join(filter(None, (base, node.module)))
-            yield from (f"{module}.{alias.name}" for alias in node.names)
-
-
 def within(imported: str, modules: set[str]) -> bool:
     return any(imported == module or imported.startswith(module + ".") for module in modules)
 
@@ -100,30 +57,7 @@ def offenders(files: list[Path], find: Callable[[Path], Iterable[str]]) -> dict[
     return {path: wrong for path, wrong in found.items() if wrong}
 
 
-# -- who may know whom -----------------------------------------------------------------------------------------------
-
-
-def test_servers_and_workers_never_import_each_other_and_what_they_share_imports_neither() -> None:
-    def strangers(path: Path) -> list[str]:
-        own = path.relative_to(ROOT).parts[0]
-        others = {*PACKAGES, "bench", "examples", "tests"} - {own, "ps_protocol"}
-        return [found for found in imports(path) if within(found, others)]
-
-    assert offenders(PACKAGE_FILES, strangers) == {}
-
-
-def test_the_core_knows_no_sockets_clocks_threads_environment_or_messages() -> None:
-    core = sources("ps_server/core")
-    assert offenders(core, lambda path: [found for found in imports(path) if not within(found, CORE_MAY_IMPORT)]) == {}
-
-
-def test_messages_are_known_in_one_place_of_each_side() -> None:
-    """Stubs (`…_pb2_grpc`) are known where calls are made, and a DESCRIPTOR, which only names a service, anywhere."""
-
-    def messages(path: Path) -> list[str]:
-        return [found for found in imports(path) if re.match(r"ps_protocol\.v1\.\w+_pb2(\.(?!DESCRIPTOR$)|$)", found)]
-
-    assert set(offenders(PACKAGE_FILES, messages)) == KNOW_MESSAGES
+# -- what is imported (between rooms: test_layers) ---------------------------------------------------------------------
 
 
 def test_no_file_of_a_package_imports_the_test_tools() -> None:

@@ -13,7 +13,7 @@ from conftest import Cluster, in_parallel, scrape, until
 from torch import nn
 
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, UnknownWorker
-from ps_server import status
+from ps_server.ops import status
 from ps_worker import Session
 
 

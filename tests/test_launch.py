@@ -18,9 +18,9 @@ from conftest import Cluster, until
 from launching import ROOT, run, script
 from torch import nn
 
+from ps_launch.output import LONGEST_LINE_BYTES, PROGRESS_SECONDS, Lines
 from ps_protocol.errors import LimitExceeded
-from ps_worker.membership import ranges
-from ps_worker.output import LONGEST_LINE_BYTES, PROGRESS_SECONDS, Lines
+from ps_worker.cluster.membership import ranges
 
 TRAIN = """
 import os, sys, time
@@ -283,7 +283,7 @@ def test_a_launcher_whose_reader_stands_still_can_be_ended(tmp_path: Path, monke
     command = [
         sys.executable,
         "-c",
-        "import ps_worker.launcher as l; l.STOP_SECONDS = 2; import ps_worker.cli as c; c.main()",
+        "import ps_launch.workers as l; l.STOP_SECONDS = 2; import ps_worker.cli as c; c.main()",
     ]
     command += ["run", "--server", "h:1", "--workers", "2", writes]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

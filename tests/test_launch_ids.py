@@ -19,9 +19,11 @@ from test_cli import Command
 from torch import nn
 
 from ps_protocol.errors import Fenced, InvalidRequest, JobInUse
-from ps_server import durable, status
+from ps_runtime import launch_id
+from ps_server.coordinator import state_file
 from ps_server.core.membership import Newcomer
-from ps_worker import Session, launch_id
+from ps_server.ops import status
+from ps_worker import Session
 
 ROOT = Path(__file__).parent.parent
 END_SECONDS = 60.0
@@ -394,17 +396,17 @@ def test_a_launchs_name_that_is_none_is_refused(shared: Cluster, job: str) -> No
 
 
 def test_files_of_coordinators_that_knew_no_launches_are_read(tmp_path: Path) -> None:
-    worker = durable.DurableWorker(0, 1, 5, 12, "host", "", "00", 7, "a", 3.0, (("b", 1),))
-    job = durable.DurableJob({}, "run", (0,), {0: 1}, 1, 0, True, (worker,))
-    durable.save(tmp_path, {"job": job})
-    assert durable.load(tmp_path)["job"].workers == (worker,)
-    kept = json.loads((tmp_path / durable.FILE).read_text())
+    worker = state_file.DurableWorker(0, 1, 5, 12, "host", "", "00", 7, "a", 3.0, (("b", 1),))
+    job = state_file.DurableJob({}, "run", (0,), {0: 1}, 1, 0, True, (worker,))
+    state_file.save(tmp_path, {"job": job})
+    assert state_file.load(tmp_path)["job"].workers == (worker,)
+    kept = json.loads((tmp_path / state_file.FILE).read_text())
     for known in kept["jobs"]["job"]["workers"]:
         for name in ("launch", "since", "replaced"):
             del known[name]
     del kept["seal"]
-    (tmp_path / durable.FILE).write_text(json.dumps({**kept, "seal": durable._seal(kept)}))
-    [found] = durable.load(tmp_path)["job"].workers
+    (tmp_path / state_file.FILE).write_text(json.dumps({**kept, "seal": state_file._seal(kept)}))
+    [found] = state_file.load(tmp_path)["job"].workers
     assert (found.launch, found.replaced, found.attempt) == ("", (), 7)
 
 
@@ -446,7 +448,7 @@ def test_a_torchrun_and_a_slurm_step_are_launches(named: Callable[..., launch_id
 
 def test_a_process_that_nothing_has_launched_is_a_launch_of_its_own(named: Callable[..., launch_id.LaunchId]) -> None:
     assert named({}).name == named({}).name
-    asks = "from ps_worker.launch_id import launch_id; print(launch_id(1, False).name)"
+    asks = "from ps_runtime.launch_id import launch_id; print(launch_id(1, False).name)"
     other = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, cwd=ROOT, check=True)
     assert other.stdout.strip() not in ("", named({}).name)
 

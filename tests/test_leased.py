@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 import ps_worker
 from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, JobMismatch, LimitExceeded, UnknownWorker
 from ps_protocol.v1.job_pb2 import DataRange
-from ps_server import status
+from ps_server.ops import status
 from ps_worker import Session
 
 MODES = ["sync", "ssp:2", "async"]

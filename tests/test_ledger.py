@@ -11,10 +11,10 @@ from prometheus_client import CollectorRegistry
 from simulator import initial, job_spec, push
 
 from ps_protocol.errors import Backlogged
-from ps_server import data_messages
-from ps_server.engine import Engine
-from ps_server.ledger import Ledger
-from ps_server.metrics import ShardMetrics
+from ps_server.rpc import data_messages
+from ps_server.shard.ledger import Ledger
+from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.shard import Engine
 
 BUCKET = 128  # bytes
 

@@ -12,8 +12,8 @@ from raw_worker import RawWorker, vector_job
 from test_recovery import CELLS, keep, set_back, train
 
 from ps_protocol.errors import OutOfOrder
-from ps_server import status
-from ps_server.checkpoints import CheckpointStore, Part
+from ps_server.ops import status
+from ps_server.storage.checkpoints import CheckpointStore, Part
 
 MakeCluster = Callable[..., Cluster]
 

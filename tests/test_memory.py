@@ -13,10 +13,10 @@ import pytest
 from conftest import until
 from raw_worker import RawWorker, vector_job
 
-from ps_protocol.channel import open_channel
 from ps_protocol.v1 import data_pb2
 from ps_protocol.v1.data_pb2_grpc import DataServiceStub
-from ps_server.status import fetch
+from ps_runtime.channel import open_channel
+from ps_server.ops.status import fetch
 
 KIB = 1024
 AT_ONCE = 50

@@ -13,7 +13,7 @@ import torch
 from conftest import Cluster, in_parallel, until
 from torch import nn
 
-from ps_server.limits import DEFAULTS
+from ps_server.core.limits import DEFAULTS
 from ps_worker import NonFiniteGradient, Session
 
 # One step of a script: model, optimizer, its number, data.

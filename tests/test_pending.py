@@ -10,8 +10,8 @@ from simulator import HELD, image, job_spec, payload, push, stage
 from test_shard_job import running, work
 
 from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, OutOfOrder, UnknownWorker
-from ps_server.core.pushes import Commit, PushKind, SharedBucket
-from ps_server.core.shard_job import ShardJob
+from ps_server.core.commands import Commit, PushKind, SharedBucket
+from ps_server.core.partition import ShardJob
 
 
 def commit(

@@ -15,9 +15,9 @@ from torch import nn
 from ps_protocol.errors import LimitExceeded, NonFiniteGradient
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of
-from ps_server.core.pushes import PushKind
-from ps_server.core.shard_job import ShardJob
-from ps_server.limits import Limits
+from ps_server.core.commands import PushKind
+from ps_server.core.limits import Limits
+from ps_server.core.partition import ShardJob
 
 MakeCluster = Callable[..., Cluster]
 

@@ -11,12 +11,12 @@ import torch
 from conftest import Cluster, until
 from raw_worker import CALL_SECONDS, RawWorker, vector_job
 
-from ps_protocol.channel import open_channel
 from ps_protocol.errors import InvalidRequest, NotFound, NotShared, OutOfOrder, PSError, UnknownWorker, error_from
-from ps_protocol.segments import SegmentMap, segment_plan
+from ps_protocol.segment_layout import SegmentMap, segment_plan
 from ps_protocol.v1 import data_pb2
 from ps_protocol.v1.data_pb2_grpc import DataServiceStub
-from ps_worker.shared_memory import LocalSegment
+from ps_runtime.channel import open_channel
+from ps_worker.cluster.shared_memory import LocalSegment
 
 CELLS = 48  # three buckets, on one shard
 

@@ -12,10 +12,11 @@ from conftest import Cluster, in_parallel, until
 from raw_worker import RawWorker, vector_job
 
 from ps_protocol.errors import CheckpointDamaged, Fenced, JobMismatch, NoCheckpoints, NotFound, TryLater, UnknownWorker
-from ps_server import durable, status
-from ps_server.checkpoints import CheckpointStore
+from ps_server.coordinator import state_file
+from ps_server.coordinator.job import make_job
 from ps_server.core.membership import Newcomer
-from ps_server.jobs import make_job
+from ps_server.ops import status
+from ps_server.storage.checkpoints import CheckpointStore
 
 MakeCluster = Callable[..., Cluster]
 CELLS = 64  # four buckets of 16, on two shards
@@ -232,7 +233,7 @@ def test_who_comes_back_to_a_place_that_was_taken_is_refused(make_cluster: MakeC
 
 def test_the_coordinator_comes_back_and_its_workers_notice_nothing(make_cluster: MakeCluster, tmp_path: Path) -> None:
     """The coordinator alone in its process: no shard is lost with it."""
-    from ps_server.app import Server, ServerConfig
+    from ps_server.server import Server, ServerConfig
 
     directory = tmp_path / "checkpoints"
     alone = Server(ServerConfig(shard_count=1, checkpoint_dir=directory, lease=20.0))
@@ -312,7 +313,7 @@ def test_a_checkpoint_that_is_damaged_everywhere_is_an_error(tmp_path: Path) -> 
 
 
 def test_what_a_set_back_has_cost_is_still_known_after_the_coordinator_died(tmp_path: Path) -> None:
-    kept = durable.DurableJob(
+    kept = state_file.DurableJob(
         spec={},
         run="a run",
         placement=(0, 1),
@@ -329,8 +330,8 @@ def test_what_a_set_back_has_cost_is_still_known_after_the_coordinator_died(tmp_
         awaited=(1,),
         ghosts=((0, 1, 4), (1, 1, 4)),
     )
-    durable.save(tmp_path, {"job": kept})
-    assert durable.load(tmp_path) == {"job": kept}
+    state_file.save(tmp_path, {"job": kept})
+    assert state_file.load(tmp_path) == {"job": kept}
 
 
 def test_a_new_process_does_not_make_what_its_rank_had_done_uncounted() -> None:

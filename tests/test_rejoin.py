@@ -24,7 +24,7 @@ from torch import nn
 
 import ps_worker
 from ps_protocol.errors import Fenced, NotFound
-from ps_server import status
+from ps_server.ops import status
 from ps_worker import Session
 
 LEASE = 2.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ps_worker.restarts import LONGEST_SECONDS, WELL_SECONDS, Restarts
+from ps_launch.restarts import LONGEST_SECONDS, WELL_SECONDS, Restarts
 
 
 def test_the_pause_grows_with_each_failure_in_a_row_up_to_the_longest() -> None:

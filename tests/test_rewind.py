@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from ps_protocol.errors import Backlogged, InvalidRequest, PSError, TryLater, Unsupported
-from ps_worker.client import Retry
-from ps_worker.data import PreparedLoader, shard_loader
+from ps_worker.cluster.coordinator import Retry
+from ps_worker.data.loaders import PreparedLoader, shard_loader
 from ps_worker.metrics import StepTimer
-from ps_worker.rewind import Rewind
-from ps_worker.worker_state import decode
+from ps_worker.state.checkpoint import Rewind
+from ps_worker.state.encoding import decode
 
 CPU = torch.device("cpu")
 SAMPLES, BATCH = 24, 3

@@ -17,16 +17,16 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from torch import nn
 
-from ps_protocol import watched
-from ps_protocol.channel import open_channel
-from ps_protocol.credentials import Access, Tls, access
 from ps_protocol.errors import Forbidden, InvalidRequest, PSError, Unauthenticated, error_from
 from ps_protocol.v1 import control_pb2, data_pb2
 from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 from ps_protocol.v1.data_pb2_grpc import DataServiceStub
-from ps_server import dev_certs, probe, status
-from ps_server.callers import parse_directory
-from ps_server.core.roles import EVERYONE, METHODS, Caller, Grant, Role
+from ps_runtime import reloading
+from ps_runtime.channel import open_channel
+from ps_runtime.credentials import Access, Tls, access
+from ps_server.ops import dev_certs, probe, status
+from ps_server.rpc.auth import parse_directory
+from ps_server.rpc.permissions import EVERYONE, METHODS, Caller, Grant, Role
 
 MakeCluster = Callable[..., Cluster]
 
@@ -159,7 +159,7 @@ def test_a_reader_sees_the_status_and_cannot_end_a_job(guarded: Cluster) -> None
 def test_tokens_are_read_again_when_they_change(
     guarded: Cluster, tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watched, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(reloading, "CHECK_SECONDS", 0.0)
     tokens.write_text(f"cluster {TOKENS['cluster']}\nadmin {TOKENS['reader']}\n")
     with pytest.raises(LookupError):
         status.end_job(guarded.address, "mine", carrying("reader"))
@@ -218,7 +218,7 @@ def test_a_token_file_may_be_a_link_that_is_turned_to_another_file(
     guarded: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Kubernetes turns the secrets that it mounts."""
-    monkeypatch.setattr("ps_protocol.watched.CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("ps_runtime.reloading.CHECK_SECONDS", 0.0)
     for name, token in (("old", "a-token-that-nobody-knows"), ("new", TOKENS["reader"])):
         (tmp_path / name).write_text(token)
         (tmp_path / name).chmod(0o600)

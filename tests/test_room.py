@@ -9,10 +9,10 @@ import pytest
 from conftest import Cluster
 from raw_worker import RawWorker, vector_job
 
+from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import LimitExceeded
-from ps_protocol.job_messages import job_spec_message
 from ps_protocol.v1 import control_pb2
-from ps_server.room import free_bytes
+from ps_server.shard.memory import free_bytes
 
 MEMINFO = "MemTotal:  2000 kB\nMemFree:  10 kB\nMemAvailable:  1000 kB\nHugePages_Total:  0\n"
 

@@ -18,10 +18,10 @@ from rpc_faults import KINDS, RpcFaults, break_calls
 
 from bench.oracle import Cells, Life, Rules, Shape, Violation, Witness, judge, too_stale
 from ps_protocol.errors import TryLater, UnknownWorker
-from ps_server.checkpoints import CheckpointStore
-from ps_server.core.bucket import BucketProtocol
+from ps_server.core.consistency import BucketProtocol
 from ps_server.core.membership import Newcomer
-from ps_worker import client
+from ps_server.storage.checkpoints import CheckpointStore
+from ps_worker.cluster import coordinator
 
 WORKERS = 3
 STEPS = 30
@@ -31,8 +31,8 @@ SHAPE = Shape(buckets=4, rows=4, columns=7)
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that fails is soon made again, so that a test can have many of them."""
-    monkeypatch.setattr(client, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(client, "LONGEST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(coordinator, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(coordinator, "LONGEST_PAUSE_SECONDS", 0.02)
 
 
 def train(cluster: Cluster, mode: str, transport: str) -> list[Violation]:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ps_server.running import NARROWED_BUCKETS, Narrowed, Pull
+from ps_server.shard.job import NARROWED_BUCKETS, Narrowed, Pull
 
 
 def test_a_bucket_is_narrowed_once_for_all_who_wait_for_it() -> None:

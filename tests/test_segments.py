@@ -19,13 +19,13 @@ from ps_protocol.errors import NonFiniteGradient, NotShared
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
-from ps_protocol.segments import NAME_PREFIX, SegmentMap, SegmentPlan, segment_plan
-from ps_server.core.pushes import PullCall
-from ps_server.running import Pull, RunningJob
-from ps_server.segments import attach
-from ps_server.streams import Outbox
-from ps_worker import transports
-from ps_worker.shared_memory import LocalSegment, remove_leftovers
+from ps_protocol.segment_layout import NAME_PREFIX, SegmentMap, SegmentPlan, segment_plan
+from ps_server.core.commands import PullCall
+from ps_server.rpc.streams import Outbox
+from ps_server.shard.job import Pull, RunningJob
+from ps_server.shard.segments import attach
+from ps_worker.cluster import transports
+from ps_worker.cluster.shared_memory import LocalSegment, remove_leftovers
 
 MakeCluster = Callable[..., Cluster]
 
@@ -140,7 +140,7 @@ def test_files_of_workers_that_were_killed_are_removed_and_those_of_living_ones_
     plan: SegmentPlan, tmp_path: Path
 ) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from ps_worker.shared_memory import LocalSegment\n"
+        "import sys, time; from pathlib import Path; from ps_worker.cluster.shared_memory import LocalSegment\n"
         "segment = LocalSegment(8192, Path(sys.argv[1])); print(segment.location, flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(

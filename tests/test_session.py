@@ -21,7 +21,7 @@ from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.modes import Consistency
 from ps_worker import Session
 from ps_worker.config import WorkerConfig, resolve
-from ps_worker.data import PreparedLoader
+from ps_worker.data.loaders import PreparedLoader
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

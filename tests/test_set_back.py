@@ -18,7 +18,7 @@ from conftest import Cluster, scrape, until
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from ps_server.checkpoints import CheckpointStore
+from ps_server.storage.checkpoints import CheckpointStore
 
 MakeCluster = Callable[..., Cluster]
 SCRIPT = str(Path(__file__).parent / "train_with_state.py")

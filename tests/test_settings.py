@@ -12,14 +12,14 @@ import pytest
 import ps_server.cli
 import ps_worker
 import ps_worker.cli
+from ps_launch.workers import Launch, worker_environment
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.settings import CommandLine
-from ps_protocol.variables import KNOWN, unknown_variables
+from ps_runtime.launch_id import LAUNCH_ID, LAUNCH_RANKS
+from ps_runtime.settings import CommandLine
+from ps_runtime.variables import KNOWN, unknown_variables
 from ps_server.failpoints import VARIABLE as FAILPOINTS
 from ps_worker.config import OWN_SETTINGS, SETTINGS, WorkerConfig, resolve
-from ps_worker.launch_id import LAUNCH_ID, LAUNCH_RANKS
 from ps_worker.launched import LAUNCHED, STARTED_FILE
-from ps_worker.launcher import Launch, worker_environment
 
 # What each setting takes and refuses: (text, what WorkerConfig has then), and texts that are refused.
 REFUSED_NUMBERS = ("many", "-1", "1.5", "1e3", "٣")

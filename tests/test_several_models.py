@@ -11,7 +11,7 @@ from conftest import Cluster, in_parallel, until
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ps_server.checkpoints import Manifest
+from ps_server.storage.checkpoints import Manifest
 from ps_worker import InvalidRequest
 
 MODES = ["sync", "ssp:2", "async"]

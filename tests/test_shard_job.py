@@ -14,9 +14,9 @@ from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotFou
 from ps_protocol.job import HyperParameters, NonFinite
 from ps_protocol.layout import bucket_layout
 from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, hyper_parameter_names
-from ps_server.core.bucket import Add
-from ps_server.core.pushes import Push, PushKind
-from ps_server.core.shard_job import ShardJob
+from ps_server.core.commands import Push, PushKind
+from ps_server.core.consistency import Add
+from ps_server.core.partition import ShardJob
 
 NAN, INF = float("nan"), float("inf")
 

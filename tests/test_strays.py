@@ -9,7 +9,7 @@ import torch
 from conftest import Cluster, until
 from raw_worker import RawWorker, vector_job
 
-from ps_server import coordinator
+from ps_server.coordinator import coordinator
 
 CELLS = 64
 

@@ -16,11 +16,11 @@ from conftest import Cluster
 from torch import nn
 
 import ps_worker
-from ps_protocol import watched
-from ps_protocol.credentials import Access, Tls, access
 from ps_protocol.errors import InvalidRequest, Untrusted
-from ps_protocol.exposure import is_exposed
-from ps_server import dev_certs, probe, status
+from ps_runtime import reloading
+from ps_runtime.credentials import Access, Tls, access
+from ps_runtime.exposure import is_exposed
+from ps_server.ops import dev_certs, probe, status
 
 MakeCluster = Callable[..., Cluster]
 
@@ -176,7 +176,7 @@ def test_files_that_do_not_fit_are_refused_at_the_start(
 def test_certificates_change_under_a_running_cluster(
     make_cluster: MakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watched, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(reloading, "CHECK_SECONDS", 0.0)
     dev_certs.write(tmp_path / "one")
     dev_certs.write(tmp_path / "two")
     used = tmp_path / "used"
@@ -195,7 +195,7 @@ def test_certificates_change_under_a_running_cluster(
 def test_files_that_are_half_replaced_leave_what_was_there(
     make_cluster: MakeCluster, certs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watched, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(reloading, "CHECK_SECONDS", 0.0)
     used = tmp_path / "used"
     shutil.copytree(certs, used)
     cluster = make_cluster(shards=1, tls=server_tls(used))

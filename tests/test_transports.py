@@ -12,9 +12,8 @@ import pytest
 from conftest import until
 
 from ps_protocol.layout import Bucket
-from ps_worker.flat import FlatModel
-from ps_worker.messages import BucketPush, Identity
-from ps_worker.transports import (
+from ps_worker.cluster.convert import BucketPush, Identity
+from ps_worker.cluster.transports import (
     DATA_SERVICE,
     PUSHES_IN_FLIGHT,
     PUSHES_TO_ONE_SHARD,
@@ -22,6 +21,7 @@ from ps_worker.transports import (
     ShardCalls,
     network_pushers,
 )
+from ps_worker.model.flat import FlatModel
 
 
 class Peer:

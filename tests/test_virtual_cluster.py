@@ -11,9 +11,9 @@ from virtual_cluster import MODES, Cluster
 from virtual_time import Host, Weather, World
 
 from ps_protocol.errors import TryLater
-from ps_server.core.bucket import ADMITTED, BucketProtocol
+from ps_server.core.consistency import ADMITTED, BucketProtocol
 from ps_server.core.membership import Membership, Rivals
-from ps_server.core.shard_job import ShardJob
+from ps_server.core.partition import ShardJob
 
 SEEDS = 50
 

@@ -12,7 +12,7 @@ from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.tensors import bytes_of, tensor_from
-from ps_server.core.weights import BucketWeights, Gradient, Scratch
+from ps_server.core.dense import BucketWeights, Gradient, Scratch
 
 # The shards run torch's fused kernels where there are some, and on slices; a plain loop runs others on whole tensors.
 # They add in another order within an element's update, which costs a few units in the last place of a float32 a step.

@@ -29,9 +29,9 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import parse_mode
 from ps_protocol.tensors import bytes_of, tensor_from
-from ps_server.core.bucket import Add
+from ps_server.core.consistency import Add
 from ps_server.core.membership import Member, Membership, Newcomer
-from ps_server.core.shard_job import Push, PushKind, ShardJob
+from ps_server.core.partition import Push, PushKind, ShardJob
 from ps_server.core.snapshot import BucketImage
 
 MODES = ("sync", "ssp:0", "ssp:2", "async")

@@ -29,12 +29,12 @@ from ps_protocol.job import NonFinite
 from ps_protocol.layout import Bucket, bucket_layout
 from ps_protocol.modes import parse_mode
 from ps_protocol.tensors import tensor_from
-from ps_server.status import fetch
-from ps_worker import messages
-from ps_worker.client import CoordinatorClient
-from ps_worker.describe import describe
-from ps_worker.messages import Identity, Pulled
-from ps_worker.transports import ShardCalls
+from ps_server.ops.status import fetch
+from ps_worker.cluster import convert
+from ps_worker.cluster.convert import Identity, Pulled
+from ps_worker.cluster.coordinator import CoordinatorClient
+from ps_worker.cluster.transports import ShardCalls
+from ps_worker.model.job_spec import describe
 
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
@@ -290,13 +290,13 @@ def read_weights(task: Task) -> tuple[torch.Tensor, tuple[int, ...]]:
         return len(pulled.payload)
 
     def ask(left: list[int]) -> bytes:
-        return messages.pull_request(Identity(task.job, 0, READER), 0, left)
+        return convert.pull_request(Identity(task.job, 0, READER), 0, left)
 
     for shard, address in found.addresses.items():
         mine = [bucket for bucket in buckets if found.bucket_shards[bucket.index] == shard]
         if mine:
             calls = ShardCalls(shard, address, START_SECONDS)
-            calls.pull("Pull", ask, 0, mine, lambda m: [messages.pulled(m)], land)
+            calls.pull("Pull", ask, 0, mine, lambda m: [convert.pulled(m)], land)
             calls.close()
     shards = {parameter_of(bucket): found.bucket_shards[bucket.index] for bucket in buckets}
     return view, tuple(shard for _, shard in sorted(shards.items()))

@@ -13,17 +13,17 @@ import pytest
 from conftest import Cluster
 from fuzzing import JOB, KEY, SPEC, WORKER, Target
 
-from ps_protocol.channel import open_channel
-from ps_protocol.credentials import Access
+from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import Backlogged, Forbidden, InvalidRequest, LimitExceeded, NotFound, PSError, error_from
 from ps_protocol.framing import read_message, write_message
-from ps_protocol.job_messages import job_spec_message
 from ps_protocol.v1 import control_pb2, data_pb2
 from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub, ShardServiceStub
-from ps_server.app import Server, ServerConfig
-from ps_server.core.pushes import Push, PushKind
-from ps_server.core.shard_job import ShardJob
-from ps_server.limits import Limits
+from ps_runtime.channel import open_channel
+from ps_runtime.credentials import Access
+from ps_server.core.commands import Push, PushKind
+from ps_server.core.limits import Limits
+from ps_server.core.partition import ShardJob
+from ps_server.server import Server, ServerConfig
 
 MakeCluster = Callable[..., Cluster]
 

@@ -1,0 +1,168 @@
+"""How channels and servers are set up: the options that both ends must hold in common.
+
+Keepalive finds hosts that are gone; heartbeats find processes that are stopped. A client may ping only as often as the
+server allows, so the two intervals stand here side by side.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from ps_protocol.errors import InvalidRequest
+from ps_runtime.credentials import PLAINTEXT, Access, channel_credentials, is_loopback
+from ps_runtime.reloading import Watched
+
+DEFAULT_PORT = 50051
+MAX_BUCKET_BYTES = 16 * 2**20
+# A message is a bucket and its header, or a control message: a job of MAX_PARAMETERS parameters fits.
+MAX_MESSAGE_BYTES = MAX_BUCKET_BYTES + 2**20
+
+_KEEPALIVE_MS = 20_000
+_LEAST_PING_INTERVAL_MS = 10_000
+
+ChannelOptions = list[tuple[str, int]]
+
+
+def server_options() -> ChannelOptions:
+    """Options of every server of this project, besides its limits."""
+    return [
+        ("grpc.so_reuseport", 0),  # two shards on one port would both bind and split the traffic
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS // 2),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _LEAST_PING_INTERVAL_MS),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+def open_channel(address: str, access: Access = PLAINTEXT) -> grpc.Channel:
+    """A channel with a connection of its own, so that control calls never queue behind buckets.
+
+    With certificate files, it is made anew when they change; calls that are under way end on the old one. With a token,
+    every call carries it. Raises InvalidRequest for a token that would leave this machine in plaintext.
+    """
+    if access.tls is None and access.token is None:
+        return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
+    if access.tls is None and not access.insecure and not is_loopback(address.rpartition(":")[0]):
+        raise InvalidRequest(
+            f"a token for {address} would travel in plaintext: give --tls-ca, or --insecure to allow it"
+        )
+    return RenewedChannel(address, access)
+
+
+_CLIENT_OPTIONS: ChannelOptions = [
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),  # an http_proxy variable must not capture calls inside a cluster
+    ("grpc.enable_retries", 0),  # they stop silently above 256 KiB; retrying is the caller's loop
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS // 2),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+
+# Longer than any call of this project with a deadline: what is under way on a channel that was replaced may end on it.
+RETIRED_SECONDS = 120.0
+
+
+class RenewedChannel(grpc.Channel):  # type: ignore[misc]  # grpcio ships no types
+    """A channel that reloads its certificates and attaches the current token to each call."""
+
+    def __init__(self, address: str, access: Access) -> None:
+        self._address = address
+        self._token = access.token
+        self._watched = None if access.tls is None else Watched(access.tls.paths(), access.tls.load)
+        self._lock = threading.Lock()
+        self._retired: list[tuple[float, grpc.Channel]] = []
+        self._generation = 0
+        self._channel = self._make()
+
+    def now(self) -> tuple[int, grpc.Channel]:
+        """The channel of now, and its number."""
+        if self._watched is not None:
+            self._watched.get()
+            with self._lock:
+                if self._watched.generation != self._generation:
+                    self._generation = self._watched.generation
+                    self._retired.append((time.monotonic(), self._channel))
+                    self._channel = self._make()
+                while self._retired and time.monotonic() - self._retired[0][0] > RETIRED_SECONDS:
+                    self._retired.pop(0)[1].close()
+        return self._generation, self._channel
+
+    def metadata(self) -> tuple[tuple[str, str], ...] | None:
+        """What each call carries."""
+        token = self._token() if self._token is not None else None
+        return None if token is None else (("authorization", f"Bearer {token}"),)
+
+    def _make(self) -> grpc.Channel:
+        if self._watched is None:
+            return grpc.insecure_channel(self._address, options=_CLIENT_OPTIONS)
+        return grpc.secure_channel(self._address, channel_credentials(self._watched.get()), options=_CLIENT_OPTIONS)
+
+    def close(self) -> None:
+        with self._lock:
+            for _, channel in self._retired:
+                channel.close()
+            self._channel.close()
+
+    def subscribe(self, callback: Any, try_to_connect: bool | None = None) -> None:
+        self.now()[1].subscribe(callback, try_to_connect)
+
+    def unsubscribe(self, callback: Any) -> None:
+        self.now()[1].unsubscribe(callback)
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        return _Method(self, "unary_unary", arguments, options)
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        return _Method(self, "unary_stream", arguments, options)
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        return _Method(self, "stream_unary", arguments, options)
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        return _Method(self, "stream_stream", arguments, options)
+
+    def __enter__(self) -> RenewedChannel:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class _Method:
+    """One method, called on the channel of now."""
+
+    def __init__(self, channel: RenewedChannel, kind: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._channel = channel
+        self._make: Callable[[grpc.Channel], Any] = lambda found: getattr(found, kind)(*arguments, **options)
+        self._made: tuple[int, Any] = (-1, None)
+
+    def __call__(self, request: Any, **options: Any) -> Any:
+        return self._now()(request, **self._signed(options))
+
+    def with_call(self, request: Any, **options: Any) -> Any:
+        """As a call, and the call itself."""
+        return self._now().with_call(request, **self._signed(options))
+
+    def future(self, request: Any, **options: Any) -> Any:
+        """As a call, without waiting for it."""
+        return self._now().future(request, **self._signed(options))
+
+    def _now(self) -> Any:
+        generation, channel = self._channel.now()
+        if self._made[0] != generation:
+            self._made = (generation, self._make(channel))
+        return self._made[1]
+
+    def _signed(self, options: dict[str, Any]) -> dict[str, Any]:
+        signed = self._channel.metadata()
+        return options if signed is None else {**options, "metadata": (*(options.get("metadata") or ()), *signed)}

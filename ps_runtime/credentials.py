@@ -1,0 +1,227 @@
+"""How a process proves who it is, and whom it trusts: certificate files for TLS, and a bearer token.
+
+Servers and clients hold the same kind of values. A server with `cert` and `key` serves TLS; with `ca` it also demands a
+certificate of that CA from every client (mutual TLS). A client with `ca` verifies its servers by it; with `cert` and
+`key` it shows its own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+
+from ps_protocol.errors import InvalidRequest
+from ps_runtime.reloading import Watched
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+log = logging.getLogger("ps_runtime")
+
+MIN_TOKEN_LENGTH = 16
+MAX_TOKEN_LENGTH = 512
+
+
+@dataclass(frozen=True)
+class Material:
+    """What the files hold, as PEM."""
+
+    cert: bytes | None
+    key: bytes | None = field(repr=False)
+    ca: bytes | None
+
+
+@dataclass(frozen=True)
+class Tls:
+    """The files of one end of TLS; `key` belongs to `cert`, `ca` verifies the other end."""
+
+    cert: Path | None = None
+    key: Path | None = field(default=None, repr=False)
+    ca: Path | None = None
+
+    def paths(self) -> list[Path]:
+        """The files that there are."""
+        return [path for path in (self.cert, self.key, self.ca) if path is not None]
+
+    def load(self) -> Material:
+        """Reads and checks the files. Raises InvalidRequest saying in one line which file is wrong, and how."""
+        cert, key, ca = (_read(path) for path in (self.cert, self.key, self.ca))
+        if (cert is None) != (key is None):
+            raise InvalidRequest("a certificate needs its key and a key its certificate: give --tls-cert and --tls-key")
+        if cert is not None and key is not None:
+            self._check_pair(cert, key)
+        if ca is not None:
+            for found in _certificates(ca, self.ca):
+                _check_dates(found, self.ca)
+        return Material(cert, key, ca)
+
+    def _check_pair(self, cert: bytes, key: bytes) -> None:
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives import serialization
+
+        first = _certificates(cert, self.cert)[0]
+        try:
+            private = serialization.load_pem_private_key(key, password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm):
+            raise InvalidRequest(
+                f"{self.key} holds no private key in PEM form that can be read without a password"
+            ) from None
+        form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        if first.public_key().public_bytes(*form) != private.public_key().public_bytes(*form):
+            raise InvalidRequest(f"the key {self.key} does not belong to the certificate {self.cert}")
+        _check_dates(first, self.cert)
+
+
+def _read(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {path} ({error.strerror})") from None
+
+
+def _certificates(pem: bytes, path: Path | None) -> list[x509.Certificate]:
+    from cryptography import x509
+
+    try:
+        found = x509.load_pem_x509_certificates(pem)
+    except ValueError:
+        found = []
+    if not found:
+        raise InvalidRequest(f"{path} holds no certificate in PEM form")
+    return found
+
+
+def _check_dates(certificate: x509.Certificate, path: Path | None) -> None:
+    now = datetime.datetime.now(datetime.timezone.utc)
+    if certificate.not_valid_after_utc < now:
+        raise InvalidRequest(f"the certificate {path} expired on {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
+    if certificate.not_valid_before_utc > now:
+        raise InvalidRequest(
+            f"the certificate {path} is valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC"
+        )
+
+
+@dataclass(frozen=True)
+class Access:
+    """What one process calls others with.
+
+    tls:      None: plaintext
+    token:    gives the bearer token of now; None: no token is sent
+    insecure: a token may be sent in plaintext to another machine
+    """
+
+    tls: Tls | None = None
+    token: Callable[[], str | None] | None = field(default=None, repr=False)
+    insecure: bool = False
+
+
+PLAINTEXT = Access()
+
+
+def access(
+    cert: str | Path | None = None,
+    key: str | Path | None = None,
+    ca: str | Path | None = None,
+    token_file: str | Path | None = None,
+    insecure: bool = False,
+) -> Access:
+    """A client's access, from settings; the files are checked now. Raises InvalidRequest naming what is wrong."""
+    found = tls(cert, key, ca)
+    return Access(found, None if token_file is None else TokenFile(Path(token_file)).get, insecure)
+
+
+def tls(cert: str | Path | None, key: str | Path | None, ca: str | Path | None) -> Tls | None:
+    """The files as one value, checked now; None where none is given. Raises InvalidRequest naming what is wrong."""
+    given = [Path(path) if path else None for path in (cert, key, ca)]
+    if not any(given):
+        return None
+    found = Tls(*given)
+    found.load()
+    return found
+
+
+class TokenFile:
+    """A client's bearer token: the one line of a file, read again when that changes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        warn_if_readable_by_all(path)
+        self._watched = Watched([path], self._load)
+
+    def get(self) -> str:
+        """The token of now."""
+        return self._watched.get()
+
+    def __repr__(self) -> str:
+        return f"TokenFile({str(self._path)!r})"
+
+    def _load(self) -> str:
+        found = (_read(self._path) or b"").decode("utf-8", "replace").split()
+        if len(found) != 1:
+            raise InvalidRequest(f"{self._path} must hold one token and nothing else, got {len(found)} words")
+        return checked_token(found[0], str(self._path))
+
+
+def checked_token(token: str, where: str) -> str:
+    """The token, if it can be one. Raises InvalidRequest that says where it stands, and never what it is."""
+    if not MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH or not token.isascii() or not token.isprintable():
+        raise InvalidRequest(
+            f"{where}: a token is {MIN_TOKEN_LENGTH} to {MAX_TOKEN_LENGTH} printable ASCII characters, got {len(token)}"
+        )
+    return token
+
+
+def warn_if_readable_by_all(path: Path) -> None:
+    """Says in the log that a secret is open to every user of this machine."""
+    try:
+        if path.stat().st_mode & 0o004:
+            log.warning("%s holds a secret, and every user of this machine can read it: chmod 600", path)
+    except OSError:
+        pass  # whoever reads it will say so
+
+
+def server_credentials(found: Tls) -> grpc.ServerCredentials:
+    """Credentials of a server port, which follow the files: each new connection is served with what they hold then."""
+    if found.cert is None:
+        raise InvalidRequest("a server needs --tls-cert and --tls-key to serve TLS; --tls-ca alone is for clients")
+    if found.key is not None:
+        warn_if_readable_by_all(found.key)
+    watched = Watched(found.paths(), found.load)
+    served = -1
+
+    def configuration() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal served
+        material = watched.get()
+        if served == watched.generation:
+            return None
+        served = watched.generation
+        return grpc.ssl_server_certificate_configuration([(material.key, material.cert)], material.ca)
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(), configuration, require_client_authentication=found.ca is not None
+    )
+
+
+def channel_credentials(material: Material) -> grpc.ChannelCredentials:
+    """Credentials of a client's channel. Without a CA, a server's own certificate file serves as the one it trusts."""
+    return grpc.ssl_channel_credentials(material.ca or material.cert, material.key, material.cert)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address. A name other than localhost counts as reachable by others."""
+    name = host.strip("[]").lower()
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

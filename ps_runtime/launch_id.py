@@ -1,0 +1,93 @@
+"""Which launch this process belongs to: that tells a worker that is started again from a stranger's of the same job."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from ps_protocol.errors import InvalidRequest
+from ps_runtime.credentials import is_loopback
+
+LAUNCH_ID = "PS_LAUNCH_ID"
+LAUNCH_RANKS = "PS_LAUNCH_RANKS"
+
+
+@dataclass(frozen=True)
+class LaunchId:
+    """One launch.
+
+    name:      the same for all its workers and each that it starts again; empty: not known
+    take_over: live workers of other launches are fenced
+    ranks:     of all the workers that it is about to start; empty: nothing is known of the others
+    """
+
+    name: str = ""
+    take_over: bool = False
+    ranks: range = range(0)
+
+
+UNKNOWN = LaunchId()
+
+
+def launch_id(world_size: int, take_over: bool) -> LaunchId:
+    """This process' launch: from PS_LAUNCH_ID, torchrun's or Slurm's variables, else one for this process alone.
+
+    world_size: of the job; 0: elastic, where the launch has no ranks of its own
+    """
+    known = os.environ.get(LAUNCH_ID)
+    if known:
+        return LaunchId(known, take_over, _ranks(os.environ.get(LAUNCH_RANKS, "")) if world_size else range(0))
+    for find in (_torchrun, _slurm):
+        found = find(os.environ)
+        if found is not None:
+            name, count, again = found
+            whole = bool(world_size) and count == str(world_size) and not again
+            return LaunchId(name, take_over, range(world_size if whole else 0))
+    return LaunchId(_own(), take_over)
+
+
+def new_launch_id() -> str:
+    """A name that no other launch has."""
+    return f"run-{socket.gethostname()}-{secrets.token_hex(8)}"
+
+
+@cache
+def _own() -> str:
+    """The name of a process that nothing has launched: a second session in it belongs to the same launch."""
+    return new_launch_id()
+
+
+def _torchrun(environment: Mapping[str, str]) -> tuple[str, str | None, bool] | None:
+    """The launch of a torchrun, how many workers it has, and whether they were started again."""
+    run = environment.get("TORCHELASTIC_RUN_ID")
+    if not run:
+        return None
+    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+    # All that run on one host meet at the same address by default, on every host.
+    where = socket.gethostname() if not address or is_loopback(address) else address
+    again = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return f"torchrun-{run}-{where}:{port}", environment.get("WORLD_SIZE"), again
+
+
+def _slurm(environment: Mapping[str, str]) -> tuple[str, str | None, bool] | None:
+    """The launch of one `srun`: a job step. Without a step, in an allocation's shell, there is no telling two apart."""
+    job, step = environment.get("SLURM_JOB_ID"), environment.get("SLURM_STEP_ID")
+    if not job or not step:
+        return None
+    again = environment.get("SLURM_RESTART_COUNT", "0") != "0"
+    return f"slurm-{job}.{step}", environment.get("SLURM_STEP_NUM_TASKS"), again
+
+
+def _ranks(text: str) -> range:
+    """The ranks FIRST-LAST, as `ps-worker run` says them; none for no text."""
+    if not text:
+        return range(0)
+    found = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text)
+    if found is None:
+        raise InvalidRequest(f"PS_LAUNCH_RANKS is FIRST-LAST, two ranks, got {text!r}")
+    return range(int(found[1]), int(found[2]) + 1)

@@ -1,0 +1,155 @@
+"""How every process of the project serves its metrics over HTTP: /metrics, and other paths that a scraper needs."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import socketserver
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from ps_protocol.errors import InvalidRequest
+from ps_runtime.credentials import Tls
+from ps_runtime.reloading import Watched
+
+# How long stopping may take; serve_forever looks at its flag this often.
+_POLL_SECONDS = 0.05
+# A scrape is one short request: who takes longer to ask, or to shake hands, or to read, is cut off.
+CONNECTION_SECONDS = 10.0
+MAX_CONNECTIONS = 64
+MAX_CONNECTIONS_OF_A_HOST = 16  # so that no one host keeps the scraper out
+
+
+class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
+    """A thread for each connection, up to a limit; more are closed at once. `secure` wraps each in TLS, or not.
+
+    A connection is over when its time is: a timeout alone would begin anew with every byte that comes.
+    """
+
+    daemon_threads = True
+    block_on_close = False  # a connection that lies idle does not hold up the end of the process
+    request_queue_size = 128
+    secure: Callable[[socket.socket], socket.socket] = staticmethod(lambda plain: plain)
+
+    def server_activate(self) -> None:
+        # A second handle on each socket (TLS takes the first away), its host, and when its time is over.
+        self._open: dict[socket.socket, tuple[str, float]] = {}
+        self._lock = threading.Lock()
+        super().server_activate()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        host = str(client_address[0])
+        with self._lock:
+            full = len(self._open) >= MAX_CONNECTIONS
+            if full or sum(host == other for other, _ in self._open.values()) >= MAX_CONNECTIONS_OF_A_HOST:
+                self.shutdown_request(request)
+                return
+            handle = request.dup()
+            self._open[handle] = host, time.monotonic() + CONNECTION_SECONDS
+        try:
+            super().process_request((request, handle), client_address)
+        except RuntimeError:  # no thread can be had
+            self._over(handle)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        plain, handle = request
+        try:
+            plain.settimeout(CONNECTION_SECONDS)
+            super().process_request_thread(self.secure(plain), client_address)
+        except OSError:
+            self.shutdown_request(plain)  # its handshake failed, or took too long
+        finally:
+            self._over(handle)
+
+    def _over(self, handle: socket.socket) -> None:
+        with self._lock:
+            del self._open[handle]
+            handle.close()
+
+    def service_actions(self) -> None:
+        """Called every _POLL_SECONDS: hangs up on those whose time is over."""
+        now = time.monotonic()
+        with self._lock:
+            late = [handle for handle, (_, until) in self._open.items() if until <= now]
+            for handle in late:
+                with contextlib.suppress(OSError):  # it hung up itself
+                    handle.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignores clients that disconnect during a scrape."""
+
+
+class _Silent(WSGIRequestHandler):
+    timeout = CONNECTION_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes every few seconds are no news."""
+
+
+def _context(tls: Tls) -> ssl.SSLContext:
+    tls.load()
+    if tls.cert is None:
+        raise InvalidRequest("metrics over TLS need --tls-cert and --tls-key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(tls.cert, tls.key)
+        if tls.ca is not None:
+            context.load_verify_locations(tls.ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (ssl.SSLError, OSError) as error:
+        raise InvalidRequest(f"{tls.cert} cannot be served with its key ({error.strerror or error})") from None
+    return context
+
+
+def serve_metrics(
+    host: str,
+    port: int,
+    registry: CollectorRegistry,
+    pages: Mapping[str, Callable[[], bytes]] | None = None,
+    tls: Tls | None = None,
+) -> tuple[int, Callable[[], None]]:
+    """Serves /metrics from a registry, and `pages` of JSON by path. Returns the port and a function that stops serving.
+
+    port: 0 lets the system choose. tls: with it /metrics is https, and with its CA a scraper must show a certificate of
+    that CA; the files may change while it is served. Raises InvalidRequest if the port cannot be bound.
+    """
+    metrics = make_wsgi_app(registry)
+    known = dict(pages or {})
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "")
+        if path in known:
+            start_response("200 OK", [("Content-Type", "application/json")])
+            return [known[path]()]
+        if path == "/metrics":
+            found: Iterable[bytes] = metrics(environ, start_response)
+            return found
+        start_response("404 Not Found", [("Content-Type", "text/plain")])
+        return [f"here are {', '.join(['/metrics', *known])}\n".encode()]
+
+    try:
+        server = make_server(host, port, app, _ThreadingServer, handler_class=_Silent)
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot serve metrics on {host}:{port} ({error.strerror}); choose another --metrics-port"
+        ) from None
+    if tls is not None:
+        watched = Watched(tls.paths(), lambda: _context(tls))
+        server.secure = lambda plain: watched.get().wrap_socket(plain, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), name="metrics", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return server.server_port, stop

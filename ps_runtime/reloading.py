@@ -1,0 +1,70 @@
+"""A value that is read from files, and read again when they change."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from ps_protocol.errors import InvalidRequest
+
+T = TypeVar("T")
+
+log = logging.getLogger("ps_runtime")
+
+# How often files are looked at, at most: a call costs nothing in between.
+CHECK_SECONDS = 1.0
+
+
+class Watched(Generic[T]):
+    """What `load` makes of some files, now. Thread-safe.
+
+    When a file has changed, `load` runs again; if it raises InvalidRequest (half of the files are replaced, say), that
+    is logged once and what was loaded before stays. `generation` counts the changes that were taken.
+    """
+
+    def __init__(self, paths: Sequence[Path], load: Callable[[], T]) -> None:
+        """Raises what `load` raises: what is wrong at the start is not kept quiet."""
+        self.generation = 0
+        self._paths = tuple(paths)
+        self._load = load
+        self._lock = threading.Lock()
+        self._stamp = self._look()
+        self._checked = time.monotonic()
+        self._value = load()
+
+    def get(self) -> T:
+        """The value of now."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._checked >= CHECK_SECONDS:
+                self._checked = now
+                stamp = self._look()
+                if stamp != self._stamp:
+                    self._stamp = stamp
+                    self._reload()
+            return self._value
+
+    def _reload(self) -> None:
+        names = ", ".join(str(path) for path in self._paths)
+        try:
+            self._value = self._load()
+        except InvalidRequest as error:
+            log.warning("%s changed and cannot be used, so what was read before stays: %s", names, error)
+        else:
+            self.generation += 1
+            log.info("%s changed and is used from now on", names)
+
+    def _look(self) -> tuple[tuple[int, int, int] | None, ...]:
+        return tuple(_stamp(path) for path in self._paths)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,135 @@
+"""Why a TLS connection does not come about, in one line: gRPC only says that it did not.
+
+A second connection is made with Python's own TLS, whose errors carry codes: nothing is recognised by its text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable
+
+from ps_protocol.errors import InvalidRequest, Untrusted
+from ps_runtime.credentials import Access
+
+SECONDS = 3.0
+_READ_BYTES = 2**14
+
+# X509_V_ERR_* of OpenSSL.
+_EXPIRED, _NOT_YET, _WRONG_HOST, _WRONG_ADDRESS = 10, 9, 62, 64
+
+
+def refusal(address: str, access: Access) -> Untrusted | None:
+    """Why this end and the server at HOST:PORT do not trust each other; None if that is not what is wrong."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), SECONDS) as plain:
+        plain.settimeout(SECONDS)
+        why = _without_tls(plain) if access.tls is None else _with_tls(plain, host, access)
+        return None if why is None else Untrusted(f"{address}: {why}")
+    return None
+
+
+def _without_tls(plain: socket.socket) -> str | None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # nothing is sent: only whether the other end speaks TLS is asked
+    context.set_alpn_protocols(["h2"])
+    try:
+        _Tls(plain, context, None)
+    except OSError:  # of TLS, or of a connection that broke
+        return None
+    return "the server wants TLS: give --tls-ca, and --tls-cert and --tls-key if it asks for a certificate"
+
+
+def _with_tls(plain: socket.socket, host: str, access: Access) -> str | None:
+    assert access.tls is not None
+    try:
+        material = access.tls.load()
+    except InvalidRequest as error:
+        return str(error)
+    roots = material.ca or material.cert
+    context = ssl.create_default_context(cadata=None if roots is None else roots.decode("ascii", "ignore"))
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.verify_flags &= ~getattr(ssl, "VERIFY_X509_STRICT", 0)  # gRPC is not strict either
+    context.set_alpn_protocols(["h2"])
+    if access.tls.cert is not None and access.tls.key is not None:
+        context.load_cert_chain(access.tls.cert, access.tls.key)
+    try:
+        # In TLS 1.3 a server looks at a client's certificate after the client is done. One that takes it speaks first,
+        # as HTTP/2 wants; gRPC's ends the connection without a word if it does not.
+        if _Tls(plain, context, host).first_byte() == b"":
+            return _refused(access)
+    except ssl.SSLCertVerificationError as error:
+        return _verification(error, host, access)
+    except ssl.SSLError as error:
+        return _alert(error, access)
+    return None
+
+
+class _Tls:
+    """TLS over a connection, from the handshake on.
+
+    By hand: SSLContext.wrap_socket takes a connection that has just been reset for one that was never made, shakes no
+    hands over it and does not say so, or leaves it open.
+    """
+
+    def __init__(self, plain: socket.socket, context: ssl.SSLContext, host: str | None) -> None:
+        self._plain = plain
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
+        if not self._until_done(self._tls.do_handshake):
+            raise ConnectionError("the connection ended in the middle of the handshake")
+
+    def first_byte(self) -> bytes:
+        """What the other end says first; nothing if it ends the connection."""
+        found: list[bytes] = []
+        self._until_done(lambda: found.append(self._tls.read(1)))
+        return b"".join(found)
+
+    def _until_done(self, what: Callable[[], object]) -> bool:
+        """Passes bytes to and fro until it is done; False if the connection ends before."""
+        while True:
+            try:
+                what()
+            except ssl.SSLWantReadError:
+                done = False
+            else:
+                done = True
+            finally:  # what is to be said about an error too
+                self._plain.sendall(self._outgoing.read())
+            if done:
+                return True
+            found = self._plain.recv(_READ_BYTES)
+            if not found:
+                return False
+            self._incoming.write(found)
+
+
+def _verification(error: ssl.SSLCertVerificationError, host: str, access: Access) -> str:
+    assert access.tls is not None
+    if error.verify_code == _EXPIRED:
+        return "the server's certificate has expired"
+    if error.verify_code == _NOT_YET:
+        return "the server's certificate is not valid yet; are the clocks of both machines right?"
+    if error.verify_code in (_WRONG_HOST, _WRONG_ADDRESS):
+        return f"the server's certificate is not for the host name {host!r}; use a name that it lists"
+    return f"the server's certificate is not signed by the CA in {access.tls.ca or access.tls.cert}"
+
+
+def _alert(error: ssl.SSLError, access: Access) -> str | None:
+    assert access.tls is not None
+    reason = error.reason or ""
+    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE"):
+        return "the server speaks no TLS: leave out --tls-ca, --tls-cert and --tls-key, or give the server its own"
+    return _refused(access) if "ALERT" in reason else None
+
+
+def _refused(access: Access) -> str:
+    assert access.tls is not None
+    if access.tls.cert is None:
+        return "the server asks for a client certificate: give --tls-cert and --tls-key"
+    return (
+        f"the server refuses the client certificate {access.tls.cert}: is it signed by the CA that the server trusts?"
+    )

@@ -1,0 +1,60 @@
+"""What comes over the wire is looked at here before a coordinator or a shard makes anything of it."""
+
+from __future__ import annotations
+
+import re
+
+from ps_protocol.errors import InvalidRequest, LimitExceeded
+from ps_protocol.job import JobSpec, validate
+from ps_protocol.layout import ALIGNMENT_BYTES
+from ps_protocol.optimizers import check_hyper_parameters
+from ps_runtime.channel import MAX_BUCKET_BYTES
+from ps_server.core.limits import Limits
+
+
+def check_job_spec(spec: JobSpec, limits: Limits) -> None:
+    """Raises InvalidRequest or LimitExceeded naming the first thing wrong with a job. Makes nothing of its size."""
+    validate(spec, MAX_BUCKET_BYTES)
+    _check_sizes(spec, limits)
+    for index, group in enumerate(spec.groups):
+        check_hyper_parameters(spec.optimizer_of(index), group)
+
+
+def _check_sizes(spec: JobSpec, limits: Limits) -> None:
+    if len(spec.parameters) > limits.parameters:
+        raise LimitExceeded(f"max-parameters is {limits.parameters}, got a job of {len(spec.parameters)}")
+    for parameter in spec.parameters:
+        if len(parameter.name) > limits.name_length:
+            raise LimitExceeded(f"max-name-length is {limits.name_length}, got a name of {len(parameter.name)}")
+    if spec.world_size > limits.workers:
+        raise LimitExceeded(f"max-workers is {limits.workers}, got a world_size of {spec.world_size}")
+    # One more for each parameter is more than alignment and the ends of spaces can add.
+    size = sum(parameter.nbytes + ALIGNMENT_BYTES for parameter in spec.parameters)
+    if size > limits.job_bytes:
+        raise LimitExceeded(f"max-job-bytes is {limits.job_bytes}, got a job of {size}")
+    buckets = size // spec.bucket_bytes
+    if buckets > limits.buckets:
+        raise LimitExceeded(f"max-buckets is {limits.buckets}, got a job of about {buckets}; use larger bucket_bytes")
+
+
+_ADDRESS = re.compile(r"[A-Za-z0-9._\[\]:-]{1,255}:[0-9]{1,5}")
+_HOST = re.compile(r"[A-Za-z0-9._:-]{0,255}")
+_LAUNCH = re.compile(r"[ -~]{0,255}")
+
+
+def check_address(address: str, what: str) -> None:
+    """Raises InvalidRequest unless this is HOST:PORT: it is shown to people and handed to Prometheus."""
+    if not _ADDRESS.fullmatch(address):
+        raise InvalidRequest(f"{what} must be HOST:PORT, got {address[:80]!r}")
+
+
+def check_host(host: str) -> None:
+    """Raises InvalidRequest unless this can be a host's name, or is empty."""
+    if not _HOST.fullmatch(host):
+        raise InvalidRequest(f"a host's name has up to 255 letters, digits, '.', '_', ':' and '-', got {host[:80]!r}")
+
+
+def check_launch(launch: str) -> None:
+    """Raises InvalidRequest unless this can name a launch, or is empty."""
+    if not _LAUNCH.fullmatch(launch):
+        raise InvalidRequest(f"a launch's name has up to 255 printable ASCII characters, got {launch[:80]!r}")

@@ -1,0 +1,116 @@
+"""`ps-server status`: what is running, how far it is, and who waits for whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from ps_protocol.errors import Unreachable, error_from
+from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
+from ps_runtime.channel import open_channel
+from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.tls_diagnosis import refusal
+from ps_server.rpc import convert
+
+CALL_SECONDS = 10.0
+CHECKPOINT_SECONDS = 310.0
+
+
+def fetch(server: str, access: Access = PLAINTEXT) -> dict[str, Any]:
+    """The cluster's state as plain data: `processes`, an object each, and `jobs`. Raises Unreachable or PSError."""
+    return convert.status_data(
+        _call(server, access, lambda channel: ClusterServiceStub(channel).GetStatus, convert.status_request())
+    )
+
+
+def end_job(server: str, job: str, access: Access = PLAINTEXT) -> None:
+    """Ends a job whoever takes part in it. Raises Unreachable, NotFound or PSError."""
+    _call(server, access, lambda channel: JobServiceStub(channel).EndJob, convert.end_job_request(job))
+
+
+def checkpoint_job(server: str, job: str, access: Access = PLAINTEXT) -> str:
+    """Makes a checkpoint of a job, and says which when it is complete. Raises Unreachable, NotFound or PSError."""
+    request = convert.checkpoint_job_request(job)
+    made = _call(server, access, lambda channel: JobServiceStub(channel).CheckpointJob, request, CHECKPOINT_SECONDS)
+    return f"job {job}: checkpoint {made.name} at clock {made.clock}, {made.bytes} bytes"
+
+
+def _call(server: str, access: Access, method: Any, request: Any, seconds: float = CALL_SECONDS) -> Any:
+    with open_channel(server, access) as channel:
+        try:
+            return method(channel)(request, timeout=seconds)
+        except grpc.RpcError as error:
+            found = error_from(error, server)
+            if found.retryable:
+                untrusted = refusal(server, access)
+                if untrusted is not None:
+                    raise untrusted from None
+                raise Unreachable(f"no coordinator answers at {server} ({error.details()})") from None
+            raise found from None
+
+
+def table(status: dict[str, Any]) -> str:
+    """The state as a person reads it."""
+    rows = [("ROLE", "INDEX", "PID", "ADDRESS", "METRICS", "JOB", "CLOCK", "VERSION", "BYTES", "WAITS FOR")]
+    for process in status["processes"]:
+        head = (process["role"], str(process["index"]), str(process["pid"]), process["address"], process["metrics"])
+        if process["role"] == "shard":
+            if not process["reachable"]:
+                rows.append((*head, "-", "-", "-", "-", "does not answer"))
+                continue
+            jobs = process["jobs"] or [None]
+            for job in jobs:
+                rows.append((*head, *_shard_columns(job)))
+        elif process["role"] == "worker":
+            rows.append((*head, process["job"], str(process["clock"]), "-", "-", _waits(process["waits"])))
+        else:
+            rows.append((*head, "-", "-", "-", "-", "-"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    for job in status["jobs"]:
+        joined, size = len(job["ranks"]), job["world_size"]
+        who = f"{joined} workers, elastic" if not size else f"{joined} of {size} workers"
+        missing = [str(rank) for rank in range(size) if rank not in job["ranks"]]
+        waiting = f"; waits for ranks {', '.join(missing)} to join" if missing and not job["started"] else ""
+        if job["awaited"]:
+            waiting = f"; was set back, and waits for workers {', '.join(map(str, job['awaited']))} to join again"
+        lines.append(
+            f"job {job['name']}: {job['mode']}, {who}{waiting}; {job['parameter_bytes'] / 1e6:.1f} MB "
+            f"in {job['buckets']} buckets, imbalance {job['imbalance']:.2f}{_history(job)}"
+        )
+        lines += [
+            f"  loader {loader['loader']}: pass {loader['pass']}, {loader['committed']} of {loader['samples']} samples "
+            f"committed, {loader['leased']} leased; {loader['returned']} came back so far"
+            for loader in job["loaders"]
+        ]
+    return "\n".join(lines)
+
+
+def _history(job: dict[str, Any]) -> str:
+    """What a job went through, as far as there is something to say."""
+    said = ""
+    if job["checkpoint"]:
+        said += f"; last checkpoint {job['checkpoint']['name']} at clock {job['checkpoint']['clock']}"
+    if job["restore_count"]:
+        said += f"; set back {job['restore_count']} times, {job['redone_steps']} steps made again"
+    if job["lost_steps"]:
+        said += f"; {job['lost_steps']} steps lost with shards"
+    return said
+
+
+def _shard_columns(job: dict[str, Any] | None) -> tuple[str, ...]:
+    if job is None:
+        return ("-", "-", "-", "-", "-")
+    low, high = job["version_min"], job["version_max"]
+    versions = str(low) if low == high else f"{low}-{high}"
+    clocks = ",".join(f"{rank}:{clock}" for rank, clock in job["clocks"].items()) or "-"
+    return job["job"], clocks, versions, f"{job['parameter_bytes']}+{job['optimizer_bytes']}", "-"
+
+
+def _waits(waits: list[dict[str, Any]]) -> str:
+    if not waits:
+        return "-"
+    ranks = sorted({rank for wait in waits for rank in wait["waiting_for"]})
+    who = f"worker {', '.join(map(str, ranks))}" if ranks else "its shard"
+    return f"{who} ({waits[0]['reason']})"

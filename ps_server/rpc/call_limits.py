@@ -1,0 +1,148 @@
+"""Authenticates and limits every call, and cancels slow peers.
+
+The caller is known before a byte of its request is read. A peer that sends or reads too slowly is cut off, so that it
+holds one thread for a stated time at most; the pools are larger than what one caller may have in flight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import grpc
+
+from ps_protocol.errors import Forbidden, LimitExceeded
+from ps_server.core.limits import Limits
+from ps_server.rpc.auth import Callers, host_of
+from ps_server.rpc.permissions import EVERYONE, METHODS, Caller
+
+_LOOK_SECONDS = 0.25
+
+# Set while a method runs, for what can only be checked once its request is read.
+_CALL: ContextVar[tuple[Caller, str] | None] = ContextVar("call", default=None)
+
+
+def check_job(job: str) -> None:
+    """Raises Forbidden if the method that runs in this thread may not be called for that job by who calls it."""
+    call = _CALL.get()
+    if call is not None:
+        caller, method = call
+        caller.check(method, job)
+
+
+def may_see(job: str) -> bool:
+    """Whether who calls the method that runs in this thread may be told of that job by it."""
+    try:
+        check_job(job)
+    except Forbidden:
+        return False
+    return True
+
+
+def caller_name() -> str:
+    """Who calls the method that runs in this thread; empty outside of one."""
+    call = _CALL.get()
+    return "" if call is None else call[0].name
+
+
+class Gate:
+    """Lets calls in. Thread-safe."""
+
+    def __init__(self, callers: Callers, limits: Limits) -> None:
+        self._callers = callers
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._in_flight: Counter[tuple[str, str]] = Counter()
+        self._all = 0  # of these, all but the probes
+        self._due: dict[int, tuple[float, grpc.ServicerContext]] = {}
+        self._next = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="dawdlers", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stopping.set()
+        self._thread.join()
+
+    def statistics(self) -> dict[str, int]:
+        """Calls in flight, callers that have some, and waits for slow peers."""
+        with self._lock:
+            return {
+                "calls": sum(self._in_flight.values()),
+                "callers": len(self._in_flight),
+                "waits": len(self._due),
+            }
+
+    def enter(self, method: str, context: grpc.ServicerContext) -> Caller:
+        """Counts a call in until it ends. Raises Unauthenticated, Forbidden, or LimitExceeded."""
+        host = host_of(context.peer())
+        probe = METHODS.get(method) == EVERYONE
+        if probe:
+            caller = Caller("anyone", frozenset())
+        else:
+            caller = self._callers.identify(context)
+            caller.check(method)
+        who = (caller.name, host)
+        with self._lock:
+            # Probes are not counted among all: who fills the server must not have it killed as dead.
+            if not probe and self._all >= self._limits.all_calls:
+                raise LimitExceeded(f"{self._all} calls are in flight here: max-all-calls is {self._limits.all_calls}")
+            if self._in_flight[who] >= self._limits.calls:
+                raise LimitExceeded(
+                    f"{caller.name} has {self._limits.calls} calls in flight: that is the limit max-calls"
+                )
+            self._in_flight[who] += 1
+            self._all += not probe
+
+        def left() -> None:
+            with self._lock:
+                self._all -= not probe
+                self._in_flight[who] -= 1
+                if not self._in_flight[who]:
+                    del self._in_flight[who]
+
+        if not context.add_callback(left):
+            left()
+        return caller
+
+    @contextlib.contextmanager
+    def running(self, caller: Caller, method: str) -> Iterator[None]:
+        """Lets `check_job` know who calls what."""
+        token = _CALL.set((caller, method))
+        try:
+            yield
+        finally:
+            _CALL.reset(token)
+
+    def receiving(self, context: grpc.ServicerContext) -> contextlib.AbstractContextManager[None]:
+        """Around waiting for a request: cancels the call if that takes too long."""
+        return self._limited(context, self._limits.upload_seconds)
+
+    def sending(self, context: grpc.ServicerContext) -> contextlib.AbstractContextManager[None]:
+        """Around sending an answer: cancels the call if nobody takes it."""
+        return self._limited(context, self._limits.stall_seconds)
+
+    @contextlib.contextmanager
+    def _limited(self, context: grpc.ServicerContext, seconds: float) -> Iterator[None]:
+        with self._lock:
+            self._next += 1
+            number = self._next
+            self._due[number] = (time.monotonic() + seconds, context)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._due.pop(number, None)
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(_LOOK_SECONDS):
+            now = time.monotonic()
+            with self._lock:
+                late = [context for due, context in self._due.values() if due <= now]
+            for context in late:
+                context.cancel()

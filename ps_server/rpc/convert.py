@@ -1,0 +1,323 @@
+"""Where protobuf messages become the server's values, and back. No other module of the server reads a message's fields
+or knows the generated classes, but for the stubs and servicers that carry them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from google.protobuf import json_format
+
+from ps_protocol.convert import job_spec, job_spec_message
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.job import JobSpec
+from ps_protocol.v1 import control_pb2, job_pb2
+from ps_server.coordinator.rounds import ExchangeRequest, Standing, Wait
+from ps_server.core.membership import Newcomer, Seat
+from ps_server.core.snapshot import Extent
+from ps_server.rpc.lease_messages import loader_data
+from ps_server.shard.snapshots import Captured
+from ps_server.storage.checkpoints import Part
+
+VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave may be more than a message may have
+
+# -- control ---------------------------------------------------------------------------------------------------------
+
+
+def create_job_request(spec: JobSpec, buckets: list[int]) -> control_pb2.CreateJobRequest:
+    """Asks a shard to make room."""
+    return control_pb2.CreateJobRequest(spec=job_spec_message(spec), buckets=buckets)
+
+
+def admit_request(
+    job: str, rank: int, incarnation: int, clock: int | None, key: bytes
+) -> control_pb2.AdmitWorkerRequest:
+    """Asks a shard to count a worker."""
+    return control_pb2.AdmitWorkerRequest(job=job, rank=rank, incarnation=incarnation, clock=clock, lease_key=key)
+
+
+def retire_request(job: str, rank: int, incarnation: int) -> control_pb2.RetireWorkerRequest:
+    """Asks a shard to stop counting a worker."""
+    return control_pb2.RetireWorkerRequest(job=job, rank=rank, incarnation=incarnation)
+
+
+def newcomer(request: control_pb2.JoinJobRequest) -> Newcomer:
+    """Who asks to join."""
+    where = request.pid, request.host, request.metrics_address
+    first, count = request.launch_first_rank, request.launch_rank_count
+    return Newcomer(
+        *(*where, request.previous_incarnation or None, request.clock, request.attempt),
+        launch=request.launch,
+        take_over=request.take_over,
+        waited=max(0.0, request.waited.ToNanoseconds() / 1e9),
+        launch_ranks=range(first, first + count),
+    )
+
+
+def join_response(seat: Seat, lease: float, where: job_pb2.ShardMap) -> control_pb2.JoinJobResponse:
+    """A worker's place."""
+    member = seat.member
+    response = control_pb2.JoinJobResponse(
+        rank=member.rank,
+        incarnation=member.incarnation,
+        clock=seat.clock,
+        lease_key=member.key,
+        shard_map=where,
+        restore_count=seat.restore_count,
+    )
+    response.lease.FromNanoseconds(int(lease * 1e9))
+    if seat.state is not None:
+        response.worker_state_clock, response.worker_state = seat.state
+    return response
+
+
+def exchange_request(request: control_pb2.ExchangeValuesRequest) -> ExchangeRequest:
+    """What a worker gives to a round."""
+    who = request.rank, request.incarnation
+    return ExchangeRequest(*who, request.number, request.clock, request.value, request.lease_key)
+
+
+def exchange_responses(standing: Standing) -> Iterator[control_pb2.ExchangeValuesResponse]:
+    """How a round stands. Its values in as many messages as they need, of which the last says that they are all."""
+    response = control_pb2.ExchangeValuesResponse(
+        number=standing.number, waiting_for=standing.waiting_for, step_wanted=standing.step_wanted
+    )
+    size = 0
+    for rank, value in standing.found.values if standing.found is not None else ():
+        if response.values and size + len(value) > VALUES_BYTES:
+            yield response
+            response, size = control_pb2.ExchangeValuesResponse(number=standing.number), 0
+        response.values.add(rank=rank, value=value)
+        size += len(value)
+    if standing.found is not None:
+        response.complete, response.refused = True, standing.found.refused
+    yield response
+
+
+def waits(response: control_pb2.GetShardStatusResponse, name: str) -> list[Wait]:
+    """The workers of a job that wait on a shard, and for whom."""
+    return [
+        Wait(wait.rank, wait.clock, frozenset(wait.waiting_for))
+        for job in response.jobs
+        if job.job == name
+        for wait in job.waits
+    ]
+
+
+def begin_checkpoint_request(job: str, name: str, clock: int | None) -> control_pb2.BeginCheckpointRequest:
+    """Asks a shard to take a checkpoint."""
+    return control_pb2.BeginCheckpointRequest(job=job, name=name, clock=clock)
+
+
+def await_checkpoint_request(job: str, name: str) -> control_pb2.AwaitCheckpointRequest:
+    """Asks a shard whether its part is on disk."""
+    return control_pb2.AwaitCheckpointRequest(job=job, name=name)
+
+
+def await_checkpoint_response(captured: Captured) -> control_pb2.AwaitCheckpointResponse:
+    """Says that it is."""
+    part, reached = captured.part, captured.extent
+    response = control_pb2.AwaitCheckpointResponse(
+        file=part.file,
+        bytes=part.bytes,
+        sha256=bytes.fromhex(part.sha256),
+        version_min=reached.version_min,
+        version_max=reached.version_max,
+        clocks=reached.clocks,
+    )
+    response.held_up.FromNanoseconds(int(captured.held_up * 1e9))
+    return response
+
+
+def captured(response: control_pb2.AwaitCheckpointResponse) -> Captured:
+    """A shard's part."""
+    part = Part(response.file, response.bytes, bytes(response.sha256).hex())
+    reached = Extent(response.version_min, response.version_max, dict(response.clocks))
+    return Captured(part, reached, response.held_up.ToNanoseconds() / 1e9)
+
+
+def restore_job_request(
+    spec: JobSpec, buckets: list[int], name: str, last_incarnation: int
+) -> control_pb2.RestoreJobRequest:
+    """Asks a shard to go on from a checkpoint."""
+    return control_pb2.RestoreJobRequest(
+        spec=job_spec_message(spec), buckets=buckets, name=name, last_incarnation=last_incarnation
+    )
+
+
+def restore_job_response(reached: Extent) -> control_pb2.RestoreJobResponse:
+    """Says how far the checkpoint is."""
+    return control_pb2.RestoreJobResponse(
+        version_min=reached.version_min, version_max=reached.version_max, clocks=reached.clocks
+    )
+
+
+def restored(response: control_pb2.RestoreJobResponse) -> Extent:
+    """How far the checkpoint is."""
+    return Extent(response.version_min, response.version_max, dict(response.clocks))
+
+
+def progress(response: control_pb2.GetShardStatusResponse, name: str, aggregate: bool) -> int:
+    """How far a job is on a shard: its highest version in sync, else its highest clock."""
+    found = (
+        max([job.version_max] if aggregate else job.clocks.values(), default=0)
+        for job in response.jobs
+        if job.job == name
+    )
+    return max(found, default=0)
+
+
+def live_clocks(response: control_pb2.GetShardStatusResponse, name: str) -> dict[int, int]:
+    """By rank, the steps of a job's live workers that a shard has applied."""
+    return {rank: clock for job in response.jobs if job.job == name for rank, clock in job.clocks.items()}
+
+
+def checkpoint_job_request(job: str) -> control_pb2.CheckpointJobRequest:
+    """Asks the coordinator for a checkpoint."""
+    return control_pb2.CheckpointJobRequest(job=job)
+
+
+def job_spec_data(spec: JobSpec) -> dict[str, Any]:
+    """A job's spec as plain data for a file."""
+    return json_format.MessageToDict(job_spec_message(spec), preserving_proto_field_name=True)
+
+
+def job_spec_from_data(data: Any) -> JobSpec:
+    """The spec that a file holds. Raises InvalidRequest if it holds none."""
+    try:
+        return job_spec(json_format.ParseDict(data, job_pb2.JobSpec()))
+    except json_format.ParseError as error:
+        raise InvalidRequest(f"no job's spec: {error}") from None
+
+
+def drop_job_request(job: str) -> control_pb2.DropJobRequest:
+    """Asks a shard to forget a job."""
+    return control_pb2.DropJobRequest(job=job)
+
+
+def register_shard_request(
+    index: int, address: str, metrics_address: str, pid: int, process: int
+) -> control_pb2.RegisterShardRequest:
+    """Makes a shard known."""
+    return control_pb2.RegisterShardRequest(
+        index=index, address=address, metrics_address=metrics_address, pid=pid, process=process
+    )
+
+
+def watch_response(ranks: list[int], world_size: int, started: bool) -> control_pb2.WatchJobResponse:
+    """Who takes part now."""
+    return control_pb2.WatchJobResponse(ranks=ranks, world_size=world_size, started=started)
+
+
+def shard_map(addresses: dict[int, str], placement: list[int]) -> job_pb2.ShardMap:
+    """Where the shards are, and which bucket is on which."""
+    return job_pb2.ShardMap(
+        shards=[job_pb2.ShardInfo(index=index, address=address) for index, address in sorted(addresses.items())],
+        bucket_shards=placement,
+    )
+
+
+def shard_status_request() -> control_pb2.GetShardStatusRequest:
+    """Asks a shard what it holds."""
+    return control_pb2.GetShardStatusRequest()
+
+
+def status_request() -> control_pb2.GetStatusRequest:
+    """Asks the coordinator what is running."""
+    return control_pb2.GetStatusRequest()
+
+
+def end_job_request(job: str) -> control_pb2.EndJobRequest:
+    """Asks the coordinator to end a job."""
+    return control_pb2.EndJobRequest(job=job)
+
+
+def status_data(response: control_pb2.GetStatusResponse) -> dict[str, Any]:
+    """A GetStatusResponse as plain data: an object each process, and one each job."""
+    processes: list[dict[str, Any]] = [
+        {
+            "role": "coordinator",
+            "index": 0,
+            "pid": response.pid,
+            "address": response.address,
+            "metrics": response.metrics_address,
+            "shards": response.shard_count,
+        }
+    ]
+    waits: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for shard in response.shards:
+        jobs = [_shard_job_data(job) for job in shard.jobs]
+        for job, found in zip(jobs, shard.jobs, strict=True):
+            for wait in found.waits:
+                waits.setdefault((job["job"], wait.rank), []).append(
+                    {
+                        "shard": shard.index,
+                        "clock": wait.clock,
+                        "buckets": wait.bucket_count,
+                        "waiting_for": list(wait.waiting_for),
+                        "reason": wait.reason,
+                        "seconds": wait.waited.ToNanoseconds() / 1e9,
+                    }
+                )
+        processes.append(
+            {
+                "role": "shard",
+                "index": shard.index,
+                "pid": shard.pid,
+                "address": shard.address,
+                "metrics": shard.metrics_address,
+                "reachable": shard.reachable,
+                "jobs": jobs,
+            }
+        )
+    for status in response.jobs:
+        processes += [
+            {
+                "role": "worker",
+                "index": worker.rank,
+                "pid": worker.pid,
+                "address": worker.host,
+                "metrics": worker.metrics_address,
+                "job": status.name,
+                "incarnation": worker.incarnation,
+                "clock": worker.clock,
+                "launch": worker.launch,
+                "since": worker.since.ToJsonString() if worker.HasField("since") else None,
+                "lease_left_seconds": worker.lease_left.ToNanoseconds() / 1e9,
+                "waits": waits.get((status.name, worker.rank), []),
+            }
+            for worker in status.workers
+        ]
+    return {"processes": processes, "jobs": [_job_data(job) for job in response.jobs]}
+
+
+def _shard_job_data(job: control_pb2.ShardJobStatus) -> dict[str, Any]:
+    return {
+        "job": job.job,
+        "buckets": job.bucket_count,
+        "parameter_bytes": job.parameter_bytes,
+        "optimizer_bytes": job.optimizer_bytes,
+        "staged_bytes": job.staged_bytes,
+        "version_min": job.version_min,
+        "version_max": job.version_max,
+        "clocks": {str(rank): clock for rank, clock in sorted(job.clocks.items())},
+    }
+
+
+def _job_data(job: control_pb2.JobStatus) -> dict[str, Any]:
+    return {
+        "name": job.name,
+        "mode": job.mode,
+        "world_size": job.world_size,
+        "started": job.started,
+        "ranks": [worker.rank for worker in job.workers],
+        "parameter_bytes": job.parameter_bytes,
+        "buckets": job.bucket_count,
+        "imbalance": job.imbalance,
+        "loaders": [loader_data(loader) for loader in job.loaders],
+        "restore_count": job.restore_count,
+        "lost_steps": job.lost_steps,
+        "redone_steps": job.redone_steps,
+        "awaited": list(job.awaited),
+        "checkpoint": {"name": job.checkpoint, "clock": job.checkpoint_clock} if job.checkpoint else None,
+    }

@@ -1,0 +1,245 @@
+"""The boundary of every gRPC method: errors become statuses, and each call is counted under the standard names."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from ps_protocol.errors import InvalidRequest, PSError, Unsupported
+from ps_server.rpc.call_limits import Gate
+from ps_server.rpc.permissions import Caller
+from ps_server.rpc.streams import set_error
+from ps_server.shard.metrics import LATENCY_BUCKETS
+
+log = logging.getLogger("ps_server")
+
+
+class CallMetrics:
+    """grpc_server_*: the names and labels that dashboards for gRPC know."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ("grpc_type", "grpc_service", "grpc_method")
+        self.started = Counter("grpc_server_started_total", "Calls started.", labels, registry=registry)
+        self.handled = Counter(
+            "grpc_server_handled_total", "Calls ended, by code.", (*labels, "grpc_code"), registry=registry
+        )
+        self.received = Counter("grpc_server_msg_received_total", "Messages received.", labels, registry=registry)
+        self.sent = Counter("grpc_server_msg_sent_total", "Messages sent.", labels, registry=registry)
+        self.seconds = Histogram(
+            "grpc_server_handling_seconds",
+            "Time from a call's start to its end.",
+            labels,
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+
+
+class Boundary(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no types
+    """Wraps every method that is registered: nobody gets to one past the gate.
+
+    A PSError becomes its status; anything else is logged here and leaves as INTERNAL without its text, which may hold
+    what is none of the caller's business. A unary request is read as a stream of one message (the same bytes): so the
+    caller is known, and counted, before its request is read, and the request is not parsed on gRPC's polling thread.
+    """
+
+    def __init__(self, registry: CollectorRegistry, gate: Gate) -> None:
+        self._metrics = CallMetrics(registry)
+        self._gate = gate
+        self._wrapped: dict[str, grpc.RpcMethodHandler | None] = {}
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        method = handler_call_details.method
+        if method not in self._wrapped:  # runs on gRPC's one polling thread: a look-up, not work
+            handler = continuation(handler_call_details)
+            if handler is None:
+                return None  # an unknown method: not remembered, for its name is the caller's choice
+            self._wrapped[method] = self._wrap(method, handler)
+        return self._wrapped[method]
+
+    def _wrap(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        _, service, name = method.split("/")
+        read = _Reader(self._gate, method, handler.request_deserializer)
+        if handler.unary_unary:
+            labels = _Labels(self._metrics, "unary", service, name)
+            return grpc.stream_unary_rpc_method_handler(
+                _observe_unary(handler.unary_unary, labels, read), None, handler.response_serializer
+            )
+        if handler.unary_stream:
+            if not getattr(handler.unary_stream, "experimental_non_blocking", False):
+                raise TypeError(f"{method} would hold a thread while it streams")
+            labels = _Labels(self._metrics, "server_stream", service, name)
+            return grpc.stream_stream_rpc_method_handler(
+                _observe_stream(handler.unary_stream, labels, read), None, handler.response_serializer
+            )
+        if not handler.stream_stream:
+            raise TypeError(f"{method} is of a kind that nothing here guards")
+        return grpc.stream_stream_rpc_method_handler(
+            _guard(handler.stream_stream, read), None, handler.response_serializer
+        )
+
+
+class _Reader:
+    """Lets a call in, and reads its one request."""
+
+    def __init__(self, gate: Gate, method: str, parse: Callable[[bytes], Any] | None) -> None:
+        self.gate = gate
+        self.method = method
+        self._parse = parse
+
+    def enter(self, context: grpc.ServicerContext) -> Caller:
+        """Who calls; see Gate.enter."""
+        return self.gate.enter(self.method, context)
+
+    def one(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        """The request. Raises InvalidRequest if it does not come or cannot be parsed."""
+        raw = self.next(requests, context)
+        if raw is None:
+            raise InvalidRequest("the call ended before its request came")
+        return self.parse(raw)
+
+    def next(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
+        """The bytes that come next; None at the end. A call that keeps them back for too long is cancelled."""
+        with self.gate.receiving(context):
+            return next(requests, None)
+
+    def parse(self, raw: bytes) -> Any:
+        """What the bytes of a request say. Raises InvalidRequest if they are none."""
+        if self._parse is None:
+            return raw
+        try:
+            return self._parse(raw)
+        except DecodeError:
+            raise InvalidRequest(f"the bytes are no request of {self.method.rpartition('/')[2]}") from None
+
+
+class _Labels:
+    """The metrics of one method, with their labels bound once."""
+
+    def __init__(self, metrics: CallMetrics, kind: str, service: str, method: str) -> None:
+        self._of = (kind, service, method)
+        self._handled = metrics.handled
+        self.started = metrics.started.labels(*self._of)
+        self.received = metrics.received.labels(*self._of)
+        self.sent = metrics.sent.labels(*self._of)
+        self.seconds = metrics.seconds.labels(*self._of)
+
+    def ended(self, code: str, begun: float) -> None:
+        self._handled.labels(*self._of, code).inc()
+        self.seconds.observe(time.perf_counter() - begun)
+
+
+def _keep_pool(wrapped: Callable[..., Any], behaviour: Callable[..., Any]) -> None:
+    for attribute in ("experimental_non_blocking", "experimental_thread_pool"):
+        if hasattr(behaviour, attribute):
+            setattr(wrapped, attribute, getattr(behaviour, attribute))
+
+
+def _error_of(error: Exception) -> PSError:
+    if isinstance(error, PSError):
+        return error
+    if isinstance(error, NotImplementedError):  # a method of the protocol that a library's servicer does not have yet
+        return Unsupported("this server does not have that method")
+    log.error("a call failed", exc_info=error)
+    return PSError("internal error; the server's log says more")
+
+
+def _refuse(context: grpc.ServicerContext, error: Exception, labels: _Labels, begun: float) -> NoReturn:
+    """Ends a call with an error.
+
+    Not in the frame that caught it: one that keeps the error, whose traceback names the frame, would keep the request
+    too, megabytes of it, until the collector of cycles comes by.
+    """
+    known = _error_of(error)
+    labels.ended(known.code.name, begun)
+    set_error(context, known)
+    context.abort(known.code, str(known))  # raises, as gRPC wants it
+    raise AssertionError
+
+
+def _observe_unary(behaviour: Callable[..., Any], labels: _Labels, read: _Reader) -> Callable[..., Any]:
+    def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        begun = time.perf_counter()
+        labels.started.inc()
+        try:
+            caller = read.enter(context)
+            request = read.one(requests, context)
+            labels.received.inc()
+            with read.gate.running(caller, read.method):
+                response = behaviour(request, context)
+        except grpc.RpcError:  # the caller is gone, or was too slow
+            labels.ended("CANCELLED", begun)
+            raise
+        except Exception as error:
+            _refuse(context, error, labels, begun)
+        labels.sent.inc()
+        labels.ended("OK", begun)
+        return response
+
+    _keep_pool(wrapped, behaviour)
+    return wrapped
+
+
+def _observe_stream(behaviour: Callable[..., Any], labels: _Labels, read: _Reader) -> Callable[..., Any]:
+    def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext, send: Callable[[Any], None]) -> None:
+        begun = time.perf_counter()
+        finished = False
+        labels.started.inc()
+
+        def counted(message: Any) -> None:
+            nonlocal finished
+            finished = finished or message is None
+            if message is None:
+                send(None)
+                return
+            labels.sent.inc()
+            with read.gate.sending(context):
+                send(message)
+
+        def ended() -> None:
+            code = context.code()
+            labels.ended("CANCELLED" if not finished else code.name if code else "OK", begun)
+
+        if not context.add_callback(ended):
+            return
+        try:
+            caller = read.enter(context)
+            request = read.one(requests, context)
+            labels.received.inc()
+            with read.gate.running(caller, read.method):
+                behaviour(request, context, counted)
+        except grpc.RpcError:  # the caller is gone, or was too slow
+            return
+        except Exception as error:
+            set_error(context, _error_of(error))
+            counted(None)
+
+    _keep_pool(wrapped, behaviour)
+    return wrapped
+
+
+def _guard(behaviour: Callable[..., Any], read: _Reader) -> Callable[..., Any]:
+    """Reflection: a stream each way, which nobody may leave open for long."""
+
+    def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
+        def timely() -> Iterator[Any]:
+            while (raw := read.next(requests, context)) is not None:
+                yield read.parse(raw)
+
+        try:
+            read.enter(context)
+            yield from behaviour(timely(), context)
+        except PSError as error:
+            set_error(context, error)
+            context.abort(error.code, str(error))
+
+    return wrapped

@@ -1,0 +1,89 @@
+"""Messages about leased data as the server's values, and back: what `messages` is for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ps_protocol.v1 import control_pb2, job_pb2
+from ps_server.coordinator.data import LeaseRequest
+from ps_server.core.data_commits import Committed, DataRange
+from ps_server.core.data_leases import Grant, LoaderSpec, Progress, Report
+
+
+def ranges_of(ranges: Iterable[job_pb2.DataRange]) -> tuple[DataRange, ...]:
+    """The ranges of data that a message names."""
+    return tuple(DataRange(one.loader, one.pass_number, one.start, one.stop) for one in ranges)
+
+
+def lease_request(request: control_pb2.LeaseDataRequest) -> LeaseRequest:
+    """What a worker asks of a loader's data."""
+    seed = request.seed if request.HasField("seed") else None
+    return LeaseRequest(
+        rank=request.rank,
+        incarnation=request.incarnation,
+        key=request.lease_key,
+        loader=request.loader,
+        spec=LoaderSpec(request.sample_count, request.batch_size, request.drop_last, seed),
+        pass_number=request.pass_number,
+        count=request.batch_count,
+        report=Report(ranges_of(request.held), ranges_of(request.committed), ranges_of(request.returned)),
+    )
+
+
+def lease_response(loader: int, grant: Grant) -> control_pb2.LeaseDataResponse:
+    """The batches given."""
+    ranges = [
+        job_pb2.DataRange(loader=loader, pass_number=grant.pass_number, start=start, stop=stop)
+        for start, stop in grant.spans
+    ]
+    return control_pb2.LeaseDataResponse(ranges=ranges, complete=grant.complete)
+
+
+def committed_request(job: str) -> control_pb2.GetCommittedDataRequest:
+    """Asks a shard what is committed."""
+    return control_pb2.GetCommittedDataRequest(job=job)
+
+
+def committed_response(committed: Committed, has_say: bool) -> control_pb2.GetCommittedDataResponse:
+    """What is committed on a shard."""
+    loaders = [
+        control_pb2.CommittedData(
+            loader=loader,
+            pass_number=number,
+            ranges=[job_pb2.DataRange(loader=loader, pass_number=number, start=a, stop=b) for a, b in spans],
+        )
+        for loader, (number, spans) in committed.items()
+    ]
+    return control_pb2.GetCommittedDataResponse(loaders=loaders, no_say=not has_say)
+
+
+def committed(response: control_pb2.GetCommittedDataResponse) -> Committed | None:
+    """What a shard has committed; None if it has no say."""
+    if response.no_say:
+        return None
+    return {one.loader: (one.pass_number, [(r.start, r.stop) for r in one.ranges]) for one in response.loaders}
+
+
+def loader_status(loader: int, progress: Progress) -> control_pb2.LoaderStatus:
+    """How far a job is in a loader's data."""
+    return control_pb2.LoaderStatus(
+        loader=loader,
+        pass_number=progress.pass_number,
+        sample_count=progress.samples,
+        committed_count=progress.committed,
+        leased_count=progress.leased,
+        returned_count=progress.returned,
+    )
+
+
+def loader_data(loader: control_pb2.LoaderStatus) -> dict[str, Any]:
+    """How far a job is in a loader's data, as plain data."""
+    return {
+        "loader": loader.loader,
+        "pass": loader.pass_number,
+        "samples": loader.sample_count,
+        "committed": loader.committed_count,
+        "leased": loader.leased_count,
+        "returned": loader.returned_count,
+    }

@@ -1,0 +1,97 @@
+"""How the coordinator calls the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import grpc
+
+from ps_protocol.errors import error_from
+from ps_protocol.job import JobSpec
+from ps_protocol.v1.control_pb2_grpc import ShardServiceStub
+from ps_runtime.channel import open_channel
+from ps_runtime.credentials import PLAINTEXT, Access
+from ps_server.core.data_commits import Committed
+from ps_server.core.snapshot import Extent
+from ps_server.rpc import convert, lease_messages
+from ps_server.shard.snapshots import Captured
+
+T = TypeVar("T")
+
+CALL_SECONDS = 10.0
+STATUS_SECONDS = 2.0
+RESTORE_SECONDS = 300.0  # reading and checking a large shard's files takes a while
+
+
+class ShardClient:
+    """One shard, from the coordinator's side. Methods raise PSError; all are safe to repeat."""
+
+    def __init__(self, index: int, address: str, access: Access = PLAINTEXT) -> None:
+        self.index = index
+        self.address = address
+        self._channel = open_channel(address, access)
+        self._stub = ShardServiceStub(self._channel)
+
+    def create_job(self, spec: JobSpec, buckets: list[int]) -> None:
+        """Makes room for a job's buckets."""
+        self._call(self._stub.CreateJob, convert.create_job_request(spec, buckets))
+
+    def drop_job(self, job: str) -> None:
+        """Forgets a job."""
+        self._call(self._stub.DropJob, convert.drop_job_request(job))
+
+    def jobs(self) -> set[str]:
+        """The names of the jobs that it holds."""
+        return {job.job for job in self.status().jobs}
+
+    def admit(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes) -> int:
+        """Counts a worker as live; answers with the shard's frontier."""
+        request = convert.admit_request(job, rank, incarnation, clock, key)
+        return int(self._call(self._stub.AdmitWorker, request).frontier)
+
+    def retire(self, job: str, rank: int, incarnation: int) -> None:
+        """Stops counting a worker as live."""
+        self._call(self._stub.RetireWorker, convert.retire_request(job, rank, incarnation))
+
+    def committed(self, job: str) -> Committed | None:
+        """The leased data that every bucket that trains there has had; None if there is no such bucket."""
+        request = lease_messages.committed_request(job)
+        return lease_messages.committed(self._call(self._stub.GetCommittedData, request, STATUS_SECONDS))
+
+    def begin_checkpoint(self, job: str, name: str, clock: int | None) -> None:
+        """Has the shard take its part of a checkpoint."""
+        self._call(self._stub.BeginCheckpoint, convert.begin_checkpoint_request(job, name, clock))
+
+    def await_checkpoint(self, job: str, name: str) -> Captured:
+        """The shard's part, once it is on disk. Raises TryLater after a few seconds."""
+        return convert.captured(self._call(self._stub.AwaitCheckpoint, convert.await_checkpoint_request(job, name)))
+
+    def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int) -> Extent:
+        """Has the shard hold a job as a checkpoint has it."""
+        request = convert.restore_job_request(spec, buckets, name, last_incarnation)
+        return convert.restored(self._call(self._stub.RestoreJob, request, RESTORE_SECONDS))
+
+    def status(self) -> Any:
+        """What the shard holds, as its GetShardStatusResponse."""
+        return self._call(self._stub.GetShardStatus, convert.shard_status_request(), STATUS_SECONDS)
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._channel.close()
+
+    def _call(self, method: Callable[..., Any], request: Any, seconds: float = CALL_SECONDS) -> Any:
+        try:
+            return method(request, timeout=seconds)
+        except grpc.RpcError as error:
+            raise error_from(error, f"shard {self.index} at {self.address}") from None
+
+
+def on_all(pool: ThreadPoolExecutor, clients: list[ShardClient], call: Callable[[ShardClient], T]) -> list[T]:
+    """Calls every shard at the same time; raises the first error after all have answered."""
+    futures = [pool.submit(call, client) for client in clients]
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]

@@ -1,0 +1,136 @@
+"""What a server process tells Prometheus.
+
+Counters and histograms are kept as things happen; gauges are read from the state itself when somebody scrapes. Labels
+are bounded: job, rank, mode, result, kind, method; never an address, a tensor's name or an error's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ps_protocol.errors import PSError
+from ps_server.core.commands import Staged
+from ps_server.core.consistency import Add, Step
+from ps_server.core.dense import Gradient
+
+# Half a millisecond doubling up to half a minute: a bucket's apply is at one end, a wait for a straggler at the other.
+LATENCY_BUCKETS = tuple(0.0005 * 2**k for k in range(17))
+STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+
+
+class ShardMetrics:
+    """Counters and histograms of one shard."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
+            return Histogram(name, text, labels, buckets=tuple(buckets), registry=registry)
+
+        self._push = counter("ps_push_total", "Pushes of one bucket, by what became of them.", "job", "result")
+        self._push_bytes = counter("ps_push_bytes_total", "Payload bytes of accepted pushes.", "job")
+        self._refused = counter("ps_push_refused_total", "Pushes refused, by reason.", "job", "reason")
+        self._pull = counter("ps_pull_total", "Buckets sent to workers.", "job")
+        self._pull_bytes = counter("ps_pull_bytes_total", "Payload bytes sent to workers.", "job")
+        self._apply = histogram("ps_apply_seconds", "One optimizer step of one bucket.", LATENCY_BUCKETS, "job")
+        self._accumulate = histogram("ps_accumulate_seconds", "Adding one gradient.", LATENCY_BUCKETS, "job")
+        self._staleness = histogram(
+            "ps_apply_staleness_clocks",
+            "How many clocks the weights a gradient was taken at lay behind the fastest worker when it was applied.",
+            STALENESS_BUCKETS,
+            "job",
+        )
+        self._wait = histogram(
+            "ps_pull_wait_seconds", "How long a bucket was held back for other workers.", LATENCY_BUCKETS, "job", "mode"
+        )
+        self._waited_for = counter(
+            "ps_waited_for_seconds_total", "Time that pulls of a bucket waited, by the rank waited for.", "job", "rank"
+        )
+        self._spent = counter(
+            "ps_data_spent_total", "Pushes left out because the bucket has had their samples from another.", "job"
+        )
+        self._lost = counter("ps_data_lost_samples_total", "Samples left out with those of such a push.", "job")
+        # By job, every series that was touched: to find it fast, and to drop it when the job ends.
+        self._series: dict[str, dict[tuple[Any, tuple[str, ...]], Any]] = {}
+
+    def _of(self, metric: Any, job: str, *labels: str) -> Any:
+        series = self._series.setdefault(job, {})
+        found = series.get((metric, labels))
+        if found is None:
+            found = series[metric, labels] = metric.labels(job, *labels)
+        return found
+
+    def pushed(self, job: str, size: int, staged: Staged) -> None:
+        """A push was acknowledged."""
+        what = {"kept": staged.kept, "duplicate": staged.duplicate, "skipped": staged.skipped}
+        result = next((name for name, holds in what.items() if holds), "staged")
+        self._of(self._push, job, result).inc()
+        self._of(self._push_bytes, job).inc(size)
+        if staged.use.spent:
+            self._of(self._spent, job).inc()
+            self._of(self._lost, job).inc(staged.use.lost)
+
+    def refused(self, job: str, error: PSError) -> None:
+        """A push was refused."""
+        self._of(self._push, job, "refused").inc()
+        self._of(self._refused, job, error.reason).inc()
+
+    def pulled(self, job: str, size: int) -> None:
+        """A bucket was sent."""
+        self._of(self._pull, job).inc()
+        self._of(self._pull_bytes, job).inc(size)
+
+    def applied(self, job: str, work: Add[Gradient] | Step, seconds: float) -> None:
+        """A contribution was added, or the optimizer was stepped."""
+        if isinstance(work, Add):
+            self._of(self._accumulate, job).observe(seconds)
+        else:
+            self._of(self._apply, job).observe(seconds)
+            self._of(self._staleness, job).observe(work.staleness)
+
+    def waited(self, job: str, mode: str, seconds: float) -> None:
+        """A pull that had to wait for other workers was admitted."""
+        self._of(self._wait, job, mode).observe(seconds)
+
+    def waited_for(self, job: str, seconds: float, ranks: Iterable[int]) -> None:
+        """A pull has waited for these ranks."""
+        for rank in ranks:
+            self._of(self._waited_for, job, str(rank)).inc(seconds)
+
+    def forget(self, job: str) -> None:
+        """Drops the series of an ended job, so that a cluster that runs many jobs does not grow."""
+        for metric, labels in self._series.pop(job, {}):
+            metric.remove(job, *labels)
+
+
+Sample = tuple[tuple[str, ...], float]
+
+
+class Gauges(Collector):
+    """Reads metrics at each scrape: (name, help, label names, function that lists the samples).
+
+    Names that end in `_total` are counters; all others are gauges.
+    """
+
+    def __init__(self, gauges: list[tuple[str, str, tuple[str, ...], Callable[[], Iterable[Sample]]]]) -> None:
+        self._gauges = gauges
+
+    def collect(self) -> Iterable[Metric]:
+        """Reads every gauge."""
+        for name, text, labels, read in self._gauges:
+            # What only grows says so by its name; the suffix is put back when the family is written.
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(name, text, labels=labels)
+            for values, number in read():
+                family.add_metric(values, number)
+            yield family
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: so that registering does not read them."""
+        return []

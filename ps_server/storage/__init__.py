@@ -1,0 +1,5 @@
+"""The files of checkpoints.
+
+checkpoints.py  Checkpoints as files
+export.py       Exports a checkpoint as plain PyTorch files
+"""

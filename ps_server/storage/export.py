@@ -1,0 +1,129 @@
+"""Exports a checkpoint as plain PyTorch files.
+
+    model.safetensors       the model's state_dict, for load_state_dict
+    optimizer.safetensors   the optimizer's state, `INDEX/NAME` by parameter in the order of the optimizer's groups
+    optimizer.json          the rest of the optimizer's state_dict: its groups
+
+`optimizer_state_dict` puts the last two together as what torch.optim's own load_state_dict takes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import HELD, Bucket, bucket_layout
+from ps_protocol.tensors import TORCH_DTYPES
+from ps_server.core.snapshot import BucketImage
+from ps_server.rpc.convert import job_spec_from_data
+from ps_server.storage.checkpoints import CheckpointStore, Manifest
+
+
+def export(directory: Path, job: str, name: str | None, output: Path) -> str:
+    """Writes the files; says what they hold. Raises NoCheckpoints, CheckpointDamaged, CheckpointFailed."""
+    if not directory.is_dir():
+        raise InvalidRequest(f"{directory} is no directory")
+    store = CheckpointStore(directory)
+    manifest, spec, buckets, images = _read(store, job, name)
+    model, optimizer, groups = _gather(spec, buckets, images)
+    model |= _changed(store, job, manifest, spec)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file(model, output / "model.safetensors", {"format": "pt"})
+        safetensors.torch.save_file(optimizer, output / "optimizer.safetensors", {"format": "pt"})
+        (output / "optimizer.json").write_text(
+            json.dumps({"optimizer": spec.optimizer, "param_groups": groups}, indent=1)
+        )
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointFailed(f"{output} cannot be written: {error}") from None
+    return f"job {job}: checkpoint {manifest.name} at clock {manifest.clock} is in {output} ({len(model)} tensors)"
+
+
+def optimizer_state_dict(directory: Path) -> dict[str, Any]:
+    """What `export` wrote of the optimizer, as the dictionary that its load_state_dict takes."""
+    groups = json.loads((directory / "optimizer.json").read_text())["param_groups"]
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for key, tensor in safetensors.torch.load_file(directory / "optimizer.safetensors").items():
+        index, name = key.split("/")
+        state.setdefault(int(index), {})[name] = tensor
+    for group in groups:
+        group.update({key: tuple(value) for key, value in group.items() if key != "params" and isinstance(value, list)})
+    return {"state": state, "param_groups": groups}
+
+
+def _read(
+    store: CheckpointStore, job: str, name: str | None
+) -> tuple[Manifest, JobSpec, tuple[Bucket, ...], dict[int, BucketImage]]:
+    """The checkpoint of that name, or the last one that is whole."""
+    names = [name] if name is not None else list(reversed(store.names(job)))
+    said = "there is none"
+    for candidate in names:
+        try:
+            manifest = store.manifest(job, candidate)
+            spec = job_spec_from_data(manifest.job)
+            buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
+            return manifest, spec, buckets, store.read_buckets(job, manifest, buckets)
+        except CheckpointDamaged as error:
+            if name is not None:
+                raise
+            said = str(error)
+    raise NoCheckpoints(f"no checkpoint of job {job!r} can be used: {said}")
+
+
+def _changed(store: CheckpointStore, job: str, manifest: Manifest, spec: JobSpec) -> dict[str, torch.Tensor]:
+    """What no optimizer steps and training has changed, as the worker of the lowest rank has it, by name.
+
+    Raises CheckpointDamaged if it does not fit the job.
+    """
+    rank = min(manifest.workers, default=None)
+    if rank is None:
+        return {}
+    try:
+        held = safetensors.torch.load(store.read_worker(job, manifest.name, manifest.workers[rank].part))
+        found = {int(key.removeprefix(HELD)): tensor for key, tensor in held.items() if key.startswith(HELD)}
+        for index, tensor in found.items():
+            parameter = spec.parameters[index]
+            if tensor.shape != parameter.shape or tensor.dtype != TORCH_DTYPES[parameter.dtype]:
+                raise ValueError(f"{parameter.name}: found {tuple(tensor.shape)} {tensor.dtype}")
+    except (safetensors.SafetensorError, ValueError, IndexError) as error:
+        raise CheckpointDamaged(f"the state of worker {rank} in checkpoint {manifest.name}: {error}") from None
+    return {spec.parameters[index].name: tensor for index, tensor in found.items()}
+
+
+def _gather(
+    spec: JobSpec, buckets: tuple[Bucket, ...], images: dict[int, BucketImage]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """The model's tensors by name, the optimizer's by number and name, and its groups."""
+    model = {p.name: torch.zeros(p.numel, dtype=TORCH_DTYPES[p.dtype]) for p in spec.parameters}
+    order = [i for group in range(len(spec.groups)) for i, p in enumerate(spec.parameters) if p.group == group]
+    number = {parameter: position for position, parameter in enumerate(order)}
+    state: dict[str, torch.Tensor] = {}
+    groups: list[dict[str, Any]] = [dict(values) for values in spec.groups]
+    for bucket in buckets:
+        image = images[bucket.index]
+        for group, last in image.groups.items():
+            groups[group].update(last)
+        for position, segment in enumerate(bucket.segments):
+            parameter = spec.parameters[segment.parameter]
+            whole = slice(segment.start, segment.start + segment.length)
+            model[parameter.name][whole] = image.weights[segment.offset : segment.offset + segment.length]
+            for name, tensor in image.state.get(position, {}).items():
+                key = f"{number[segment.parameter]}/{name}"
+                if tensor.numel() == segment.length and tensor.dim() == 1:
+                    state.setdefault(key, torch.zeros(parameter.numel, dtype=tensor.dtype))[whole] = tensor
+                else:
+                    state[key] = tensor.clone()  # a count of steps, the same for every slice
+    for key, tensor in state.items():
+        parameter = spec.parameters[order[int(key.split("/")[0])]]
+        if tensor.dim() == 1 and tensor.numel() == parameter.numel:
+            state[key] = tensor.reshape(parameter.shape)
+    for index, values in enumerate(groups):
+        values["params"] = [number[i] for i in order if spec.parameters[i].group == index]
+    shapes = {p.name: p.shape for p in spec.parameters}
+    return {name: tensor.reshape(shapes[name]) for name, tensor in model.items()}, state, groups

@@ -1,0 +1,5 @@
+"""Each worker's share of the data.
+
+leased.py   The data of elastic jobs: batches leased from the coordinator, each used once per pass by whichever worker
+loaders.py  Each worker's share of the data, reshuffled every epoch
+"""

@@ -1,0 +1,321 @@
+"""The data of elastic jobs: batches leased from the coordinator, each used once per pass by whichever worker has it.
+
+lease   the loader's batch sampler asks for batches as it needs them, a few ahead
+take    a batch that the script takes from the loader belongs to the step that comes next
+push    every push of that step names the batch, and the shards commit it; the next lease tells the coordinator
+wait    when nothing is left while others hold some, this worker waits for the pass to be complete. Where the mode has
+        others wait for its clock, it makes steps without a gradient meanwhile
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler, Sampler
+
+from ps_protocol.errors import InvalidRequest, PSError
+from ps_worker.cluster.convert import DataRange, Lease, Order
+from ps_worker.data.loaders import PreparedLoader, rebuilt
+from ps_worker.metrics import StepTimer
+
+MOST_AHEAD = 64
+# A worker leases for about this long ahead: often enough to leave little behind, seldom enough to cost nothing.
+SHORT_SECONDS, LONG_SECONDS = 0.25, 1.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 0.5
+
+
+@dataclass
+class Account:
+    """What one loader of this worker has to tell the coordinator: batches that it holds, has pushed, and gives back."""
+
+    waiting: deque[DataRange] = field(default_factory=deque)  # leased
+    handed: deque[DataRange] = field(default_factory=deque)  # to the DataLoader, which may be loading it
+    pushed: list[DataRange] = field(default_factory=list)
+    returned: list[DataRange] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """There is nothing to tell."""
+        for batches in (self.waiting, self.handed, self.pushed, self.returned):
+            batches.clear()
+
+
+class Stepper(Protocol):
+    """What leasing needs of the way this worker trains."""
+
+    def lease(self, ask: Lease) -> tuple[list[DataRange], bool] | None:
+        """Batches given, and whether the pass is complete; None: ask anew, much may have changed. Raises PSError."""
+
+    def empty_step(self) -> None:
+        """A step without a gradient, which commits what was taken."""
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether the mode has other workers wait for this one's clock."""
+
+    def pause(self, seconds: float) -> None:
+        """Waits; raises PSError if the session is closed."""
+
+
+class StepData:
+    """The batches that the script has taken and no step has used yet, over all loaders."""
+
+    def __init__(self) -> None:
+        self.accounts: dict[int, Account] = {}
+        self._taken: list[DataRange] = []
+        self._using: list[DataRange] | None = None
+        self.times_set_back = 0
+
+    def took(self, batch: DataRange) -> None:
+        """The script gets a batch."""
+        self._taken.append(batch)
+
+    def use(self) -> list[DataRange]:
+        """The batches of the step that is being made: from its first push on, what is taken is for the next one."""
+        if self._using is None:
+            self._using, self._taken = self._taken, []
+        return self._using
+
+    def pushed(self) -> None:
+        """Every shard has acknowledged the step's pushes."""
+        for batch in self._using or ():
+            self.accounts[batch.loader].pushed.append(batch)
+        self._using = None
+
+    def failed(self) -> None:
+        """The step's pushes failed: the shards know which buckets have its batches, and others may have them again."""
+        for batch in self._using or ():
+            self.accounts[batch.loader].returned.append(batch)
+        self._using = None
+
+    def lost(self) -> None:
+        """The step at hand is lost, whether any of it was pushed or not."""
+        self.use()
+        self.failed()
+
+    def keep(self) -> None:
+        """The step did not come about, and what it would have committed still has to be."""
+        self._taken = [*(self._using or ()), *self._taken]
+        self._using = None
+
+    def set_back(self) -> None:
+        """The job was set back to a checkpoint: nothing that was leased before is held any more."""
+        self.times_set_back += 1
+        self._using, self._taken = None, []
+        for account in self.accounts.values():
+            account.clear()
+
+    def held(self, loader: int) -> list[DataRange]:
+        """What is taken of one loader."""
+        return [batch for batch in [*(self._using or ()), *self._taken] if batch.loader == loader]
+
+    @property
+    def pending(self) -> bool:
+        """Whether the script has taken what no step has used."""
+        return bool(self._taken or self._using)
+
+
+class Leases(Sampler[list[int]]):
+    """The batch sampler of one leased loader: what it yields are the indices of leased batches, until none is left."""
+
+    def __init__(self, order: Order, data: StepData, stepper: Stepper) -> None:
+        self.order = order
+        self.number = 0  # of the pass that the next iteration is
+        self.data = data
+        self._stepper = stepper
+        self._account = data.accounts[order.loader] = Account()
+        self._complete = False
+        self._took_part = False
+        self._ahead = 1
+        self._asked = float("-inf")
+        self._permutation: tuple[int, torch.Tensor] | None = None
+
+    def __len__(self) -> int:
+        return self.order.batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Batches as lists of indices, in the process and thread of whoever iterates over the DataLoader."""
+        while (batch := self._next()) is not None:
+            self._account.handed.append(batch)
+            yield self._indices(batch)
+
+    def _next(self) -> DataRange | None:
+        waiting = self._account.waiting
+        if not waiting and not self._complete:
+            now = time.monotonic()
+            if now - self._asked < SHORT_SECONDS:
+                self._ahead = min(2 * self._ahead, MOST_AHEAD)
+            elif now - self._asked > LONG_SECONDS:
+                self._ahead = max(self._ahead // 2, 1)
+            self._asked = now
+            self._ask(self._ahead)
+        return waiting.popleft() if waiting else None
+
+    def _ask(self, count: int) -> None:
+        account, order = self._account, self.order
+        answer = None
+        while answer is None:
+            held = [*self.data.held(order.loader), *account.handed, *account.waiting]
+            pushed, returned = list(account.pushed), list(account.returned)
+            answer = self._stepper.lease(Lease(order, self.number, count, held, pushed, returned))
+        found, self._complete = answer
+        del account.pushed[: len(pushed)], account.returned[: len(returned)]
+        account.waiting += found
+        self._took_part |= bool(found)
+
+    def _indices(self, batch: DataRange) -> list[int]:
+        if self.order.seed is None:
+            return list(range(batch.start, batch.stop))
+        if self._permutation is None or self._permutation[0] != batch.pass_number:
+            generator = torch.Generator().manual_seed(self.order.seed + batch.pass_number)
+            self._permutation = batch.pass_number, torch.randperm(self.order.size, generator=generator)
+        found: list[int] = self._permutation[1][batch.start : batch.stop].tolist()
+        return found
+
+    # -- one iteration -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """An iteration begins. One over a pass that was broken off here and that others have completed is the next."""
+        self.give_back()  # of an iteration that nobody ended
+        self._complete = False
+        if self._took_part:
+            self._ask(1)
+            if self._complete:
+                self._next_pass()
+
+    def take(self) -> DataRange:
+        """The script gets the batch that was handed to the DataLoader first: it keeps their order."""
+        batch = self._account.handed.popleft()
+        self.data.took(batch)
+        return batch
+
+    def more(self) -> bool:
+        """Waits until a batch can be leased, or until the pass is complete: False then."""
+        pause = FIRST_PAUSE_SECONDS
+        while not self._account.waiting:
+            if not self._complete:
+                self._ask(1)
+            if self._complete:
+                self._next_pass()
+                return False
+            if self._account.waiting:
+                break
+            # What was taken and has had no step, such as the rest of an accumulation, would be waited for for ever.
+            if self._stepper.others_wait or self.data.pending:
+                self._stepper.empty_step()
+            else:
+                self._stepper.pause(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        return True
+
+    def set_back(self) -> None:
+        """The job was set back to a checkpoint: this iteration goes on until its pass is complete again."""
+        self._account.waiting.extendleft(reversed(self._account.handed))  # leased since: what is loaded is older
+        self._account.handed.clear()
+        self._complete = False
+
+    def _next_pass(self) -> None:
+        self.number += 1
+        self._complete = self._took_part = False
+
+    def give_back(self) -> None:
+        """The loop was broken off: what it has not taken is for others. The next iteration goes on with the pass."""
+        account = self._account
+        back = [*account.handed, *account.waiting]
+        account.handed.clear()
+        account.waiting.clear()
+        account.returned += back
+        if back:
+            with contextlib.suppress(PSError):  # told with the next request, or known when this worker leaves
+                self._ask(0)
+
+
+class LeasedLoader:
+    """Yields leased batches on the session's device, until the pass is complete. Everything else is the loader's.
+
+    The k-th iteration is the job's k-th pass: for a worker that joins late, those that are over yield nothing. Where it
+    is iterated over without gradients it yields this worker's share: there is no push to commit anything with.
+    """
+
+    def __init__(self, loader: DataLoader[Any], shares: PreparedLoader, leases: Leases, face: LeasedFace) -> None:
+        """loader: the user's own. shares: the same, divided among the workers."""
+        self._loader = loader
+        self._shares = shares
+        self._leases = leases
+        self._face = face
+        sampling = {"sampler": _Singly(leases)} if loader.batch_size is None else {"batch_sampler": leases}
+        self._inner = PreparedLoader(rebuilt(loader, **sampling), face.device, face.timer)
+        self._run = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._pass() if torch.is_grad_enabled() else iter(self._shares)
+
+    def _pass(self) -> Iterator[Any]:
+        self._run += 1
+        run, leases = self._run, self._leases
+        leases.begin()
+        try:
+            while self._await_more():
+                times = leases.data.times_set_back
+                for batch in self._inner:
+                    if leases.data.times_set_back == times:
+                        leases.take()
+                        yield batch
+                        if self._run != run:
+                            raise InvalidRequest("another iteration over this loader has begun: this one cannot go on")
+                    if leases.data.times_set_back != times:
+                        leases.set_back()
+                        break  # what is loaded already was leased before
+        finally:
+            if self._run == run:
+                leases.give_back()
+
+    def _await_more(self) -> bool:
+        self._face.timer.asked()
+        more = self._leases.more()
+        self._face.timer.yielded()
+        return more
+
+    def __len__(self) -> int:
+        """This worker's batches in a pass if all that take part now are equally fast."""
+        return -(-self._leases.order.batches // max(1, self._face.workers()))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+
+@dataclass(frozen=True)
+class LeasedFace:
+    """What a leased loader needs of its session: where batches go, who counts time, and how many workers take part."""
+
+    device: torch.device
+    timer: StepTimer
+    workers: Callable[[], int]
+
+
+class _Singly(Sampler[int]):
+    """The indices of leased batches of one sample each, for a loader that makes no batches."""
+
+    def __init__(self, leases: Iterable[list[int]]) -> None:
+        self._leases = leases
+
+    def __iter__(self) -> Iterator[int]:
+        return (index for [index] in self._leases)
+
+
+def order_of(number: int, loader: DataLoader[Any], seed: int) -> Order:
+    """What a loader's workers must agree on; one that `shard_loader` takes."""
+    if not -(2**63) <= seed < 2**63:
+        raise InvalidRequest(f"a seed has 64 bits, got {seed}")
+    return Order(
+        loader=number,
+        size=len(loader.dataset),  # type: ignore[arg-type]
+        batch_size=loader.batch_size or 1,
+        drop_last=bool(loader.drop_last),
+        seed=seed if type(loader.sampler) is RandomSampler else None,
+    )

@@ -1,0 +1,80 @@
+"""Buckets of a model on a GPU, on their way to the host and back, without stopping the GPU or the training thread.
+
+Gradients go down on a stream of their own, as soon as the kernels that made them are done; the thread that sends a
+bucket waits for that bucket's copy alone. Weights come up on another stream, which starts after the kernels that
+still read the old ones; the training stream waits for it on the device. Nothing here waits for the whole device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ps_protocol.segment_layout import SegmentMap
+
+
+class GpuStaging:
+    """Copies between one GPU and pinned host memory. Methods may be called from any thread."""
+
+    def __init__(self, device: torch.device, segment: SegmentMap | None) -> None:
+        self._device = device
+        self._down = torch.cuda.Stream(device)
+        self._up = torch.cuda.Stream(device)
+        self._landing: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}  # by bucket
+        self._locked = [] if segment is None else [*segment.gradients.values(), *segment.weights.values()]
+        for flat in self._locked:
+            # Page-locked, so that copies run beside kernels. Where that is refused, copies are only slower.
+            torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)
+
+    def release(self) -> None:
+        """Waits for what is under way and lets go of the segment."""
+        self._down.synchronize()
+        self._up.synchronize()
+        for flat in self._locked:
+            torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
+        self._locked = []
+
+    def mark(self) -> torch.cuda.Event:
+        """The point that the current stream has reached: what is queued until now."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def fetch(self, source: torch.Tensor, dtype: torch.dtype, after: torch.cuda.Event) -> torch.Tensor:
+        """A GPU tensor's values after a point, on the host in `dtype`; converted on the GPU. Blocks until they are."""
+        return self.fetch_into(torch.empty(source.shape, dtype=dtype, pin_memory=True), source, after)
+
+    def fetch_into(self, target: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event) -> torch.Tensor:
+        """As `fetch`, into host memory that is there."""
+        with torch.cuda.stream(self._down):
+            self._down.wait_event(after)
+            target.copy_(source.to(target.dtype), non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(self._down)
+        done.synchronize()
+        return target
+
+    def begin(self) -> None:
+        """A step begins on the current stream: weights that come from here on wait for what is queued on it."""
+        self._up.wait_event(self.mark())
+
+    def land(self, bucket: int, target: torch.Tensor, values: torch.Tensor, pinned: bool) -> None:
+        """Queues the copy of host values to the GPU; by way of memory of our own unless they are pinned and stay."""
+        if not pinned:
+            staged, landed = self._landing.get(bucket, (None, None))
+            if landed is not None:
+                landed.synchronize()  # of an earlier step: long over
+            if staged is None or staged.dtype != values.dtype:
+                staged = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = staged.copy_(values)
+        with torch.cuda.stream(self._up):
+            target.copy_(values, non_blocking=True)
+            landed = torch.cuda.Event()
+            landed.record(self._up)
+        if not pinned:
+            self._landing[bucket] = (values, landed)
+
+    def finish(self) -> None:
+        """The step ends: what is queued on the current stream from here on sees the new weights."""
+        event = torch.cuda.Event()
+        event.record(self._up)
+        torch.cuda.current_stream(self._device).wait_event(event)

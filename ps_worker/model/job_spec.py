@@ -1,0 +1,142 @@
+"""Models and their optimizers as a job: what is trained, in which groups, with what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.job import JobSpec, NonFinite, validate
+from ps_protocol.layout import ParameterSpec
+from ps_protocol.modes import Consistency
+from ps_protocol.optimizers import hyper_parameters, optimizer_name
+from ps_protocol.tensors import DTYPE_NAMES
+from ps_runtime.channel import MAX_BUCKET_BYTES
+
+
+def describe(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    name: str,
+    consistency: Consistency,
+    bucket_bytes: int | None,
+    world_size: int,
+    non_finite: NonFinite,
+    gradient_wire: str,
+    weight_wire: str,
+) -> tuple[JobSpec, list[torch.Tensor]]:
+    """The job that trains these models with these optimizers, and the models' tensors in the job's order.
+
+    Tied parameters appear once. Names are those in the model's state_dict; of several models, with the model's number
+    in front ("0.weight"). Parameters that no optimizer has, and buffers, are held: every worker starts with rank 0's
+    and goes on with its own. Without bucket_bytes their size is left open. Raises Unsupported for what a parameter
+    server cannot do, naming it.
+    """
+    classes = [optimizer_name(optimizer) for optimizer in optimizers]
+    for model in models:
+        _refuse_lazy(model)
+        _refuse_sparse(model)
+    groups = _groups(optimizers)
+    specs: list[ParameterSpec] = []
+    tensors: list[torch.Tensor] = []
+    known: set[int] = set()
+    for number, model in enumerate(models):
+        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if id(tensor) in known:
+                continue
+            known.add(id(tensor))
+            key = f"{number}.{key}" if len(models) > 1 else key
+            _refuse_dtype(key, tensor)
+            group, optimizer = groups.pop(id(tensor), (None, 0))
+            specs.append(ParameterSpec(key, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], group, optimizer))
+            tensors.append(tensor)
+    if groups:
+        raise InvalidRequest(
+            f"the optimizers hold {len(groups)} parameters of no model that was handed to prepare; hand all models over"
+        )
+    of_group = [index for index, optimizer in enumerate(optimizers) for _ in optimizer.param_groups]
+    spec = JobSpec(
+        name=name,
+        parameters=tuple(specs),
+        optimizer=classes[0],
+        groups=tuple(
+            hyper_parameters(cls, group)
+            for cls, optimizer in zip(classes, optimizers, strict=True)
+            for group in optimizer.param_groups
+        ),
+        consistency=consistency,
+        bucket_bytes=MAX_BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
+        world_size=world_size,
+        non_finite=non_finite,
+        gradient_wire=gradient_wire,
+        weight_wire=weight_wire,
+        more_optimizers=tuple(classes[1:]),
+        group_optimizers=tuple(of_group) if len(classes) > 1 else (),
+    )
+    validate(spec, MAX_BUCKET_BYTES)
+    return spec if bucket_bytes is not None else replace(spec, bucket_bytes=0), tensors
+
+
+def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, tuple[int, int]]:
+    """By the id of a parameter, its group among all groups, and its optimizer. Raises InvalidRequest if it has two."""
+    found: dict[int, tuple[int, int]] = {}
+    number = 0
+    for index, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if found.setdefault(id(parameter), (number, index)) != (number, index):
+                    raise InvalidRequest("a parameter is in two optimizers; each is stepped by one")
+            number += 1
+    return found
+
+
+def refused_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    """What `describe` would refuse of models and their optimizers, in its words: a dry run. Changes nothing."""
+
+    def dtypes(model: nn.Module) -> None:
+        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            _refuse_dtype(key, tensor)
+
+    checks: list[Callable[[], object]] = [partial(optimizer_name, optimizer) for optimizer in optimizers]
+    checks += [partial(check, model) for model in models for check in (_refuse_lazy, _refuse_sparse, dtypes)]
+    found = []
+    for check in checks:
+        try:
+            check()
+        except (InvalidRequest, Unsupported) as error:
+            found.append(error.message)
+    return found
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            owner = model.get_submodule(key.rpartition(".")[0])
+            raise InvalidRequest(
+                f"{key} of a {type(owner).__name__} has no shape yet: run one batch through the model before prepare"
+            )
+
+
+def _refuse_dtype(key: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in DTYPE_NAMES:
+        raise Unsupported(f"{key} has dtype {tensor.dtype}; known are {', '.join(DTYPE_NAMES.values())}")
+
+
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether there is state that a step made: Adagrad's is there, at step 0, from the beginning."""
+    return any(
+        any(v is not None for v in state.values()) and state.get("step") != 0 for state in optimizer.state.values()
+    )
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    for key, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise Unsupported(f"{key} makes sparse gradients; use sparse=False")
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise Unsupported("the model is wrapped in DistributedDataParallel; hand the plain model to prepare")

@@ -1,0 +1,160 @@
+"""The optimizer that `prepare` returns: the user's own to look at, stepped on the servers."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from ps_protocol.errors import Unsupported
+from ps_worker.model.optimizer_state import tensors_of
+
+log = logging.getLogger("ps_worker")
+
+# The state that torch.optim keeps for each parameter.
+ParameterStates = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
+
+
+class OnServers(Protocol):
+    """What steps one optimizer of a script on the servers."""
+
+    def step(self) -> None:
+        """Pushes gradients and pulls weights."""
+
+    def state(self) -> ParameterStates:
+        """The optimizer's state on the shards, at this worker's clock."""
+
+    def load(self, states: ParameterStates) -> None:
+        """Has the next step begin with this state."""
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        """Has the next step train more of the model's parameters."""
+
+
+_WHERE = (
+    "the optimizer's state is on the shards: read it with optimizer.state_dict(), set it with load_state_dict(); "
+    "state.clear() has it begin anew"
+)
+
+
+class _StateOnShards(defaultdict[torch.Tensor, Any]):
+    """What a prepared optimizer has as its `state`: nothing, and the word where it is."""
+
+    def __init__(self, servers: OnServers) -> None:
+        super().__init__(dict)
+        self._servers = servers
+
+    def __missing__(self, key: torch.Tensor) -> Any:
+        raise Unsupported(_WHERE)
+
+    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
+        raise Unsupported(_WHERE)
+
+    def values(self) -> Any:
+        """None; a script that means to change them is told."""
+        log.warning("%s", _WHERE)
+        return super().values()
+
+    def clear(self) -> None:
+        """Has the next step begin without any state."""
+        self._servers.load({})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return defaultdict(dict)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,)
+
+
+class ServerOptimizer(torch.optim.Optimizer):
+    """Looks like the optimizer it wraps, but `step` pushes gradients and pulls weights.
+
+    It shares the wrapped optimizer's param_groups, so LR schedulers work, made before or after: hyper-parameters ride
+    with each push. Its state (momentum, moments) lives on the shards: `state_dict` fetches it, `load_state_dict` sets
+    it, and `.state` is empty.
+    """
+
+    def __init__(self, wrapped: torch.optim.Optimizer, servers: OnServers) -> None:
+        # Deliberately not Optimizer.__init__, which would make new groups: the wrapped one's live objects are shared.
+        self.__dict__.update(wrapped.__dict__)
+        # What hides in there and would step here instead: a scheduler made before `prepare` patched the wrapped
+        # optimizer's `step`, and a fused one asks GradScaler to leave unscaling to it.
+        for name in ("step", "_step_supports_amp_scaling"):
+            self.__dict__.pop(name, None)
+        self._wrapped = wrapped
+        self._servers = servers
+        self.__dict__["state"] = _StateOnShards(servers)
+
+    @property
+    def state(self) -> Any:
+        """Empty: the state is on the shards. Assigning to it has the next step begin with what is assigned."""
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        self._servers.load({tensor: tensors_of(state) for tensor, state in value.items()})
+
+    # torch's own wrapper calls step hooks, the wrapped optimizer's and the global ones. Optimizer.__init__ puts it on.
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Ends this worker's step: when it returns, gradients are staged and weights are as the mode promises.
+
+        Raises NonFiniteGradient for an infinity or a NaN (see `non_finite` of `prepare`), InvalidRequest for a model
+        that was moved to another type or device, Fenced for a worker that was replaced, Unreachable for servers that do
+        not answer.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers made before `prepare` look at
+        self._servers.step()
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch wraps it no second time
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns groups and state in torch's own layout, fetched from the shards: as large as the optimizer's state.
+
+        Any worker may ask, alone or together with others; in sync it is the state at this worker's clock. Raises
+        PSError if the shards do not answer, or the session is closed.
+        """
+        own = self.__dict__["state"]
+        self.__dict__["state"] = defaultdict(dict, {tensor: dict(s) for tensor, s in self._servers.state().items()})
+        try:
+            found: dict[str, Any] = super().state_dict()
+            return found
+        finally:
+            self.__dict__["state"] = own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over hyper-parameters at once, and optimizer state with the next step.
+
+        In sync rank 0's state counts; in ssp and async each worker that loads sets the state anew. A worker that joins
+        a running job and loads before its first step does not set the job back: its state is ignored, with a warning.
+        Raises ValueError, as torch's own, for a state_dict of other groups, InvalidRequest or Unsupported for state
+        that the optimizer could not have made; nothing is changed then.
+        """
+        # torch's own code does the checking and casting, on an object that nobody else sees.
+        kind = type(self._wrapped)
+        loaded = kind.__new__(kind)
+        loaded.__dict__.update(self._wrapped.__dict__)
+        loaded.__dict__.pop("step", None)
+        loaded.__dict__["state"] = defaultdict(dict)
+        loaded.__dict__["param_groups"] = [dict(group) for group in self.param_groups]
+        loaded.load_state_dict(state_dict)
+        self._servers.load({tensor: tensors_of(state) for tensor, state in loaded.state.items()})
+        for live, group in zip(self.param_groups, loaded.param_groups, strict=True):
+            live.update({key: value for key, value in group.items() if key != "params"})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Has the next step train more parameters of the prepared models, with hyper-parameters of their own.
+
+        In a job with a world size it blocks until all workers have called it. The parameters become a job of their own
+        on the servers, NAME.added1 for the first group. Raises Unsupported for parameters of no prepared model,
+        InvalidRequest for those that an optimizer has already.
+        """
+        self._servers.add_group(param_group)

@@ -1,0 +1,130 @@
+"""Optimizer state on its way to the shards and back: torch's own, by parameter, and theirs, by bucket and segment."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import Bucket, Layout
+from ps_protocol.optimizers import is_scalar_state, required_state
+from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from
+from ps_worker.cluster.convert import StateChunk
+
+# By parameter (its index in the job), the state that torch.optim keeps for it: name -> tensor.
+States = Mapping[int, Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class StatePiece:
+    """What one bucket is told of its optimizer state; see `messages.assignment`."""
+
+    bucket: Bucket
+    absent: tuple[int, ...]
+    state: str
+    payload: memoryview | None
+
+
+def tensors_of(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """What one parameter's state in torch.optim holds, without what is not there yet (None)."""
+    return {
+        name: value if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float32)  # type: ignore[arg-type]
+        for name, value in state.items()
+        if value is not None
+    }
+
+
+def check_states(spec: JobSpec, states: States) -> None:
+    """Raises Unsupported or InvalidRequest for state that the shards' optimizers could not go on with."""
+    for index, state in states.items():
+        parameter = spec.parameters[index]
+        assert parameter.group is not None
+        name = spec.optimizer_of(parameter.group)
+        for key, value in state.items():
+            if not is_scalar_state(name, key) and tuple(value.shape) != parameter.shape:
+                raise InvalidRequest(
+                    f"the optimizer state {key!r} of {parameter.name}: expected shape {parameter.shape}, "
+                    f"got {tuple(value.shape)}"
+                )
+        missing = required_state(name, spec.groups[parameter.group]) - state.keys()
+        if state and missing:
+            raise Unsupported(
+                f"the optimizer state of {parameter.name} lacks {', '.join(sorted(missing))}, which {name} needs"
+            )
+
+
+def pieces(spec: JobSpec, layout: Layout, states: States, parameters: Collection[int]) -> Iterator[StatePiece]:
+    """What the shards are told so that these parameters have these states and no others."""
+    for bucket in layout.buckets:
+        inside = {
+            p: s.parameter for p, s in enumerate(bucket.segments) if not bucket.held and s.parameter in parameters
+        }
+        if not inside:
+            continue
+        others = tuple(position for position in range(len(bucket.segments)) if position not in inside)
+        yield StatePiece(bucket, others, "", None)
+        found = {position: states.get(index, {}) for position, index in inside.items()}
+        for name in sorted({name for state in found.values() for name in state}):
+            present = {position: state[name] for position, state in found.items() if name in state}
+            absent = tuple(position for position in range(len(bucket.segments)) if position not in present)
+            yield StatePiece(bucket, absent, name, _payload(spec, bucket, name, present))
+
+
+def _payload(spec: JobSpec, bucket: Bucket, name: str, present: Mapping[int, torch.Tensor]) -> memoryview:
+    if is_scalar_state(spec.optimizers[bucket.optimizer], name):
+        numbers = torch.zeros(len(bucket.segments), dtype=torch.float32)
+        for position, value in present.items():
+            numbers[position] = float(value)
+        return bytes_of(numbers)
+    flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])
+    for position, value in present.items():
+        part = bucket.segments[position]
+        whole = value.detach().reshape(-1)
+        flat[part.offset : part.offset + part.length] = whole[part.start : part.start + part.length].cpu()
+    return bytes_of(flat)
+
+
+class StateCollector:
+    """Puts together what the shards send. `land` may be called from several threads, and for the same chunk twice."""
+
+    def __init__(self, spec: JobSpec, layout: Layout) -> None:
+        self._spec = spec
+        self._layout = layout
+        self._lock = threading.Lock()
+        self.states: dict[int, dict[str, torch.Tensor]] = {}
+
+    def land(self, chunk: StateChunk) -> None:
+        """Takes one kind of state of one bucket."""
+        bucket = self._layout.buckets[chunk.bucket]
+        scalar = is_scalar_state(self._spec.optimizers[bucket.optimizer], chunk.state)
+        found = tensor_from(chunk.payload, "float32" if scalar else bucket.dtype)
+        expected = len(bucket.segments) if scalar else bucket.numel
+        if found.numel() != expected:
+            raise InvalidRequest(
+                f"state {chunk.state!r} of bucket {chunk.bucket}: expected {expected} numbers, got {found.numel()}"
+            )
+        for position, part in enumerate(bucket.segments):
+            if position in chunk.absent:
+                continue
+            if scalar:
+                with self._lock:
+                    state = self.states.setdefault(part.parameter, {})
+                    # A parameter in several buckets has one number in each: the same, unless a step was half lost.
+                    before = state.get(chunk.state)
+                    value = found[position].clone()
+                    state[chunk.state] = value if before is None else torch.maximum(before, value)
+            else:
+                whole = self._whole(part.parameter, chunk.state).view(-1)
+                whole[part.start : part.start + part.length] = found[part.offset : part.offset + part.length]
+
+    def _whole(self, index: int, name: str) -> torch.Tensor:
+        parameter = self._spec.parameters[index]
+        with self._lock:
+            state = self.states.setdefault(index, {})
+            if name not in state:
+                state[name] = torch.zeros(parameter.shape, dtype=TORCH_DTYPES[parameter.dtype])
+            return state[name]

@@ -1,0 +1,57 @@
+"""Sends a worker's own part of each checkpoint to the coordinator, beside training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Future, wait
+
+from ps_protocol.errors import PSError, UnknownWorker
+from ps_worker.cluster.coordinator import CoordinatorClient
+from ps_worker.cluster.membership import Membership
+from ps_worker.cluster.threads import DaemonPool
+
+log = logging.getLogger("ps_worker")
+
+# For so long a worker that leaves stays, at most, for what is still to be sent.
+LEAVING_SECONDS = 5.0
+
+
+class StateSender:
+    """Keeps on trying while the worker is in the job, also from a place that follows the one of then."""
+
+    def __init__(self, coordinator: CoordinatorClient, members: Membership) -> None:
+        self._coordinator = coordinator
+        self._members = members
+        self._pool = DaemonPool(1, "save")
+        self._closing = threading.Event()
+        self._last: Future[None] | None = None
+
+    def send(self, clock: int, state: bytes) -> None:
+        """Has the state of a clock sent; returns at once."""
+        place = self._members.place
+        assert place is not None
+        restored = place.restore_count
+        self._last = self._pool.submit(lambda: self._send(clock, state, restored))
+
+    def close(self) -> None:
+        """Ends the thread, after what is still to be sent where that takes no longer than LEAVING_SECONDS."""
+        if self._last is not None:
+            wait([self._last], LEAVING_SECONDS)
+        self._closing.set()
+        self._pool.close()
+
+    def _send(self, clock: int, state: bytes, restored: int) -> None:
+        while not self._closing.is_set():
+            place = self._members.place
+            assert place is not None
+            if place.restore_count != restored:
+                return  # the job was set back: that clock will come again
+            try:
+                self._coordinator.save_state(place.identity, clock, state)
+                return
+            except UnknownWorker:
+                self._members.await_change(place)
+            except PSError as error:
+                log.warning("this worker's state at clock %d is not in the checkpoint: %s", clock, error)
+                return

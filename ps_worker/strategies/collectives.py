@@ -1,0 +1,206 @@
+"""Numbers and values over all workers: mean, gather, broadcast, barrier, in every mode alike.
+
+All are one exchange: each worker gives some bytes and gets those of all, in the order of ranks. What is made of them is
+made by each worker from the same bytes in the same order, so all have the same result, or the same error. The bytes are
+a safetensors file: tensors by themselves, the rest as JSON; nothing that runs code is written or read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from ps_protocol.errors import InvalidRequest, LimitExceeded, Unsupported
+from ps_runtime.channel import MAX_BUCKET_BYTES
+from ps_worker.state.encoding import KEY, description, plain, value_of
+
+FORMAT = 1
+_UNREADABLE = (
+    SafetensorError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    RecursionError,
+    OverflowError,
+)
+
+
+class Exchange(Protocol):
+    """What each way to train gives."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+
+    def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
+        """The values of all that take part, by rank, ascending; blocks until each has given its own. Raises PSError.
+
+        what: the call, for messages
+        """
+
+
+class Collectives:
+    """The calls of one session. device: where tensors come back that no argument says a device for."""
+
+    def __init__(self, exchange: Exchange, device: torch.device) -> None:
+        self._exchange = exchange
+        self._device = device
+
+    def mean(self, x: Any, weight: float = 1.0) -> Any:
+        """See Session.mean."""
+        if not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
+            raise InvalidRequest(f"session.mean: a weight is a finite number from 0, got {weight!r}")
+        leaves = _leaves(x)
+        for name, leaf in leaves.items():
+            _check_leaf(name, leaf)
+        found = self._gather("mean", [float(weight), x])
+        weights = {rank: _weight(rank, content) for rank, content in found.items()}
+        given = {rank: _leaves(content[1]) for rank, content in found.items()}
+        kinds = {rank: _kinds(content[1]) for rank, content in found.items()}
+        _same("session.mean got values that differ between workers", kinds, _kinds(x))
+        if not any(weights.values()):
+            raise InvalidRequest("session.mean: the weights of all workers are 0")
+        weights = {rank: weight for rank, weight in weights.items() if weight}
+        means = {name: _mean_of(name, leaf, weights, given) for name, leaf in leaves.items()}
+        return means if isinstance(x, Mapping) else means[None]
+
+    def gather(self, x: Any) -> list[Any]:
+        """See Session.gather."""
+        return list(self._gather("gather", x, self._device_for(x)).values())
+
+    def broadcast(self, x: Any, source: int = 0) -> Any:
+        """See Session.broadcast."""
+        if type(source) is not int or source < 0:
+            raise InvalidRequest(f"session.broadcast: a source is a rank from 0, got {source!r}")
+        device = self._device_for(x)
+        while True:
+            mine = [x] if self._exchange.rank == source else None
+            found = self._gather(f"broadcast from worker {source}", mine, device)
+            given = found.get(source)
+            if isinstance(given, list) and len(given) == 1:
+                return given[0]
+            source = min(found)  # the source takes no part: all know that now, and ask the same worker
+
+    def barrier(self) -> None:
+        """See Session.barrier."""
+        self._gather("barrier", None)
+
+    def _gather(self, call: str, value: Any, device: torch.device | None = None) -> dict[int, Any]:
+        """What every worker gave to the same call, by rank."""
+        data = _packed(call, value)
+        read = {rank: _unpacked(rank, one, device) for rank, one in self._exchange.exchange(data, call).items()}
+        calls = {rank: f"session.{name}" for rank, (name, _) in read.items()}
+        _same("workers met in different calls", calls, f"session.{call}")
+        return {rank: content for rank, (_, content) in read.items()}
+
+    def _device_for(self, x: Any) -> torch.device:
+        """That of the first tensor in a value; the session's where there is none."""
+        if isinstance(x, torch.Tensor):
+            return x.device
+        inside = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
+        tensors = (one.device for one in inside if isinstance(one, torch.Tensor))
+        return next(tensors, self._device)
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def _packed(call: str, value: Any) -> bytes:
+    """A value as bytes, with the call that it is for. Raises Unsupported for what cannot be sent."""
+    tensors: dict[str, torch.Tensor] = {}
+    name = call.split()[0]
+    try:
+        document = {"format": FORMAT, "call": call, "value": plain(value, tensors, f"session.{name}: the value")}
+        data = save(tensors, {KEY: json.dumps(document)})
+    except (SafetensorError, RuntimeError, ValueError) as error:  # sparse, on no device, in itself
+        raise Unsupported(f"session.{name}: the value cannot be sent: {error}") from None
+    if len(data) > MAX_BUCKET_BYTES:
+        raise LimitExceeded(f"session.{name}: a value may have {MAX_BUCKET_BYTES} bytes, got {len(data)}")
+    return data
+
+
+def _unpacked(rank: int, data: bytes, device: torch.device | None) -> tuple[str, Any]:
+    """The call and the value that bytes hold. Raises InvalidRequest if they hold none."""
+    try:
+        document = json.loads(description(data))
+        if document["format"] != FORMAT:
+            raise ValueError(f"its format is {document['format']!r}, known is {FORMAT}")
+        tensors = load(data)
+        return str(document["call"]), value_of(document["value"], lambda name: tensors[name].to(device))
+    except _UNREADABLE as error:
+        raise InvalidRequest(f"what worker {rank} sent cannot be read: {error}") from None
+
+
+# -- means -----------------------------------------------------------------------------------------------------------
+
+
+def _leaves(x: Any) -> dict[Any, Any]:
+    """What a mean is taken of, by name; of a single value, by None."""
+    return dict(x) if isinstance(x, Mapping) else {None: x}
+
+
+def _check_leaf(name: Any, leaf: Any) -> None:
+    """Raises InvalidRequest for what has no mean."""
+    if isinstance(leaf, torch.Tensor) and leaf.dtype != torch.bool and not leaf.dtype.is_complex:
+        return
+    if isinstance(leaf, numbers.Real) and not isinstance(leaf, bool):
+        return
+    kind = f"a tensor of {leaf.dtype}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+    where = "" if name is None else f" under {name!r}"
+    raise InvalidRequest(f"session.mean takes numbers and tensors of numbers, or a dict of them, got {kind}{where}")
+
+
+def _kinds(x: Any) -> str:
+    """What must be equal between workers, in words."""
+    if isinstance(x, Mapping):
+        return "{" + ", ".join(f"{name!r}: {_kinds(leaf)}" for name, leaf in sorted(x.items(), key=repr)) + "}"
+    if isinstance(x, torch.Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
+    return "a number" if isinstance(x, numbers.Real) else type(x).__name__
+
+
+def _weight(rank: int, content: Any) -> float:
+    if not isinstance(content, list) or len(content) != 2 or not isinstance(content[0], float):
+        raise InvalidRequest(f"what worker {rank} sent to session.mean is no value with a weight")
+    if not math.isfinite(content[0]) or content[0] < 0:
+        raise InvalidRequest(f"what worker {rank} sent to session.mean has the weight {content[0]}")
+    for name, leaf in _leaves(content[1]).items():
+        _check_leaf(name, leaf)
+    return content[0]
+
+
+def _mean_of(name: Any, mine: Any, weights: Mapping[int, float], given: Mapping[int, Mapping[Any, Any]]) -> Any:
+    """The weighted mean, summed in the order of ranks, in float64. weights: by rank, without those of 0."""
+    whole = sum(weights.values())
+    if not isinstance(mine, torch.Tensor):
+        return sum(weight * float(given[rank][name]) for rank, weight in weights.items()) / whole
+    total = torch.zeros(mine.shape, dtype=torch.float64)
+    for rank, weight in weights.items():
+        total += weight * given[rank][name].to(torch.float64)
+    total /= whole
+    kind = mine.dtype if mine.dtype.is_floating_point else torch.get_default_dtype()
+    return total.to(device=mine.device, dtype=kind)
+
+
+def _same(what: str, by_rank: Mapping[int, str], mine: str) -> None:
+    """Raises InvalidRequest unless all workers have the same; names the ranks of each.
+
+    mine: this worker's own, which took no part in a round that was over when it came
+    """
+    groups: dict[str, list[str]] = {}
+    for rank, one in by_rank.items():
+        groups.setdefault(one, []).append(str(rank))
+    if mine not in groups:
+        groups[mine] = ["that missed it"]
+    if len(groups) > 1:
+        words = "; ".join(f"worker{'s' * (len(who) > 1)} {', '.join(who)}: {one}" for one, who in groups.items())
+        raise InvalidRequest(f"{what}: {words}. Every worker makes the same calls in the same order, with equal shapes")
