@@ -15,7 +15,7 @@ MODE ?=
 IN_VENV := .venv/bin
 PIP := $(IN_VENV)/python -m pip -qq --disable-pip-version-check
 PIP_PROTO := .venv-proto/bin/python -m pip -qq --disable-pip-version-check
-FRAMEWORK_TESTS := tests/test_lightning.py tests/test_huggingface.py tests/test_framework_launches.py
+FRAMEWORK_TESTS := tests/frameworks
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 4)
 
 .DEFAULT_GOAL := help
@@ -43,12 +43,12 @@ bench: .venv/dev.stamp ## a short form of every benchmark; writes docs/benchmark
 	@$(IN_VENV)/python -m bench all --short $(ARGS)
 
 simulate: .venv/dev.stamp ## clusters in virtual time, with faults, a seed each: make simulate SEEDS=1000
-	@PYTHONPATH=. $(IN_VENV)/python tests/virtual_cluster.py --seeds $(SEEDS) \
+	@$(IN_VENV)/python -m tests.simulation.virtual_cluster --seeds $(SEEDS) \
 		$(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode $(MODE))
 
 fuzz: .venv/dev.stamp ## throw hostile input at every handler, guided by coverage: make fuzz SECONDS=600
 	@$(PIP) install --constraint constraints.txt --editable '.[fuzz]' || echo "atheris cannot be installed here"
-	@$(IN_VENV)/python tests/fuzz.py --seconds $(SECONDS)
+	@$(IN_VENV)/python -m tests.tools.fuzz --seconds $(SECONDS)
 
 lint: .venv/dev.stamp ## check style, format and types
 	$(IN_VENV)/python -m ruff check .

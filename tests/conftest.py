@@ -1,35 +1,17 @@
-"""Real clusters for tests: servers on free ports, in this process; workers as threads. Nothing is mocked."""
+"""Fixtures and rules of all tests."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
-import threading
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import TypeVar
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-import ps_worker
-from ps_protocol.tensors import bytes_of
-from ps_server.coordinator.coordinator import Coordinator
-from ps_server.ops import status
-from ps_server.server import Server, ServerConfig
-from ps_server.shard.shard import Engine
-from ps_worker import Session
-
-T = TypeVar("T")
-
-START_SECONDS = 20.0
-TEST_SECONDS = 120.0
-CONDITION_SECONDS = 30.0
+from tests.tools.cluster import Cluster
 
 # The same examples on every run, however slow the machine.
 settings.register_profile("claims", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -42,136 +24,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow") is not None:
                 item.add_marker(pytest.mark.skip(reason="slow: runs with -m slow"))
-
-
-class Cluster:
-    """A coordinator inside shard 0, and more shards, all on free ports."""
-
-    def __init__(self, shards: int = 2, lease: float = 10.0, **more: object) -> None:
-        """more: fields of ServerConfig that all servers share."""
-        self._first = ServerConfig(shard_count=shards, index=0, lease=lease, **more)  # type: ignore[arg-type]
-        first = Server(self._first)
-        self._rest = ServerConfig(coordinator=first.address, **more)  # type: ignore[arg-type]
-        self.servers = [first, *(Server(replace(self._rest, index=index)) for index in range(1, shards))]
-        self.address = first.address
-        for server in self.servers:
-            assert server.wait_ready(START_SECONDS)
-
-    @property
-    def coordinator(self) -> Coordinator:
-        """The coordinator that is there now."""
-        found = self.servers[0].coordinator
-        assert found is not None
-        return found
-
-    @property
-    def engines(self) -> list[Engine]:
-        """Each shard's."""
-        return [server.engine for server in self.servers if server.engine is not None]
-
-    def start_again(self, index: int) -> None:
-        """Ends a server as its death would, without a last checkpoint, and starts another at its ports."""
-        before = self.servers[index]
-        before.stop()
-        first = replace(self._first, resume=self._first.checkpoint_dir is not None)
-        config = replace(self._rest, index=index) if index else first
-        ports = {
-            name: int(address.rpartition(":")[2])
-            for name, address in (("port", before.address), ("metrics_port", before.metrics_address))
-        }
-        self.servers[index] = Server(replace(config, **ports))
-        assert self.servers[index].wait_ready(START_SECONDS)
-
-    def connect(self, mode: str, rank: int = 0, world_size: int = 1, **more: object) -> Session:
-        """A worker's session; `more` as for ps_worker.connect."""
-        return ps_worker.connect(self.address, mode, rank=rank, world_size=world_size, **more)  # type: ignore[arg-type]
-
-    def state(self, job: str) -> dict[str, object]:
-        """All that a job is, on the coordinator and every shard: what no bad input may change. Weights as checksums."""
-        known = self.coordinator.jobs().get(job)
-        found: dict[str, object] = {"known": known is not None}
-        if known is not None:
-            found["members"] = [(m.rank, m.incarnation) for m in known.members()]
-        for index, engine in enumerate(self.engines):
-            running = engine.jobs().get(job)
-            if running is None:
-                continue
-            with running.lock:
-                found[f"roster on {index}"] = dict(running.state.roster)
-                for number, bucket in running.buckets.items():
-                    protocol, weights = bucket.state.protocol, bucket.state.weights
-                    found[f"bucket {number} on {index}"] = (
-                        (protocol.initialised, protocol.version, dict(protocol.staged), dict(protocol.applied)),
-                        (sorted(protocol.waiting), list(protocol.added), len(bucket.waiters)),
-                        hashlib.sha256(bytes_of(weights.flat)).hexdigest(),
-                        weights.optimizer_bytes,
-                    )
-        return found
-
-    def waits(self, job: str) -> dict[int, tuple[int, list[int]]]:
-        """Who waits, as `ps-server status` tells it: by rank, its clock and the ranks it waits for."""
-        return {
-            process["index"]: (process["waits"][0]["clock"], process["waits"][0]["waiting_for"])
-            for process in status.fetch(self.address)["processes"]
-            if process["role"] == "worker" and process["job"] == job and process["waits"]
-        }
-
-    def stop(self) -> None:
-        for server in reversed(self.servers):
-            server.stop()
-
-
-def in_parallel(count: int, work: Callable[[int], T]) -> list[T]:
-    """The results of work(0) .. work(count - 1), each in a thread of its own; raises the first error at once."""
-    results: dict[int, T] = {}
-    errors: list[BaseException] = []
-    changed = threading.Condition()
-
-    def run(index: int) -> None:
-        try:
-            result = work(index)
-        except BaseException as error:
-            with changed:
-                errors.append(error)
-                changed.notify()
-        else:
-            with changed:
-                results[index] = result
-                changed.notify()
-
-    for index in range(count):
-        threading.Thread(target=run, args=(index,), daemon=True).start()
-    with changed:
-        ended = changed.wait_for(lambda: bool(errors) or len(results) == count, TEST_SECONDS)
-    if errors:
-        raise errors[0]
-    assert ended, f"stuck: workers {sorted(set(range(count)) - results.keys())}"
-    return [results[index] for index in range(count)]
-
-
-def until(condition: Callable[[], T], what: str = "the condition") -> T:
-    """Looks at a condition until it holds and returns it. For what has no event to wait on."""
-    deadline = time.monotonic() + CONDITION_SECONDS
-    pause = threading.Event()
-    while True:
-        found = condition()
-        if found:
-            return found
-        assert time.monotonic() < deadline, f"{what} did not come true"
-        pause.wait(0.005)
-
-
-def scrape(address: str) -> dict[str, float]:
-    """Every sample that is served at HOST:PORT/metrics, by its name and labels as they stand in the text."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
-        lines = response.read().decode().splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
-
-
-def in_order(count: int) -> Callable[[int], threading.Event]:
-    """Events by number, for tests that fix an order between threads."""
-    events = [threading.Event() for _ in range(count)]
-    return events.__getitem__
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,6 @@ from typing import Any
 
 import grpc
 import pytest
-from conftest import Cluster
-from fuzzing import JOB, KEY, SPEC, WORKER, Target
 
 from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import Backlogged, Forbidden, InvalidRequest, LimitExceeded, NotFound, PSError, error_from
@@ -24,6 +22,8 @@ from ps_server.core.commands import Push, PushKind
 from ps_server.core.limits import Limits
 from ps_server.core.partition import ShardJob
 from ps_server.server import Server, ServerConfig
+from tests.tools.cluster import Cluster
+from tests.tools.fuzzing import JOB, KEY, SPEC, WORKER, Target
 
 MakeCluster = Callable[..., Cluster]
 

@@ -1,0 +1,140 @@
+"""One worker under chaos: a training script whose weights are the counting oracle, and whose ledger survives it.
+
+`ps-worker run` or the benchmark starts it, in a folder with `task.json`. It trains until the file `stop` names a clock,
+holds its place at that clock until there is a file `leave`, and leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where this script is started as a file
+
+import ps_worker
+from tests.chaos.ledger import Ledger
+from tests.chaos.oracle import Cells, Rules, Shape, Witness
+
+LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all workers of one job do.
+
+    pause:      seconds that stand in for computing a step
+    transports: of the ranks, in turn
+    routes:     by rank, the addresses to call instead of the servers' own
+    """
+
+    mode: str
+    job: str
+    server: str
+    workers: int
+    pause: float
+    shape: Shape
+    transports: tuple[str, ...] = ("shm", "grpc")
+    connect_timeout: float = 60.0
+    routes: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> Task:
+        """The task in a folder."""
+        found = json.loads((folder / "task.json").read_text())
+        return cls(**{**found, "shape": Shape(**found["shape"]), "transports": tuple(found["transports"])})
+
+
+def take_routes(routes: dict[str, str]) -> None:
+    """Has every channel of this process made to another address: that of a link that can be cut."""
+    real = grpc.insecure_channel
+
+    def routed(address: str, *arguments: Any, **options: Any) -> Any:
+        return real(routes.get(address, address), *arguments, **options)
+
+    grpc.insecure_channel = routed
+
+
+def incarnation_of(session: ps_worker.Session) -> int:
+    """Which of its places in the job a session has. Users have no need to know, so that it is not public."""
+    place = session._strategy._place  # type: ignore[union-attr]
+    assert place is not None
+    return place.identity.incarnation
+
+
+class Stop:
+    """The clock at which everybody stops, once it is known."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "stop"
+
+    def reached(self, clock: int) -> bool:
+        """Whether this clock is it, or past it."""
+        return self._path.exists() and clock >= int(self._path.read_text())
+
+
+def main() -> None:
+    """Trains, in the folder that the command line names, as the rank that it names."""
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    task = Task.read(folder)
+    ledger = Ledger(folder / "lives", rank)
+    take_routes(task.routes.get(str(rank), {}))
+    try:
+        with ps_worker.connect(
+            task.server,
+            task.mode,
+            task.job,
+            rank,
+            task.workers,
+            connect_timeout=task.connect_timeout,
+            transport=task.transports[rank % len(task.transports)],
+        ) as session:
+            train(task, session, ledger, Stop(folder))
+            ledger.event("held", str(session.clock))
+            while not (folder / "leave").exists():
+                time.sleep(LOOK_SECONDS)
+    except BaseException as error:
+        ledger.event(type(error).__name__, str(error))
+        raise
+    ledger.event("left")
+
+
+def train(task: Task, session: ps_worker.Session, ledger: Ledger, stop: Stop) -> None:
+    """Steps until everybody stops; looks at the weights after each."""
+    model = Cells(task.shape)
+    model, optimizer = session.prepare(model, model.optimizer(), bucket_bytes=task.shape.bucket_bytes)
+    rules = Rules.of(task.mode, task.workers, task.shape)
+    witness = Witness(rules, session.rank if rules.averaged else ledger.number)
+    ledger.event("joined", str(session.clock))
+    counts = torch.zeros(task.shape.buckets, task.shape.rows)
+    step = 0
+    while not stop.reached(session.clock):
+        time.sleep(task.pause)
+        step += 1
+        number = session.clock + 1 if rules.averaged else step
+        incarnation = incarnation_of(session)
+        ledger.begin(number)
+        witness.mark(model, number)
+        optimizer.step()
+        if incarnation_of(session) != incarnation:  # it lost its place, and with it perhaps this step
+            ledger.event("joined again", str(session.clock))
+            witness.lost_track()
+            continue
+        view = model.view()
+        for violation in witness.check(view, number):
+            ledger.violation(violation)
+        grown = (view[:, :, 0] != counts).any(dim=0).nonzero().flatten().tolist()
+        counts = view[:, :, 0]
+        seen = {row: [int(count) for count in counts[:, row].tolist()] for row in grown}
+        ledger.done(number, session.clock, {} if rules.averaged else seen)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Whole clusters: consistency, recovery, checkpoints, metrics."""

@@ -1,0 +1,496 @@
+"""Checkpoints: what is written is what was there, what is read is what was written, and a half one is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_cli import END_SECONDS, Command
+from test_optimizers import UNUSUAL, make
+from torch import nn
+
+from ps_protocol.convert import job_spec_message
+from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints, TryLater
+from ps_protocol.job import HyperParameters, JobSpec
+from ps_protocol.layout import ParameterSpec, bucket_layout
+from ps_protocol.modes import Consistency
+from ps_protocol.optimizers import ELEMENTWISE
+from ps_protocol.v1 import control_pb2
+from ps_server.coordinator.checkpoints import JobCheckpoints
+from ps_server.coordinator.policy import parse_every
+from ps_server.core.consistency import Live
+from ps_server.core.dense import Gradient, Scratch
+from ps_server.core.partition import ShardBucket, ShardJob
+from ps_server.core.snapshot import BucketImage, Extent, extent
+from ps_server.rpc.convert import job_spec_data
+from ps_server.storage.checkpoints import CheckpointStore, Manifest, Part, WorkerPart
+from ps_server.storage.export import export, optimizer_state_dict
+from tests.tools.cluster import Cluster, in_parallel, scrape, until
+from tests.tools.raw_worker import RawWorker, vector_job
+
+MakeCluster = Callable[..., Cluster]
+ROSTER: dict[int, Live] = {}
+
+
+def spec_of(optimizer: str = "AdamW", values: HyperParameters | None = None) -> JobSpec:
+    """Two parameters, and a buffer, in buckets of 32 elements."""
+    parameters = (
+        ParameterSpec("first", (40,), "float32", 0),
+        ParameterSpec("second", (3, 8), "float32", 0),
+        ParameterSpec("count", (2,), "int64", None),
+    )
+    groups = (values or {"lr": 0.1},)
+    return JobSpec("job", parameters, optimizer, groups, Consistency(0, aggregate=True), 128, 1)
+
+
+def buckets_of(spec: JobSpec) -> list[ShardBucket]:
+    scratch = Scratch()
+    layout = bucket_layout(spec.parameters, spec.bucket_bytes)
+    return [ShardBucket(spec, bucket, ROSTER, scratch) for bucket in layout.buckets]
+
+
+def train(buckets: list[ShardBucket], steps: int, seed: int = 0) -> None:
+    """Steps every bucket; as many steps from the same seed are the same steps."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for bucket in buckets:
+            if not bucket.layout.held:
+                bucket.weights.add(Gradient(torch.randn(bucket.layout.numel, generator=generator)))
+                bucket.weights.step()
+                bucket.protocol.version += 1
+                bucket.protocol.applied[0] = bucket.protocol.staged[0] = bucket.protocol.version
+
+
+def write(store: CheckpointStore, images: list[BucketImage], spec: JobSpec, name: str = "000001") -> Manifest:
+    """A complete checkpoint of one shard and one worker."""
+    part = store.write_shard(spec.name, name, 0, images)
+    worker = store.write_worker(spec.name, name, 0, b"state")
+    manifest = Manifest(
+        name=name,
+        job=job_spec_data(spec),
+        run="run",
+        mode="sync",
+        clock=3,
+        placement=(0,) * len(images),
+        shards={0: part},
+        workers={0: WorkerPart(worker, 3)},
+        versions=(3, 3),
+        clocks={0: 3},
+        last_incarnation=1,
+        restore_count=0,
+    )
+    store.commit(spec.name, manifest)
+    return manifest
+
+
+# -- images ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
+def test_a_bucket_goes_on_from_its_file_as_if_it_had_never_stopped(optimizer: str, tmp_path: Path) -> None:
+    spec = spec_of(optimizer, UNUSUAL[optimizer])
+    there = buckets_of(spec)
+    train(there, 3)
+    store = CheckpointStore(tmp_path)
+    manifest = write(store, [bucket.image() for bucket in there], spec)
+    images = store.read_buckets("job", manifest, [bucket.layout for bucket in there])
+    back = buckets_of(spec)
+    for bucket in back:
+        bucket.restore(images[bucket.layout.index])
+    train(there, 3, seed=1)
+    train(back, 3, seed=1)
+    for one, other in zip(there, back, strict=True):
+        assert torch.equal(one.weights.flat, other.weights.flat)
+        assert one.protocol.version == other.protocol.version
+        assert one.protocol.applied == other.protocol.applied
+        assert one.weights.optimizer_bytes == other.weights.optimizer_bytes
+
+
+def test_an_image_stays_what_it_was_while_training_goes_on() -> None:
+    there = buckets_of(spec_of())
+    train(there, 2)
+    before = [bucket.image() for bucket in there]
+    kept = [(image.weights.clone(), image.state[0]["exp_avg"].clone()) for image in before if image.state]
+    train(there, 2)
+    for image, (weights, average) in zip((i for i in before if i.state), kept, strict=True):
+        assert torch.equal(image.weights, weights)
+        assert torch.equal(image.state[0]["exp_avg"], average)
+        assert image.clocks == {0: 2}
+
+
+def test_a_job_takes_no_image_for_another_and_changes_nothing() -> None:
+    spec = spec_of()
+    there = buckets_of(spec)
+    train(there, 1)
+    job = ShardJob(spec, range(len(there)))
+    images = {bucket.layout.index: bucket.image() for bucket in there[:-1]}
+    with pytest.raises(InvalidRequest, match="an image of each bucket, got none of"):
+        job.restore(images, 7)
+    assert not any(bucket.protocol.initialised for bucket in job.buckets.values())
+
+
+def test_extents_say_the_least_of_what_every_bucket_has() -> None:
+    found = extent([(4, {0: 4, 1: 3}), (6, {0: 5})])
+    assert found == Extent(4, 6, {0: 4, 1: 3})
+    assert extent([]) == Extent()
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_without_its_manifest_is_none(tmp_path: Path) -> None:
+    store, spec = CheckpointStore(tmp_path), spec_of()
+    images = [bucket.image() for bucket in buckets_of(spec)]
+    store.write_shard("job", "000001", 0, images)
+    assert store.names("job") == []
+    assert store.jobs() == []
+    assert store.next_name("job") == "000002", "its name is not used again"
+    write(store, images, spec, "000002")
+    assert store.names("job") == ["000002"]
+    assert store.jobs() == ["job"]
+
+
+def test_as_many_are_kept_as_was_said_and_what_never_came_to_an_end_goes_too(tmp_path: Path) -> None:
+    store, spec = CheckpointStore(tmp_path), spec_of()
+    images = [bucket.image() for bucket in buckets_of(spec)]
+    for number in range(1, 6):
+        if number == 2:
+            store.write_shard("job", "000002", 0, images)
+        else:
+            write(store, images, spec, f"{number:06d}")
+    store.write_shard("job", "000006", 0, images)  # one that is being written
+    store.prune("job", 2)
+    assert sorted(entry.name for entry in (tmp_path / "job").iterdir()) == ["000004", "000005", "000006"]
+
+
+def damages() -> dict[str, Callable[[Path], object]]:
+    """What can happen to a checkpoint's directory."""
+
+    def flip(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+    def change(directory: Path, **values: object) -> None:
+        data = json.loads((directory / "manifest.json").read_text())
+        (directory / "manifest.json").write_text(json.dumps({**data, **values}))
+
+    return {
+        "a flipped bit": lambda d: flip(d / "shard-0.safetensors"),
+        "a short file": lambda d: os.truncate(d / "shard-0.safetensors", 100),
+        "a long file": lambda d: os.truncate(d / "shard-0.safetensors", 100_000),
+        "a missing file": lambda d: (d / "shard-0.safetensors").unlink(),
+        "a link": lambda d: ((d / "shard-0.safetensors").rename(d / "x"), (d / "shard-0.safetensors").symlink_to("x")),
+        "a flipped bit in the manifest": lambda d: flip(d / "manifest.json"),
+        "no manifest": lambda d: (d / "manifest.json").unlink(),
+        "an empty manifest": lambda d: (d / "manifest.json").write_text(""),
+        "a manifest of another kind": lambda d: (d / "manifest.json").write_text("[1]"),
+        "a changed clock": lambda d: change(d, clock=4),
+        "a path that leads away": lambda d: change(d, shards={"0": {"file": "../x", "bytes": 1, "sha256": ""}}),
+    }
+
+
+@pytest.mark.parametrize("damage", damages())
+def test_what_is_not_what_was_written_is_not_read(damage: str, tmp_path: Path) -> None:
+    store, spec = CheckpointStore(tmp_path), spec_of()
+    there = buckets_of(spec)
+    write(store, [bucket.image() for bucket in there], spec)
+    damages()[damage](tmp_path / "job" / "000001")
+    with pytest.raises(CheckpointDamaged, match=str(tmp_path)):
+        store.read_buckets("job", store.manifest("job", "000001"), [bucket.layout for bucket in there])
+
+
+def test_a_part_of_another_name_is_refused_even_if_the_manifest_says_so(tmp_path: Path) -> None:
+    store, spec = CheckpointStore(tmp_path), spec_of()
+    write(store, [bucket.image() for bucket in buckets_of(spec)], spec)
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"x")
+    with pytest.raises(CheckpointDamaged, match="no name of a part"):
+        store.read_worker("job", "000001", Part("../../secret", 1, ""))
+
+
+@pytest.mark.parametrize("job", [".", "..", ".hidden", "a/b", ""])
+def test_no_job_leads_out_of_the_directory(job: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="does not start with a dot"):
+        CheckpointStore(tmp_path).path(job)
+
+
+@pytest.mark.parametrize("name", ["", "..", "1", "00000a", "000001/..", "0" * 13])
+def test_no_name_leads_out_of_the_directory(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="6 to 12 digits"):
+        CheckpointStore(tmp_path).path("job", name)
+
+
+def test_a_checkpoint_of_other_shapes_is_damaged(tmp_path: Path) -> None:
+    store, spec = CheckpointStore(tmp_path), spec_of()
+    manifest = write(store, [bucket.image() for bucket in buckets_of(spec)], spec)
+    other = JobSpec(**{**spec.__dict__, "bucket_bytes": 64})
+    layout = bucket_layout(other.parameters, other.bucket_bytes)
+    with pytest.raises(CheckpointDamaged, match=r"expected 16 x float32, found \(32,\)"):
+        store.read_buckets("job", manifest, [layout.buckets[0]])
+
+
+@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="no limit on file sizes here")
+def test_a_full_disk_leaves_nothing_behind_and_the_one_before_as_it_was(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for a full disk: writes fail in the same place, with another number."""
+    script = """
+        import pathlib, resource, sys, torch
+        sys.path.insert(0, sys.argv[2])
+        from tests.cluster.test_checkpoints import buckets_of, spec_of, train, write
+        from ps_protocol.errors import CheckpointFailed
+        from ps_server.storage.checkpoints import CheckpointStore
+        store, there = CheckpointStore(pathlib.Path(sys.argv[1])), buckets_of(spec_of())
+        write(store, [bucket.image() for bucket in there], spec_of())
+        train(there, 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))
+        try:
+            store.write_shard("job", "000002", 0, [bucket.image() for bucket in there])
+        except CheckpointFailed as error:
+            print(error)
+    """
+    arguments = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path), str(Path(__file__).parents[2])]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    assert "shard-0.safetensors cannot be written: " in done.stdout, done.stderr
+    assert list((tmp_path / "job" / "000002").iterdir()) == []
+    assert CheckpointStore(tmp_path).names("job") == ["000001"]
+
+
+def test_a_directory_that_cannot_be_written_to_is_said_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match="cannot be made"):
+        CheckpointStore(tmp_path / "file" / "checkpoints")
+
+
+@pytest.mark.parametrize(("text", "means"), [("100steps", (100, None)), ("60s", (None, 60.0)), ("0.5s", (None, 0.5))])
+def test_how_often_is_said_in_steps_or_seconds(text: str, means: tuple[int | None, float | None]) -> None:
+    assert parse_every(text) == means
+
+
+@pytest.mark.parametrize("text", ["", "100", "steps", "-1s", "0steps", "1.5steps", "nans", "infs", "1 h"])
+def test_what_is_no_interval_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="100steps or 60s"):
+        parse_every(text)
+
+
+# -- beside training -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sync", "ssp:1", "async"])
+def test_a_checkpoint_beside_training_is_of_one_version_in_sync_and_whole_in_every_mode(
+    make_cluster: MakeCluster, tmp_path: Path, mode: str
+) -> None:
+    """Each step adds one to every cell: a bucket that was copied in the middle of an update would show it."""
+    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="5steps", keep=100)
+    store, cells = CheckpointStore(tmp_path), 256
+    workers = [RawWorker(cluster.address, vector_job("job", mode, cells, 2), rank) for rank in range(2)]
+    workers[0].initialise()
+
+    def run(rank: int) -> None:
+        worker = workers[rank]
+        while len(store.names("job")) < 4 or worker.clock < 20:
+            worker.step(torch.full((cells,), -1.0))
+            worker.pull()
+            if worker.clock in worker.flagged:
+                worker.save_state(worker.clock, b"state of %d" % worker.clock)
+        worker.leave()
+
+    in_parallel(2, run)
+    both = min(worker.clock for worker in workers)  # after that one was alone
+    spec = vector_job("job", mode, cells, 2)
+    layout = bucket_layout(spec.parameters, spec.bucket_bytes)
+    for name in store.names("job"):
+        manifest = store.manifest("job", name)
+        images = store.read_buckets("job", manifest, layout.buckets)
+        for image in images.values():
+            assert torch.equal(image.weights, torch.full_like(image.weights, float(image.version)))
+            assert image.version == (max if mode == "sync" else sum)(image.clocks.values())
+        if mode == "sync":
+            assert {image.version for image in images.values()} == {manifest.clock}
+            assert all(worker.clock == manifest.clock for worker in manifest.workers.values())
+    regular = [store.manifest("job", name) for name in store.names("job")][1:-1]
+    if mode == "sync":
+        assert all(manifest.clock % 5 == 0 for manifest in regular)
+        assert all(sorted(manifest.workers) == [0, 1] for manifest in regular if manifest.clock < both)
+
+
+def test_a_checkpoint_that_takes_long_to_write_is_not_taken_for_training_that_stands_still(
+    make_cluster: MakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ps_server.coordinator.checkpoints.STALL_SECONDS", 0.1)
+    written, looked, write, look = threading.Event(), [], CheckpointStore.write_shard, JobCheckpoints._progress
+
+    def slowly(*arguments: Any) -> Part:
+        assert written.wait(30)
+        return write(*arguments)
+
+    def noting(checkpoints: JobCheckpoints) -> int:
+        looked.append(look(checkpoints))
+        return looked[-1]
+
+    monkeypatch.setattr(CheckpointStore, "write_shard", slowly)
+    monkeypatch.setattr(JobCheckpoints, "_progress", noting)
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    with RawWorker(cluster.address, vector_job("job", "sync", 64, 1), 0) as worker, ThreadPoolExecutor(1) as pool:
+        worker.initialise()
+        asked = pool.submit(cluster.coordinator.jobs()["job"].checkpoints.request, 30)  # type: ignore[union-attr]
+        while not worker.flagged:
+            worker.step(torch.zeros(64))
+            worker.pull()
+        worker.save_state(worker.clock, b"state")
+        before = len(looked)
+        until(lambda: len(looked) >= before + 3, "a look at how far training is")
+        written.set()
+        assert asked.result().clock == worker.clock
+        assert len(CheckpointStore(tmp_path).names("job")) == 1
+
+
+def test_what_checkpoints_do_is_in_the_metrics(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    with RawWorker(cluster.address, vector_job("job", "async", 64, 1), 0) as worker:
+        worker.initialise()
+        worker.step(torch.zeros(64))
+        worker.pull()
+        cluster.coordinator.jobs()["job"].checkpoints.request(30, final=True)  # type: ignore[union-attr]
+        found = scrape(cluster.servers[0].metrics_address)
+        assert found['ps_checkpoints_total{job="job"}'] == 1
+        assert found['ps_checkpoint_clock{job="job"}'] == 1
+        assert found['ps_checkpoints_failed_total{job="job"}'] == 0
+        shutil.rmtree(tmp_path / "job")
+        (tmp_path / "job").write_text("in the way")
+        with pytest.raises(CheckpointFailed, match="cannot be written"):
+            cluster.coordinator.jobs()["job"].checkpoints.request(30, final=True)  # type: ignore[union-attr]
+        found = scrape(cluster.servers[0].metrics_address)
+        assert found['ps_checkpoints_failed_total{job="job"}'] == 1
+        worker.step(torch.zeros(64))
+        worker.pull()
+
+
+# -- the way out -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad"])
+def test_what_is_exported_goes_on_in_plain_pytorch(make_cluster: MakeCluster, tmp_path: Path, optimizer: str) -> None:
+    values: HyperParameters = {"lr": 0.1, "momentum": 0.9} if optimizer == "SGD" else {"lr": 0.1}
+    cluster = make_cluster(checkpoint_dir=tmp_path / "checkpoints")
+
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(7, 30), nn.Tanh(), nn.Linear(30, 3))
+
+    def step(net: nn.Module, number: int) -> None:
+        net(torch.sin(torch.arange(28.0).reshape(4, 7) + number)).pow(2).sum().backward()
+
+    served, plain = model(), model()
+    alone = make(optimizer, list(plain.parameters()), values)
+    session = cluster.connect("sync", job="job")
+    net, steps = session.prepare(served, make(optimizer, list(served.parameters()), values), bucket_bytes=256)
+    for number in range(3):
+        for each, each_steps in ((net, steps), (plain, alone)):
+            step(each, number)
+            each_steps.step()
+            each_steps.zero_grad()
+    session.close()
+
+    said = export(tmp_path / "checkpoints", "job", None, tmp_path / "out")
+    assert "at clock 3" in said
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(found[name], tensor)
+    back = model()
+    back.load_state_dict(found)
+    on = make(optimizer, list(back.parameters()), values)
+    on.load_state_dict(optimizer_state_dict(tmp_path / "out"))
+    for each, each_steps in ((back, on), (plain, alone)):
+        step(each, 4)
+        each_steps.step()
+    for mine, theirs in zip(back.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_what_training_changes_besides_the_weights_is_exported_too(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path / "checkpoints")
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    session = cluster.connect("sync", job="job")
+    net, steps = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    made: list[Manifest] = []
+    asked = threading.Thread(target=lambda: made.append(cluster.coordinator.checkpoint_job("job")))
+    asked.start()
+    while asked.is_alive():
+        net(torch.randn(8, 4)).pow(2).sum().backward()
+        steps.step()
+        steps.zero_grad()
+    [manifest] = made
+    buffers = {name: tensor.clone() for name, tensor in net.state_dict().items() if "running" in name}
+    export(tmp_path / "checkpoints", "job", manifest.name, tmp_path / "out")
+    session.close()
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found["1.num_batches_tracked"] == manifest.clock
+    assert all(not torch.equal(found[name], torch.zeros(4)) for name in buffers if "mean" in name)
+
+
+def test_there_is_nothing_to_export_where_there_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(NoCheckpoints, match="no checkpoint of job 'job' can be used: there is none"):
+        export(tmp_path, "job", None, tmp_path / "out")
+    with pytest.raises(InvalidRequest, match="is no directory"):
+        export(tmp_path / "missing", "job", None, tmp_path / "out")
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[tuple[Command, str]]:
+    """`ps-server up` with two shards and a directory for checkpoints: the command, and its address."""
+    command = Command(
+        tmp_path,
+        *("-m", "ps_server", "up", "--shards", "2", "--port", "0", "--metrics-port", "0"),
+        *("--checkpoint-dir", str(tmp_path / "checkpoints")),
+    )
+    [address] = command.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
+    yield command, address
+    if command.process.poll() is None:
+        command.end(signal.SIGKILL)
+
+
+def test_servers_that_are_told_to_stop_make_a_last_checkpoint(up: tuple[Command, str], tmp_path: Path) -> None:
+    command, address = up
+    with RawWorker(address, vector_job("job", "sync", 64, 1), 0) as worker:
+        worker.initialise()
+        worker.step(torch.full((64,), -1.0))
+        worker.pull()
+        command.process.send_signal(signal.SIGTERM)
+        assert command.process.wait(60) == 0
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert store.manifest("job", store.names("job")[-1]).clock == 1
+
+
+def test_servers_that_are_told_twice_end_at_once(up: tuple[Command, str]) -> None:
+    """With a worker that takes no step, a checkpoint at a clock to come is waited for: long enough to be told again."""
+    command, address = up
+    with RawWorker(address, vector_job("job", "sync", 64, 1), 0) as worker:
+        worker.initialise()
+        family = command.family()
+        command.process.send_signal(signal.SIGTERM)
+
+        def draining() -> bool:
+            try:
+                RawWorker.register(address, control_pb2.RegisterJobRequest(spec=job_spec_message(worker.spec)))
+            except TryLater as error:
+                return "stopping" in str(error)
+            return False
+
+        until(draining, "the refusal of newcomers")
+        command.process.send_signal(signal.SIGTERM)
+        assert command.process.wait(END_SECONDS) == 128 + signal.SIGTERM
+    until(lambda: not any(process.is_running() for process in family), "the shards' end")

@@ -1,0 +1,195 @@
+"""A real network, of network namespaces on a switch, and a cable in it that is pulled and plugged in again.
+
+Unlike a connection that is reset, a cut cable says nothing: packets are lost, both ends wait, and connections that are
+older than the cut may live on after it. Its twin that runs everywhere is test_rejoin.py's
+`test_a_worker_that_was_cut_off_takes_its_place_again_and_goes_on`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.chaos.ledger import Ledgers, Record
+from tests.chaos.oracle import Rules, Shape, judge
+from tests.chaos.worker import Task
+from tests.tools.cluster import until
+
+ROOT = Path(__file__).parents[2]
+SHAPE = Shape(buckets=4, rows=4, columns=7)
+LEASE = 2.0
+WORKERS = 2
+PORT = 50051
+READ = """
+import json, pathlib, sys
+from safetensors.torch import save_file
+from tests.chaos.cluster import read_weights
+from tests.chaos.worker import Task
+folder = pathlib.Path(sys.argv[1])
+save_file({"view": read_weights(Task.read(folder))[0]}, folder / "view.safetensors")
+"""
+
+
+class Network:
+    """A switch, which leads nowhere else, and hosts on it at 10.78.0.1, .2, and so on; gone with the `with`."""
+
+    def __init__(self, hosts: int) -> None:
+        self._switch = f"ps{os.getpid()}s"
+        self._hosts = [f"ps{os.getpid()}h{number}" for number in range(hosts)]
+
+    def __enter__(self) -> Network:
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _make(self) -> None:
+        ip("netns", "add", self._switch)
+        ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
+        ip("-n", self._switch, "link", "set", "br0", "up")
+        for number, host in enumerate(self._hosts):
+            ip("netns", "add", host)
+            ip(
+                "link",
+                "add",
+                f"p{number}",
+                "netns",
+                self._switch,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                host,
+            )
+            ip("-n", self._switch, "link", "set", f"p{number}", "master", "br0", "up")
+            ip("-n", host, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
+            ip("-n", host, "link", "set", "eth0", "up")
+            ip("-n", host, "link", "set", "lo", "up")
+
+    def __exit__(self, *_: object) -> None:
+        for name in [*self._hosts, self._switch]:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+    def address(self, host: int) -> str:
+        """A host's."""
+        return f"10.78.0.{host + 1}"
+
+    def cut(self, host: int) -> None:
+        """Pulls a host's cable."""
+        ip("-n", self._switch, "link", "set", f"p{host}", "down")
+
+    def heal(self, host: int) -> None:
+        """Plugs it in again."""
+        ip("-n", self._switch, "link", "set", f"p{host}", "up")
+
+    def start(self, host: int, words: list[str], log: Path) -> subprocess.Popen[bytes]:
+        """Runs `python WORDS` on a host."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PS_")}
+        path = os.pathsep.join([str(ROOT), *sys.path])
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self._hosts[host], sys.executable, *words],
+                env={**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PS_INSECURE": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+            )
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """One host for the servers, and one for each worker."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    if shutil.which("ip") is None:
+        pytest.skip("network namespaces need `ip`, of iproute2")
+    with ExitStack() as stack:
+        try:
+            found = stack.enter_context(Network(1 + WORKERS))
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
+        yield found
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Those that are in it are killed at the test's end."""
+    found: list[subprocess.Popen[bytes]] = []
+    yield found
+    for process in found:
+        process.terminate()
+    for process in found:
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_worker_whose_cable_was_pulled_for_longer_than_its_lease_comes_back_and_nothing_is_lost(
+    network: Network, processes: list[subprocess.Popen[bytes]], tmp_path: Path, mode: str
+) -> None:
+    server = f"{network.address(0)}:{PORT}"
+    up = ["-m", "ps_server", "up", "--host", network.address(0), "--lease", str(LEASE), "--metrics-port", "0"]
+    processes.append(network.start(0, up, tmp_path / "servers.log"))
+    until(lambda: "ready at" in (tmp_path / "servers.log").read_text(), "the servers")
+    task = Task(mode, "default", server, WORKERS, 0.02, SHAPE, transports=("grpc",))
+    (tmp_path / "task.json").write_text(json.dumps(asdict(task)))
+    for rank in range(WORKERS):
+        words = ["-m", "tests.chaos.worker", str(tmp_path), str(rank)]
+        processes.append(network.start(1 + rank, words, tmp_path / f"worker-{rank}.log"))
+    rules = Rules.of(mode, WORKERS, SHAPE)
+    ledgers = Ledgers(tmp_path / "lives", rules.averaged)
+
+    def records() -> dict[int, Record]:
+        return {record.life.rank: record for record in ledgers.read()}
+
+    def steps_since(rank: int, when: float) -> Callable[[], int]:
+        return lambda: sum(at > when for at in records()[rank].steps) if rank in records() else 0
+
+    for rank in range(WORKERS):
+        until(lambda rank=rank: steps_since(rank, 0.0)() > 10, "the first steps")
+    cut = time.monotonic()
+    network.cut(1 + 1)
+    until(lambda: "worker 1 (pid" in (tmp_path / "servers.log").read_text(), "the end of the lease")
+    fenced = time.monotonic()
+    until(lambda: steps_since(0, fenced)() > 20, "the other's going on")
+    healed = time.monotonic()
+    assert not [at for at in records()[1].steps if cut + 1.0 < at < healed], "nothing was acknowledged through it"
+    network.heal(1 + 1)
+    until(lambda: records()[1].has("joined again"), "its return")
+    until(lambda: steps_since(1, healed)() > 20, "its steps")
+
+    clock = max(max(record.life.done.values()) for record in records().values()) + 50
+    (tmp_path / "stop.new").write_text(str(clock))
+    (tmp_path / "stop.new").rename(tmp_path / "stop")
+    until(lambda: all(record.has("held") for record in records().values()), "the end")
+    read = network.start(0, ["-c", READ, str(tmp_path)], tmp_path / "read.log")
+    assert read.wait(60) == 0, (tmp_path / "read.log").read_text()
+    (tmp_path / "leave").touch()
+    view, found = load_file(tmp_path / "view.safetensors")["view"], list(records().values())
+    assert [record.violations for record in found] == [[], []]
+    assert judge(view, [record.life for record in found], rules) == []
+    assert [process.wait(30) for process in processes[1:]] == [0] * WORKERS
+    ledgers.close()

@@ -1,0 +1,501 @@
+"""Training on the parameter server ends at the weights of plain PyTorch.
+
+TOLERANCE is for float32. One process sums the gradient over the combined batch in one kernel; the shards sum three
+gradients that were each rounded once, and divide by three. That differs by a few units in the last place, 1e-7 of the
+gradient's largest terms. Where terms cancel, the rest is small and its relative error large; optimizers that divide by
+the gradient's own size (Adam and its kin) hand that error on, up to the learning rate in the worst case. Measured over
+these 20 steps: at most 3e-7 for every optimizer, on weights of up to 3. The tolerance leaves room for the kernels of
+other machines. In float64 the same runs agree to 1e-13, so rounding is all there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
+
+from ps_protocol.optimizers import ELEMENTWISE
+from ps_worker import Session
+from tests.scripts.models import Everything, batch, combined, loss_of
+from tests.tools.cluster import Cluster, in_parallel, until
+
+TOLERANCE = 1e-5
+WORKERS = 3
+STEPS = 20
+BUCKET_BYTES = 256  # 64 floats: the embedding, the convolution and the head's tie are cut over buckets and shards
+
+Make = Callable[[Everything], tuple[Optimizer, LRScheduler]]
+State = dict[str, torch.Tensor]
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "SGD-momentum": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "SGD-nesterov": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": lambda groups: torch.optim.Adam(groups, lr=0.01, weight_decay=0.01),
+    "Adam-amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.01, betas=(0.8, 0.95), amsgrad=True),
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.05, lr_decay=0.01, initial_accumulator_value=0.1),
+    "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=0.005),
+    "RMSprop-centered": lambda groups: torch.optim.RMSprop(groups, lr=0.005, momentum=0.5, centered=True),
+    "Adadelta": lambda groups: torch.optim.Adadelta(groups, lr=0.5),
+    "Adamax": lambda groups: torch.optim.Adamax(groups, lr=0.01),
+    "NAdam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
+    "RAdam": lambda groups: torch.optim.RAdam(groups, lr=0.01),
+}
+
+
+def maker(name: str) -> Make:
+    """An optimizer over the model's two groups, and a scheduler that moves both learning rates at every step."""
+
+    def make(model: Everything) -> tuple[Optimizer, LRScheduler]:
+        optimizer = OPTIMIZERS[name](model.groups())
+        return optimizer, ExponentialLR(optimizer, gamma=0.95)
+
+    return make
+
+
+def alone(make: Make, dtype: torch.dtype = torch.float32) -> State:
+    """The weights of one process that trains on the combined batches."""
+    model = Everything(seed=0).to(dtype)
+    optimizer, scheduler = make(model)
+    for step in range(STEPS):
+        loss_of(model, combined(WORKERS, step)).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def together(
+    cluster: Cluster, job: str, make: Make, dtype: torch.dtype = torch.float32, transport: str = "auto"
+) -> list[State]:
+    """The weights of each of WORKERS workers in sync mode. Only rank 0 begins with the weights that count."""
+    models = [Everything(seed=rank).to(dtype) for rank in range(WORKERS)]
+
+    def work(rank: int) -> State:
+        model = models[rank]
+        with cluster.connect("sync", rank, WORKERS, job=job, transport=transport) as session:
+            optimizer, scheduler = make(model)
+            model, optimizer = session.prepare(model, optimizer, bucket_bytes=BUCKET_BYTES)
+            for step in range(STEPS):
+                loss_of(model, batch(rank, step)).backward()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    return in_parallel(WORKERS, work)
+
+
+def distance(left: State, right: State) -> float:
+    """The largest difference between two weights of the same name."""
+    assert left.keys() == right.keys()
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+def assert_identical(left: State, right: State) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), f"{name} differs by {(left[name] - right[name]).abs().max()}"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sync_with_three_workers_equals_one_process(shared: Cluster, job: str, name: str) -> None:
+    first, *others = together(shared, job, maker(name))
+    assert distance(first, alone(maker(name))) < TOLERANCE
+    assert distance(first, Everything(seed=0).state_dict()) > 0.01, "nothing was learnt, so nothing was compared"
+    for other in others:
+        assert_identical(first, other)
+
+
+def test_every_supported_optimizer_is_compared() -> None:
+    assert {name.partition("-")[0] for name in OPTIMIZERS} == set(ELEMENTWISE)
+
+
+def test_in_float64_only_rounding_is_left(shared: Cluster, job: str) -> None:
+    found = together(shared, job, maker("AdamW"), torch.float64)[0]
+    assert distance(found, alone(maker("AdamW"), torch.float64)) < 1e-12
+
+
+def test_shared_memory_and_the_network_give_the_same_bits(shared: Cluster, job: str) -> None:
+    through_memory = together(shared, f"{job}-shm", maker("Adam"), transport="shm")
+    for rank, over_the_network in enumerate(together(shared, f"{job}-grpc", maker("Adam"), transport="grpc")):
+        assert_identical(through_memory[rank], over_the_network)
+
+
+def test_a_scheduler_moves_every_hyper_parameter_that_it_owns(shared: Cluster, job: str) -> None:
+    def one_cycle(model: Everything) -> tuple[Optimizer, LRScheduler]:
+        optimizer = torch.optim.AdamW(model.groups(), lr=0.01)
+        return optimizer, OneCycleLR(optimizer, max_lr=[0.02, 0.01], total_steps=STEPS + 1)  # moves betas too
+
+    assert distance(together(shared, job, one_cycle)[0], alone(one_cycle)) < TOLERANCE
+
+
+def test_a_scheduler_may_be_made_after_prepare(shared: Cluster, job: str) -> None:
+    model = Everything(seed=0)
+    with shared.connect("sync", job=job) as session:
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.groups(), lr=0.1), bucket_bytes=BUCKET_BYTES)
+        scheduler = ExponentialLR(optimizer, gamma=0.95)
+        for step in range(STEPS):
+            loss_of(model, combined(WORKERS, step)).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert distance(model.state_dict(), alone(maker("SGD"))) < TOLERANCE
+
+
+@pytest.mark.parametrize("mode", ["sync", "ssp:0", "ssp:3", "async"])
+def test_one_worker_trains_as_plain_torch_to_the_bit(shared: Cluster, job: str, mode: str) -> None:
+    def make(model: nn.Module) -> Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)  # what the shards run too
+
+    plain, model = Everything(seed=0), Everything(seed=0)
+    reference = make(plain)
+    with shared.connect(mode, job=job) as session:
+        model, optimizer = session.prepare(model, make(model), bucket_bytes=BUCKET_BYTES)
+        for step in range(STEPS):
+            for net, stepper in ((plain, reference), (model, optimizer)):
+                loss_of(net, batch(0, step)).backward()
+                stepper.step()
+                stepper.zero_grad()
+            assert_identical(plain.state_dict(), model.state_dict())
+
+
+# -- reproducible ----------------------------------------------------------------------------------------------------
+
+
+def staged_everywhere(cluster: Cluster, job: str, rank: int, clock: int) -> bool:
+    """Whether every shard has taken all that a worker pushes up to a clock."""
+    return all(
+        bucket.state.layout.held or bucket.state.protocol.staged.get(rank, 0) >= clock
+        for engine in cluster.engines
+        for bucket in engine.jobs()[job].buckets.values()
+    )
+
+
+def test_two_runs_agree_to_the_bit_whoever_comes_first(shared: Cluster, job: str) -> None:
+    def run(name: str, order: Callable[[int], list[int]]) -> State:
+        """Trains with workers that push one after the other: step s in the order order(s)."""
+        models = [Everything(seed=rank) for rank in range(WORKERS)]
+
+        def work(rank: int) -> State:
+            with shared.connect("sync", rank, WORKERS, job=name) as session:
+                model, optimizer = session.prepare(
+                    models[rank], torch.optim.Adam(models[rank].groups(), lr=0.02), bucket_bytes=BUCKET_BYTES
+                )
+                for step in range(STEPS):
+                    loss_of(model, batch(rank, step)).backward()
+                    for earlier in order(step)[: order(step).index(rank)]:
+                        until(lambda r=earlier, c=step + 1: staged_everywhere(shared, name, r, c))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                return {key: tensor.clone() for key, tensor in model.state_dict().items()}
+
+        return in_parallel(WORKERS, work)[0]
+
+    forwards = run(f"{job}-forwards", lambda step: [0, 1, 2])
+    assert_identical(forwards, run(f"{job}-again", lambda step: [0, 1, 2]))
+    assert_identical(forwards, run(f"{job}-backwards", lambda step: [2, 1, 0]))
+    assert_identical(forwards, run(f"{job}-mixed", lambda step: [(step + k) % 3 for k in range(3)]))
+
+
+# -- how it starts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_initial_weights_and_buffers_are_those_of_rank_0_whoever_joins_first(
+    shared: Cluster, job: str, first: int
+) -> None:
+    models = [Everything(seed=rank, norm=True) for rank in range(WORKERS)]
+    for rank, model in enumerate(models):
+        model.norm.running_mean.fill_(rank)
+        model.norm.num_batches_tracked.fill_(rank + 7)
+    expected = {name: tensor.clone() for name, tensor in models[0].state_dict().items()}
+
+    def joined() -> bool:
+        found = shared.coordinator.jobs().get(job)
+        return found is not None and first in found.roster()[0]
+
+    def work(rank: int) -> State:
+        if rank != first:
+            until(joined)
+        with shared.connect("sync", rank, WORKERS, job=job) as session:
+            optimizer = torch.optim.SGD(models[rank].groups(), lr=0.1)
+            session.prepare(models[rank], optimizer, bucket_bytes=BUCKET_BYTES)
+            return {name: tensor.clone() for name, tensor in models[rank].state_dict().items()}
+
+    for found in in_parallel(WORKERS, work):
+        assert_identical(found, expected)
+
+
+# -- what one worker's loop may do -----------------------------------------------------------------------------------
+
+Loop = Callable[[nn.Module, Optimizer, "Session | None"], None]
+
+
+def adam(model: Everything) -> Optimizer:
+    return torch.optim.Adam(model.groups(), lr=0.01)
+
+
+def with_a_closure(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
+    for step in range(8):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(0, step))
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).item() == pytest.approx(loss_of(model, batch(0, step)).item(), abs=0.5)
+
+
+def with_gradients_zeroed_in_place(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
+    for step in range(8):
+        loss_of(model, batch(0, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def with_gradients_that_are_never_zeroed(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
+    for step in range(4):
+        loss_of(model, batch(0, step)).backward()
+        optimizer.step()
+
+
+def with_two_backwards_a_step(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
+    for step in range(8):
+        with session.no_sync() if session and step % 2 else contextlib.nullcontext():
+            (loss_of(model, batch(0, step)) / 2).backward()
+        (loss_of(model, batch(1, step)) / 2).backward()
+        optimizer.step()
+        model.zero_grad()
+
+
+def with_clipped_gradients(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
+    for step in range(8):
+        loss_of(model, batch(0, step)).backward()
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.05
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_gradients_set_by_hand(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
+    for step in range(8):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.full(parameter.shape[::-1], 0.1 * step + 0.1).permute(
+                    *reversed(range(parameter.ndim))
+                )  # not contiguous
+        optimizer.step()
+
+
+def with_a_learning_rate_set_after_backward(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
+    for step in range(8):
+        loss_of(model, batch(0, step)).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_no_gradient_in_some_steps(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
+    for step in range(12):
+        loss_of(model, batch(0, step)).backward()
+        for name, parameter in model.named_parameters():
+            if (step + len(name)) % 3 == 0:
+                parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_a_layer_thawed_and_one_frozen_on_the_way(
+    model: nn.Module, optimizer: Optimizer, session: Session | None
+) -> None:
+    for step in range(12):
+        model.frozen.requires_grad_(step >= 4)
+        model.conv.requires_grad_(step < 8)
+        loss_of(model, batch(0, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_a_grad_scaler(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(8):
+        loss = loss_of(model, batch(0, step))
+        scaler.scale(loss * float("inf") if step == 3 else loss).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 2.0**9, "the step with the infinite loss was to halve the scale"
+
+
+LOOPS: list[Loop] = [
+    with_a_closure,
+    with_gradients_zeroed_in_place,
+    with_gradients_that_are_never_zeroed,
+    with_two_backwards_a_step,
+    with_clipped_gradients,
+    with_gradients_set_by_hand,
+    with_a_learning_rate_set_after_backward,
+    with_no_gradient_in_some_steps,
+    with_a_grad_scaler,
+]
+
+
+def assert_loop_equals_plain(cluster: Cluster, job: str, make: Callable[[Everything], Optimizer], loop: Loop) -> None:
+    """Runs a loop in plain torch and as the one worker of a sync job."""
+    plain, model = Everything(seed=0), Everything(seed=0)
+    loop(plain, make(plain), None)
+    with cluster.connect("sync", job=job) as session:
+        model, optimizer = session.prepare(model, make(model), bucket_bytes=BUCKET_BYTES)
+        loop(model, optimizer, session)
+        assert session.clock > 0
+    assert distance(plain.state_dict(), model.state_dict()) < TOLERANCE
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_does_what_it_does_in_plain_torch(shared: Cluster, job: str, loop: Loop) -> None:
+    assert_loop_equals_plain(shared, job, adam, loop)
+
+
+def test_a_grad_scaler_unscales_for_a_fused_optimizer_too(shared: Cluster, job: str) -> None:
+    # A fused optimizer asks the scaler to leave unscaling to its own step; that step is not run here.
+    assert_loop_equals_plain(
+        shared, job, lambda model: torch.optim.SGD(model.groups(), lr=0.1, fused=True), with_a_grad_scaler
+    )
+
+
+def test_a_layer_may_be_thawed_and_another_frozen_on_the_way(shared: Cluster, job: str) -> None:
+    assert_loop_equals_plain(
+        shared,
+        job,
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),  # the frozen layer's too
+        with_a_layer_thawed_and_one_frozen_on_the_way,
+    )
+
+
+# -- what several workers add up to ----------------------------------------------------------------------------------
+
+Gradients = list["torch.Tensor | None"]
+
+
+def mean_of_workers(
+    model: nn.Module, optimizer: Optimizer, steps: int, gradients: Callable[[int, int], Gradients]
+) -> None:
+    """What sync promises, written down in plain torch: one step with the mean of the workers' gradients.
+
+    gradients(rank, step) are those of one worker. Who has none for a parameter counts as zero, as in DDP; a parameter
+    that nobody has a gradient for is left alone.
+    """
+    for step in range(steps):
+        each = [gradients(rank, step) for rank in range(WORKERS)]
+        for parameter, *mine in zip(model.parameters(), *each, strict=True):
+            present = [gradient for gradient in mine if gradient is not None]
+            parameter.grad = sum(present[1:], present[0]) / WORKERS if present else None
+        optimizer.step()
+
+
+def assert_workers_equal_their_mean(
+    cluster: Cluster, job: str, before_step: Callable[[nn.Module, int, int], None], steps: int = STEPS
+) -> None:
+    """Trains with `before_step(model, rank, step)`, which makes the gradients, in sync and by hand."""
+    models = [Everything(seed=rank) for rank in range(WORKERS)]
+    plain = Everything(seed=0)
+
+    def work(rank: int) -> State:
+        with cluster.connect("sync", rank, WORKERS, job=job) as session:
+            model, optimizer = session.prepare(models[rank], adam(models[rank]), bucket_bytes=BUCKET_BYTES)
+            for step in range(steps):
+                before_step(model, rank, step)
+                optimizer.step()
+                optimizer.zero_grad()
+            return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def gradients(rank: int, step: int) -> Gradients:
+        plain.zero_grad()
+        before_step(plain, rank, step)
+        return [parameter.grad for parameter in plain.parameters()]
+
+    found = in_parallel(WORKERS, work)
+    mean_of_workers(plain, adam(plain), steps, gradients)
+    for state in found:
+        assert distance(state, plain.state_dict()) < TOLERANCE
+
+
+def test_each_worker_clips_its_own_gradient(shared: Cluster, job: str) -> None:
+    def before_step(model: nn.Module, rank: int, step: int) -> None:
+        loss_of(model, batch(rank, step)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.02 * (rank + 1))
+
+    assert_workers_equal_their_mean(shared, job, before_step)
+
+
+def test_workers_that_accumulate_equal_one_process_that_does(shared: Cluster, job: str) -> None:
+    def before_step(model: nn.Module, rank: int, step: int) -> None:
+        for part in range(2 + rank):  # not even as often as the others
+            with getattr(model, "no_sync", contextlib.nullcontext)():
+                loss_of(model, batch(rank, 100 * part + step)).backward()
+
+    assert_workers_equal_their_mean(shared, job, before_step, steps=8)
+
+
+def test_who_has_no_gradient_for_a_parameter_counts_as_zero_and_if_nobody_has_it_stays(
+    shared: Cluster, job: str
+) -> None:
+    def before_step(model: nn.Module, rank: int, step: int) -> None:
+        loss_of(model, batch(rank, step)).backward()
+        if step % 2 and rank == step % 3:
+            model.embed.weight.grad = None  # fills whole buckets: such a worker has nothing at all to push there
+        if step % 3 == 0 and rank:
+            model.conv.bias.grad = None
+        if step % 4 == 0:
+            model.conv.weight.grad = None
+
+    assert_workers_equal_their_mean(shared, job, before_step)
+
+
+def test_a_bfloat16_model_equals_plain_torch_on_the_mean_gradient(shared: Cluster, job: str) -> None:
+    def make(seed: int) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).bfloat16()
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * rank + step)
+        return model(torch.randn(4, 8, generator=generator).bfloat16()).float().square().mean()
+
+    def sgd(model: nn.Module) -> Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    models = [make(rank) for rank in range(WORKERS)]
+
+    def work(rank: int) -> State:
+        with shared.connect("sync", rank, WORKERS, job=job) as session:
+            model, optimizer = session.prepare(models[rank], sgd(models[rank]), bucket_bytes=BUCKET_BYTES)
+            for step in range(STEPS):
+                loss(model, rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    first, *others = in_parallel(WORKERS, work)
+    plain = make(0)
+    reference = sgd(plain)
+    for step in range(STEPS):
+        each = [torch.autograd.grad(loss(plain, rank, step), list(plain.parameters())) for rank in range(WORKERS)]
+        for parameter, *mine in zip(plain.parameters(), *each, strict=True):
+            # Added up in float32 and rounded once, as the shards promise: eight bits would lose the small terms.
+            parameter.grad = (sum(g.float() for g in mine) / WORKERS).bfloat16()
+        reference.step()
+    assert_identical(first, plain.state_dict())
+    for other in others:
+        assert_identical(first, other)

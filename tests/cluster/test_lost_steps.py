@@ -1,0 +1,159 @@
+"""What is lost with a shard is counted, whoever comes back; and what belongs to a checkpoint, and what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from test_recovery import CELLS, keep, set_back, train
+
+from ps_protocol.errors import OutOfOrder
+from ps_server.ops import status
+from ps_server.storage.checkpoints import CheckpointStore, Part
+from tests.tools.cluster import Cluster, until
+from tests.tools.raw_worker import RawWorker, vector_job
+
+MakeCluster = Callable[..., Cluster]
+
+
+def lost(cluster: Cluster) -> int:
+    [found] = status.fetch(cluster.address)["jobs"]
+    return int(found["lost_steps"])
+
+
+def test_of_a_worker_that_joined_after_the_checkpoint_only_its_own_steps_are_lost(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    spec = vector_job("job", "async", CELLS, 0)
+    with RawWorker(cluster.address, spec, 0) as zero:
+        zero.initialise()
+        train(zero, 50)
+        assert keep(cluster, zero) == 50
+        with RawWorker(cluster.address, spec, 1) as one:
+            assert one.clock == 50
+            train(zero, 4)
+            train(one, 3)
+            cluster.start_again(1)
+            set_back(zero)
+            set_back(one)
+            assert lost(cluster) == 4 + 3
+
+
+def test_what_a_dead_worker_had_done_since_its_last_heartbeat_is_lost_too_and_counted(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    """The shards that kept theirs know it, if there is one."""
+    cluster = make_cluster(checkpoint_dir=tmp_path, lease=4.0)
+    spec = vector_job("job", "async", CELLS, 2)
+    with RawWorker(cluster.address, spec, 0) as zero, RawWorker(cluster.address, spec, 1) as one:
+        zero.initialise()
+        train(one, 2)
+        assert keep(cluster, zero, one) == 2
+        train(one, 5)  # and never says so to the coordinator
+        cluster.start_again(1)
+        set_back(zero)
+
+        def counted() -> bool:
+            zero.heartbeat()
+            return lost(cluster) > 0
+
+        until(counted, "the count")
+        assert lost(cluster) == 5
+
+
+def test_a_dead_worker_is_counted_once_however_often_shards_die_after_it(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path, lease=2.0)
+    spec = vector_job("job", "async", CELLS, 2)
+    with RawWorker(cluster.address, spec, 0) as zero, RawWorker(cluster.address, spec, 1) as one:
+        zero.initialise()
+        assert keep(cluster, zero, one) == 0
+        train(one, 3)
+        for _ in range(2):
+            cluster.start_again(1)
+            set_back(zero)
+
+            def counted() -> bool:
+                zero.heartbeat()
+                return lost(cluster) > 0
+
+            until(counted, "the count")
+            assert lost(cluster) == 3
+
+
+def test_a_shard_that_held_nothing_has_lost_nothing(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    with RawWorker(cluster.address, vector_job("job", "async", 16, 1), 0) as worker:
+        worker.initialise()
+        assert worker.shard_of == [0]
+        assert keep(cluster, worker) == 0
+        for _ in range(3):
+            worker.step(-torch.ones(16))
+        assert torch.equal(worker.pull(), torch.full((16,), 3.0))
+        cluster.start_again(1)
+        set_back(worker)
+        assert torch.equal(worker.pull(), torch.full((16,), 3.0))
+        assert lost(cluster) == 0
+
+
+def test_a_job_with_fewer_buckets_than_shards_has_checkpoints_too(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    with RawWorker(cluster.address, vector_job("job", "sync", 16, 1), 0) as worker:
+        worker.initialise()
+        for _ in range(2):
+            worker.step(-torch.ones(16))
+        assert torch.equal(worker.pull(), torch.full((16,), 2.0))
+        assert keep(cluster, worker) == 2
+        store = CheckpointStore(tmp_path)
+        assert store.manifest("job", store.names("job")[-1]).versions == (2, 2)
+        cluster.start_again(0)
+        set_back(worker)
+        assert torch.equal(worker.pull(), torch.full((16,), 2.0))
+
+
+def test_a_late_call_to_begin_a_checkpoint_does_not_take_the_place_of_a_newer_one(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    with RawWorker(cluster.address, vector_job("job", "sync", CELLS, 1), 0) as worker:
+        worker.initialise()
+        for engine in cluster.engines:
+            engine.begin_checkpoint("job", "000007", 2)
+            engine.begin_checkpoint("job", "000007", 2)
+            for name, clock in (("000006", 3), ("000007", 3), ("000005", None)):
+                with pytest.raises(OutOfOrder, match="checkpoint 000007 was begun already"):
+                    engine.begin_checkpoint("job", name, clock)
+        train(worker, 2)
+        for engine in cluster.engines:
+            captured = engine.await_checkpoint("job", "000007", 10.0)
+            assert (captured.extent.version_min, captured.extent.version_max) == (2, 2)
+
+
+def test_a_checkpoint_that_is_all_written_when_its_job_is_set_back_is_none(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would be of a clock that the job comes to only now, perhaps with other workers."""
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    write, given_up = CheckpointStore.write_worker, []
+
+    def write_late(store: CheckpointStore, job: str, name: str, rank: int, state: bytes) -> Part:
+        if not given_up:
+            checkpoints = cluster.coordinator.jobs()["job"].checkpoints
+            assert checkpoints is not None
+            checkpoints.give_up()
+            given_up.append(name)
+        return write(store, job, name, rank, state)
+
+    monkeypatch.setattr(CheckpointStore, "write_worker", write_late)
+    with RawWorker(cluster.address, vector_job("job", "sync", CELLS, 1), 0) as worker:
+        worker.initialise()
+        train(worker, 2)
+        assert keep(cluster, worker) == 2
+        store = CheckpointStore(tmp_path)
+        assert given_up[0] not in store.names("job")
+        assert store.names("job") == [max(path.name for path in (tmp_path / "job").iterdir())]
+        assert torch.equal(worker.pull(), torch.full((CELLS,), 2.0))

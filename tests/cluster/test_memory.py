@@ -1,0 +1,85 @@
+"""A server's memory stays what it is, however many calls are made and cancelled."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ps_protocol.v1 import data_pb2
+from ps_protocol.v1.data_pb2_grpc import DataServiceStub
+from ps_runtime.channel import open_channel
+from ps_server.ops.status import fetch
+from tests.tools.cluster import until
+from tests.tools.raw_worker import RawWorker, vector_job
+
+KIB = 1024
+AT_ONCE = 50
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, int]]:
+    """A shard with a coordinator in a process of its own: its address and process id."""
+    flags = ["--with-coordinator", "--shards=1", "--index=0", "--port=0", "--metrics-port=0", "--lease=600"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ps_server", "shard", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    found = re.search(r"ready at (\S+)", process.stdout.readline())
+    assert found
+    yield found[1], process.pid
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process' own memory."""
+    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1]) * KIB
+
+
+def cancel(address: str, worker: RawWorker, calls: int) -> None:
+    """Makes so many calls and cancels each: pulls that wait at the server, and pushes wherever they are by then.
+
+    Each batch has a connection of its own: on one that cancels much, gRPC refuses calls.
+    """
+    push = worker.message(0, 1, bytes(64))
+    pull = data_pb2.PullRequest(worker=worker.identity(), clock=1, buckets=[0])
+    for _ in range(calls // (2 * AT_ONCE)):
+        with open_channel(address) as channel:
+            stub = DataServiceStub(channel)
+            made = [stub.Pull(pull, timeout=60) for _ in range(AT_ONCE)]
+            until(lambda: waiting(address) == AT_ONCE, "all pulls wait")
+            made += [stub.Push.future(push, timeout=60) for _ in range(AT_ONCE)]
+            for call in made:
+                call.cancel()
+            until(lambda: waiting(address) == 0, "all cancelled pulls are forgotten")
+
+
+def waiting(address: str) -> int:
+    """How many pulls of one bucket wait at the server."""
+    return sum(wait["buckets"] for process in fetch(address)["processes"] for wait in process.get("waits", []))
+
+
+@pytest.mark.parametrize("calls", [10_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_memory_stays_flat_over_cancelled_calls(server: tuple[str, int], calls: int) -> None:
+    address, pid = server
+    spec = vector_job("cancelled", "sync", cells=16, world_size=2)
+    with RawWorker(address, spec, 0) as worker, RawWorker(address, spec, 1):
+        worker.initialise()
+        cancel(address, worker, 10_000)  # pools of threads, arenas and caches have grown to what they need
+        before = resident(pid)
+        cancel(address, worker, calls)
+        grown = resident(pid) - before
+        assert grown < calls * KIB, f"{grown / calls:.0f} bytes a call: less than what a leak of 1 KiB a call would be"

@@ -1,0 +1,464 @@
+"""What every process tells Prometheus: the promised names, with the right numbers, valid to Prometheus' own checker."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from torch import nn
+from torch.utils.data import DataLoader
+
+import ps_worker
+from ps_protocol.errors import InvalidRequest
+from ps_server.ops import status
+from ps_server.server import Server, ServerConfig
+from ps_server.shard.metrics import LATENCY_BUCKETS, STALENESS_BUCKETS
+from ps_worker import Session
+from ps_worker.metrics import PHASES, StepTimer
+from tests.tools.cluster import Cluster, in_parallel, scrape, until
+from tests.tools.raw_worker import RawWorker, vector_job
+
+CELLS = 100  # in buckets of 16: seven buckets over two shards
+BUCKETS = 7
+BUCKET_BYTES = 64
+HELD_SECONDS = 0.2
+
+
+def vector() -> nn.Module:
+    return nn.Linear(CELLS, 1, bias=False)
+
+
+def trained(session: Session, steps: int) -> None:
+    """Trains a vector for some steps."""
+    model = vector()
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_bytes=BUCKET_BYTES)
+    for _ in range(steps):
+        model(torch.ones(CELLS)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def total(cluster: Cluster, name: str) -> float:
+    """A series, summed over all shards."""
+    return sum(scrape(server.metrics_address).get(name, 0.0) for server in cluster.servers)
+
+
+def page(address: str, path: str) -> str:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as response:
+        return str(response.read().decode())
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_pushes_pulls_and_updates_are_counted(cluster: Cluster, transport: str) -> None:
+    steps, workers = 5, 2
+    sessions = [cluster.connect("sync", rank, workers, job="j", transport=transport) for rank in range(workers)]
+    in_parallel(workers, lambda rank: trained(sessions[rank], steps))
+    # Rank 0's initial values, then a gradient of each worker and step; everyone pulls at the start and every step.
+    pushes, pulls = BUCKETS * (1 + workers * steps), BUCKETS * workers * (1 + steps)
+    padded = 112 * 4  # bytes of the vector: whole 64-byte lines
+    assert total(cluster, 'ps_push_total{job="j",result="staged"}') == pushes
+    assert total(cluster, 'ps_push_bytes_total{job="j"}') == padded * (1 + workers * steps)
+    assert total(cluster, 'ps_pull_total{job="j"}') == pulls
+    assert total(cluster, 'ps_pull_bytes_total{job="j"}') == padded * workers * (1 + steps)
+    assert total(cluster, 'ps_accumulate_seconds_count{job="j"}') == BUCKETS * workers * steps
+    assert total(cluster, 'ps_apply_seconds_count{job="j"}') == BUCKETS * steps
+    assert total(cluster, 'ps_apply_staleness_clocks_count{job="j"}') == BUCKETS * steps
+    assert total(cluster, 'ps_apply_staleness_clocks_sum{job="j"}') == 0
+    assert total(cluster, 'ps_buckets{job="j"}') == BUCKETS
+    assert total(cluster, 'ps_job_bytes{job="j",kind="parameters"}') == padded
+    assert total(cluster, 'ps_staged_bytes{job="j"}') == total(cluster, 'ps_waiting_pulls{job="j"}') == 0
+    for server in cluster.servers:
+        found = scrape(server.metrics_address)
+        assert found['ps_bucket_version_min{job="j"}'] == found['ps_bucket_version_max{job="j"}'] == steps
+        assert found['ps_shard_clock{job="j",rank="0"}'] == found['ps_shard_clock{job="j",rank="1"}'] == steps
+    found = scrape(cluster.servers[0].metrics_address)
+    assert (found["ps_shards"], found["ps_jobs"], found['ps_workers{job="j"}']) == (2, 1, workers)
+    assert found['ps_placement_imbalance_ratio{job="j"}'] == pytest.approx(4 * 64 / (padded / 2))
+    for session in sessions:
+        found = scrape(session.metrics_address)
+        assert found["ps_worker_steps_total"] == found["ps_worker_clock"] == steps
+        assert found["ps_worker_push_bytes_total"] >= padded * steps
+        assert found["ps_worker_pull_bytes_total"] >= padded * steps
+        session.close()
+
+
+def test_repeats_and_refusals_are_counted_apart(cluster: Cluster) -> None:
+    with RawWorker(cluster.address, vector_job("j", "sync", cells=16, world_size=1), 0) as worker:
+        worker.initialise()
+        push = worker.message(0, 1)
+        for _ in range(3):
+            worker.send(push)
+        for _ in range(4):
+            with pytest.raises(InvalidRequest):
+                worker.send(worker.message(0, 2, b"short"))
+    assert total(cluster, 'ps_push_total{job="j",result="staged"}') == 2
+    assert total(cluster, 'ps_push_total{job="j",result="duplicate"}') == 2
+    assert total(cluster, 'ps_push_total{job="j",result="refused"}') == 4
+    assert total(cluster, 'ps_push_refused_total{job="j",reason="INVALID_REQUEST"}') == 4
+
+
+def test_staleness_is_that_of_the_weights_a_gradient_was_taken_at(cluster: Cluster) -> None:
+    spec = vector_job("j", "async", cells=16, world_size=2)
+    with RawWorker(cluster.address, spec, 0) as fast, RawWorker(cluster.address, spec, 1) as slow:
+        fast.initialise()
+        for _ in range(5):
+            fast.step(torch.ones(16))
+            fast.pull()
+        slow.step(torch.ones(16))  # at the weights of clock 0, with five updates in
+        slow.pull()
+    assert total(cluster, 'ps_apply_staleness_clocks_count{job="j"}') == 6
+    assert total(cluster, 'ps_apply_staleness_clocks_sum{job="j"}') == 5
+    assert total(cluster, 'ps_apply_staleness_clocks_bucket{job="j",le="4.0"}') == 5
+    assert total(cluster, 'ps_apply_staleness_clocks_bucket{job="j",le="6.0"}') == 6
+
+
+def test_buckets_are_fine_enough_to_tell() -> None:
+    assert LATENCY_BUCKETS[0] == 0.0005
+    assert 30 < LATENCY_BUCKETS[-1] < 40
+    assert STALENESS_BUCKETS == (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+
+
+def test_the_time_waited_is_told_with_the_rank_that_was_waited_for(cluster: Cluster) -> None:
+    sessions = [cluster.connect("sync", rank, 2, job="j") for rank in range(2)]
+
+    def seconds_waited() -> float:
+        """For how long rank 0 has waited on every shard, as `ps-server status` says."""
+        [worker] = [p for p in status.fetch(cluster.address)["processes"] if p["role"] == "worker" and p["index"] == 0]
+        return min(wait["seconds"] for wait in worker["waits"])
+
+    def work(rank: int) -> None:
+        model = vector()
+        model, optimizer = sessions[rank].prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_bytes=BUCKET_BYTES
+        )
+        model(torch.ones(CELLS)).backward()
+        if rank == 1:
+            until(lambda: total(cluster, 'ps_waiting_pulls{job="j"}') == BUCKETS)
+            until(lambda: seconds_waited() > 1.5 * HELD_SECONDS)
+        optimizer.step()
+
+    in_parallel(2, work)
+    held = BUCKETS * HELD_SECONDS
+    assert total(cluster, 'ps_waited_for_seconds_total{job="j",rank="1"}') >= held
+    assert total(cluster, 'ps_waited_for_seconds_total{job="j",rank="0"}') < held / 2
+    assert total(cluster, 'ps_pull_wait_seconds_sum{job="j",mode="sync"}') >= held
+    fast, slow = (scrape(session.metrics_address) for session in sessions)
+    assert fast['ps_worker_step_seconds_sum{phase="wait"}'] >= HELD_SECONDS
+    assert slow['ps_worker_step_seconds_sum{phase="wait"}'] < HELD_SECONDS / 2
+    for session in sessions:
+        session.close()
+
+
+@pytest.mark.parametrize("mode", ["single", "sync"])
+def test_a_step_is_split_into_phases_that_add_up(shared: Cluster, job: str, mode: str) -> None:
+    class Slow(nn.Module):
+        """Takes its time forward and backward, and its data too."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+            self.scale = nn.Parameter(torch.ones(1))  # the last layer's gradient is the first to be ready
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            spend(0.02)
+            y = self.weight * x
+            if y.requires_grad:
+                y.register_hook(lambda gradient: spend(0.03))
+            return y * self.scale
+
+    def spend(seconds: float) -> None:
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < seconds:
+            pass
+
+    def collate(samples: list[float]) -> torch.Tensor:
+        spend(0.01)
+        return torch.tensor(samples)
+
+    steps = 4
+    with ps_worker.connect(shared.address, mode, job) as session:
+        model = Slow()
+        loader = DataLoader([1.0] * steps, collate_fn=collate)
+        model, optimizer, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        with torch.no_grad():
+            for x in session.prepare(DataLoader([1.0] * 100, collate_fn=collate)):  # in no phase: it trains nothing
+                model(x)
+        begun = time.perf_counter()
+        for x in loader:
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            spend(0.05)  # in no phase
+        wall = time.perf_counter() - begun - 0.05 * steps
+        found = scrape(session.metrics_address)
+        sums = {phase: found[f'ps_worker_step_seconds_sum{{phase="{phase}"}}'] for phase in PHASES}
+        for phase in PHASES:
+            assert found[f'ps_worker_step_seconds_count{{phase="{phase}"}}'] == steps
+        assert sums["data"] >= 0.01 * steps
+        assert sums["forward"] >= 0.02 * steps
+        assert sums["backward"] >= 0.03 * steps
+        assert 0.06 * steps <= sum(sums.values()) <= wall
+        if mode == "single":
+            assert sums["push"] == sums["pull"] == sums["wait"] == 0
+        else:
+            assert sums["push"] > 0
+            assert sums["pull"] > 0
+
+
+@pytest.mark.parametrize("mode", ["single", "sync"])
+def test_an_accumulated_step_is_the_sum_of_its_parts_and_needs_no_loader(shared: Cluster, job: str, mode: str) -> None:
+    with ps_worker.connect(shared.address, mode, job) as session:
+        model = vector()
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), overlap=False)
+        begun = time.perf_counter()
+        for _ in range(3):
+            for _ in range(4):
+                model(torch.ones(CELLS)).backward()
+            optimizer.step()
+        wall = time.perf_counter() - begun
+        found = scrape(session.metrics_address)
+        sums = {phase: found[f'ps_worker_step_seconds_sum{{phase="{phase}"}}'] for phase in PHASES}
+    assert found['ps_worker_step_seconds_count{phase="forward"}'] == 3
+    assert sums["data"] == 0
+    assert min(sums["forward"], sums["backward"]) > 0
+    assert sum(sums.values()) <= wall + 0.1, "the first forward begins with prepare"
+
+
+def test_the_timer_splits_time_by_its_events() -> None:
+    class Clock:
+        now = 0.0
+
+        def perf_counter(self) -> float:
+            return self.now
+
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ps_worker.metrics.time", clock)
+        timer = StepTimer()
+
+        def after(seconds: float, *events: Callable[[], object]) -> None:
+            clock.now += seconds
+            for event in events:
+                event()
+
+        def phases() -> tuple[float, ...]:
+            found = timer.stepped()
+            return tuple(found[phase] for phase in ("data", "forward", "backward"))
+
+        after(100, timer.asked)  # before the first batch: nothing of a step
+        for _ in range(2):  # accumulated
+            after(1, timer.yielded)
+            after(10, timer.gradient)
+            after(100, timer.gradient)
+            after(100, timer.asked)
+        after(1, timer.yielded)
+        after(10, timer.gradient)
+        after(100, timer.stepping)
+        clock.now += 1000  # what `step` tells by itself
+        assert phases() == (3, 30, 500)
+        after(1000, timer.asked)  # a scheduler, a log line
+        for _ in range(3):  # an evaluation
+            after(5, timer.yielded)
+            after(50, timer.asked)
+        after(5, timer.ended)
+        after(1000, timer.asked)
+        after(2, timer.yielded)
+        after(20, timer.gradient)
+        after(200, timer.stepping)
+        assert phases() == (2, 20, 200)
+        after(30, timer.gradient)  # without asking a loader, or a second step with the same batch
+        after(300, timer.stepping)
+        assert phases() == (0, 30, 300)
+        after(1, timer.stepping)
+        after(40, timer.gradient)  # inside `step`, by a closure
+        after(400)
+        assert phases() == (0, 41, 400)
+        after(7, timer.asked)
+        after(3, timer.stepping)  # a step without data, made by the loader
+        assert phases() == (3, 0, 0)
+        after(4, timer.yielded)
+        after(40, timer.stepping)  # gradients that backward did not make
+        assert phases() == (4, 40, 0)
+
+
+@pytest.mark.parametrize("mode", ["single", "sync"])
+def test_a_closed_session_has_left_no_hook(shared: Cluster, job: str, mode: str) -> None:
+    model = vector()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ps_worker.connect(shared.address, mode, job) as session:
+        session.prepare(model, optimizer)
+        modules = [*model._forward_pre_hooks.values(), *model._forward_hooks.values(), *model._backward_hooks.values()]
+        assert modules == [], "nor is there ever one on a module"
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert not model.weight._post_accumulate_grad_hooks
+
+
+def test_the_standard_grpc_counters_are_there(cluster: Cluster) -> None:
+    with RawWorker(cluster.address, vector_job("j", "sync", cells=16, world_size=1), 0) as worker:
+        worker.initialise()
+        worker.step(torch.ones(16))
+        worker.pull()
+        with pytest.raises(InvalidRequest):
+            worker.send(worker.message(0, 2, b"short"))
+
+        def calls(name: str, method: str, more: str = "") -> float:
+            kind = "server_stream" if method == "Pull" else "unary"
+            labels = f'{more}grpc_method="{method}",grpc_service="ps_protocol.v1.DataService",grpc_type="{kind}"'
+            return total(cluster, f"grpc_server_{name}{{{labels}}}")
+
+        assert calls("started_total", "Push") == 3
+        assert calls("handled_total", "Push", 'grpc_code="OK",') == 2
+        assert calls("handled_total", "Push", 'grpc_code="INVALID_ARGUMENT",') == 1
+        assert calls("msg_received_total", "Push") == 3
+        assert calls("msg_sent_total", "Push") == 2
+        assert calls("handling_seconds_count", "Push") == 3
+        assert calls("started_total", "Pull") == 1
+        assert calls("msg_sent_total", "Pull") == 1
+        until(lambda: calls("handled_total", "Pull", 'grpc_code="OK",') == 1)
+
+
+# -- what is gone is gone --------------------------------------------------------------------------------------------
+
+
+def test_the_series_of_an_ended_job_vanish(cluster: Cluster) -> None:
+    pages = [server.metrics_address for server in cluster.servers]
+    with cluster.connect("sync", job="shortlived") as session:
+        trained(session, 3)
+        assert all('job="shortlived"' in page(address, "/metrics") for address in pages)
+    assert not any('job="shortlived"' in page(address, "/metrics") for address in pages)
+    assert scrape(pages[0])["ps_jobs"] == 0
+
+
+def test_service_discovery_lists_who_is_there_and_drops_who_leaves(cluster: Cluster) -> None:
+    def targets() -> list[tuple[str, dict[str, str]]]:
+        found = json.loads(page(cluster.servers[0].metrics_address, "/sd"))
+        return [(target, entry["labels"]) for entry in found for target in entry["targets"]]
+
+    shards = [
+        (server.metrics_address, {"role": "shard", "index": str(index)}) for index, server in enumerate(cluster.servers)
+    ]
+    assert targets() == shards
+    first, second = (cluster.connect("async", elastic=True, job="j") for _ in range(2))
+    for session in (first, second):
+        trained(session, 1)
+    worker = {"role": "worker", "job_name": "j"}
+    assert targets() == [
+        *shards,
+        (first.metrics_address, {**worker, "rank": "0"}),
+        (second.metrics_address, {**worker, "rank": "1"}),
+    ]
+    for address, _ in targets():
+        assert scrape(address), "everything that is listed can be scraped"
+    first.close()
+    assert targets() == [*shards, (second.metrics_address, {**worker, "rank": "1"})]
+    second.close()
+    assert targets() == shards
+
+
+def test_a_dead_worker_leaves_service_discovery_with_its_lease(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(lease=0.5)
+    with RawWorker(cluster.address, vector_job("j", "async", cells=16, world_size=0), 0):
+        assert scrape(cluster.servers[0].metrics_address)['ps_workers{job="j"}'] == 1
+        until(lambda: scrape(cluster.servers[0].metrics_address)['ps_workers{job="j"}'] == 0)
+
+
+def test_only_the_coordinator_serves_service_discovery(cluster: Cluster) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        page(cluster.servers[1].metrics_address, "/sd")
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        page(cluster.servers[0].metrics_address, "/nothing")
+
+
+# -- valid -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exposed(shared: Cluster) -> dict[str, str]:
+    """The text of /metrics of each kind of process, with every kind of series in it."""
+    found = {}
+    with shared.connect("ssp:1", job="exposed") as session:
+        trained(session, 2)
+        with RawWorker(shared.address, shared.coordinator.jobs()["exposed"].spec, 0) as worker:
+            for bucket in worker.trained:
+                with pytest.raises(InvalidRequest):
+                    worker.send(worker.message(bucket, 3, b"short"))
+            for index, server in enumerate(shared.servers):
+                found["coordinator with a shard" if index == 0 else "shard"] = page(server.metrics_address, "/metrics")
+            found["worker"] = page(session.metrics_address, "/metrics")
+    with ps_worker.connect(mode="single") as session:
+        trained(session, 2)
+        found["worker alone"] = page(session.metrics_address, "/metrics")
+    coordinator = Server(ServerConfig(shard_count=1))
+    found["coordinator"] = page(coordinator.metrics_address, "/metrics")
+    coordinator.stop()
+    return found
+
+
+PROCESSES = ["coordinator with a shard", "coordinator", "shard", "worker", "worker alone"]
+LABELS = {"job", "kind", "result", "reason", "rank", "mode", "phase", "le", "generation", "loader", "state"}
+LABELS |= {"grpc_type", "grpc_service", "grpc_method", "grpc_code"}
+LABELS |= {"implementation", "major", "minor", "patchlevel", "version"}  # of python_info
+UNITS = ("_seconds", "_bytes", "_clocks")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+@pytest.mark.parametrize("process", PROCESSES)
+def test_promtool_finds_nothing_to_complain_about(exposed: dict[str, str], process: str) -> None:
+    checked = subprocess.run(
+        ["promtool", "check", "metrics"],
+        input=exposed[process],
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (checked.returncode, checked.stdout.strip(), checked.stderr.strip()) == (0, "", "")
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_names_follow_the_rules_of_prometheus(exposed: dict[str, str], process: str) -> None:
+    families = list(text_string_to_metric_families(exposed[process]))
+    names = [family.name for family in families]
+    assert len(names) == len(set(names))
+    for family in families:
+        assert family.name.startswith(("ps_", "grpc_server_", "process_", "python_"))
+        assert family.documentation, f"{family.name} has no help"
+        assert family.type in ("counter", "gauge", "histogram")
+        assert not family.name.endswith(("_ms", "_milliseconds", "_micros", "_kb", "_mib", "_percent", "_minutes"))
+        if family.type == "histogram":
+            assert family.name.endswith(UNITS)
+        for sample in family.samples:
+            assert set(sample.labels) <= LABELS, f"{sample.name} has labels {sorted(sample.labels)}"
+            if family.type == "counter":
+                assert sample.name.endswith(("_total", "_created"))
+
+
+def test_every_promised_name_is_there(exposed: dict[str, str]) -> None:
+    promised = {
+        "shard": "ps_push_total ps_push_bytes_total ps_push_refused_total ps_pull_total ps_pull_bytes_total "
+        "ps_apply_seconds_count ps_accumulate_seconds_count ps_apply_staleness_clocks_count ps_job_bytes "
+        "ps_staged_bytes ps_buckets ps_bucket_version_min ps_bucket_version_max ps_waiting_pulls ps_shard_clock "
+        "grpc_server_started_total grpc_server_handled_total grpc_server_msg_received_total "
+        "grpc_server_msg_sent_total grpc_server_handling_seconds_count process_resident_memory_bytes",
+        "coordinator with a shard": "ps_shards ps_jobs ps_workers ps_worker_clock ps_placement_imbalance_ratio "
+        "ps_push_total",
+        "coordinator": "ps_shards ps_jobs",
+        "worker": "ps_worker_step_seconds_count ps_worker_steps_total ps_worker_push_bytes_total "
+        "ps_worker_pull_bytes_total ps_worker_non_finite_total ps_worker_clock",
+        "worker alone": "ps_worker_step_seconds_count ps_worker_steps_total ps_worker_clock",
+    }
+    for process, names in promised.items():
+        found = {line.partition(" ")[0].partition("{")[0] for line in exposed[process].splitlines()}
+        assert set(names.split()) <= found, f"{process} lacks {sorted(set(names.split()) - found)}"

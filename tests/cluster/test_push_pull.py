@@ -1,0 +1,157 @@
+"""Pushes and the pull of a step in one call, by way of a segment: the same rules as for calls of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from ps_protocol.errors import InvalidRequest, NotFound, NotShared, OutOfOrder, PSError, UnknownWorker, error_from
+from ps_protocol.segment_layout import SegmentMap, segment_plan
+from ps_protocol.v1 import data_pb2
+from ps_protocol.v1.data_pb2_grpc import DataServiceStub
+from ps_runtime.channel import open_channel
+from ps_worker.cluster.shared_memory import LocalSegment
+from tests.tools.cluster import Cluster, until
+from tests.tools.raw_worker import CALL_SECONDS, RawWorker, vector_job
+
+CELLS = 48  # three buckets, on one shard
+
+
+class Sharer:
+    """A worker by hand whose gradients and weights lie in a segment."""
+
+    def __init__(self, cluster: Cluster, mode: str, rank: int, world_size: int) -> None:
+        self.raw = RawWorker(cluster.address, vector_job("job", mode, CELLS, world_size), rank)
+        self.raw.join()
+        if rank == 0:
+            self.raw.initialise()
+        plan = segment_plan(self.raw.spec, self.raw.layout)
+        self._channel = open_channel(cluster.servers[0].address)
+        self._stub = DataServiceStub(self._channel)
+        segment = LocalSegment(plan.size, None)
+        self._stub.AttachSegment(
+            data_pb2.AttachSegmentRequest(worker=self.raw.identity(), location=segment.location, nonce=segment.nonce),
+            timeout=CALL_SECONDS,
+        )
+        segment.hide()
+        self.memory = SegmentMap(segment.memory, plan)
+
+    def request(self, clock: int, pushed: list[int], pulled: list[int], **other: Any) -> data_pb2.PushPullSharedRequest:
+        push = data_pb2.PushSharedRequest(worker=self.raw.identity(**other), clock=clock)
+        for index in pushed:
+            push.buckets.add(bucket=index)
+        return data_pb2.PushPullSharedRequest(push=push, buckets=pulled)
+
+    def call(self, request: data_pb2.PushPullSharedRequest) -> Any:
+        return self._stub.PushPullShared(request, timeout=CALL_SECONDS)
+
+    def headers(self, call: Any) -> list[data_pb2.PullHeader]:
+        """Of all buckets that the call brings. Raises the PSError that it ended with."""
+        try:
+            return [header for message in call for header in message.headers]
+        except grpc.RpcError as error:
+            raise error_from(error, "shard") from None
+
+    def close(self) -> None:
+        self._channel.close()
+        self.raw.__exit__(None, None, None)
+
+
+@pytest.fixture
+def cluster(make_cluster: Any) -> Cluster:
+    found: Cluster = make_cluster(shards=1)
+    return found
+
+
+@pytest.fixture
+def alone(cluster: Cluster) -> Iterator[Sharer]:
+    sharer = Sharer(cluster, "sync", 0, 1)
+    yield sharer
+    sharer.close()
+
+
+def test_weights_come_with_the_update_of_the_same_call(alone: Sharer) -> None:
+    alone.memory.gradients["float32"][:CELLS] = torch.arange(CELLS).float()
+    found = alone.headers(alone.call(alone.request(1, [0, 1, 2], [0, 1, 2])))
+    assert [(header.bucket, header.version) for header in found] == [(0, 1), (1, 1), (2, 1)]
+    assert torch.equal(alone.memory.weights["float32"][:CELLS], -torch.arange(CELLS).float())
+
+
+def test_a_repeat_is_not_applied_and_brings_the_weights_all_the_same(alone: Sharer) -> None:
+    alone.memory.gradients["float32"][:CELLS] = 1.0
+    for pushed in ([0, 1], [0, 1, 2], [0, 1, 2]):  # as if the answer to the first were lost
+        alone.headers(alone.call(alone.request(1, pushed, pushed)))
+    assert torch.equal(alone.memory.weights["float32"][:CELLS], torch.full((CELLS,), -1.0))
+
+
+def test_who_waits_for_others_is_told_that_its_pushes_are_staged_and_since_when(cluster: Cluster) -> None:
+    first, second = Sharer(cluster, "sync", 0, 2), Sharer(cluster, "sync", 1, 2)
+    call = first.call(first.request(1, [0, 1, 2], [0, 1, 2]))
+    told = next(call)
+    assert not told.headers
+    assert told.staged_seconds >= 0.1
+    other = second.call(second.request(1, [0, 1, 2], [0, 1, 2]))
+    told = next(other)
+    assert told.HasField("staged_seconds"), "in the first message, whatever else it brings"
+    assert len(told.headers) + len(second.headers(other)) == 3
+    found = list(call)
+    assert sum(len(message.headers) for message in found) == 3
+    assert not any(message.HasField("staged_seconds") for message in found), "it is said once"
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("clock", "pushed", "pulled", "other", "error"),
+    [
+        (1, [0, 1], [0, 9], {}, NotFound),
+        (1, [0, 1], [0, 0], {}, InvalidRequest),
+        (1, [0, 0], [0], {}, InvalidRequest),
+        (1, [0, 9], [0], {}, NotFound),
+        (3, [0, 1], [0], {}, OutOfOrder),
+        (1, [0, 1], [0], {"incarnation": 7}, UnknownWorker),
+        (1, [0, 1], [0], {"incarnation": 0}, PSError),
+    ],
+)
+def test_what_is_wrong_changes_nothing(
+    alone: Sharer, clock: int, pushed: list[int], pulled: list[int], other: dict[str, int], error: type[PSError]
+) -> None:
+    alone.memory.gradients["float32"][:CELLS] = 1.0
+    with pytest.raises(error):
+        alone.headers(alone.call(alone.request(clock, pushed, pulled, **other)))
+    alone.headers(alone.call(alone.request(1, [0, 1, 2], [0, 1, 2])))
+    assert torch.equal(alone.memory.weights["float32"][:CELLS], torch.full((CELLS,), -1.0))
+
+
+def test_without_a_segment_it_is_refused(cluster: Cluster) -> None:
+    with (
+        RawWorker(cluster.address, vector_job("job", "async", CELLS, 1), 0) as raw,
+        open_channel(cluster.servers[0].address) as channel,
+    ):
+        raw.join()
+        raw.initialise()
+        push = data_pb2.PushSharedRequest(worker=raw.identity(), clock=1)
+        push.buckets.add(bucket=0)
+        call = DataServiceStub(channel).PushPullShared(data_pb2.PushPullSharedRequest(push=push), timeout=CALL_SECONDS)
+        with pytest.raises(grpc.RpcError) as refused:
+            list(call)
+        assert isinstance(error_from(refused.value, "shard"), NotShared)
+
+
+def test_a_worker_that_is_cut_off_while_it_waits_leaves_what_it_pushed(cluster: Cluster) -> None:
+    first, second = Sharer(cluster, "sync", 0, 2), Sharer(cluster, "sync", 1, 2)
+    first.memory.gradients["float32"][:CELLS] = 3.0
+    second.memory.gradients["float32"][:CELLS] = 1.0
+    call = first.call(first.request(1, [0, 1, 2], [0, 1, 2]))
+    next(call)
+    call.cancel()
+    [engine] = cluster.engines
+    until(lambda: not any(bucket.waiters for bucket in engine.jobs()["job"].buckets.values()))
+    second.headers(second.call(second.request(1, [0, 1, 2], [0, 1, 2])))
+    assert torch.equal(second.memory.weights["float32"][:CELLS], torch.full((CELLS,), -2.0))
+    first.close()
+    second.close()

@@ -1,0 +1,379 @@
+"""What is lost with a shard, or with all of them, comes back from the last checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from ps_protocol.errors import CheckpointDamaged, Fenced, JobMismatch, NoCheckpoints, NotFound, TryLater, UnknownWorker
+from ps_server.coordinator import state_file
+from ps_server.coordinator.job import make_job
+from ps_server.core.membership import Newcomer
+from ps_server.ops import status
+from ps_server.storage.checkpoints import CheckpointStore
+from tests.tools.cluster import Cluster, in_parallel, until
+from tests.tools.raw_worker import RawWorker, vector_job
+
+MakeCluster = Callable[..., Cluster]
+CELLS = 64  # four buckets of 16, on two shards
+
+
+def keep(cluster: Cluster, *workers: RawWorker) -> int:
+    """Has a checkpoint made while these workers do nothing but send their state; its clock."""
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(cluster.coordinator.checkpoint_job, workers[0].spec.name)
+
+        def done() -> bool:
+            for worker in workers:
+                worker.heartbeat()
+                worker.save_state(worker.clock, b"state of %d" % worker.clock)
+            return made.done()
+
+        until(done, "the checkpoint")
+        return made.result().clock
+
+
+def step(worker: RawWorker, value: float = -1.0) -> torch.Tensor:
+    """One step with the same gradient in every cell, and the weights after it."""
+    worker.step(torch.full((CELLS,), value))
+    return worker.pull()
+
+
+def train(worker: RawWorker, steps: int) -> torch.Tensor:
+    for _ in range(steps):
+        found = step(worker)
+        if worker.clock in worker.flagged:
+            worker.save_state(worker.clock, f"state of {worker.clock}".encode())
+    return found
+
+
+def set_back(worker: RawWorker) -> None:
+    """Until the servers have told the worker that it has to join again, and it has."""
+
+    def told() -> bool:
+        try:
+            worker.heartbeat()
+        except UnknownWorker:
+            return True
+        except TryLater:
+            pass  # the coordinator itself is away
+        return False
+
+    until(told, "being told to join again")
+
+    worker.joined = worker.join()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_in_sync_a_job_goes_back_to_the_one_clock_of_its_checkpoint(
+    make_cluster: MakeCluster, tmp_path: Path, which: int
+) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="4steps")
+    with RawWorker(cluster.address, vector_job("job", "sync", CELLS, 1), 0) as worker:
+        worker.initialise()
+        store = CheckpointStore(tmp_path)
+        until(lambda: train(worker, 1) is not None and len(store.names("job")) == 2, "two checkpoints")
+        before = worker.clock
+        cluster.start_again(which)
+        set_back(worker)
+        clock = store.manifest("job", store.names("job")[-1]).clock
+        assert clock % 4 == 0
+        assert worker.clock == clock
+        assert worker.joined.restore_count == 1  # type: ignore[attr-defined]
+        state = worker.joined.worker_state, worker.joined.worker_state_clock  # type: ignore[attr-defined]
+        assert state == (b"state of %d" % clock, clock)
+        assert torch.equal(worker.pull(), torch.full((CELLS,), float(clock))), "every shard is at that clock"
+        assert torch.equal(train(worker, 3), torch.full((CELLS,), clock + 3.0))
+        [found] = status.fetch(cluster.address)["jobs"]
+        assert (found["restore_count"], found["redone_steps"], found["lost_steps"]) == (1, before - clock, 0)
+
+
+@pytest.mark.parametrize("mode", ["ssp:2", "async"])
+def test_without_a_common_clock_the_others_keep_theirs_and_what_is_lost_is_counted(
+    make_cluster: MakeCluster, tmp_path: Path, mode: str
+) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    with RawWorker(cluster.address, vector_job("job", mode, CELLS, 1), 0) as worker:
+        worker.initialise()
+        train(worker, 3)
+        assert keep(cluster, worker) == 3
+        train(worker, 4)
+        cluster.start_again(1)
+        set_back(worker)
+        assert worker.clock == 7
+        found = worker.pull()
+        mine = torch.cat([torch.full((16,), float(shard)) for shard in worker.shard_of])
+        assert torch.equal(found, torch.where(mine == 1, 3.0, 7.0))
+        assert torch.equal(train(worker, 1), found + 1)
+        [said] = status.fetch(cluster.address)["jobs"]
+        assert (said["restore_count"], said["redone_steps"], said["lost_steps"]) == (0, 0, 4)
+        assert "4 steps lost with shards" in status.table(status.fetch(cluster.address))
+
+
+@pytest.mark.parametrize("mode", ["sync", "ssp:2", "async"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_job_goes_on_on_another_number_of_shards(
+    make_cluster: MakeCluster, tmp_path: Path, mode: str, shards: int
+) -> None:
+    spec = vector_job("job", mode, CELLS, 2, held=8)
+    first = make_cluster(checkpoint_dir=tmp_path)
+    workers = [RawWorker(first.address, spec, rank) for rank in range(2)]
+    workers[0].initialise()
+    for _ in range(3):
+        in_parallel(2, lambda rank: step(workers[rank]))
+    last = workers[0].pull()
+    assert keep(first, *workers) == 3
+    first.stop()
+    first.servers.clear()
+
+    second = make_cluster(shards=shards, checkpoint_dir=tmp_path, restore=True)
+    with RawWorker(second.address, spec, 0) as zero, RawWorker(second.address, spec, 1) as one:
+        assert (zero.clock, one.clock) == (3, 3)
+        assert zero.incarnation > workers[1].incarnation
+        assert torch.equal(zero.pull(), last)
+        assert set(zero.shard_of) == set(range(shards))
+        after = in_parallel(2, lambda rank: step((zero, one)[rank]))
+        assert max(after[0][0], after[1][0]) == last[0] + (1 if mode == "sync" else 2)
+
+
+def test_a_restored_job_has_to_be_the_same(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path, restore=True)
+    with RawWorker(cluster.address, vector_job("job", "sync", CELLS, 1), 0) as worker:
+        worker.initialise()
+        train(worker, 1)
+        keep(cluster, worker)
+        worker.leave()
+    with pytest.raises(JobMismatch, match=r"differs from its checkpoint 00000\d: parameter 'cells' has shape"):
+        RawWorker(cluster.address, vector_job("job", "sync", CELLS + 1, 1), 0)
+
+
+def test_without_restore_a_job_of_the_same_name_begins_anew_and_never_goes_back_to_the_earlier_one(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    spec = vector_job("job", "sync", CELLS, 1)
+    with RawWorker(cluster.address, spec, 0) as worker:
+        worker.initialise()
+        train(worker, 2)
+        worker.leave()
+    assert len(CheckpointStore(tmp_path).names("job")) == 1, "what it ended with"
+    with RawWorker(cluster.address, spec, 0) as worker:
+        worker.initialise()
+        assert torch.equal(worker.pull(), torch.zeros(CELLS))
+        cluster.start_again(1)
+        until(lambda: not cluster.coordinator.jobs(), "the job's end")
+        with pytest.raises(NotFound, match=r"shard 1 was started anew and lost its part.*no checkpoint"):
+            worker.join()
+
+
+def test_a_job_without_checkpoints_ends_with_a_shard_and_says_why(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    with RawWorker(cluster.address, vector_job("job", "async", CELLS, 1), 0) as worker:
+        worker.initialise()
+        train(worker, 1)
+        with pytest.raises(NoCheckpoints):
+            cluster.coordinator.checkpoint_job("job")
+        cluster.start_again(1)
+        until(lambda: not cluster.coordinator.jobs(), "the job's end")
+        with pytest.raises(NotFound, match="started without --checkpoint-dir"):
+            worker.heartbeat()
+
+
+def test_the_workers_wait_for_each_other_after_the_job_was_set_back(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    spec = vector_job("job", "sync", CELLS, 2)
+    with RawWorker(cluster.address, spec, 0) as zero, RawWorker(cluster.address, spec, 1) as one:
+        zero.initialise()
+        in_parallel(2, lambda rank: step((zero, one)[rank]))
+        assert keep(cluster, zero, one) == 1
+        cluster.start_again(1)
+        set_back(zero)
+        job = cluster.coordinator.jobs()["job"]
+        assert job.roster() == ([0], 2, False), "one of two is back"
+        assert "waits for workers 1 to join again" in status.table(status.fetch(cluster.address))
+        set_back(one)
+        assert job.roster() == ([0, 1], 2, True)
+
+
+def test_a_worker_that_does_not_come_back_is_waited_for_no_longer_than_its_lease(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path, lease=1.0)
+    spec = vector_job("job", "sync", CELLS, 2)
+    with RawWorker(cluster.address, spec, 0) as zero, RawWorker(cluster.address, spec, 1) as one:
+        zero.initialise()
+        in_parallel(2, lambda rank: step((zero, one)[rank]))
+        keep(cluster, zero, one)
+        cluster.start_again(1)
+        set_back(zero)
+        job = cluster.coordinator.jobs()["job"]
+
+        def alone() -> bool:
+            zero.heartbeat()
+            return job.roster() == ([0], 2, True)
+
+        until(alone, "going on alone")
+        assert torch.equal(step(zero), torch.full((CELLS,), 2.0))
+
+
+def test_who_comes_back_to_a_place_that_was_taken_is_refused(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1)
+    spec = vector_job("job", "async", CELLS, 1)
+    with RawWorker(cluster.address, spec, 0) as old:
+        first = old.incarnation
+        request_of_another = cluster.coordinator.join("job", 0, Newcomer(pid=1, host="elsewhere"))
+        assert request_of_another.member.incarnation > first
+        with pytest.raises(Fenced, match="replaced by another process"):
+            old.join()
+
+
+def test_the_coordinator_comes_back_and_its_workers_notice_nothing(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    """The coordinator alone in its process: no shard is lost with it."""
+    from ps_server.server import Server, ServerConfig
+
+    directory = tmp_path / "checkpoints"
+    alone = Server(ServerConfig(shard_count=1, checkpoint_dir=directory, lease=20.0))
+    shard = Server(ServerConfig(index=0, coordinator=alone.address, checkpoint_dir=directory))
+    try:
+        assert shard.wait_ready(20)
+        with RawWorker(alone.address, vector_job("job", "sync", CELLS, 1), 0) as worker:
+            worker.initialise()
+            step(worker)
+            alone.stop()
+            assert torch.equal(step(worker), torch.full((CELLS,), 2.0)), "training does not need it"
+            port = int(alone.address.rpartition(":")[2])
+            alone = Server(ServerConfig(shard_count=1, checkpoint_dir=directory, lease=20.0, port=port, resume=True))
+
+            def heard() -> bool:
+                try:
+                    worker.heartbeat()
+                except TryLater:
+                    return False
+                return True
+
+            until(heard, "an answer to a heartbeat")
+            assert torch.equal(step(worker), torch.full((CELLS,), 3.0))
+            assert [m.rank for m in alone.coordinator.jobs()["job"].members()] == [0]  # type: ignore[union-attr]
+            assert (directory / ".coordinator.json").stat().st_mode & 0o777 == 0o600, "it holds the workers' keys"
+    finally:
+        shard.stop()
+        alone.stop()
+
+
+def test_a_damaged_checkpoint_is_left_for_the_one_before_it_and_that_is_said_and_counted(
+    make_cluster: MakeCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    with RawWorker(cluster.address, vector_job("job", "sync", CELLS, 1), 0) as worker:
+        worker.initialise()
+        for _ in range(2):
+            train(worker, 2)
+            keep(cluster, worker)
+        last = CheckpointStore(tmp_path).names("job")[-1]
+        file = tmp_path / "job" / last / "shard-1.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 4
+        file.write_bytes(data)
+        cluster.start_again(1)
+        set_back(worker)
+        assert worker.clock == 2
+        assert f"checkpoint {last} cannot be used, trying the one before" in caplog.text
+        assert "SHA-256" in caplog.text
+        keeping = cluster.coordinator.keeping
+        assert keeping is not None
+        assert (keeping.recovery.damaged, keeping.recovery.restored) == (1, 1)
+
+
+def test_pushes_of_before_reach_nothing_after_the_job_was_set_back(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    with RawWorker(cluster.address, vector_job("job", "sync", CELLS, 1), 0) as worker:
+        worker.initialise()
+        train(worker, 2)
+        keep(cluster, worker)
+        train(worker, 1)
+        late = [worker.message(bucket, 3, b"\x00\x00\x80\xbf" * 16) for bucket in worker.trained]
+        cluster.start_again(1)
+        set_back(worker)
+        for message in late:
+            with pytest.raises(UnknownWorker):
+                worker.send(message)
+        assert torch.equal(worker.pull(), torch.full((CELLS,), 2.0))
+
+
+def test_a_checkpoint_that_is_damaged_everywhere_is_an_error(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    (tmp_path / "job" / "000001").mkdir(parents=True)
+    (tmp_path / "job" / "000001" / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointDamaged, match=r"manifest\.json"):
+        store.manifest("job", "000001")
+
+
+def test_what_a_set_back_has_cost_is_still_known_after_the_coordinator_died(tmp_path: Path) -> None:
+    kept = state_file.DurableJob(
+        spec={},
+        run="a run",
+        placement=(0, 1),
+        held_by={0: 7, 1: 8},
+        last_incarnation=5,
+        restore_count=1,
+        started=True,
+        workers=(),
+        lost_steps=12,
+        redone_steps=3,
+        unaccounted={2: (40, 44)},
+        began={0: 0, 2: 17},
+        skipped={2: ((20, 22), (30, 31))},
+        awaited=(1,),
+        ghosts=((0, 1, 4), (1, 1, 4)),
+    )
+    state_file.save(tmp_path, {"job": kept})
+    assert state_file.load(tmp_path) == {"job": kept}
+
+
+def test_a_new_process_does_not_make_what_its_rank_had_done_uncounted() -> None:
+    spec = vector_job("job", "async", CELLS, 1)
+    job = make_job(spec, {}, 1, 10.0, "a run")
+    job.unaccounted = {0: (40, 44), 1: (40, 44)}
+    job.account(0, 46)  # the same process comes back, and knows better than what was heard of it last
+    job.account(1)
+    job.account(1, 90)  # each is booked once
+    assert (job.lost_steps, job.redone_steps) == (6 + 4, 0)
+
+
+def test_clocks_that_a_worker_skipped_when_it_came_back_are_not_lost() -> None:
+    job = make_job(vector_job("job", "async", CELLS, 1), {}, 1, 10.0, "a run")
+    job.joined(0, 0, None)
+    job.joined(0, 20, 15)  # it was away, and the others went on
+    job.unaccounted = {0: (10, 24)}
+    job.joined(0, 30, 25)
+    assert job.lost_steps == 5 + 5
+    job.unaccounted = {0: (18, 31)}
+    job.joined(0, 31, 31)
+    assert job.lost_steps == 10 + (31 - 18) - 2 - 5
+
+
+def test_what_a_worker_that_does_not_come_back_had_done_is_counted_and_the_rest_if_it_does() -> None:
+    job = make_job(vector_job("job", "async", CELLS, 1), {}, 1, 10.0, "a run")
+    job.unaccounted = {0: (40, 44)}
+    job.give_up(0)
+    assert job.lost_steps == 4
+    job.account(0, 45)
+    assert job.lost_steps == 5
+    job.account(0, 60)
+    assert job.lost_steps == 5
+
+
+def test_who_joins_when_a_shard_has_just_been_started_anew_is_told_to_try_again(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    """The coordinator does not know of it yet. That there is no such job there is no reason to give up."""
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    spec = vector_job("job", "async", CELLS, 1)
+    with RawWorker(cluster.address, spec, 0):
+        cluster.engines[1].drop_job("job")
+        with pytest.raises(TryLater, match="knows no job"):
+            cluster.coordinator.join("job", 0, Newcomer(pid=1))

@@ -1,0 +1,401 @@
+"""A worker that lost its place takes it again and goes on; one that was replaced gives up.
+
+Each worker pushes gradients of -1 with learning rate 1, every step into a cell of its own: what is in the cells says
+which steps counted, and that none counted twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import ps_worker
+from ps_protocol.errors import Fenced, NotFound
+from ps_server.ops import status
+from ps_worker import Session
+from tests.tools.cable import Cable
+from tests.tools.cluster import Cluster, in_parallel, scrape, until
+from tests.tools.raw_worker import RawWorker
+
+LEASE = 2.0
+CELLS = 64
+BUCKET_BYTES = 64
+MODES = ["sync", "ssp:2", "async"]
+TRANSPORTS = ["grpc", "shm"]
+
+
+@pytest.fixture
+def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
+    return make_cluster(lease=LEASE)
+
+
+@pytest.fixture
+def cable(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cable]:
+    found = Cable(cluster.address, monkeypatch)
+    yield found
+    found.close()
+
+
+class Cells(nn.Module):
+    """Two rows of cells, one for each worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.Parameter(torch.zeros(2, CELLS))
+
+    def forward(self, which: torch.Tensor) -> torch.Tensor:
+        return -self.cells.view(-1)[which]
+
+
+class Worker:
+    """Marks one cell a step. `tried` counts steps that were begun, whether they counted or not."""
+
+    def __init__(self, session: Session, **options: object) -> None:
+        self.session = session
+        self.tried = 0
+        model = Cells()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        self.model, self.optimizer = session.prepare(model, optimizer, bucket_bytes=BUCKET_BYTES, **options)
+
+    def step(self) -> None:
+        self.model(torch.tensor(self.session.rank * CELLS + self.tried)).backward()
+        self.tried += 1
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def mine(self) -> list[float]:
+        """The cells of the steps begun so far: 0 for one that was lost, 1 (in a mean: 1/2) for one that counted."""
+        return self.model.cells.detach()[self.session.rank, : self.tried].tolist()
+
+    def metric(self, name: str) -> float:
+        return scrape(self.session.metrics_address)[f"ps_worker_{name}_total"]
+
+
+def live(cluster: Cluster, job: str = "default") -> dict[int, int]:
+    """By rank, the incarnations that the coordinator counts as live."""
+    known = cluster.coordinator.jobs().get(job)
+    return {} if known is None else {member.rank: member.incarnation for member in known.members()}
+
+
+def lose(cluster: Cluster, cable: Cable, rank: int = 0) -> None:
+    """Cuts a worker off until its lease is over."""
+    cable.cut()
+    until(lambda: rank not in live(cluster), "the lease runs out")
+
+
+# -- partitions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "transport"),
+    [
+        ("sync", "grpc"),
+        ("sync", "shm"),
+        ("ssp:2", "grpc"),
+        ("ssp:2", "shm"),
+        ("async", "grpc"),
+        ("async", "shm"),
+    ],
+)
+def test_a_worker_that_was_cut_off_takes_its_place_again_and_goes_on(
+    cluster: Cluster, cable: Cable, mode: str, transport: str
+) -> None:
+    back = threading.Event()
+    trained: list[torch.Tensor] = []
+
+    def work(rank: int) -> None:
+        address = cable.address if rank == 0 else cluster.address
+        with session_at(address, mode, rank, transport) as session:
+            worker = Worker(session)
+            while session.clock < 20:
+                if rank == 0 and worker.tried == 5:
+                    lose(cluster, cable)
+                    before = session.clock
+                    cable.heal()
+                    worker.step()
+                    assert session.clock >= before - 1
+                    back.set()
+                elif rank == 1 and session.clock == 10:
+                    back.wait(60)  # alone for some steps, then both
+                    worker.step()
+                else:
+                    worker.step()
+            found = worker.mine()
+            lost = found.count(0.0)
+            if rank == 0:
+                assert worker.metric("rejoins") >= 1
+            assert worker.metric("lost_steps") == lost <= worker.metric("rejoins")
+            whole = {1.0} if mode != "sync" else {0.5, 1.0}
+            assert set(found) - {0.0} <= whole, "a step counted other than once"
+            trained.append(session.unwrap(worker.model).cells.detach().clone())
+
+    in_parallel(2, work)
+    if mode == "sync":
+        assert torch.equal(*trained), "after the same step all have the same weights"
+
+
+def session_at(address: str, mode: str, rank: int, transport: str = "auto", world_size: int = 2) -> Session:
+    return ps_worker.connect(address, mode, rank=rank, world_size=world_size, transport=transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("mode", ["sync", "ssp:0"])
+def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
+    cluster: Cluster, cable: Cable, mode: str, transport: str
+) -> None:
+    """Rank 0 waits for rank 1 when it is cut off: its gradient is in, only the answer is missing."""
+
+    sessions: list[Session] = []
+
+    def acknowledged() -> bool:
+        pushed = list(sessions[0]._strategy._pushed)  # type: ignore[union-attr]
+        return len(pushed) == 8 and all(push.done() for push in pushed)
+
+    def work(which: int) -> None:
+        if which == 0:
+            with session_at(cable.address, mode, 0, transport) as session:
+                worker = Worker(session)
+                sessions.append(session)
+                worker.step()
+                worker.step()  # is cut off in this one
+                assert worker.metric("rejoins") >= 1
+                assert worker.metric("lost_steps") == 0
+                assert 0.0 not in worker.mine()
+                worker.step()
+                assert 0.0 not in worker.mine()
+        else:
+            spec = until(lambda: cluster.coordinator.jobs().get("default")).spec
+            with RawWorker(cluster.address, spec, 1) as peer, alive(peer):
+                for clock in (1, 2):
+                    until(lambda clock=clock: cluster.waits("default").get(0) == (clock, [1]))
+                    if clock == 1:
+                        peer.step(torch.zeros(2 * CELLS))
+                until(acknowledged)
+                lose(cluster, cable)
+                before = live(cluster)
+                peer.step(torch.zeros(2 * CELLS))
+                cable.heal()
+                until(lambda: live(cluster).get(0, 0) > before[1])
+                peer.step(torch.zeros(2 * CELLS))
+                until(lambda: 0 not in live(cluster))
+
+    in_parallel(2, work)
+    status.end_job(cluster.address, "default")
+
+
+@contextlib.contextmanager
+def alive(peer: RawWorker) -> Iterator[None]:
+    """Keeps a worker's lease."""
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(LEASE / 4):
+            peer.heartbeat()
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+def test_buckets_that_leave_during_backward_are_lost_with_the_place_and_none_twice(
+    cluster: Cluster, cable: Cable
+) -> None:
+    with session_at(cable.address, "async", 0, world_size=1) as session:
+        worker = Worker(session, overlap=True)
+        for _ in range(3):
+            worker.step()
+        lose(cluster, cable)
+        cable.heal()
+        until(lambda: 0 in live(cluster), "the heartbeat joins again, without a step")
+        for _ in range(3):
+            worker.step()
+        assert worker.mine()[3] == 0.0
+        assert set(worker.mine()) == {0.0, 1.0}
+        assert worker.mine().count(0.0) == worker.metric("lost_steps")
+
+
+def test_a_worker_may_lose_its_place_again_and_again(cluster: Cluster, cable: Cable) -> None:
+    with session_at(cable.address, "async", 0, "shm", world_size=1) as session:
+        worker = Worker(session)
+        for round_number in range(1, 4):
+            lose(cluster, cable)
+            cable.heal()
+            while worker.metric("rejoins") < round_number:
+                worker.step()
+            worker.step()
+        assert set(worker.mine()) == {0.0, 1.0}
+        assert worker.mine().count(0.0) == worker.metric("lost_steps") <= worker.metric("rejoins")
+        assert worker.mine().count(1.0) == session.clock
+
+
+def test_gradients_that_add_up_over_several_passes_go_on_adding_up(cluster: Cluster, cable: Cable) -> None:
+    """What backward adds to after the memory of gradients was exchanged is what the next step sends."""
+    with session_at(cable.address, "async", 0, "shm", world_size=1) as session:
+        worker = Worker(session)
+        worker.step()
+        lose(cluster, cable)
+        worker.model(torch.tensor(10)).backward()
+        cable.heal()
+        until(lambda: 0 in live(cluster), "the heartbeat joins again")
+        worker.optimizer.step()  # finds its place lost
+        worker.model(torch.tensor(10)).backward()  # on top of what is there: the script has not zeroed it
+        worker.optimizer.step()
+        assert worker.model.cells.detach()[0, 10] == 2.0
+
+
+def test_a_worker_that_waits_for_the_others_to_start_may_lose_its_place(cluster: Cluster, cable: Cable) -> None:
+    def work(rank: int) -> list[float]:
+        if rank == 1:
+            until(lambda: 0 in live(cluster))
+            first = live(cluster)[0]
+            lose(cluster, cable)
+            cable.heal()
+            until(lambda: live(cluster).get(0, 0) > first)
+        with session_at(cable.address if rank == 0 else cluster.address, "sync", rank) as session:
+            worker = Worker(session)
+            for _ in range(3):
+                worker.step()
+            return worker.mine()
+
+    assert in_parallel(2, work) == [[0.5] * 3] * 2
+
+
+def test_in_an_elastic_job_a_worker_asks_for_the_rank_it_had(cluster: Cluster, cable: Cable) -> None:
+    with (
+        ps_worker.connect(cluster.address, "async", elastic=True) as first,
+        ps_worker.connect(cable.address, "async", elastic=True) as second,
+    ):
+        peer, worker = Worker(first), Worker(second)
+        assert (first.rank, second.rank) == (0, 1)
+        lose(cluster, cable, rank=1)
+        peer.step()
+        cable.heal()
+        until(lambda: 1 in live(cluster))
+        worker.step()
+        assert second.rank == 1
+        assert second.clock == 1
+        worker.step()
+        assert worker.mine() == [0.0, 1.0]
+
+
+# -- who gives up ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_worker_whose_rank_another_process_took_gives_up(cluster: Cluster, cable: Cable, mode: str) -> None:
+    with session_at(cable.address, mode, 0, world_size=1) as session:
+        worker = Worker(session)
+        worker.step()
+        lose(cluster, cable)
+        spec = cluster.coordinator.jobs()["default"].spec
+        with RawWorker(cluster.address, spec, 0) as new, alive(new):
+            before = cluster.state("default")
+            cable.heal()
+            with pytest.raises(Fenced, match="worker 0 was replaced"):
+                worker.step()
+            with pytest.raises(Fenced, match="worker 0 was replaced"):
+                worker.step()
+            session.close()  # says goodbye to nobody: the new one stays
+            assert live(cluster) == {0: new.incarnation}
+            assert cluster.state("default") == before
+
+
+def test_a_worker_whose_job_is_gone_says_so(cluster: Cluster, cable: Cable) -> None:
+    with session_at(cable.address, "async", 0, world_size=1) as session:
+        worker = Worker(session)
+        lose(cluster, cable)
+        status.end_job(cluster.address, "default")
+        cable.heal()
+        with pytest.raises(NotFound, match="no job 'default'"):
+            worker.step()
+
+
+def test_a_session_may_be_closed_while_it_is_cut_off(cluster: Cluster, cable: Cable) -> None:
+    session = session_at(cable.address, "async", 0, world_size=1)
+    Worker(session)
+    lose(cluster, cable)
+    session.close()
+    cable.heal()
+    until(lambda: not any(thread.name in ("heartbeat", "watch") for thread in threading.enumerate()))
+    assert live(cluster) == {}
+
+
+# -- a process that is stopped ---------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import torch
+import ps_worker
+
+session = ps_worker.connect()
+model = torch.nn.Linear(64, 64)
+model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), bucket_bytes=4096)
+while session.clock < 100000 and not sys.stdin.closed:
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("clock", session.clock, session.metrics_address, flush=True)
+    if sys.stdin.readline() == "stop\\n":
+        break
+session.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "transport"),
+    [
+        ("sync", "grpc"),
+        ("sync", "shm"),
+        ("async", "grpc"),
+        ("async", "shm"),
+    ],
+)
+def test_a_process_that_was_stopped_goes_on_when_it_is_continued(cluster: Cluster, mode: str, transport: str) -> None:
+    environment = {
+        **os.environ,
+        "PS_SERVER": cluster.address,
+        "PS_MODE": mode,
+        "PS_RANK": "0",
+        "PS_WORLD_SIZE": "1",
+        "PS_TRANSPORT": transport,
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        words = process.stdin, process.stdout
+        for _ in range(3):
+            step(*words)
+        os.kill(process.pid, signal.SIGSTOP)
+        until(lambda: live(cluster) == {}, "the lease runs out")
+        os.kill(process.pid, signal.SIGCONT)
+        step(*words)
+        clock, address = step(*words)
+        assert clock >= 4
+        assert scrape(address)["ps_worker_rejoins_total"] == 1
+        process.stdin.write("stop\n")
+        process.stdin.flush()
+        assert process.wait(60) == 0
+    assert cluster.coordinator.jobs() == {}
+
+
+def step(asks: object, says: object) -> tuple[int, str]:
+    """Lets the process make one more step; the clock it then has, and where its metrics are."""
+    found = re.fullmatch(r"clock (\d+) (\S+)\n", says.readline())  # type: ignore[attr-defined]
+    assert found is not None
+    asks.write("on\n")  # type: ignore[attr-defined]
+    asks.flush()  # type: ignore[attr-defined]
+    return int(found[1]), found[2]

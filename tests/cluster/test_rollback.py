@@ -1,0 +1,184 @@
+"""A job that loses a shard, or all its processes, ends with the weights of the undisturbed run, to the bit.
+
+The workers are processes that run a plain script (train_with_state.py), which knows nothing of all this.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+
+from ps_server.storage.checkpoints import CheckpointStore
+from tests.tools.cluster import Cluster, scrape, until
+
+MakeCluster = Callable[..., Cluster]
+SCRIPT = str(Path(__file__).parents[1] / "scripts" / "train_with_state.py")
+WORKERS = 2
+WAIT_SECONDS = 90
+LEASE = 60.0  # processes take seconds to start, and are waited for no longer
+
+Found = list[dict[str, torch.Tensor]]
+
+
+class Workers:
+    """The processes of one job; ended with the `with`."""
+
+    def __init__(self, address: str, directory: Path, holds: Sequence[int], transport: str) -> None:
+        self.directory = directory
+        self._stack = ExitStack()
+        variables = {"PS_SERVER": address, "PS_MODE": "sync", "PS_WORLD_SIZE": str(WORKERS), "PS_TRANSPORT": transport}
+        self.processes = [
+            self._stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, SCRIPT, str(directory), *map(str, holds)],
+                    env={**os.environ, **variables, "PS_RANK": str(rank), "PYTHONPATH": os.pathsep.join(sys.path)},
+                )
+            )
+            for rank in range(WORKERS)
+        ]
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+        self._stack.close()
+
+    def are_held(self, clock: int) -> bool:
+        assert all(process.poll() is None for process in self.processes), "a worker has ended"
+        return all((self.directory / f"held-{clock}-{rank}").exists() for rank in range(WORKERS))
+
+    def let_go(self, clock: int) -> None:
+        (self.directory / f"go-{clock}").touch()
+
+    def reach(self, clock: int, every: int, cluster: Cluster) -> None:
+        """Until they stand at a clock, with a checkpoint behind them at 1 and at each multiple of `every`.
+
+        Each was begun in time, because they were held a step before it.
+        """
+        for multiple in checkpoints(clock, every):
+            until(lambda: self.are_held(multiple - 1), "the step before a checkpoint")  # noqa: B023
+            until(lambda: begun(cluster) == {multiple}, "the beginning of the checkpoint")  # noqa: B023
+            self.let_go(multiple - 1)
+        until(lambda: self.are_held(clock), "the clock to be held at")
+
+    def ended(self) -> Found:
+        """What each ended with."""
+        assert [process.wait(WAIT_SECONDS) for process in self.processes] == [0] * WORKERS
+        return [load_file(self.directory / f"rank-{rank}.safetensors") for rank in range(WORKERS)]
+
+
+def begun(cluster: Cluster) -> set[int | None]:
+    """The clocks of the checkpoints that the shards have begun last."""
+    captures = [engine.jobs()["default"].capture for engine in cluster.engines]
+    return {capture.clock if capture is not None else None for capture in captures}
+
+
+def holds(clock: int, every: int) -> list[int]:
+    """Where `reach` wants workers to be held."""
+    return [*(multiple - 1 for multiple in checkpoints(clock, every)), clock]
+
+
+def checkpoints(clock: int, every: int) -> list[int]:
+    """The clocks below this one at which there is a checkpoint: the first is as soon as it can be."""
+    return [1, *range(every, clock, every)]
+
+
+def last(store: CheckpointStore) -> int:
+    """The clock of the last checkpoint."""
+    names = store.names("default")
+    return store.manifest("default", names[-1]).clock if names else 0
+
+
+def same(found: Found, expected: Found) -> bool:
+    return all(
+        mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+        for mine, theirs in zip(found, expected, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What a run without checkpoints and without disturbance ends with."""
+    cluster = Cluster()
+    with Workers(cluster.address, tmp_path_factory.mktemp("undisturbed"), (), "auto") as workers:
+        found = workers.ended()
+    cluster.stop()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("which", "every", "held", "transport"),
+    [
+        (1, "10steps", 27, "shm"),  # from the 4th pass over the data back into the 3rd
+        (1, "10steps", 27, "grpc"),
+        (0, "10steps", 12, "auto"),  # with the coordinator; within the 2nd pass
+        (1, "8steps", 33, "auto"),  # to the very end of a pass
+        (1, "13steps", 47, "auto"),  # over two ends
+    ],
+)
+def test_a_job_that_lost_a_shard_ends_with_the_weights_of_the_undisturbed_run(
+    make_cluster: MakeCluster, tmp_path: Path, undisturbed: Found, which: int, every: str, held: int, transport: str
+) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path / "checkpoints", checkpoint_every=every)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    steps = int(every.removesuffix("steps"))
+    with Workers(cluster.address, tmp_path, holds(held, steps), transport) as workers:
+        workers.reach(held, steps, cluster)
+        until(lambda: last(store) == held // steps * steps, "the last checkpoint is complete")
+        cluster.start_again(which)
+        workers.let_go(held)
+        assert same(workers.ended(), undisturbed)
+    assert cluster.coordinator.jobs() == {}
+
+
+def test_a_job_whose_processes_all_ended_goes_on_to_the_same_weights(
+    make_cluster: MakeCluster, tmp_path: Path, undisturbed: Found
+) -> None:
+    kept = tmp_path / "checkpoints"
+    first = make_cluster(checkpoint_dir=kept, checkpoint_every="10steps", lease=LEASE)
+    store = CheckpointStore(kept)
+    with Workers(first.address, tmp_path, holds(27, 10), "auto") as workers:
+        workers.reach(27, 10, first)
+        until(lambda: last(store) == 20, "the last checkpoint is complete")
+    first.stop()
+    second = make_cluster(checkpoint_dir=kept, restore=True, shards=3, lease=LEASE)
+    with Workers(second.address, tmp_path, (), "auto") as workers:
+        assert same(workers.ended(), undisturbed)
+
+
+@pytest.mark.parametrize("mode", ["ssp:1", "async"])
+def test_without_a_common_clock_workers_go_on_where_they_are(
+    make_cluster: MakeCluster, tmp_path: Path, mode: str
+) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="2steps")
+    store = CheckpointStore(tmp_path)
+    with cluster.connect(mode) as session:
+        model = torch.nn.Linear(4, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        numbers = DataLoader(torch.arange(40.0), batch_size=1)
+        model, optimizer, loader = session.prepare(model, optimizer, numbers, bucket_bytes=128)
+        seen = []
+        for batch in loader:
+            seen.append(batch.item())
+            model(batch.expand(4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if len(seen) == 10:
+                until(lambda: store.names("default"), "a checkpoint")
+                cluster.start_again(1)
+        assert seen == [float(number) for number in range(40)], "no batch is given twice"
+        metrics = scrape(session.metrics_address)
+        assert metrics["ps_worker_rejoins_total"] >= 1
+        # A step that was lost on one shard may have reached the other: the clock goes on from there.
+        assert 40 - metrics["ps_worker_lost_steps_total"] <= session.clock <= 40

@@ -1,0 +1,160 @@
+"""Training while half of all calls fail and a quarter is made twice: the weights are those of a run without faults.
+
+The weights are the counting oracle's: what was lost, doubled or torn would be read from them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ps_protocol.errors import TryLater, UnknownWorker
+from ps_server.core.consistency import BucketProtocol
+from ps_server.core.membership import Newcomer
+from ps_server.storage.checkpoints import CheckpointStore
+from ps_worker.cluster import coordinator
+from tests.chaos.oracle import Cells, Life, Rules, Shape, Violation, Witness, judge, too_stale
+from tests.tools.cluster import Cluster, in_parallel
+from tests.tools.oracle_run import Run
+from tests.tools.raw_worker import RawWorker, vector_job
+from tests.tools.rpc_faults import KINDS, RpcFaults, break_calls
+
+WORKERS = 3
+STEPS = 30
+SHAPE = Shape(buckets=4, rows=4, columns=7)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that fails is soon made again, so that a test can have many of them."""
+    monkeypatch.setattr(coordinator, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(coordinator, "LONGEST_PAUSE_SECONDS", 0.02)
+
+
+def train(cluster: Cluster, mode: str, transport: str) -> list[Violation]:
+    """Trains; what the oracle found wrong, on the way and at the end."""
+    rules = Rules.of(mode, WORKERS, SHAPE)
+    found: list[Violation] = []
+    lives = [Life(rank, rank) for rank in range(WORKERS)]
+    views: list[torch.Tensor] = []
+
+    def work(rank: int) -> None:
+        with cluster.connect(mode, rank, WORKERS, transport=transport) as session:
+            model = Cells(SHAPE)
+            model, optimizer = session.prepare(model, model.optimizer(), bucket_bytes=SHAPE.bucket_bytes)
+            witness = Witness(rules, rank)
+            while session.clock < STEPS:
+                number = session.clock + 1
+                lives[rank].attempted.append(number)
+                witness.mark(model, number)
+                optimizer.step()
+                lives[rank].done[number] = session.clock
+                view = model.view()
+                found.extend(witness.check(view, number))
+                counts = {row: [int(count) for count in view[:, row, 0]] for row in range(WORKERS)}
+                lives[rank].seen.append((session.clock, counts, 0.0))
+            finished.wait()  # then everybody's last step is in
+            if rank == 0:
+                views.append(weights(cluster))
+            judged.wait()
+
+    finished = threading.Barrier(WORKERS, timeout=100)
+    judged = threading.Barrier(WORKERS, timeout=100)
+    in_parallel(WORKERS, work)
+    assert all(sorted(life.done) == list(range(1, STEPS + 1)) for life in lives), "nobody missed the beginning"
+    return found + judge(views[0], lives, rules) + too_stale(lives, rules)
+
+
+def weights(cluster: Cluster) -> torch.Tensor:
+    """What the shards hold: [buckets, rows, 1 + columns]."""
+    view = torch.zeros(SHAPE.buckets, SHAPE.rows, 1 + SHAPE.columns)
+    for engine in cluster.engines:
+        for bucket in engine.jobs()["default"].buckets.values():
+            with bucket.tensors:
+                view[bucket.state.layout.segments[0].parameter] = bucket.state.weights.flat[: view[0].numel()].view(
+                    view[0].shape
+                )
+    return view
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("mode", ["sync", "ssp:2", "async"])
+def test_with_calls_lost_unheard_and_repeated_every_push_counts_once(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, mode: str, transport: str
+) -> None:
+    faults = RpcFaults(seed=7)
+    break_calls(monkeypatch, faults)
+    cluster = make_cluster(lease=60.0)
+    assert train(cluster, mode, transport) == []
+    faults.finish()
+    methods = ("PushPullShared",) if transport == "shm" else ("Push", "Pull")
+    for method in (*methods, "AdmitWorker", "JoinJob"):
+        assert all(faults.counts[method, kind] for kind in KINDS), f"{method}: {faults.counts}"
+
+
+@pytest.mark.parametrize(
+    ("mode", "transport"),
+    [
+        ("sync", "shm"),
+        ("sync", "grpc"),
+        ("ssp:2", "grpc"),
+        ("async", "shm"),
+    ],
+)
+def test_with_calls_broken_a_job_is_set_back_to_a_checkpoint_and_every_push_counts_once(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, transport: str
+) -> None:
+    faults = RpcFaults(seed=11)
+    break_calls(monkeypatch, faults)
+    cluster = make_cluster(lease=60.0, checkpoint_dir=tmp_path, checkpoint_every="4steps")
+    store, happened = CheckpointStore(tmp_path), threading.Event()
+    run = Run(cluster.address, mode, happened, store, transports=(transport,))
+
+    def stepped(rank: int, clock: int) -> None:
+        if rank == 0 and clock >= 12 and store.names("default") and not happened.is_set():
+            cluster.start_again(1)
+            happened.set()
+
+    run.stepped = stepped
+    ended = run.to_the_end()
+    faults.finish()
+    assert ended.found == []
+    [job] = ended.status["jobs"]
+    assert (job["redone_steps"] > 0) == (mode == "sync")
+    assert ended.lost <= job["lost_steps"] <= ended.missing
+    for method in ("SaveWorkerState", "BeginCheckpoint", "AwaitCheckpoint"):
+        assert sum(faults.counts[method, kind] for kind in KINDS), f"{method}: {faults.counts}"
+    assert sum(faults.counts["RestoreJob", kind] for kind in ("none", *KINDS)), faults.counts
+
+
+def test_a_shard_that_forgets_what_it_has_staged_is_found_out(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle can fail: here every repeat is taken for new."""
+    break_calls(monkeypatch, RpcFaults(seed=7))
+    cluster = make_cluster(lease=60.0)
+    monkeypatch.setattr(BucketProtocol, "is_repeat", lambda self, rank, clock: False)
+    assert {violation.kind for violation in train(cluster, "async", "grpc")} & {"doubled"}
+
+
+def test_who_lost_its_place_to_a_join_that_failed_half_way_is_told_so(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shards count it no more: were it live to the coordinator alone, it would never learn why they refuse it."""
+    faults = RpcFaults(seed=0, chance=0.0, only={"AdmitWorker"})
+    break_calls(monkeypatch, faults)
+    cluster = make_cluster(lease=60.0)
+    spec = vector_job("default", "async", cells=16, world_size=1)
+    with RawWorker(cluster.address, spec, 0) as old:
+        old.initialise()
+        faults.chance = 1.0
+        with pytest.raises(TryLater, match="broke this call"):
+            cluster.coordinator.join("default", 0, Newcomer(pid=1))
+        with pytest.raises(UnknownWorker):
+            old.send(old.message(0, 1))
+        with pytest.raises(UnknownWorker):
+            old.heartbeat()

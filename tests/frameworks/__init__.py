@@ -1,0 +1,1 @@
+"""Lightning and Hugging Face."""

@@ -1,0 +1,1 @@
+"""Both commands, launchers, settings."""

@@ -1,0 +1,478 @@
+"""The commands, as processes: what they print, what they leave behind, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import ps_server.cli
+import ps_worker.cli
+from ps_server.ops import status
+from ps_server.ops.probe import is_serving
+from tests.tools.cluster import Cluster, scrape, until
+from tests.tools.launching import run, script
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(Path(__file__).parents[1] / "scripts" / "train_everything.py")
+END_SECONDS = 30.0
+FOR_EVER = "1000000000"
+
+
+class Command:
+    """A running command, with everything it has printed so far."""
+
+    def __init__(self, directory: Path, *arguments: str, **variables: str) -> None:
+        self._out, self._err = directory / "out", directory / "err"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **variables}
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment
+            )
+        self._family: list[psutil.Process] = []
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    def says(self, pattern: str, count: int = 1) -> list[str]:
+        """Waits until it has printed a line like this `count` times; what the pattern's group caught."""
+
+        def found() -> list[str]:
+            assert self.process.poll() is None or len(re.findall(pattern, self.out)) >= count, self.err
+            matches = re.findall(pattern, self.out)
+            return matches if len(matches) >= count else []
+
+        return until(found, f"{pattern!r} in the output")
+
+    def family(self) -> list[psutil.Process]:
+        """The processes it has started, and theirs."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self, number: int) -> int:
+        """Sends a signal, waits for the end of the command and all it has started, and returns its exit code."""
+        family = self.family()
+        assert family
+        self.process.send_signal(number)
+        code = self.process.wait(END_SECONDS)
+        _, orphans = psutil.wait_procs(family, timeout=END_SECONDS)
+        assert not orphans, f"left behind: {orphans}"
+        return code
+
+    def clean_up(self) -> None:
+        """Leaves nothing behind if a test fails half-way."""
+        if self.process.poll() is None:
+            for process in [*self.family(), psutil.Process(self.process.pid)]:
+                process.kill()
+            self.process.wait()
+
+
+Start = Callable[..., Command]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts commands that end with the test: start("-m", "ps_server", "up", PS_SHARDS="1")."""
+    started: list[Command] = []
+
+    def begin(*arguments: str, **variables: str) -> Command:
+        directory = tmp_path / f"command-{len(started)}"
+        directory.mkdir()
+        started.append(Command(directory, *arguments, **variables))
+        return started[-1]
+
+    yield begin
+    for command in started:
+        command.clean_up()
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Command, str]]:
+    """A cluster of real processes, and its address."""
+    flags = ("--shards", "2", "--port", "0", "--metrics-port", "0")
+    command = Command(tmp_path_factory.mktemp("up"), "-m", "ps_server", "up", *flags)
+    [address] = command.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
+    command.says(r"ps-server: metrics at http://(\S+)/metrics\n", count=2)
+    yield command, address
+    try:
+        assert command.end(signal.SIGTERM) == 0, "the third of the signals that end a cluster cleanly"
+        assert "Traceback" not in command.err
+        assert "Exception" not in command.err
+    finally:
+        command.clean_up()
+
+
+def main(monkeypatch: pytest.MonkeyPatch, *command: str) -> int | str | None:
+    """Runs a command in this process; its exit code, or the message that it exits with."""
+    monkeypatch.setattr(sys, "argv", list(command))
+    with pytest.raises(SystemExit) as caught:
+        (ps_server if command[0] == "ps-server" else ps_worker).cli.main()
+    return caught.value.code
+
+
+# -- a cluster -------------------------------------------------------------------------------------------------------
+
+
+def test_up_prints_where_to_point_workers_and_prometheus(up: tuple[Command, str]) -> None:
+    command, address = up
+    assert is_serving(address)
+    pages = command.says(r"ps-server: metrics at http://(\S+)/metrics\n", count=2)
+    assert scrape(pages[0])["ps_shards"] == 2
+    assert "ps_shards" not in scrape(pages[1])
+    assert command.out.count("\n") == 3, "three lines, and nothing that nobody asked for"
+    processes = status.fetch(address)["processes"]
+    assert [(p["role"], p["index"]) for p in processes] == [("coordinator", 0), ("shard", 0), ("shard", 1)]
+    assert {p["pid"] for p in processes} == {child.pid for child in command.family()}
+    assert [p["metrics"] for p in processes if p["role"] == "shard"] == pages
+
+
+def test_torchrun_and_variables_start_the_same_script(up: tuple[Command, str], start: Start, tmp_path: Path) -> None:
+    _, address = up
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    torchrun = start(
+        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, SCRIPT, str(tmp_path), "3"),
+        PS_SERVER=address,
+        PS_MODE="ssp:1",
+        PS_JOB="torchrun",
+        OMP_NUM_THREADS="1",
+    )
+    assert torchrun.process.wait(90) == 0, torchrun.err
+    for rank in range(2):
+        assert f"worker {rank} of 2: ssp:1 Everything ServerOptimizer\n" in torchrun.out
+        assert (tmp_path / f"ssp:1-{rank}.safetensors").exists()
+    until(lambda: not status.fetch(address)["jobs"])
+
+
+def test_ctrl_c_ends_workers_and_takes_them_off_the_job(up: tuple[Command, str], start: Start, tmp_path: Path) -> None:
+    _, address = up
+    flags = ("--server", address, "--workers", "2", "--job", "interrupted", "--metrics-host", "127.0.0.1")
+    workers = start("-m", "ps_worker", "run", *flags, SCRIPT, str(tmp_path), FOR_EVER)
+
+    def training() -> bool:
+        assert workers.process.poll() is None, workers.err
+        shards = [p for p in status.fetch(address)["processes"] if p["role"] == "shard"]
+        return all(job["version_min"] > 3 for shard in shards for job in shard["jobs"]) and all(
+            s["jobs"] for s in shards
+        )
+
+    until(training)
+    assert workers.end(signal.SIGINT) == 128 + signal.SIGINT
+    assert "Traceback" not in workers.err
+    assert "Exception" not in workers.err
+    until(lambda: not status.fetch(address)["jobs"])  # at once, not when the lease is over
+    assert is_serving(address), "the cluster is there for the next job"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_signal_ends_the_cluster_and_leaves_no_process_behind(start: Start, number: int) -> None:
+    command = start("-m", "ps_server", "up", PS_SHARDS="1", PS_PORT="0", PS_METRICS_PORT="0")
+    command.says(r"ps-server: ready at (\S+) \(1 shards?\)\n")
+    code = command.end(number)
+    assert code == (-signal.SIGKILL if number == signal.SIGKILL else 0)
+    assert "Traceback" not in command.err
+    assert "Exception" not in command.err
+
+
+def test_a_shard_that_dies_is_started_again_at_the_same_address(start: Start) -> None:
+    command = start("-m", "ps_server", "up", PS_SHARDS="2", PS_PORT="0", PS_METRICS_PORT="0")
+    [address] = command.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
+    shards = {p["index"]: p for p in status.fetch(address)["processes"] if p["role"] == "shard"}
+    for index in (1, 0):  # the coordinator too
+        os.kill(shards[index]["pid"], signal.SIGKILL)
+        until(lambda index=index: f"ps-server: shard {index} is back\n" in command.err, "the shard's return")
+    assert "ps-server: shard 1 ended with code -9; starting it again\n" in command.err
+
+    def both() -> dict[int, dict[str, object]]:
+        found = {p["index"]: p for p in status.fetch(address)["processes"] if p["role"] == "shard"}
+        return found if len(found) == 2 else {}
+
+    after = until(both, "both shards in the status")
+    for index in (0, 1):
+        assert after[index]["address"] == shards[index]["address"]
+        assert after[index]["pid"] != shards[index]["pid"]
+    assert command.end(signal.SIGTERM) == 0
+
+
+def test_a_shard_that_dies_again_and_again_is_given_up(start: Start) -> None:
+    command = start("-m", "ps_server", "up", PS_SHARDS="1", PS_PORT="0", PS_METRICS_PORT="0")
+    command.says("ready at")
+    for death in range(1, 7):
+        [shard] = command.family()
+        shard.kill()
+        said = until(lambda: command.process.poll() is not None or command.err.count("is back") >= death, "a reaction")  # noqa: B023
+        assert said
+    assert command.process.wait(END_SECONDS) == 1
+    assert "ps-server: shard 0 ended with code -9 for the 6th time in 60 s; stopping" in command.err
+
+
+def test_a_shard_whose_port_is_taken_when_it_comes_back_is_started_until_it_is_free(start: Start) -> None:
+    """With --port 0 it is one that the system gives to others too, for a moment at least."""
+    command = start("-m", "ps_server", "up", PS_SHARDS="1", PS_PORT="0", PS_METRICS_PORT="0")
+    [address] = command.says(r"ps-server: ready at (\S+) \(1 shard\)\n")
+    [shard] = command.family()
+    shard.kill()
+    until(lambda: "ended with code -9; starting it again" in command.err, "its end")
+    with closing(socket.create_server(("127.0.0.1", int(address.rpartition(":")[2])))):
+        until(lambda: "ended with code 1; starting it again" in command.err, "a start in vain")
+    until(lambda: "ps-server: shard 0 is back\n" in command.err, "its return")
+    assert [p["address"] for p in status.fetch(address)["processes"] if p["role"] == "shard"] == [address]
+    assert command.end(signal.SIGTERM) == 0
+
+
+def test_a_port_in_use_ends_up_with_one_clear_line(start: Start) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        command = start("-m", "ps_server", "up", "--shards", "1", "--port", str(port), "--metrics-port", "0")
+        assert command.process.wait(60) == 1
+    assert f"ps-server: cannot listen on 127.0.0.1:{port}: the port is in use" in command.err
+    assert "Traceback" not in command.err
+    assert "ready" not in command.out
+
+
+# -- looking in ------------------------------------------------------------------------------------------------------
+
+
+def test_status_tells_of_every_process_what_programs_need(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with shared.connect("ssp:2", job=job) as session:
+        model = nn.Linear(100, 1, bias=False)
+        model, optimizer = session.prepare(model, torch.optim.Adam(model.parameters()), bucket_bytes=64)
+        for _ in range(3):
+            model(torch.ones(100)).backward()
+            optimizer.step()
+        assert main(monkeypatch, "ps-server", "status", "--server", shared.address, "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        for process in found["processes"]:
+            assert {"role", "index", "pid", "address", "metrics"} <= set(process)
+            assert process["pid"] == os.getpid()
+        [coordinator] = [p for p in found["processes"] if p["role"] == "coordinator"]
+        shards = [p for p in found["processes"] if p["role"] == "shard"]
+        [worker] = [p for p in found["processes"] if p["role"] == "worker" and p["job"] == job]
+        assert coordinator["address"] == shared.address
+        assert [shard["index"] for shard in shards] == [0, 1]
+        for shard, server in zip(shards, shared.servers, strict=True):
+            assert (shard["address"], shard["metrics"]) == (server.address, server.metrics_address)
+            [held] = [j for j in shard["jobs"] if j["job"] == job]
+            assert held["clocks"] == {"0": 3}
+            assert held["version_min"] == held["version_max"] == 3
+            assert held["parameter_bytes"] > 0
+            assert held["optimizer_bytes"] >= 2 * held["parameter_bytes"] - 2 * 64
+        assert worker["metrics"] == session.metrics_address
+        assert {"clock", "incarnation", "waits", "lease_left_seconds"} <= set(worker)
+        [known] = [j for j in found["jobs"] if j["name"] == job]
+        assert (known["mode"], known["world_size"], known["ranks"], known["buckets"]) == ("ssp:2", 1, [0], 7)
+
+        assert main(monkeypatch, "ps-server", "status", "--server", shared.address) == 0
+        table = capsys.readouterr().out
+        head, *rows = table.splitlines()
+        assert head.split()[:5] == ["ROLE", "INDEX", "PID", "ADDRESS", "METRICS"]
+        assert len([row for row in rows if row.startswith(("coordinator", "shard", "worker"))]) >= 4
+        assert f"job {job}: ssp:2, 1 of 1 workers" in table
+
+
+def test_health_tells_by_its_exit_code(shared: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    for server in shared.servers:
+        assert main(monkeypatch, "ps-server", "health", "--server", server.address) == 0
+    assert main(monkeypatch, "ps-server", "health", "--server", "127.0.0.1:1") == 1
+
+
+def test_end_ends_a_job(shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with shared.connect("sync", job=job) as session:
+        model = nn.Linear(1, 1)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        monkeypatch.setenv("PS_SERVER", shared.address)
+        monkeypatch.setenv("PS_JOB", job)
+        assert main(monkeypatch, "ps-server", "end") == 0
+        assert job not in shared.coordinator.jobs()
+
+
+COMMANDS = [
+    *(("ps-server", command, "--help") for command in ("up", "coordinator", "shard", "status", "health", "end")),
+    ("ps-server", "up", "--help-limits"),
+    ("ps-worker", "run", "--help"),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_explains_every_flag_and_names_its_variable(
+    command: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main(monkeypatch, *command) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: {command[0]} {command[1]}")
+    flags = [" ".join(entry.split()) for entry in re.split(r"^  (?=-)", text, flags=re.MULTILINE)[1:]]
+    for entry in flags:
+        flag, _, words = entry.partition(" ")
+        assert len(words.split()) >= 3, f"{flag} is not explained"
+        if flag not in ("-h,", "-m,", "--json", "--with-coordinator", "--help-limits"):
+            assert f"[PS_{flag[2:].replace('-', '_').upper()}" in entry, entry
+    limits = [entry for entry in flags if entry.startswith("--max-") and not entry.startswith("--max-restarts")]
+    assert len(limits) == (21 if command[2] == "--help-limits" else 0)
+
+
+def test_help_is_there_at_once() -> None:
+    check = (
+        "import sys, ps_server.cli, ps_worker.cli; ps_server.cli.parser(); ps_worker.cli.parser();"
+        "print('torch' in sys.modules)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
+    )
+    assert found.stdout == "False\n", "torch takes seconds to import"
+
+
+# -- starting workers ------------------------------------------------------------------------------------------------
+
+
+def test_each_worker_is_told_its_place_and_the_scripts_arguments(tmp_path: Path) -> None:
+    told = script(tmp_path, "say(sorted((k, v) for k, v in os.environ.items() if k in sys.argv[2:]), sys.argv[1])")
+    names = ["PS_SERVER", "PS_MODE", "PS_JOB", "PS_RANK", "PS_WORLD_SIZE", "PS_LOCAL_RANK"]
+    flags = ["--server", "h:1", "--workers", "2", "--mode", "ssp:4", "--job", "j", "--first-rank", "3"]
+    done = run(*flags, "--world-size", "8", told, "--lr=3", *names)
+    assert done.returncode == 0, done.stderr
+    expected = [
+        f"[{3 + local}] "
+        + str(
+            [
+                ("PS_JOB", "j"),
+                ("PS_LOCAL_RANK", str(local)),
+                ("PS_MODE", "ssp:4"),
+                ("PS_RANK", str(3 + local)),
+                ("PS_SERVER", "h:1"),
+                ("PS_WORLD_SIZE", "8"),
+            ]
+        )
+        + " --lr=3"
+        for local in range(2)
+    ]
+    assert sorted(done.stdout.splitlines()) == expected
+
+
+def test_flags_of_run_have_variables_too(tmp_path: Path) -> None:
+    told = script(tmp_path, "say(os.environ['PS_MODE'], os.environ['PS_JOB'], os.environ['PS_ELASTIC'])")
+    done = run(told, PS_SERVER="h:1", PS_WORKERS="3", PS_MODE="async", PS_JOB="j", PS_ELASTIC="1")
+    assert sorted(done.stdout.splitlines()) == [f"[{local}] async j 1" for local in range(3)]
+
+
+@pytest.mark.parametrize("mode", ["single", "sync", "ssp:2", "async"])
+def test_the_same_script_trains_in_every_mode(
+    shared: Cluster, job: str, mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # ddp: see test_ddp.py. In this process, because a process of its own takes seconds to import torch.
+    for name, value in {"PS_SERVER": shared.address, "PS_JOB": job, "PS_MODE": mode}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", [SCRIPT, str(tmp_path), "3"])
+    runpy.run_path(SCRIPT, run_name="__main__")
+    assert (tmp_path / f"{mode}-0.safetensors").exists()
+    assert job not in shared.coordinator.jobs()
+
+
+FAILS = """
+count = int(os.environ["PS_RESTART_COUNT"])
+say("worker", os.environ["PS_RANK"], "start", count)
+if os.environ["PS_RANK"] == "1" and count < 2:
+    os.kill(os.getpid(), 9) if count else sys.exit(7)
+"""
+
+
+def test_a_worker_that_fails_is_started_again_alone_as_often_as_was_asked_for(tmp_path: Path) -> None:
+    done = run("--server", "h:1", "--workers", "2", "--max-restarts", "2", script(tmp_path, FAILS))
+    assert done.returncode == 0, "it came to its end after all"
+    assert sorted(done.stdout.splitlines()) == [
+        "[0] worker 0 start 0",
+        "[1] worker 1 start 0",
+        "[1] worker 1 start 1",
+        "[1] worker 1 start 2",
+    ]
+    assert done.stderr.splitlines() == [
+        "ps-worker: worker 1 ended with code 7",
+        "ps-worker: worker 1 is started again in 0.5 s (restart 1 of 2)",
+        "ps-worker: worker 1 ended with code -9",
+        "ps-worker: worker 1 is started again in 1 s (restart 2 of 2)",
+    ]
+
+
+def test_a_worker_that_fails_too_often_is_not_started_again(tmp_path: Path) -> None:
+    done = run("--server", "h:1", "--workers", "2", script(tmp_path, FAILS), PS_MAX_RESTARTS="1")
+    assert done.returncode == 128 + signal.SIGKILL
+    assert sorted(done.stdout.splitlines()) == [
+        "[0] worker 0 start 0",
+        "[1] worker 1 start 0",
+        "[1] worker 1 start 1",
+    ]
+
+
+def test_a_signal_ends_workers_that_wait_to_be_started_again(start: Start, tmp_path: Path) -> None:
+    fails = script(tmp_path, "sys.exit(3)")
+    command = start("-m", "ps_worker", "run", "--server", "h:1", "--max-restarts", "60", fails)
+    until(lambda: "restart 3 of 60" in command.err)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.process.wait(END_SECONDS) == 128 + signal.SIGTERM
+
+
+def test_in_ddp_no_worker_is_started_again_alone(tmp_path: Path) -> None:
+    done = run("--mode", "ddp", "--workers", "2", "--max-restarts", "1", script(tmp_path, "say('here')"))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == (
+        "ps-worker: --max-restarts does not work with --mode ddp, because a DDP worker cannot come back alone; "
+        "use torchrun, which restarts all workers\n"
+    )
+
+
+def test_in_ddp_nobody_goes_on_alone(tmp_path: Path) -> None:
+    stuck = script(
+        tmp_path, "assert os.environ['MASTER_PORT']\nsys.exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"
+    )
+    begun = time.monotonic()
+    done = run("--mode", "ddp", "--workers", "2", stuck)
+    assert done.returncode == 7
+    assert time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_worker_outlives_its_launcher(start: Start, tmp_path: Path, number: int) -> None:
+    patient = script(tmp_path, "say('here')\ntime.sleep(600)")
+    command = start("-m", "ps_worker", "run", "--server", "h:1", "--workers", "2", patient)
+    command.says("here", count=2)
+    code = command.end(number)
+    assert code == (-signal.SIGKILL if number == signal.SIGKILL else 128 + number)
+    assert "Traceback" not in command.err
+
+
+def test_an_address_where_nobody_answers_is_one_line_and_an_error(tmp_path: Path) -> None:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        done = run("--server", address, "--connect-timeout", "1.5", SCRIPT, str(tmp_path))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    *said, last = [line for line in done.stderr.splitlines() if line]
+    assert last == "ps-worker: worker 0 ended with code 1"
+    assert re.fullmatch(rf"worker 0: gave up after 1.5 s: coordinator at {address} does not answer \(.*\)", said[-1]), (
+        said
+    )
+    warnings = [line for line in said if "WARNING" in line]
+    assert len(warnings) <= 1, "at most one word on the way that it is still trying"

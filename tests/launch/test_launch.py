@@ -1,0 +1,367 @@
+"""A launch as its user sees it: what it prints, what ends it, and what an error says."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ps_launch.output import LONGEST_LINE_BYTES, PROGRESS_SECONDS, Lines
+from ps_protocol.errors import LimitExceeded
+from ps_worker.cluster.membership import ranges
+from tests.tools.cluster import Cluster, until
+from tests.tools.launching import ROOT, run, script
+
+TRAIN = """
+import os, sys, time
+from pathlib import Path
+
+import torch
+import ps_worker
+
+session = ps_worker.connect()
+begin(session.rank)
+model = torch.nn.Linear(width(session.rank), 4)
+model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(3):
+    model(torch.full((1, width(session.rank)), value(session.rank))).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    stepped(session.rank)
+print("rank", session.rank, "has finished", flush=True)
+session.close()
+"""
+ORDINARY = """
+import os, sys
+from pathlib import Path
+begin = stepped = lambda rank: None
+width = lambda rank: 4
+value = lambda rank: 1.0
+here = Path(__file__).parent
+"""
+
+
+def training(directory: Path, *changes: str) -> str:
+    """A training script that needs a server; `changes` replace parts of what is ORDINARY."""
+    path = directory / "train.py"
+    path.write_text("\n".join([ORDINARY, *changes, TRAIN]))
+    return str(path)
+
+
+def flags(cluster: Cluster, job: str, workers: int = 2) -> list[str]:
+    return ["--server", cluster.address, "--job", job, "--workers", str(workers), "--metrics-host", "127.0.0.1"]
+
+
+# -- the beginning ---------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_fails_before_all_have_joined_ends_the_launch(shared: Cluster, job: str, tmp_path: Path) -> None:
+    fails = training(tmp_path, "begin = lambda rank: sys.exit(7) if rank == 1 else None")
+    begun = time.monotonic()
+    done = run(*flags(shared, job), fails)
+    assert done.returncode == 7
+    assert "ps-worker: worker 1 ended with code 7\n" in done.stderr
+    assert "ps-worker: not all workers of the job had joined, so the others are stopped\n" in done.stderr
+    assert "has finished" not in done.stdout
+    assert time.monotonic() - begun < 60, "rank 0 would wait for half an hour"
+    until(lambda: job not in shared.coordinator.jobs(), "the job's end: rank 0 was asked to leave")
+
+
+def test_two_different_models_end_the_launch_with_the_difference(shared: Cluster, job: str, tmp_path: Path) -> None:
+    done = run(*flags(shared, job), training(tmp_path, "width = lambda rank: 4 + rank"))
+    assert done.returncode == 1
+    assert "so the others are stopped" in done.stderr
+    assert f"worker 0: job '{job}'" in done.stderr or f"worker 1: job '{job}'" in done.stderr
+
+
+def test_a_worker_is_started_again_first_and_the_launch_ends_when_it_may_not_be(
+    shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    fails = training(tmp_path, "begin = lambda rank: sys.exit(7) if rank == 1 else None")
+    done = run(*flags(shared, job), "--max-restarts", "1", fails)
+    assert done.returncode == 7
+    own = [line.removeprefix("ps-worker: ") for line in done.stderr.splitlines() if line.startswith("ps-worker: ")]
+    assert own == [
+        "worker 1 ended with code 7",
+        "worker 1 is started again in 0.5 s (restart 1 of 1)",
+        "worker 1 ended with code 7",
+        "not all workers of the job had joined, so the others are stopped",
+    ]
+
+
+def test_once_all_have_joined_a_worker_that_fails_does_not_take_the_others_with_it(
+    shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    fails = training(tmp_path, "stepped = lambda rank: sys.exit(7) if rank == 1 else None")
+    done = run(*flags(shared, job), fails)
+    assert done.returncode == 7
+    assert done.stdout == "[0] rank 0 has finished\n"
+    assert "ps-worker: worker 1 ended with code 7\n" in done.stderr
+    assert "so the others are stopped" not in done.stderr
+
+
+def test_in_an_elastic_job_no_worker_is_waited_for(shared: Cluster, job: str, tmp_path: Path) -> None:
+    fails = training(tmp_path, "begin = lambda rank: sys.exit(7) if os.environ['PS_LOCAL_RANK'] == '1' else None")
+    done = run(*flags(shared, job), "--elastic", fails)
+    assert done.returncode == 7
+    assert "[0] rank 0 has finished\n" in done.stdout
+
+
+def test_ranks_that_never_join_are_named_when_the_start_timeout_is_over(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PS_START_TIMEOUT", "4")
+    with shared.connect("sync", 2, 6, job=job) as session, pytest.raises(LimitExceeded) as caught:
+        session.prepare(model := nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1))
+    missing = (
+        rf"waiting for ranks 0-1, 3-5 to join job '{re.escape(job)}': 1 of 6 workers are there \(ranks 2\), waiting for"
+    )
+    assert re.fullmatch(rf"gave up after --start-timeout 4 s: {missing} \d+ s", str(caught.value))
+    assert any(re.match(missing, record.getMessage()) for record in caplog.records), "it was said before"
+
+
+def test_ranks_are_said_in_short() -> None:
+    assert ranges([]) == ""
+    assert ranges([4]) == "4"
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+# -- what an error says ----------------------------------------------------------------------------------------------
+
+NOT_FINITE = "value = lambda rank: float('inf')"
+
+
+def test_an_error_under_the_launcher_shows_the_users_own_line_before_one_message(
+    shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    failing = training(tmp_path, NOT_FINITE)
+    done = run(*flags(shared, job, workers=1), failing)
+    assert done.returncode == 1
+    line = 1 + Path(failing).read_text().splitlines().index("    optimizer.step()")
+    begin = done.stderr.index(f'  File "{failing}", line {line}, in <module>\n    optimizer.step()\n')
+    assert "worker 0: " in done.stderr[begin:]
+    assert "non_finite='skip'" in done.stderr[begin:]
+    assert "Traceback" not in done.stderr
+    assert "ps_worker/" not in done.stderr.replace(str(tmp_path), ""), "no frame of the package's own"
+
+
+def test_without_the_launcher_an_error_has_its_usual_traceback(shared: Cluster, job: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PS_SERVER": shared.address, "PS_JOB": job, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, training(tmp_path, NOT_FINITE)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    assert "Traceback (most recent call last)" in done.stderr
+    assert "NonFiniteGradient" in done.stderr
+
+
+def test_log_lines_have_time_level_and_rank_until_the_script_sets_up_its_own(
+    shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    """What is logged is that a variable has no effect: a script that no launcher started says it itself, once."""
+    code = "import sys, ps_worker, logging; exec(sys.argv[1]); ps_worker.connect().close(); ps_worker.connect().close()"
+    environment = {**os.environ, "PS_SHARDZ": "1", "PYTHONPATH": str(ROOT)}
+
+    def lines(before: str) -> list[str]:
+        command = [sys.executable, "-c", code, before]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
+        return done.stderr.splitlines()
+
+    [line] = lines("")
+    assert line[4] == line[7] == "-"
+    said = "the variable PS_SHARDZ is not known and has no effect, did you mean PS_SHARDS?"
+    assert line[23:] == f" WARNING worker 0: {said}"
+    assert lines("logging.basicConfig(format='mine: %(message)s')") == [f"mine: {said}"]
+
+
+# -- output ----------------------------------------------------------------------------------------------------------
+
+
+def test_lines_of_several_workers_stay_whole_and_have_the_rank_in_front(tmp_path: Path) -> None:
+    writes = script(
+        tmp_path,
+        """
+rank = os.environ["PS_RANK"]
+for step in range(200):
+    for part in ("step ", str(step), " of ", rank, "\\n"):
+        sys.stdout.write(part); sys.stdout.flush()
+        sys.stderr.write(part.upper()); sys.stderr.flush()
+sys.stdout.write("the end")
+""",
+    )
+    done = run("--server", "h:1", "--workers", "3", "--first-rank", "4", writes)
+    assert done.returncode == 0
+    for rank in (4, 5, 6):
+        own = [line for line in done.stdout.splitlines() if line.startswith(f"[{rank}] ")]
+        assert own == [f"[{rank}] step {step} of {rank}" for step in range(200)] + [f"[{rank}] the end"]
+        own = [line for line in done.stderr.splitlines() if line.startswith(f"[{rank}] ")]
+        assert own == [f"[{rank}] STEP {step} OF {rank}" for step in range(200)]
+    assert len(done.stdout.splitlines()) == 3 * 201
+
+
+def test_what_each_worker_writes_is_kept_in_a_file(tmp_path: Path) -> None:
+    writes = script(tmp_path, "say('out of', os.environ['PS_RANK'])\nsys.stdout.flush()\nsys.exit('the error')")
+    logs = tmp_path / "deep" / "logs"
+    for _ in range(2):  # an earlier run's lines stay
+        done = run("--server", "h:1", "--workers", "2", "--elastic", "--log-dir", str(logs), writes)
+        assert done.returncode == 1
+        assert sorted(done.stdout.splitlines()) == []  # PS_RANK is not there in an elastic job
+    assert sorted(path.name for path in logs.iterdir()) == ["worker-0.log", "worker-1.log"]
+    assert (logs / "worker-0.log").read_text().count("KeyError: 'PS_RANK'") == 2
+    done = run("--server", "h:1", "--workers", "1", "--first-rank", "8", "--log-dir", str(logs), writes)
+    assert (done.stdout, "the error\n" in done.stderr) == ("out of 8\n", True), "a single worker's lines have no rank"
+    assert (logs / "worker-8.log").read_text() == "out of 8\nthe error\n"
+
+
+def test_a_log_directory_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run("--log-dir", str(tmp_path / "file"), script(tmp_path, "say('here')"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"ps-worker: --log-dir {tmp_path / 'file'} cannot be written (File exists)\n"
+
+
+def test_a_single_worker_keeps_the_terminal(tmp_path: Path) -> None:
+    asks = script(tmp_path, "say(sys.stdout.isatty(), sys.stderr.isatty())")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ps_worker", "run", asks]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    try:
+        subprocess.run(command, env=environment, stdout=theirs, stderr=theirs, timeout=60, check=True)
+        assert os.read(ours, 100).decode().split() == ["True", "True"]
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_a_worker_that_is_killed_loses_nothing_that_it_wrote(tmp_path: Path) -> None:
+    """Nor does a process that it leaves behind, with its output, keep the launcher."""
+    killed = script(
+        tmp_path,
+        """
+import signal, subprocess
+if os.environ["PS_RANK"] == "1":
+    left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    sys.stdout.write(f"left {left.pid}\\nhalf a line")
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+""",
+    )
+    done = run("--server", "h:1", "--workers", "2", killed)
+    assert done.returncode == 128 + signal.SIGKILL
+    left, half = done.stdout.splitlines()
+    os.kill(int(left.split()[2]), signal.SIGKILL)
+    assert half == "[1] half a line"
+
+
+def test_workers_go_on_when_nobody_reads_what_they_write(tmp_path: Path) -> None:
+    """As in `ps-worker run … | head`."""
+    done = tmp_path / "done"
+    writes = script(
+        tmp_path, f"for _ in range(20000): say('x' * 100)\nopen('{done}' + os.environ['PS_RANK'], 'w').close()"
+    )
+    command = [sys.executable, "-m", "ps_worker", "run", "--server", "h:1", "--workers", "2", writes]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(60) == 0
+    assert Path(f"{done}0").exists()
+    assert Path(f"{done}1").exists()
+
+
+def test_a_launcher_whose_reader_stands_still_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes = script(tmp_path, f"open('{tmp_path}/begun', 'w').close()\nwhile True: say('x' * 100)")
+    command = [
+        sys.executable,
+        "-c",
+        "import ps_launch.workers as l; l.STOP_SECONDS = 2; import ps_worker.cli as c; c.main()",
+    ]
+    command += ["run", "--server", "h:1", "--workers", "2", writes]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+        until((tmp_path / "begun").exists)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_a_module_is_run_as_python_runs_it(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "train.py").write_text("import sys\nprint(__name__, __package__, sys.argv[1:])\n")
+    done = run("-m", "package.train", "--lr", "3", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    assert done.stdout == "__main__ package ['--lr', '3']\n"
+    done = run("--server", "h:1", "--workers", "2", "-m", "no_such_module")
+    assert done.returncode == 1
+    assert "No module named no_such_module" in done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_accelerate_does_not_take_a_worker_for_a_process_of_torchrun(tmp_path: Path) -> None:
+    uses = script(tmp_path, "from accelerate import Accelerator\nsay(Accelerator(cpu=True).num_processes)")
+    done = run("--server", "h:1", "--workers", "2", uses)
+    assert sorted(done.stdout.splitlines()) == ["[0] 1", "[1] 1"], done.stderr
+
+
+# -- lines, as bytes -------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """The time that a test says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_lines_are_the_same_however_the_bytes_arrive() -> None:
+    text = "first\nzweite Zeile, größer\r\n\nlast without an end".encode()
+    expected = [b"first", "zweite Zeile, größer".encode(), b"", b"last without an end"]
+    for size in range(1, len(text)):
+        lines = Lines()
+        found = [line for i in range(0, len(text), size) for line in lines.feed(text[i : i + size])]
+        assert found + lines.end() == expected
+
+
+def test_a_progress_bar_is_a_line_a_second_and_its_last_state() -> None:
+    clock = Clock()
+    lines = Lines(clock)
+    found = []
+    for percent in range(0, 101, 5):
+        found += lines.feed(f"\r{percent:3}%".encode())
+        clock.now += PROGRESS_SECONDS / 4
+    found += lines.feed(b"\n")
+    assert found == [b"  0%", b" 20%", b" 40%", b" 60%", b" 80%", b"100%"]
+    assert lines.end() == []
+
+
+def test_a_bar_that_is_wiped_out_leaves_nothing_and_one_that_stays_its_last_state() -> None:
+    lines = Lines(Clock())
+    assert lines.feed(b"\r10%\r20%\r30%\r") == [b"10%"]
+    assert lines.feed(b"     \rdone\n") == [b"done"]
+    assert lines.feed(b"\r40%\r50%\r") == []
+    assert lines.end() == [b"50%"]
+
+
+def test_the_cursor_moves_nowhere_and_colours_stay() -> None:
+    lines = Lines()
+    assert lines.feed(b"\x1b[2K\x1b[31mred\x1b[0m\x1b[A\n") == [b"\x1b[31mred\x1b[0m"]
+
+
+def test_a_line_without_an_end_is_written_in_parts() -> None:
+    lines = Lines()
+    [part] = lines.feed(b"x" * (LONGEST_LINE_BYTES + 1))
+    assert len(part) == LONGEST_LINE_BYTES + 1
+    assert lines.feed(b"yz\n") == [b"yz"]

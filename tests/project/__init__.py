@@ -1,0 +1,1 @@
+"""The sources, documents, deployment files, examples and benchmarks themselves."""

@@ -1,0 +1,50 @@
+"""The benchmarks' commands, in forms so small that their figures mean nothing: that they run, check and draw."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+SMALLEST = {
+    "round": "--mib 1 --rounds 1 --transport shm --wire float32 --no-peers",
+    "scale": "--mib 1 --workers 1 --shards 1 --rounds 1 --transport shm",
+    "train": "--layers 1 --width 64 --batch 1 --turns 1 --steps 2",
+    "straggler": "--workers 2 --shards 1 --base-ms 5 --seconds 1 --turns 1",
+    "memory": "--layers 1 --width 64 --batch 1 --workers 2 --shards 1 --steps 2 --transport grpc --bucket-kib 64",
+    "recovery": "--mib 1 --seconds 1 --every 0.5 --rounds 1",
+}
+QUICK = ("round", "scale")
+
+
+def run(name: str, flags: str, directory: Path) -> list[dict[str, Any]]:
+    """The results of a benchmark; a picture of them is in the directory."""
+    command = [sys.executable, "-m", "bench", name, *flags.split()]
+    command += ["--json", str(directory / "found.jsonl"), "--picture", str(directory / "found.png")]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=directory, capture_output=True, text=True, timeout=140
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in (directory / "found.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SMALLEST]
+)
+def test_a_benchmark_runs_and_says_what_it_found(name: str, tmp_path: Path) -> None:
+    found = run(name, SMALLEST[name], tmp_path)
+    assert found
+    for line in found:
+        assert line["bench"] == name
+        assert line["ms"] > 0
+        assert {"system", "transport", "wire", "workers", "shards", "bytes", "ratios", "threads", "versions"} <= set(
+            line
+        )
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,483 @@
+"""The deployment files: what they say, read anywhere; and a real cluster of containers, where an engine answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE = "docker-compose.yml"
+OVERLAYS = ("docker-compose.gpu.yml", "docker-compose.grafana.yml")
+SERVERS = ("coordinator", "shard-0", "shard-1")
+UNPROBED = ("worker", "certs")
+PROMETHEUS = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
+DASHBOARD = ROOT / "deploy/grafana/dashboards/parameter-server.json"
+DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
+
+
+def read(name: str) -> dict[str, Any]:
+    """A compose file with every ${VARIABLE:-default} at its default."""
+    return yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (ROOT / name).read_text()))
+
+
+def services() -> dict[str, dict[str, Any]]:
+    """Every service that any of the files describes on its own."""
+    found = read(COMPOSE)["services"]
+    return found | {name: it for file in OVERLAYS for name, it in read(file)["services"].items() if name not in found}
+
+
+# -- what the files say: no engine needed ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(services()))
+def test_every_container_is_locked_down(name: str) -> None:
+    service = services()[name]
+    user = str(service["user"])
+    assert int(user.split(":")[0]) > 0, "not root"
+    assert service["read_only"] is True
+    assert service["init"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert "mem_limit" in service
+    assert "privileged" not in service
+
+
+@pytest.mark.parametrize("name", sorted(services()))
+def test_ports_are_published_on_this_machine_only(name: str) -> None:
+    for port in services()[name].get("ports", []):
+        assert port.startswith("127.0.0.1:")
+
+
+def test_start_is_gated_by_health() -> None:
+    found = read(COMPOSE)["services"]
+    healthy = {"condition": "service_healthy"}
+    assert found["worker"]["depends_on"] == dict.fromkeys(SERVERS, healthy)
+    for name in ("shard-0", "shard-1", "prometheus"):
+        assert found[name]["depends_on"] == {"coordinator": healthy}
+    for name in (*SERVERS, "prometheus"):
+        assert found[name]["healthcheck"]["test"][0] == "CMD", "exec form: the image needs no shell"
+
+
+def test_nothing_is_killed_while_it_stops() -> None:
+    from ps_launch.workers import STOP_SECONDS
+    from ps_server.server import STOP_GRACE_SECONDS
+
+    for name, takes in (*((name, 5 * STOP_GRACE_SECONDS) for name in SERVERS), ("worker", STOP_SECONDS)):
+        assert int(read(COMPOSE)["services"][name]["stop_grace_period"].removesuffix("s")) > takes
+
+
+def test_the_servers_commands_are_ours() -> None:
+    from ps_server.cli import parser
+
+    found = read(COMPOSE)["services"]
+    arguments = {name: parser().parse_args(found[name]["command"]) for name in SERVERS}
+    assert arguments["coordinator"].command == "coordinator"
+    shards = [name for name in SERVERS if arguments[name].command == "shard"]
+    assert [arguments[name].index for name in shards] == list(range(arguments["coordinator"].shards))
+    for name, given in arguments.items():
+        assert given.advertise == f"{name}:{given.port}", "the others reach it by its service's name"
+        assert given.host == given.metrics_host == "0.0.0.0"
+        probe = parser().parse_args(found[name]["healthcheck"]["test"][2:])
+        assert (probe.command, probe.server) == ("health", f"127.0.0.1:{given.port}")
+    for name in shards:
+        assert arguments[name].coordinator == arguments["coordinator"].advertise
+
+
+@pytest.mark.parametrize("file", [COMPOSE, "docker-compose.gpu.yml"])
+def test_the_workers_command_is_ours(file: str) -> None:
+    from ps_worker.cli import parser
+
+    base = read(COMPOSE)["services"]["worker"]
+    command = read(file)["services"]["worker"]["command"]
+    given = parser().parse_args(command)
+    assert base["entrypoint"] == ["ps-worker"]
+    assert given.server == read(COMPOSE)["services"]["coordinator"]["command"][4].removeprefix("--advertise=")
+    assert given.elastic
+    script = next(word for word in command if word.endswith(".py"))
+    assert (ROOT / script).is_file()
+    options = [word.split("=")[0] for word in command[command.index(script) + 1 :]]
+    told = subprocess.run(
+        [sys.executable, script, "--help"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert all(option in told for option in options), f"{script} knows {options}"
+
+
+def test_everyone_has_its_own_certificates_and_shards_share_memory_with_workers() -> None:
+    found = read(COMPOSE)["services"]
+    for name in (*SERVERS, "worker"):
+        whose = "client" if name == "worker" else "server"
+        environment = found[name]["environment"]
+        assert environment["PS_TLS_CERT"] == f"/certs/{whose}.pem"
+        assert environment["PS_TLS_KEY"] == f"/certs/{whose}.key"
+        assert environment["PS_TLS_CA"] == "/certs/ca.pem"
+        assert environment.get("PS_TOKENS") == (None if name == "worker" else "/certs/roles")
+        assert f"{whose}-certs:/certs:ro" in found[name]["volumes"], "and nobody else's"
+    for name in ("shard-0", "shard-1", "worker"):
+        directory = found[name]["environment"]["PS_SHARED_DIRECTORY"]
+        assert f"shared:{directory}" in found[name]["volumes"]
+    assert "reader-certs:/certs:ro" in found["prometheus"]["volumes"]
+    hosts = [found["certs"]["command"][at + 1] for at, word in enumerate(found["certs"]["command"]) if word == "--host"]
+    assert hosts == list(SERVERS)
+    assert found["coordinator"]["depends_on"] == {"certs": {"condition": "service_completed_successfully"}}
+
+
+def test_two_workers_by_default() -> None:
+    assert read(COMPOSE)["services"]["worker"]["deploy"]["replicas"] == 2
+    assert "container_name" not in read(COMPOSE)["services"]["worker"], "a name of its own could not be scaled"
+
+
+def test_one_service_builds_the_image_and_none_pulls_it() -> None:
+    found = read(COMPOSE)["services"]
+    assert [name for name in found if "build" in found[name]] == ["coordinator"]
+    assert {found[name]["pull_policy"] for name in (*SERVERS, "worker")} == {"never"}
+    assert len({found[name]["image"] for name in (*SERVERS, "worker")}) == 1
+
+
+def test_the_gpu_overlay_reserves_gpus_for_workers_and_nothing_else() -> None:
+    overlay = read("docker-compose.gpu.yml")["services"]
+    assert list(overlay) == ["worker"]
+    device = overlay["worker"]["deploy"]["resources"]["reservations"]["devices"][0]
+    assert device["capabilities"] == ["gpu"]
+    assert overlay["worker"]["build"]["args"]["TORCH"].startswith("torch")
+    assert overlay["worker"]["image"] != read(COMPOSE)["services"]["worker"]["image"]
+
+
+@pytest.mark.parametrize("file", [COMPOSE, *OVERLAYS])
+def test_every_file_that_is_named_exists(file: str) -> None:
+    described = read(file)
+    for service in described["services"].values():
+        if "build" in service:
+            assert (ROOT / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+            for argument in service["build"]["args"]:
+                assert re.search(rf"^ARG .*\b{argument}=", DOCKERFILE, re.MULTILINE)
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert (ROOT / source).is_dir() if source.startswith(".") else source in described["volumes"]
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if line.startswith("!"):
+            assert (ROOT / line[1:]).exists(), f"{line} lets nothing in"
+
+
+def test_the_image_runs_as_a_user_and_hears_sigterm() -> None:
+    lines = DOCKERFILE.splitlines()
+    user = [line.split()[1] for line in lines if line.startswith("USER ")][-1]
+    assert user == read(COMPOSE)["services"]["worker"]["user"]
+    entry = next(line for line in lines if line.startswith("ENTRYPOINT"))
+    assert json.loads(entry.removeprefix("ENTRYPOINT")) == ["ps-server"], "exec form"
+    assert "PYTHONUNBUFFERED=1" in DOCKERFILE
+
+
+def test_what_the_image_runs_is_installed_by_the_project() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r"^ps-server = ", project, re.MULTILINE)
+    assert re.search(r"^ps-worker = ", project, re.MULTILINE)
+    assert re.search(r"^demo = \[", project, re.MULTILINE)
+    assert "[demo]" in DOCKERFILE
+
+
+def test_prometheus_asks_the_coordinator_who_is_there() -> None:
+    compose = read(COMPOSE)["services"]
+    port = next(word for word in compose["coordinator"]["command"] if "--metrics-port" in word).partition("=")[2]
+    jobs = {job["job_name"]: job for job in PROMETHEUS["scrape_configs"]}
+    assert jobs["ps"]["http_sd_configs"][0]["url"] == f"https://coordinator:{port}/sd"
+    assert jobs["ps-coordinator"]["static_configs"][0]["targets"] == [f"coordinator:{port}"]
+    assert jobs["ps"]["honor_labels"], "else Prometheus renames our label `job`"
+    assert "./deploy/prometheus:/etc/prometheus:ro" in compose["prometheus"]["volumes"]
+    assert "--config.file=/etc/prometheus/prometheus.yml" in compose["prometheus"]["command"]
+    assert re.fullmatch(r"prom/prometheus:v\d+\.\d+\.\d+", compose["prometheus"]["image"]), "a pinned tag"
+
+
+def dashboard_queries() -> list[str]:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
+
+
+def test_the_dashboard_shows_metrics_that_exist() -> None:
+    source = "".join(path.read_text() for end in ("server", "worker") for path in (ROOT / f"ps_{end}").rglob("*.py"))
+    used = {name for query in dashboard_queries() for name in re.findall(r"\b(?:ps|grpc_server)_\w+", query)}
+    assert len(used) > 15
+    for name in used:
+        assert f'"{re.sub("_(bucket|sum|count)$", "", name)}"' in source, f"nobody serves {name}"
+
+
+def test_grafana_finds_the_dashboard_and_prometheus() -> None:
+    grafana = read("docker-compose.grafana.yml")["services"]["grafana"]
+    mounts = {target: ROOT / source for source, target, *_ in (volume.split(":") for volume in grafana["volumes"])}
+    provisioning = mounts["/etc/grafana/provisioning"]
+    provider = yaml.safe_load((provisioning / "dashboards/dashboards.yml").read_text())["providers"][0]
+    home = Path(grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert str(home.parent) == provider["options"]["path"]
+    assert mounts[str(home.parent)] / home.name == DASHBOARD
+    source = yaml.safe_load((provisioning / "datasources/prometheus.yml").read_text())["datasources"][0]
+    assert source["url"] == "http://prometheus:9090"
+
+
+# -- promtool, where it is installed ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def promtool() -> Callable[..., None]:
+    found = shutil.which("promtool")
+    if found is None:
+        pytest.skip("promtool is not installed")
+
+    def check(*words: str | Path, text: str | None = None) -> None:
+        done = subprocess.run([found, "check", *words], input=text, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return check
+
+
+def test_promtool_accepts_the_configuration(promtool: Callable[..., None]) -> None:
+    promtool("config", "--syntax-only", ROOT / "deploy/prometheus/prometheus.yml")
+
+
+def test_promtool_parses_every_query_of_the_dashboard(promtool: Callable[..., None], tmp_path: Path) -> None:
+    queries = [query.replace("$__rate_interval", "1m").replace("$job", ".*") for query in dashboard_queries()]
+    rules = [{"record": f"panel:query:{number}", "expr": query} for number, query in enumerate(queries)]
+    file = tmp_path / "rules.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    promtool("rules", file)
+
+
+# -- a cluster of containers -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """The shipped compose file, under a project name, an image tag and ports of its own."""
+
+    compose: list[str]
+    project: str
+    image: str
+    prometheus_port: int
+    environment: dict[str, str]
+
+    def __call__(self, *words: str, check: bool = True) -> str:
+        """What a compose command prints."""
+        done = subprocess.run(
+            [*self.compose, "-f", COMPOSE, *words],
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=ENGINE_SECONDS,
+        )
+        assert not check or done.returncode == 0, f"{words}: {done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        return done.stdout
+
+    def containers(self) -> list[tuple[str, dict[str, Any]]]:
+        """What the engine says of each container, with its service's name; stopped ones too."""
+        ids = self("ps", "-a", "-q").split()
+        told = subprocess.run(["docker", "inspect", *ids], capture_output=True, text=True, check=True).stdout
+        return [(it["Config"]["Labels"]["com.docker.compose.service"], it) for it in json.loads(told)]
+
+    def workers(self) -> dict[int, int]:
+        """Clock of each live worker, by rank: from `ps-server status --json` in the coordinator's container."""
+        status = self("exec", "-T", "coordinator", "ps-server", "status", "--server", "coordinator:50051", "--json")
+        return {it["index"]: it["clock"] for it in json.loads(status)["processes"] if it["role"] == "worker"}
+
+    def all_advance(self) -> bool:
+        """Whether every live worker finishes steps."""
+        before = self.workers()
+        return eventually(lambda: all(clock > before.get(rank, 0) + 2 for rank, clock in self.workers().items()))
+
+    def prometheus(self, path: str) -> Any:
+        """The data of an answer of Prometheus' API; nothing while it does not answer."""
+        try:
+            url = f"http://127.0.0.1:{self.prometheus_port}/api/v1/{path}"
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return json.load(answer)["data"]
+        except (urllib.error.URLError, ConnectionError):
+            return {}
+
+    def series(self, query: str) -> list[dict[str, str]]:
+        """The labels of what a query finds."""
+        found = self.prometheus(f"query?query={urllib.parse.quote(query)}")
+        return [it["metric"] for it in found.get("result", [])]
+
+    def targets(self) -> list[tuple[str, str]]:
+        """(role, health) of every process of ours that Prometheus scrapes."""
+        found = self.prometheus("targets?state=active").get("activeTargets", [])
+        return sorted((it["labels"]["role"], it["health"]) for it in found if "role" in it["labels"])
+
+
+ENGINE_SECONDS = 900  # an engine without an overlay file system copies 1.5 GB for every layer and container
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 120) -> bool:
+    """Waits for what other machines bring about; False if they did not."""
+    end, pause = time.monotonic() + seconds, threading.Event()
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        pause.wait(1)
+    return True
+
+
+def answers(*words: str) -> bool:
+    """Whether there is such a command, and it succeeds."""
+    if shutil.which(words[0]) is None:
+        return False
+    return subprocess.run(words, capture_output=True, timeout=ENGINE_SECONDS).returncode == 0
+
+
+def says_anything(port: int, context: ssl.SSLContext | None) -> bool:
+    """Whether a port of this machine answers a request with so much as one byte."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as plain:
+        try:
+            with context.wrap_socket(plain) if context else plain as connection:
+                http2 = context is not None and connection.selected_alpn_protocol() == "h2"  # type: ignore[attr-defined]
+                connection.sendall(
+                    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+                    if http2
+                    else b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+                )
+                return connection.recv(1) not in (b"", b"\x15")  # an alert of TLS is no answer
+        except (ssl.SSLError, ConnectionError):
+            return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[Deployment]:
+    if not answers("docker", "info"):
+        pytest.skip("no Docker engine answers")
+    compose = next((it for it in (["docker", "compose"], ["docker-compose"]) if answers(*it, "version")), None)
+    if compose is None:
+        pytest.skip("neither `docker compose` nor docker-compose is installed")
+    base = re.findall(r"^ARG PYTHON_IMAGE=(\S+)", DOCKERFILE, re.MULTILINE)[0]
+    for image in (base, read(COMPOSE)["services"]["prometheus"]["image"]):
+        if not answers("docker", "image", "inspect", image) and not answers("docker", "pull", "-q", image):
+            pytest.skip(f"the image {image} is not here and cannot be pulled")
+    name, port = f"ps-test-{os.getpid()}", free_port()
+    settings = {
+        "COMPOSE_PROJECT_NAME": name,
+        "COMPOSE_HTTP_TIMEOUT": str(ENGINE_SECONDS),  # Compose 1.29 gives up after 60 s
+        "PS_IMAGE": f"{name}:test",
+        "PS_JOB": "compose",
+        "PS_MODE": "ssp:4",
+        "PS_STEPS": "100000",  # more than anybody waits for: the tests end it
+        "PS_PUBLISH_PORT": str(free_port()),
+        "PS_PUBLISH_METRICS_PORT": str(free_port()),
+        "PS_PUBLISH_PROMETHEUS_PORT": str(port),
+    }
+    found = Deployment(compose, name, settings["PS_IMAGE"], port, {**os.environ, **settings})
+    try:
+        found("build")
+        found("up", "-d")
+        yield found
+    finally:
+        found("down", "--volumes", check=False)
+        answers("docker", "image", "rm", "-f", found.image)
+
+
+@pytest.mark.docker
+@pytest.mark.timeout(2 * ENGINE_SECONDS)
+class TestDeployment:
+    """In this order, on one deployment, because building and starting one takes minutes."""
+
+    def test_servers_become_healthy_and_nobody_is_root(self, deployment: Deployment) -> None:
+        def healthy() -> bool:
+            found = [it["State"]["Health"]["Status"] for name, it in deployment.containers() if name not in UNPROBED]
+            return found == ["healthy"] * (len(SERVERS) + 1)
+
+        assert eventually(healthy), deployment("ps")
+        for name, container in deployment.containers():
+            settings = container["HostConfig"]
+            assert settings["ReadonlyRootfs"]
+            assert settings["CapDrop"] == ["ALL"]
+            assert not settings["CapAdd"]
+            assert settings["SecurityOpt"] == ["no-new-privileges:true"]
+            assert settings["Memory"] > 0
+            mounts = {it["Destination"]: it["RW"] for it in container["Mounts"]}
+            assert name == "certs" or mounts["/certs"] is False, "nobody else can change the certificates"
+            assert ("/shared" in mounts) == (name == "worker" or name.startswith("shard"))
+        for name in (*SERVERS, "worker", "prometheus"):
+            assert int(deployment("exec", "-T", name, "id", "-u")) > 0
+
+    def test_two_workers_train(self, deployment: Deployment) -> None:
+        assert eventually(lambda: len(deployment.workers()) == 2), deployment("logs", "--tail=50")
+        assert deployment.all_advance()
+
+    def test_prometheus_scrapes_every_process(self, deployment: Deployment) -> None:
+        everyone = [("coordinator", "up"), ("shard", "up"), ("shard", "up"), ("worker", "up"), ("worker", "up")]
+        assert eventually(lambda: deployment.targets() == everyone), deployment.targets()
+        assert eventually(lambda: len(deployment.series("ps_push_total{job='compose', role='shard'}")) >= 2)
+        steps = "ps_worker_steps_total{job='compose', role='worker'}"
+        assert eventually(lambda: {it["rank"] for it in deployment.series(steps)} == {"0", "1"})
+
+    def test_nobody_has_the_key_of_another(self, deployment: Deployment) -> None:
+        for name, key in (
+            ("coordinator", "server"),
+            ("shard-1", "server"),
+            ("worker", "client"),
+            ("prometheus", "reader"),
+        ):
+            keys = [word for word in deployment("exec", "-T", name, "ls", "/certs").split() if word.endswith(".key")]
+            assert keys == [f"{key}.key"]
+
+    def test_buckets_go_through_memory_that_containers_share(self, deployment: Deployment) -> None:
+        shared = "grpc_server_handled_total{grpc_method='PushPullShared', grpc_code='OK', role='shard'}"
+        assert eventually(lambda: len(deployment.series(shared)) == 2), deployment("logs", "--tail=50", "worker")
+
+    @pytest.mark.parametrize("setting", ["PS_PUBLISH_PORT", "PS_PUBLISH_METRICS_PORT"])
+    def test_nobody_gets_in_without_a_certificate(self, deployment: Deployment, setting: str) -> None:
+        port = int(deployment.environment[setting])
+        assert not says_anything(port, None), "plaintext"
+        stranger = ssl.create_default_context()
+        stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
+        stranger.set_alpn_protocols(["h2", "http/1.1"])
+        assert not says_anything(port, stranger), "TLS without a certificate"
+
+    def test_workers_come_and_go_by_scaling(self, deployment: Deployment) -> None:
+        deployment("up", "-d", "--scale", "worker=4")
+        assert eventually(lambda: len(deployment.workers()) == 4), deployment("logs", "--tail=50", "worker")
+        assert eventually(lambda: deployment.targets().count(("worker", "up")) == 4), deployment.targets()
+        assert deployment.all_advance()
+        deployment("up", "-d", "--scale", "worker=1")
+        assert eventually(lambda: len(deployment.workers()) == 1)
+        assert eventually(lambda: [role for role, _ in deployment.targets()].count("worker") == 1)
+        assert deployment.all_advance()
+        said = deployment("logs", "--no-color", "coordinator")
+        assert said.count("leaves") == 3, "three workers said good-bye"
+        assert "no sign of life" not in said, "and nobody had to wait for a lease to run out"
+
+    def test_stopping_is_clean(self, deployment: Deployment) -> None:
+        deployment("stop")
+        for name, container in deployment.containers():
+            state = container["State"]
+            # A script that SIGTERM ends has the code 128 + 15, also when it has left the job as it should.
+            assert state["ExitCode"] == (143 if name == "worker" else 0), f"{name}: {state}"
+            assert not state["OOMKilled"]
+        said = deployment("logs", "--no-color")
+        assert "Traceback" not in said
+        assert "job compose: ended" in said, "the last worker's departure gave the job's memory back"

@@ -1,0 +1,157 @@
+"""What the documents show is true: their scripts run, and what is made from the code is up to date."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ps_server.storage.export import export
+from tests.tools.cluster import Cluster, until
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("ps_protocol", "ps_runtime", "ps_launch", "ps_server", "ps_worker")
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _scripts(document: Path) -> list[str]:
+    """The Python blocks of a document that are whole scripts: they connect, and import what they use."""
+    blocks = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+    return [block for block in blocks if "import ps_worker" in block and "connect()" in block]
+
+
+def _run(script: Path, *arguments: str, **variables: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        cwd=script.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_reference_is_what_the_docstrings_say() -> None:
+    made: Any = _load(DOCS / "make_reference.py")
+    assert (DOCS / "reference.md").read_text() == made.document(), "run `make reference`"
+
+
+def test_the_first_example_of_the_readme_is_the_file() -> None:
+    [shown] = _scripts(README)
+    _, _, code = (ROOT / "examples" / "train.py").read_text().partition('"""\n\n')
+    assert shown == code
+
+
+@pytest.mark.parametrize("mode", ["single", "sync", "async"])
+def test_the_first_example_runs_as_it_stands(shared: Cluster, job: str, tmp_path: Path, mode: str) -> None:
+    [shown] = _scripts(README)
+    script = tmp_path / "train.py"
+    script.write_text(shown)
+    written = _run(script, PS_MODE=mode, PS_SERVER=shared.address, PS_JOB=job)
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", written)]
+    assert len(losses) == 5
+    assert losses[-1] < 0.3
+    assert set(load_file(tmp_path / "model.safetensors")) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+@pytest.mark.parametrize(("first", "second"), [("sync", "sync"), ("single", "sync"), ("sync", "single")])
+def test_the_recipe_resumes(shared: Cluster, job: str, tmp_path: Path, first: str, second: str) -> None:
+    [shown] = _scripts(DOCS / "save-and-resume.md")
+
+    def train(folder: str, *epochs: tuple[int, str]) -> Any:
+        script = tmp_path / folder / "train.py"
+        script.parent.mkdir()
+        script.write_text(shown)
+        for count, mode in epochs:
+            _run(script, str(count), PS_MODE=mode, PS_SERVER=shared.address, PS_JOB=job)
+        return torch.load(script.parent / "checkpoint.pt", weights_only=True)
+
+    found = train("halves", (2, first), (4, second))
+    assert found["epoch"] == 4
+    assert found["optimizer"]["state"][0]["step"] == 4 * 16
+    assert found["optimizer"]["param_groups"][0]["lr"] == pytest.approx(1e-2 * 0.95**4)
+    if (first, second) == ("sync", "sync"):
+        whole = train("whole", (4, "sync"))
+        assert all(torch.equal(value, whole["model"][key]) for key, value in found["model"].items())
+
+
+@pytest.mark.parametrize("page", ["save-and-resume.md", "checkpoints.md"])
+def test_what_is_exported_is_loaded_as_shown(
+    make_cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str
+) -> None:
+    [shown] = re.findall(
+        r"```python\n([^`]*load_file\(\"out/model.safetensors\"\).*?)```", (DOCS / page).read_text(), re.S
+    )
+    model = torch.nn.Linear(3, 2)
+    with make_cluster(checkpoint_dir=tmp_path / "checkpoints").connect("sync") as session:
+        trained, stepped = session.prepare(model, torch.optim.AdamW(model.parameters()))
+        trained(torch.ones(1, 3)).sum().backward()
+        stepped.step()
+        expected = {key: value.clone() for key, value in trained.state_dict().items()}
+    until(lambda: list(tmp_path.glob("checkpoints/default/*/manifest.json")), "the last checkpoint")
+    export(tmp_path / "checkpoints", "default", None, tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    plain = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(plain.parameters())
+    exec(shown, {"model": plain, "optimizer": optimizer})
+    assert all(torch.equal(value, plain.state_dict()[key]) for key, value in expected.items())
+    assert [float(state["step"]) for state in optimizer.state.values()] == [1.0, 1.0]
+
+
+# What stands for a value: a number, a name in capitals, a place in a format.
+VALUES = re.compile(r"'?\b(?:\d+|[A-Z][A-Z_]*)\b'?|%[sdg]")
+
+
+def _texts_of_the_code() -> str:
+    """All that the packages can say, with a zero where a value goes in."""
+    texts: list[str] = []
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "0" for part in node.values)
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return VALUES.sub("0", "\n".join(texts))
+
+
+def _is_said(message: str, texts: str) -> bool:
+    """Whether at least half of its runs of three words without a value are there: some hold a name that goes in."""
+    words = VALUES.sub("0", message).replace("...", " ").split()
+    runs = [words[at : at + 3] for at in range(max(1, len(words) - 2))]
+    bare = [" ".join(run).strip(" ,;:()") for run in runs if "0" not in run] or [" ".join(words).strip(" :")]
+    return 2 * sum(run in texts for run in bare) >= len(bare)
+
+
+def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
+    texts = _texts_of_the_code()
+    rows = re.findall(r"^\| `(.+?)`[^|]*\|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(rows) > 40
+    assert [row for row in rows if not _is_said(row, texts)] == []
+    assert not _is_said("the flux capacitor of shard 3 is empty", texts)

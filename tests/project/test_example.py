@@ -1,0 +1,157 @@
+"""The example that the README, the demo and compose run: its data, its model, and what it leaves behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from tests.tools import launching
+from tests.tools.cluster import Cluster, until
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = ["--steps=6", "--batch-size=2", "--layers=1", "--heads=2", "--width=16", "--block=8"]
+
+
+def load_example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("char_gpt", EXAMPLES / "char_gpt.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["char_gpt"] = module  # dataclasses look up the module they are made in
+    spec.loader.exec_module(module)
+    return module
+
+
+char_gpt: Any = load_example()
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_text_is_python_and_the_same_every_time() -> None:
+    text = char_gpt.library_text()
+    assert text == char_gpt.library_text()
+    assert len(text) > 1_000_000
+    assert b"def __init__(self" in text
+
+
+def test_an_index_always_names_the_same_block() -> None:
+    text = bytes(range(256)) * 4
+    first, again, other = (char_gpt.Windows(text, 16, seed) for seed in (1, 1, 2))
+    assert len(first) == len(text) // 16
+    assert all(torch.equal(first[index][0], again[index][0]) for index in range(len(first)))
+    assert any(not torch.equal(first[index][0], other[index][0]) for index in range(len(first)))
+
+
+def test_the_target_of_each_byte_is_the_byte_after_it() -> None:
+    text = bytes(range(256))
+    windows = char_gpt.Windows(text, 250)
+    for x, y in (windows[index] for index in range(len(windows))):
+        assert x.shape == y.shape == (250,)
+        assert x.dtype == y.dtype == torch.long
+        assert torch.equal(y, x + 1)
+
+
+def test_a_text_shorter_than_a_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="a block of 8 bytes needs a longer text, got 8 bytes"):
+        char_gpt.Windows(b"8 bytes.", 8)
+
+
+def test_default_model_has_a_few_million_parameters_and_starts_by_guessing() -> None:
+    shape = char_gpt.Shape()
+    model = char_gpt.CharGPT(shape)
+    assert 2_000_000 < sum(parameter.numel() for parameter in model.parameters()) < 5_000_000
+    windows = char_gpt.Windows(char_gpt.library_text(), shape.block)
+    x, y = (torch.stack(tensors) for tensors in zip(*(windows[index] for index in range(8)), strict=True))
+    assert F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item() == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_model_does_not_look_ahead() -> None:
+    model = char_gpt.CharGPT(char_gpt.Shape(layers=2, heads=2, width=16, block=8))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    tokens = torch.randint(256, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 5:], after[:, 5:])
+
+
+def test_single_run_leaves_a_result_and_weights_that_load(tmp_path: Path) -> None:
+    done = run("char_gpt.py", *TINY, "--tied", f"--out={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["mode"], result["shards"], result["workers"], result["steps"]) == ("single", None, 1, 6)
+    assert result["first_loss"] == pytest.approx(math.log(256), abs=0.6)
+    assert 0 < result["last_loss"] < 6
+    assert result["samples_per_second"] > 0
+    model = char_gpt.CharGPT(char_gpt.Shape(layers=1, heads=2, width=16, block=8), tied=True)
+    assert result["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "What the model writes" in done.stdout
+    assert "step/s" not in done.stderr  # a progress bar is for terminals
+
+
+def test_demo_trains_on_a_cluster_and_says_what_came_of_it(tmp_path: Path) -> None:
+    done = run("demo.py", "--goal=6", f"--out={tmp_path}", *TINY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["mode"], result["shards"], result["workers"], result["steps"]) == ("sync", 2, 2, 6)
+    assert {"loss.png", "model.safetensors", "result.json"} <= {file.name for file in tmp_path.iterdir()}
+    for process in ("coordinator and shard 0", "shard 1", "worker 0", "worker 1"):
+        assert f"/metrics  {process}\n" in done.stdout
+    assert f"{result['first_loss']:.3f} at the start, {result['last_loss']:.3f} at the end" in done.stdout
+
+
+def test_demo_fails_if_the_model_did_not_learn(tmp_path: Path) -> None:
+    done = run("demo.py", "--shards=1", "--workers=1", "--goal=0.1", f"--out={tmp_path}", *TINY)
+    assert done.returncode == 1
+    assert "the loss should have fallen below 0.1" in done.stderr
+
+
+def test_ctrl_c_ends_the_demo_and_all_that_it_started(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "demo.py"), f"--out={tmp_path}", *TINY, "--steps=1000000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
+        until(lambda: "joins" in read(tmp_path / "server.log"), "a worker's joining")
+        started = psutil.Process(demo.pid).children(recursive=True)
+        assert len(started) >= 6  # two commands, two shards, two workers
+        demo.send_signal(signal.SIGINT)
+        _, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert "Traceback" not in errors
+    assert not [process for process in started if process.is_running()]
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp", "sync", "async"])
+def test_a_gan_trains_in_every_mode(shared: Cluster, job: str, mode: str, tmp_path: Path) -> None:
+    weights = tmp_path / "generator.safetensors"
+    arguments = [str(EXAMPLES / "wgan_gp.py"), "--epochs=2", "--samples=512", f"--save={weights}"]
+    workers = "--workers=1" if mode == "single" else "--workers=2"
+    servers = [] if mode in ("single", "ddp") else [f"--server={shared.address}", f"--job={job}"]
+    done = launching.run(workers, f"--mode={mode}", *servers, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("from the nearest of the eight places") == 1  # one worker speaks for all
+    state = load_file(weights)
+    assert all(torch.isfinite(value).all() for value in state.values())
+    assert "module.0.weight" not in state
+
+
+def read(file: Path) -> str:
+    return file.read_text() if file.exists() else ""

@@ -1,0 +1,219 @@
+"""The rules of the house, held by a walk over the sources."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import ps_worker
+from tests.tools.imports import PACKAGES, imports
+
+ROOT = Path(__file__).parents[2]
+GENERATED = ROOT / "ps_protocol" / "v1"
+
+# Extras, each imported by its own files alone: by file, the package that it needs.
+FRAMEWORKS = {
+    "ps_worker/accelerate.py": "accelerate",
+    "ps_worker/huggingface.py": "transformers",
+    "ps_worker/lightning.py": "lightning",
+}
+
+
+def sources(*folders: str) -> list[Path]:
+    """The Python files of some folders that people wrote."""
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in found if GENERATED not in path.parents]
+
+
+PACKAGE_FILES = sources(*PACKAGES)
+ALL_FILES = sources(*PACKAGES, "bench", "examples", "tests")
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), name(path))
+
+
+def within(imported: str, modules: set[str]) -> bool:
+    return any(imported == module or imported.startswith(module + ".") for module in modules)
+
+
+def offenders(files: list[Path], find: Callable[[Path], Iterable[str]]) -> dict[str, list[str]]:
+    """What a rule finds wrong, by file; nothing if it is kept."""
+    found = {name(path): list(find(path)) for path in files}
+    return {path: wrong for path, wrong in found.items() if wrong}
+
+
+# -- what is imported (between rooms: test_layers) ---------------------------------------------------------------------
+
+
+def test_no_file_of_a_package_imports_the_test_tools() -> None:
+    tools = {"pytest", "hypothesis", "unittest"}
+    assert offenders(PACKAGE_FILES, lambda path: [found for found in imports(path) if within(found, tools)]) == {}
+
+
+def test_frameworks_are_imported_by_who_uses_them_alone() -> None:
+    """And nothing imports those files but one another, so that nobody needs a framework who did not ask for it."""
+    modules = {path.removesuffix(".py").replace("/", ".") for path in FRAMEWORKS}
+
+    def foreign(path: Path) -> list[str]:
+        return [found for found in imports(path) if within(found, {*FRAMEWORKS.values()} | modules)]
+
+    assert set(offenders(PACKAGE_FILES, foreign)) == {*FRAMEWORKS}
+
+
+# -- nothing that runs what a peer or a file says --------------------------------------------------------------------
+
+PICKLES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+RUN_TEXT = {"eval", "exec", "compile", "__import__"}
+PICKLE_INSIDE = {"torch.load", "torch.save", "numpy.load", "numpy.save", "np.load", "np.save"}
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    def dangers(path: Path) -> Iterator[str]:
+        yield from (found for found in imports(path) if within(found, PICKLES))
+        for node in ast.walk(tree(path)):
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Name) and called.id in RUN_TEXT:
+                yield f"line {called.lineno}: {called.id}"
+            if isinstance(called, ast.Attribute) and ast.unparse(called) in PICKLE_INSIDE:
+                yield f"line {called.lineno}: {ast.unparse(called)}"
+
+    assert offenders(sources(*PACKAGES, "bench", "examples"), dangers) == {}
+
+
+# -- files that can be read ------------------------------------------------------------------------------------------
+
+
+def test_no_file_is_named_after_nothing() -> None:
+    vague = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "handler", "processor"}
+    assert [name(path) for path in PACKAGE_FILES if vague & {*re.split(r"[/_.]", name(path))}] == []
+
+
+def test_every_file_says_what_it_is_for() -> None:
+    assert [name(path) for path in ALL_FILES if not ast.get_docstring(tree(path))] == []
+
+
+def test_everything_public_has_a_docstring() -> None:
+    """Its own, or that of what it overrides: the stubs of gRPC methods have theirs from the contract."""
+
+    def bare(path: Path) -> Iterator[str]:
+        module = importlib.import_module(
+            ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        )
+        for key, value in public(vars(module)):
+            if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == module.__name__:
+                if not inspect.getdoc(value):
+                    yield key
+                if inspect.isclass(value):
+                    yield from (f"{key}.{inside}" for inside in undocumented(value))
+
+    missing = [path for path, package in FRAMEWORKS.items() if importlib.util.find_spec(package) is None]
+    assert offenders([p for p in PACKAGE_FILES if p.stem != "__main__" and name(p) not in missing], bare) == {}
+
+
+def public(names: Mapping[str, object]) -> list[tuple[str, object]]:
+    return [(key, value) for key, value in names.items() if not key.startswith("_")]
+
+
+def undocumented(cls: type) -> list[str]:
+    return [
+        key
+        for key, value in public(vars(cls))
+        if (inspect.isroutine(value) or isinstance(value, property | staticmethod | classmethod))
+        and not inspect.getdoc(getattr(cls, key))
+    ]
+
+
+def test_the_public_face_is_what_it_says() -> None:
+    assert sorted(ps_worker.__all__) == list(ps_worker.__all__)
+    assert all(hasattr(ps_worker, key) for key in ps_worker.__all__)
+    assert {"connect", "Session", "PSError"} <= set(ps_worker.__all__)
+
+
+# -- the tests themselves --------------------------------------------------------------------------------------------
+
+
+def test_no_test_sleeps() -> None:
+    """It waits for an event, or the time is injected."""
+
+    def sleeps(path: Path) -> Iterator[str]:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+                if called == "sleep":
+                    yield f"line {node.lineno}"
+
+    assert offenders(sources("tests"), sleeps) == {}
+
+
+def test_no_test_hides_another_of_the_same_name() -> None:
+    def twice(path: Path) -> list[str]:
+        names = [node.name for node in tree(path).body if isinstance(node, ast.FunctionDef)]
+        return sorted({name for name in names if names.count(name) > 1})
+
+    assert offenders(sources("tests"), twice) == {}
+
+
+# -- what is said about the project ----------------------------------------------------------------------------------
+
+DOCUMENTS = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if path.exists()]
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors that a Markdown file's headings make."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(path: Path) -> Iterator[str]:
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if not re.match(r"[a-z]+:", target):
+            file, _, anchor = target.partition("#")
+            linked = (path.parent / file) if file else path
+            if not linked.exists() or (anchor and anchor not in anchors(linked)):
+                yield target
+
+
+def wrong_names(path: Path) -> Iterator[str]:
+    """Tests and files that a document names in backticks and that are not there."""
+    nodes = [node for file in sources("tests") for node in ast.walk(tree(file))]
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    text = path.read_text()
+    for named in re.findall(r"`(test_\w+)`", text):
+        if named not in defined and not list((ROOT / "tests").rglob(f"{named}.py")):
+            yield named
+    for named in re.findall(r"`((?:ps_protocol|ps_server|ps_worker|tests|bench|examples|proto|docs)/[\w./-]*)`", text):
+        if not (ROOT / named).exists():
+            yield named
+
+
+@pytest.mark.skipif(not DOCUMENTS, reason="there are no documents here")
+@pytest.mark.parametrize("rule", [broken_links, wrong_names])
+def test_what_the_documents_refer_to_exists(rule: Callable[[Path], Iterator[str]]) -> None:
+    assert offenders(DOCUMENTS, rule) == {}
+
+
+def test_the_first_screen_stays_one() -> None:
+    readme = ROOT / "README.md"
+    if not readme.exists():
+        pytest.skip("there is no README.md here")
+    assert len(readme.read_text().splitlines()) <= 200
+
+
+def test_the_sources_are_where_this_test_looks_for_them() -> None:
+    assert len(PACKAGE_FILES) > 20
+    assert Path(str(sys.modules["ps_worker"].__file__)).parent == ROOT / "ps_worker"

@@ -1,0 +1,1 @@
+"""The contract: messages, layout, modes, errors."""

@@ -1,0 +1,1 @@
+"""Training scripts that tests start, as users write them."""

@@ -1,0 +1,1 @@
+"""Bad input, hostile clients, permissions, TLS."""

@@ -1,0 +1,345 @@
+"""Clients that dawdle, hoard or overreach take nothing from the others, and are told which limit they passed."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from torch import nn
+
+from ps_protocol.convert import job_spec_message
+from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError, error_from
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import ParameterSpec
+from ps_protocol.modes import Consistency
+from ps_protocol.v1 import control_pb2, data_pb2
+from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
+from ps_runtime.channel import open_channel
+from ps_runtime.credentials import PLAINTEXT
+from ps_server.core.limits import Limits, limit_flags, limits_of
+from ps_server.ops.probe import is_serving
+from ps_server.server import Server
+from tests.tools.cluster import Cluster, scrape, until
+from tests.tools.slow_client import PREFACE, Dripping, opening
+
+MakeCluster = Callable[..., Cluster]
+
+SECONDS = 20.0
+STEPS = 30
+# A step of this model takes milliseconds. What a hostile client could take is many seconds, or for ever.
+SLOWEST_STEP_SECONDS = 2.0
+
+
+def worst_step(cluster: Cluster, job: str) -> float:
+    """The slowest of a worker's steps, in seconds."""
+    model = nn.Linear(64, 64)
+    with cluster.connect("sync", job=job, transport="grpc") as session:
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_bytes=1024)
+        slowest = 0.0
+        for _ in range(STEPS):
+            begun = time.perf_counter()
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            slowest = max(slowest, time.perf_counter() - begun)
+    return slowest
+
+
+@contextlib.contextmanager
+def slow_uploads(cluster: Cluster, count: int) -> Iterator[None]:
+    """Calls whose request never comes: a stream of one message, of which not even the first byte is sent."""
+    release = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        release.wait()
+        yield b""
+
+    with contextlib.ExitStack() as stack:
+        calls = []
+        for server in cluster.servers:
+            channel = stack.enter_context(open_channel(server.address))
+            for path in ("DataService/Push", "DataService/Pull", "JobService/Heartbeat"):
+                call = channel.stream_stream(f"/ps_protocol.v1.{path}")
+                calls += [call(nothing(), timeout=600) for _ in range(count)]
+        await_calls(cluster.servers[0], 3 * count)
+        try:
+            yield
+        finally:
+            release.set()
+
+
+def await_calls(server: Server, count: int) -> None:
+    """Until the server has let that many calls in."""
+    deadline = time.monotonic() + SECONDS
+    while server.calls_in_flight() < count:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+
+
+def test_a_hundred_requests_that_never_arrive_delay_nobody(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    alone = worst_step(cluster, "alone")
+    with slow_uploads(cluster, 100):
+        beside = worst_step(cluster, "beside")
+    print(f"slowest step alone {alone * 1e3:.1f} ms, beside 600 requests that never arrive {beside * 1e3:.1f} ms")
+    assert beside < SLOWEST_STEP_SECONDS
+
+
+def test_a_request_that_does_not_arrive_in_time_is_cut_off(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(upload_seconds=0.2))
+    server = cluster.servers[0]
+    with slow_uploads(cluster, 4):
+        deadline = time.monotonic() + SECONDS
+        while server.calls_in_flight():
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.02)
+
+
+DRIPPING = 100
+
+
+@contextlib.contextmanager
+def dripping(
+    address: str, prefix: bytes, drops: bytes, pause: float = 0.05, source: str = "127.0.0.1"
+) -> Iterator[Dripping]:
+    clients = Dripping(address, DRIPPING, prefix, drops, pause, source)
+    try:
+        yield clients
+    finally:
+        clients.stop()
+
+
+@pytest.mark.parametrize("method", ["DataService/Push", "JobService/Heartbeat"])
+def test_clients_that_send_a_request_byte_by_byte_delay_nobody_and_are_cut_off(
+    make_cluster: MakeCluster, method: str
+) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(upload_seconds=3.0))
+    server = cluster.servers[0]
+    with dripping(server.address, opening(f"/ps_protocol.v1.{method}", 10**6), b"x") as clients:
+        until(lambda: calls(cluster, method.rpartition("/")[2], "started") >= DRIPPING, "the start of every call")
+        assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
+        until(lambda: server.calls_in_flight() == 0, "the end of every call")
+        assert not clients.refused, "the calls are over; the connections may make others"
+        sent = clients.sent
+        until(lambda: clients.sent > sent, "another byte")
+        assert server.calls_in_flight() == 0
+
+
+def test_clients_that_shake_hands_byte_by_byte_delay_nobody_and_are_cut_off(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(handshake_seconds=2.0))
+    with dripping(cluster.address, b"", PREFACE, pause=0.2) as clients:  # a preface takes 4.8 s
+        assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
+        until(lambda: clients.refused == DRIPPING, "the end of every connection")
+
+
+@pytest.mark.parametrize("prefix", [b"GET /metrics HTTP/1.1\r\n", b""])
+def test_scrapers_that_ask_byte_by_byte_keep_nobody_else_out_and_are_cut_off(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, prefix: bytes
+) -> None:
+    """Their timeout alone would begin anew with every byte."""
+    monkeypatch.setattr("ps_runtime.metrics.CONNECTION_SECONDS", 3.0)
+    cluster = make_cluster(shards=1)
+    address = cluster.servers[0].metrics_address
+    with dripping(address, prefix, b"x", source="127.0.0.2") as clients:
+        assert scrape(address), "who scrapes from another host is answered"
+        assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
+        until(lambda: clients.refused == DRIPPING, "the end of every connection")
+    assert scrape(address)
+
+
+UNREAD = 80
+# A client that wants less than one answer at a time. Without these, gRPC's client guesses how much to take in before it
+# is asked for, and on a fast link now and then takes everything: nothing would lie unread at the server.
+_SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_535)]
+
+
+@contextlib.contextmanager
+def unread_pulls(cluster: Cluster) -> Iterator[None]:
+    """Pulls of a few megabytes each, all begun, whose answers are never asked for."""
+    big = nn.Linear(1024, 2048)
+    with cluster.connect("async", job="big", transport="grpc") as session:
+        session.prepare(big, torch.optim.SGD(big.parameters(), lr=0.1))
+        pull = data_pb2.PullRequest(worker=data_pb2.WorkerIdentity(job="big"), buckets=[0, 1, 2]).SerializeToString()
+        begun = pulls(cluster, "started")
+        with grpc.insecure_channel(cluster.address, options=_SMALL_WINDOW) as channel:
+            call = channel.unary_stream("/ps_protocol.v1.DataService/Pull")
+            unread = [call(pull, timeout=600) for _ in range(UNREAD)]
+            until(lambda: pulls(cluster, "started") >= begun + UNREAD, "the start of every pull")
+            yield
+            for one in unread:
+                one.cancel()
+
+
+def pulls(cluster: Cluster, what: str, code: str = "") -> float:
+    """How many pulls; see `calls`."""
+    return calls(cluster, "Pull", what, code)
+
+
+def calls(cluster: Cluster, method: str, what: str, code: str = "") -> float:
+    """How many calls of a method the first server has "started" or "handled" since its start: it only grows."""
+    samples = scrape(cluster.servers[0].metrics_address)
+    return sum(
+        value
+        for sample, value in samples.items()
+        if sample.startswith(f"grpc_server_{what}_total{{") and f'grpc_method="{method}"' in sample and code in sample
+    )
+
+
+def test_readers_that_never_read_delay_nobody(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(stall_seconds=600.0))
+    with unread_pulls(cluster):
+        assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
+        left = pulls(cluster, "started") - pulls(cluster, "handled")
+        assert left >= UNREAD, f"they still lie there, but for {UNREAD - left}"
+
+
+def test_readers_that_never_read_are_cut_off(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(stall_seconds=2.0))
+    with unread_pulls(cluster):
+        until(lambda: pulls(cluster, "started") == pulls(cluster, "handled"), "the end of every pull")
+        assert pulls(cluster, "handled", 'grpc_code="CANCELLED"') >= UNREAD
+
+
+def test_a_thousand_connections_that_say_nothing_delay_nobody_and_are_closed(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(handshake_seconds=2.0))
+    host, port = cluster.address.split(":")
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(1000)]
+        assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
+        for one in opened:
+            one.settimeout(SECONDS)
+            with contextlib.suppress(ConnectionResetError):
+                while one.recv(4096):  # the server's settings come first; then it hangs up
+                    pass
+
+
+def test_a_thousand_connections_to_the_metrics_leave_the_cluster_alone(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1)
+    host, port = cluster.servers[0].metrics_address.split(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(1000):
+            stack.enter_context(socket.create_connection((host, int(port)), SECONDS))
+        assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
+        assert sum(thread.name.startswith("Thread-") for thread in threading.enumerate()) < 100
+
+
+def test_calls_in_flight_are_limited_by_caller(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(calls=12))
+    with open_channel(cluster.address) as channel:
+        with contextlib.suppress(PSError):
+            _register(channel, _spec())
+        call = JobServiceStub(channel).WatchJob
+        watching = [call(control_pb2.WatchJobRequest(job="job"), timeout=600) for _ in range(12)]
+        for stream in watching[:8]:
+            next(stream)
+        with open_channel(cluster.address) as another:  # a connection more is no caller more
+            errors, held = set(), []  # those that are let in stay: one of the first may have been refused already
+            for _ in range(20):
+                held.append(JobServiceStub(another).WatchJob(control_pb2.WatchJobRequest(job="job"), timeout=5))
+                try:
+                    next(held[-1])
+                except grpc.RpcError as error:
+                    errors.add(type(error_from(error, "it")))
+            assert LimitExceeded in errors
+
+
+def test_calls_in_flight_are_limited_in_all_but_for_probes(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(all_calls=6))
+    server = cluster.servers[0]
+    with open_channel(cluster.address) as channel:
+        with contextlib.suppress(PSError):
+            _register(channel, _spec())
+        watching = [
+            JobServiceStub(channel).WatchJob(control_pb2.WatchJobRequest(job="job"), timeout=600) for _ in range(6)
+        ]
+        await_calls(server, 6)
+        with pytest.raises(LimitExceeded, match="max-all-calls is 6"):
+            _register(channel, _spec())
+        assert is_serving(cluster.address, PLAINTEXT)
+        for one in watching:
+            one.cancel()
+        until(lambda: server.calls_in_flight() == 0, "the end of every call")
+        _register(channel, _spec())
+
+
+# -- limits by name --------------------------------------------------------------------------------------------------
+
+
+def _spec(name: str = "job", count: int = 1, size: int = 16, bucket: int = 64, label: str = "p") -> JobSpec:
+    parameters = tuple(ParameterSpec(f"{label}{index}", (size,), "float32", 0) for index in range(count))
+    return JobSpec(name, parameters, "SGD", ({"lr": 1.0},), Consistency(None), bucket, 1)
+
+
+def _register(channel: grpc.Channel, spec: JobSpec) -> Any:
+    try:
+        request = control_pb2.RegisterJobRequest(spec=job_spec_message(spec))
+        return JobServiceStub(channel).RegisterJob(request, timeout=SECONDS)
+    except grpc.RpcError as error:
+        raise error_from(error, "the server") from None
+
+
+@pytest.mark.parametrize(
+    ("limits", "specs", "says"),
+    [
+        (Limits(parameters=3), [_spec(count=4)], "max-parameters is 3"),
+        (Limits(buckets=3), [_spec(size=1024)], "max-buckets is 3"),
+        (Limits(name_length=8), [_spec(label="weights.")], "max-name-length is 8"),
+        (Limits(jobs=1), [_spec("one"), _spec("two")], "max-jobs"),
+    ],
+)
+def test_a_job_past_a_limit_is_told_which(
+    make_cluster: MakeCluster, limits: Limits, specs: list[JobSpec], says: str
+) -> None:
+    cluster = make_cluster(shards=1, limits=limits)
+    with open_channel(cluster.address) as channel:
+        for spec in specs[:-1]:
+            _register(channel, spec)
+        with pytest.raises(LimitExceeded, match=says):
+            _register(channel, specs[-1])
+        jobs = ClusterServiceStub(channel).GetStatus(control_pb2.GetStatusRequest(), timeout=SECONDS).jobs
+        assert len(jobs) == len(specs) - 1
+
+
+def test_a_worker_past_the_limit_is_told(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(workers=1))
+    with open_channel(cluster.address) as channel:
+        spec = JobSpec("job", _spec().parameters, "SGD", ({"lr": 1.0},), Consistency(None), 64, 0)
+        _register(channel, spec)
+        JobServiceStub(channel).JoinJob(control_pb2.JoinJobRequest(job="job"), timeout=SECONDS)
+        with pytest.raises(grpc.RpcError) as caught:
+            JobServiceStub(channel).JoinJob(control_pb2.JoinJobRequest(job="job"), timeout=SECONDS)
+        assert isinstance(error_from(caught.value, "it"), LimitExceeded)
+
+
+@pytest.mark.parametrize("sends", ["message", "metadata"])
+def test_what_is_too_long_is_refused_before_it_is_read(make_cluster: MakeCluster, sends: str) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(message_bytes=2**16, metadata_bytes=4096))
+    body = bytes(2**17) if sends == "message" else b""
+    metadata = (("x-long", "x" * 65536),) if sends == "metadata" else None
+    with open_channel(cluster.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/ps_protocol.v1.DataService/Push")(body, timeout=SECONDS, metadata=metadata)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_call_without_a_request_is_told_so(cluster: Cluster) -> None:
+    with open_channel(cluster.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.stream_unary("/ps_protocol.v1.DataService/Push")(iter(()), timeout=SECONDS)
+    assert isinstance(error_from(caught.value, "it"), InvalidRequest)
+
+
+def test_every_limit_has_a_flag_that_reaches_the_servers() -> None:
+    from ps_runtime.settings import CommandLine
+    from ps_server.core.limits import add_limits
+
+    parser = CommandLine()
+    add_limits(parser)
+    assert limits_of(parser.parse_args([])) == Limits()
+    wanted = Limits(jobs=3, calls=7, handshake_seconds=1.5, push_norm=2.5, all_calls=9, caller_bytes=11)
+    assert limits_of(parser.parse_args(limit_flags(wanted))) == wanted

@@ -1,0 +1,134 @@
+"""Bytes that nobody should send: never a crash, a hang, a stack trace to the caller, or a change of state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ps_protocol.errors import BY_REASON, InvalidRequest, PSError, error_from
+from ps_protocol.framing import read_message, write_message
+from ps_protocol.v1 import data_pb2
+from ps_runtime.channel import open_channel
+from ps_server.rpc.permissions import METHODS
+from tests.tools.cluster import Cluster
+from tests.tools.fuzzing import KEY, SPEC, WORKER, Target, seeds
+
+SECONDS = 20.0
+SEEDS = seeds()
+EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    made = Target()
+    yield made
+    made.stop()
+
+
+@st.composite
+def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
+    """A well-formed request with some bytes replaced, cut out, repeated, or cut off."""
+    raw = bytearray(whole)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(raw)))
+        end = draw(st.integers(at, min(len(raw), at + 8)))
+        match draw(st.sampled_from(["replace", "remove", "repeat", "cut"])):
+            case "replace":
+                raw[at:end] = draw(st.binary(max_size=8))
+            case "remove":
+                del raw[at:end]
+            case "repeat":
+                raw[at:at] = raw[at:end]
+            case _:
+                del raw[at:]
+    return bytes(raw)
+
+
+@pytest.mark.parametrize("name", sorted(SEEDS))
+def test_no_handler_fails_on_random_or_damaged_bytes(target: Target, name: str) -> None:
+    @EXAMPLES
+    @given(st.one_of(st.binary(max_size=200), st.sampled_from(SEEDS[name]).flatmap(damaged)))
+    def check(raw: bytes) -> None:
+        target.throw(name, raw)
+
+    check()
+
+
+def test_the_seeds_are_what_the_handlers_take(target: Target) -> None:
+    """Else the fuzzing above would stop at the door."""
+    fresh = Target()
+    assert {name for name in ("Push", "Pull", "CreateJob", "AdmitWorker") if fresh.throw(name, SEEDS[name][0])} == set()
+    fresh.stop()
+
+
+@EXAMPLES
+@given(st.binary(max_size=300))
+def test_the_decoder_reads_or_refuses(raw: bytes) -> None:
+    try:
+        header, payload = read_message(raw)
+    except InvalidRequest:
+        return
+    assert len(header) + len(payload) <= len(raw)
+
+
+@EXAMPLES
+@given(
+    bucket=st.integers(0, 2**32 - 1),
+    clock=st.integers(0, 2**64 - 1),
+    kind=st.integers(-(2**31), 2**31 - 1),
+    absent=st.lists(st.integers(0, 2**32 - 1), max_size=4),
+    rank=st.integers(0, 2**32 - 1),
+    incarnation=st.integers(0, 2**64 - 1),
+    key=st.sampled_from([KEY, b"", bytes(16)]),
+    payload=st.binary(max_size=80),
+)
+def test_a_push_with_any_numbers_is_taken_or_refused_whole(
+    target: Target,
+    bucket: int,
+    clock: int,
+    kind: int,
+    absent: list[int],
+    rank: int,
+    incarnation: int,
+    key: bytes,
+    payload: bytes,
+) -> None:
+    worker = data_pb2.WorkerIdentity(job=SPEC.name, rank=rank, incarnation=incarnation, lease_key=key)
+    header = data_pb2.PushHeader(worker=worker, bucket=bucket, clock=clock, absent_segments=absent)
+    header.kind = kind  # type: ignore[assignment]
+    refused = target.throw("Push", write_message(header, payload))
+    if (rank, incarnation, key) != (WORKER.rank, WORKER.incarnation, KEY):
+        assert refused is not None
+
+
+@EXAMPLES
+@given(method=st.sampled_from(sorted(METHODS)), raw=st.binary(max_size=100))
+def test_what_a_real_server_says_to_random_bytes_names_a_reason_and_no_code_of_ours(
+    live: Cluster, method: str, raw: bytes
+) -> None:
+    error = None
+    with open_channel(live.address) as channel:
+        try:
+            for _ in channel.unary_stream(method)(raw, timeout=1.0):
+                break
+        except grpc.RpcError as raised:
+            error = raised
+    if error is None:
+        return
+    found: PSError = error_from(error, "the server")
+    assert "Traceback" not in str(found)
+    assert 'File "' not in str(found)
+    if "health" not in method and error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+        assert found.reason in BY_REASON
+        assert error.code() not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN), found
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Cluster]:
+    running = Cluster(shards=1)
+    yield running
+    running.stop()

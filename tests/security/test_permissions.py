@@ -1,0 +1,341 @@
+"""Who may do what: every method is in the table, callers are known by token or certificate, none speaks for another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from google.protobuf import message_factory
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from torch import nn
+
+from ps_protocol.errors import Forbidden, InvalidRequest, PSError, Unauthenticated, error_from
+from ps_protocol.v1 import control_pb2, data_pb2
+from ps_protocol.v1.control_pb2_grpc import JobServiceStub
+from ps_protocol.v1.data_pb2_grpc import DataServiceStub
+from ps_runtime import reloading
+from ps_runtime.channel import open_channel
+from ps_runtime.credentials import Access, Tls, access
+from ps_server.ops import dev_certs, probe, status
+from ps_server.rpc.auth import parse_directory
+from ps_server.rpc.permissions import EVERYONE, METHODS, Caller, Grant, Role
+from tests.tools.cluster import Cluster
+
+MakeCluster = Callable[..., Cluster]
+
+ROLES = ("worker:mine", "reader", "admin", "cluster")
+TOKENS = {name: f"{name}-token-of-some-length".replace(":", "-") for name in ROLES}
+SECONDS = 20.0
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text("# who may do what\n\n" + "".join(f"{role} {token}\n" for role, token in TOKENS.items()))
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def guarded(make_cluster: MakeCluster, tokens: Path) -> Cluster:
+    return make_cluster(tokens=tokens)
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Callable[[str], str]:
+    """A file with the token of a role."""
+
+    def make(role: str) -> str:
+        path = tmp_path / f"{role}.token".replace(":", "-")
+        path.write_text(TOKENS[role] + "\n")
+        path.chmod(0o600)
+        return str(path)
+
+    return make
+
+
+def carrying(role: str) -> Access:
+    return Access(token=lambda: TOKENS[role])
+
+
+def services(cluster: Cluster) -> Iterator[tuple[str, Any]]:
+    """(method path, descriptor) of everything that the servers say they serve."""
+    pool = DescriptorPool()
+    for server in cluster.servers:
+        with open_channel(server.address, carrying("admin")) as channel:
+            ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+            request = reflection_pb2.ServerReflectionRequest
+            listed = next(ask(iter([request(list_services="")]), timeout=SECONDS)).list_services_response
+            for service in listed.service:
+                answer = next(ask(iter([request(file_containing_symbol=service.name)]), timeout=SECONDS))
+                for raw in reversed(answer.file_descriptor_response.file_descriptor_proto):
+                    pool.Add(FileDescriptorProto.FromString(raw))
+                found = pool.FindServiceByName(service.name)
+                yield from ((f"/{service.name}/{method.name}", method) for method in found.methods)
+
+
+def test_every_method_of_every_service_is_in_the_table(guarded: Cluster) -> None:
+    assert {path for path, _ in services(guarded)} == set(METHODS)
+
+
+def _call(cluster: Cluster, path: str, method: Any, how: Access) -> PSError | None:
+    """The error that an empty request ends with; None if it is answered."""
+    kind = ("stream" if method.client_streaming else "unary") + "_" + ("stream" if method.server_streaming else "unary")
+    empty = message_factory.GetMessageClass(method.input_type)().SerializeToString()
+    with open_channel(cluster.address, how) as channel:
+        call = getattr(channel, kind)(path)
+        try:
+            answer = call(iter([empty]) if method.client_streaming else empty, timeout=SECONDS)
+            if method.server_streaming:
+                next(answer)
+                answer.cancel()
+        except grpc.RpcError as error:
+            return error_from(error, "the server")
+    return None
+
+
+def test_no_method_answers_who_does_not_say_who_it_is(guarded: Cluster) -> None:
+    for path, method in dict(services(guarded)).items():
+        for how in (Access(), Access(token=lambda: "a-token-that-nobody-knows")):
+            error = _call(guarded, path, method, how)
+            if METHODS[path] == EVERYONE:
+                assert error is None
+            else:
+                assert isinstance(error, Unauthenticated), path
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_the_table_is_what_the_servers_do(guarded: Cluster, role: Role) -> None:
+    name = next(name for name in TOKENS if name.startswith(role.value))
+    for path, method in dict(services(guarded)).items():
+        error = _call(guarded, path, method, carrying(name))
+        may = METHODS[path] == EVERYONE or role in METHODS[path]
+        refused = isinstance(error, Forbidden) and "takes the role" in str(error)
+        assert refused is not may, f"{role.value} calls {path}: {error}"
+
+
+def test_health_answers_everyone(guarded: Cluster) -> None:
+    assert probe.is_serving(guarded.address)
+
+
+def test_a_method_that_is_in_no_table_may_be_called_by_nobody() -> None:
+    with pytest.raises(Forbidden, match="not in the table"):
+        Caller("whoever", frozenset(Grant(role) for role in Role)).check("/ps_protocol.v1.JobService/Another")
+
+
+def _train(cluster: Cluster, job: str, **more: object) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    with cluster.connect("sync", job=job, **more) as session:
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+
+def test_a_worker_trains_its_own_job_and_no_other(guarded: Cluster, token_file: Callable[[str], str]) -> None:
+    _train(guarded, "mine", token_file=token_file("worker:mine"))
+    with pytest.raises(Forbidden, match="for job mine only"):
+        _train(guarded, "another", token_file=token_file("worker:mine"))
+    with pytest.raises(Forbidden, match="takes the role worker"):
+        _train(guarded, "mine", token_file=token_file("reader"))
+    with pytest.raises(Unauthenticated):
+        _train(guarded, "mine")
+
+
+def test_a_reader_sees_the_status_and_cannot_end_a_job(guarded: Cluster) -> None:
+    assert status.fetch(guarded.address, carrying("reader"))["jobs"] == []
+    with pytest.raises(Forbidden):
+        status.end_job(guarded.address, "mine", carrying("reader"))
+    with pytest.raises(LookupError):
+        status.end_job(guarded.address, "mine", carrying("admin"))
+
+
+def test_tokens_are_read_again_when_they_change(
+    guarded: Cluster, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reloading, "CHECK_SECONDS", 0.0)
+    tokens.write_text(f"cluster {TOKENS['cluster']}\nadmin {TOKENS['reader']}\n")
+    with pytest.raises(LookupError):
+        status.end_job(guarded.address, "mine", carrying("reader"))
+    with pytest.raises(Unauthenticated):
+        status.fetch(guarded.address, carrying("admin"))
+    tokens.write_text("nonsense")
+    assert status.fetch(guarded.address, carrying("reader"))
+
+
+def test_a_certificate_says_who_calls(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    certs = tmp_path / "certs"
+    dev_certs.write(certs)
+    cluster = make_cluster(
+        tls=Tls(certs / "server.pem", certs / "server.key", certs / "ca.pem"), tokens=certs / "roles"
+    )
+    files = {"tls_cert": certs / "client.pem", "tls_key": certs / "client.key", "tls_ca": certs / "ca.pem"}
+    _train(cluster, "any", **files)
+    mine = access(certs / "client.pem", certs / "client.key", certs / "ca.pem")
+    with open_channel(cluster.address, mine) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/ps_protocol.v1.ShardService/DropJob")(b"", timeout=SECONDS)
+    assert isinstance(error_from(caught.value, "it"), Forbidden)
+    (certs / "roles").write_text("cn:another admin\ncn:ps-server cluster\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("captain a-token-of-some-length", "line 2: expected ROLE"),
+        ("worker short", "line 2: a token is 16 to"),
+        ("worker", "line 2: expected two words"),
+        ("admin:job a-token-of-some-length", "line 2: admin is for all jobs"),
+        ("cn:name captain", "line 2: expected ROLE"),
+        ("", "names nobody"),
+    ],
+)
+def test_a_file_of_tokens_that_is_wrong_is_refused_without_telling_a_token(line: str, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        parse_directory(f"# a comment\n{line}\n", "tokens")
+    assert "some-length" not in str(caught.value)
+
+
+def test_tokens_are_in_no_repr_and_in_no_log(
+    guarded: Cluster, tokens: Path, token_file: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    _train(guarded, "mine", token_file=token_file("worker:mine"))
+    with pytest.raises(Forbidden):
+        status.end_job(guarded.address, "mine", carrying("reader"))
+    found = repr(parse_directory(tokens.read_text(), "tokens")) + repr(access(token_file=token_file("admin")))
+    for token in TOKENS.values():
+        assert token not in found
+        assert token not in caplog.text
+
+
+def test_a_token_file_may_be_a_link_that_is_turned_to_another_file(
+    guarded: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Kubernetes turns the secrets that it mounts."""
+    monkeypatch.setattr("ps_runtime.reloading.CHECK_SECONDS", 0.0)
+    for name, token in (("old", "a-token-that-nobody-knows"), ("new", TOKENS["reader"])):
+        (tmp_path / name).write_text(token)
+        (tmp_path / name).chmod(0o600)
+    link = tmp_path / "link"
+    link.symlink_to("old")
+    mine = access(token_file=link)
+    with pytest.raises(Unauthenticated):
+        status.fetch(guarded.address, mine)
+    (tmp_path / "turned").symlink_to("new")
+    (tmp_path / "turned").replace(link)
+    assert status.fetch(guarded.address, mine)["jobs"] == []
+
+
+def test_a_token_does_not_leave_this_machine_in_plaintext() -> None:
+    with pytest.raises(InvalidRequest, match="in plaintext"):
+        open_channel("192.0.2.1:50051", carrying("admin"))
+
+
+# -- incarnations ----------------------------------------------------------------------------------------------------
+
+
+def _say(server: str, path: str, request: Any) -> list[bytes]:
+    with open_channel(server) as channel:
+        try:
+            return list(channel.unary_stream(path)(request.SerializeToString(), timeout=SECONDS))
+        except grpc.RpcError as error:
+            raise error_from(error, "the server") from None
+
+
+def test_a_worker_cannot_speak_for_another(cluster: Cluster) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    place: list[Any] = []
+
+    def join_as_rank_1() -> None:
+        with open_channel(cluster.address) as channel:
+            request = control_pb2.JoinJobRequest(job="job", rank=1)
+            place.append(JobServiceStub(channel).JoinJob(request, timeout=SECONDS))
+
+    with cluster.connect("async", 0, 2, job="job", transport="grpc") as victim:
+        model, optimizer = _prepare_beside(victim, model, join_as_rank_1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        assert len(place[0].lease_key) == 16
+        for key in (b"", bytes(16), place[0].lease_key):
+            stolen = {"job": "job", "rank": 0, "incarnation": 1, "lease_key": key}
+            worker = data_pb2.WorkerIdentity(**stolen)
+            header = data_pb2.PushHeader(worker=worker, clock=2, kind=data_pb2.PUSH_KIND_SKIP)
+            pull = data_pb2.PullRequest(worker=worker, clock=1)
+            shared = data_pb2.PushSharedRequest(worker=worker, clock=2)
+            for server, path, request in [
+                (cluster.address, "/ps_protocol.v1.JobService/Heartbeat", control_pb2.HeartbeatRequest(**stolen)),
+                (cluster.address, "/ps_protocol.v1.JobService/LeaveJob", control_pb2.LeaveJobRequest(**stolen)),
+                (
+                    cluster.address,
+                    "/ps_protocol.v1.JobService/SaveWorkerState",
+                    control_pb2.SaveWorkerStateRequest(**stolen),
+                ),
+                (
+                    cluster.address,
+                    "/ps_protocol.v1.JobService/ExchangeValues",
+                    control_pb2.ExchangeValuesRequest(**stolen, number=1),
+                ),
+            ] + [
+                (server.address, f"/ps_protocol.v1.DataService/{method}", request)
+                for server in cluster.servers
+                for method, request in (
+                    ("Push", data_pb2.PushRequest(header=header)),
+                    ("Pull", pull),
+                    ("PullShared", pull),
+                    ("PushShared", shared),
+                    ("PushPullShared", data_pb2.PushPullSharedRequest(push=shared)),
+                    ("AttachSegment", data_pb2.AttachSegmentRequest(worker=worker, location="1/1", nonce=bytes(32))),
+                )
+            ]:
+                if server != cluster.address and path.endswith("Push"):
+                    continue  # the model's one bucket is on the first shard
+                with pytest.raises(Forbidden, match="does not come from worker 0"):
+                    _say(server, path, request)
+        model(torch.zeros(1, 2)).sum().backward()
+        optimizer.step()  # its own next push is the second, whatever was sent in its name
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_reader_pulls_the_weights_as_they_are(guarded: Cluster, token_file: Callable[[str], str]) -> None:
+    model = nn.Linear(3, 1, bias=False)
+    how = {"job": "mine", "transport": "grpc"}
+    with guarded.connect("sync", token_file=token_file("worker:mine"), **how) as session:
+        model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        pull = data_pb2.PullRequest(worker=data_pb2.WorkerIdentity(job="mine"), buckets=[0])
+        found = None
+        for server in guarded.servers:
+            with open_channel(server.address, carrying("reader")) as channel:
+                try:
+                    found = next(DataServiceStub(channel).Pull(pull, timeout=SECONDS))
+                except grpc.RpcError:
+                    continue  # the model's one bucket is on another shard
+        assert found is not None
+        assert found.payload[:12] == model.weight.detach().numpy().tobytes()
+
+
+def _prepare_beside(session: Any, model: nn.Module, join: Callable[[], None]) -> Any:
+    """Rank 0 prepares while something else joins as rank 1, once the job is there."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def run() -> None:
+        for _ in range(200):
+            try:
+                join()
+            except grpc.RpcError:
+                threading.Event().wait(0.05)  # the job is not registered yet
+            else:
+                return
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    found = session.prepare(model, optimizer)
+    thread.join()
+    return found

@@ -1,0 +1,277 @@
+"""TLS on every port: who is let in, what is said when a file is wrong, and certificates that change while in use."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ps_worker
+from ps_protocol.errors import InvalidRequest, Untrusted
+from ps_runtime import reloading
+from ps_runtime.credentials import Access, Tls, access
+from ps_runtime.exposure import is_exposed
+from ps_server.ops import dev_certs, probe, status
+from tests.tools.cluster import Cluster
+
+MakeCluster = Callable[..., Cluster]
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("certs")
+    assert dev_certs.write(directory)
+    return directory
+
+
+def server_tls(certs: Path) -> Tls:
+    return Tls(certs / "server.pem", certs / "server.key", certs / "ca.pem")
+
+
+def client(certs: Path) -> Access:
+    return access(certs / "client.pem", certs / "client.key", certs / "ca.pem")
+
+
+def files(certs: Path) -> dict[str, str]:
+    """As arguments of ps_worker.connect."""
+    return {
+        "tls_cert": str(certs / "client.pem"),
+        "tls_key": str(certs / "client.key"),
+        "tls_ca": str(certs / "ca.pem"),
+    }
+
+
+def one_step(cluster: Cluster, **more: object) -> float:
+    """Trains a scalar by one step of 1; returns where it ended."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    with cluster.connect("sync", **more) as session:
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    return model.weight.item()
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+def test_a_worker_with_a_certificate_trains_over_mutual_tls(
+    make_cluster: MakeCluster, certs: Path, transport: str
+) -> None:
+    cluster = make_cluster(tls=server_tls(certs))
+    assert one_step(cluster, transport=transport, **files(certs)) == -1.0
+    assert status.fetch(cluster.address, client(certs))["processes"][1]["reachable"]
+    assert probe.is_serving(cluster.address, client(certs))
+
+
+def test_what_the_two_ends_do_not_agree_on_is_said_in_one_line(
+    make_cluster: MakeCluster, certs: Path, tmp_path: Path
+) -> None:
+    others = tmp_path / "others"
+    dev_certs.write(others)
+    cluster = make_cluster(shards=1, tls=server_tls(certs), host="0.0.0.0")
+    here = f"127.0.0.1:{cluster.address.rpartition(':')[2]}"
+    elsewhere = here.replace("127.0.0.1", "127.0.0.2")
+    for where, how, says in (
+        (here, Access(), "the server wants TLS"),
+        (here, access(ca=certs / "ca.pem"), "asks for a client certificate"),
+        (
+            here,
+            access(certs / "client.pem", certs / "client.key", others / "ca.pem"),
+            "not signed by the CA in .*others",
+        ),
+        (elsewhere, client(certs), "not for the host name '127.0.0.2'"),
+        (here, access(others / "client.pem", others / "client.key", certs / "ca.pem"), "refuses the client"),
+    ):
+        with pytest.raises(Untrusted, match=says) as caught:
+            status.fetch(where, how)
+        assert "\n" not in str(caught.value)
+
+
+def test_the_command_says_what_is_wrong_in_one_line_and_nothing_else(
+    make_cluster: MakeCluster, certs: Path, tmp_path: Path
+) -> None:
+    """Not even what grpc writes about a handshake that fails."""
+    dev_certs.write(tmp_path / "others")
+    dev_certs.write(tmp_path / "old", days=0)
+    cluster = make_cluster(shards=1, tls=server_tls(certs), host="0.0.0.0")
+    port = cluster.address.rpartition(":")[2]
+    pem, key, ca = certs / "client.pem", certs / "client.key", certs / "ca.pem"
+    for host, used, says in (
+        ("127.0.0.1", (pem, certs / "server.key", ca), "does not belong to the certificate"),
+        ("127.0.0.1", (tmp_path / "old/client.pem", tmp_path / "old/client.key", ca), "expired on"),
+        ("127.0.0.1", (pem, key, tmp_path / "others/ca.pem"), "not signed by the CA"),
+        ("127.0.0.2", (pem, key, ca), "not for the host name '127.0.0.2'"),
+    ):
+        words = [f"{flag}={path}" for flag, path in zip(("--tls-cert", "--tls-key", "--tls-ca"), used, strict=True)]
+        command = [sys.executable, "-m", "ps_server", "status", "--server", f"{host}:{port}", *words]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 1
+        assert ended.stderr.startswith("ps-server: ")
+        assert says in ended.stderr
+        assert ended.stderr.count("\n") == 1, ended.stderr
+
+
+def test_a_client_that_wants_tls_is_told_of_a_server_that_has_none(cluster: Cluster, certs: Path) -> None:
+    with pytest.raises(Untrusted, match="speaks no TLS"):
+        status.fetch(cluster.address, client(certs))
+
+
+def test_a_worker_says_at_once_that_it_is_not_trusted(make_cluster: MakeCluster, certs: Path) -> None:
+    cluster = make_cluster(shards=1, tls=server_tls(certs))
+    with pytest.raises(ps_worker.Unreachable, match="wants TLS"):
+        one_step(cluster, connect_timeout=60.0)
+
+
+def _expired(certs: Path, into: Path) -> Tls:
+    dev_certs.write(into, days=0)
+    return server_tls(into)
+
+
+def _bad_pair(certs: Path, into: Path) -> Tls:
+    return Tls(certs / "server.pem", certs / "client.key", certs / "ca.pem")
+
+
+def _missing(certs: Path, into: Path) -> Tls:
+    return Tls(certs / "server.pem", into / "nothing.key", certs / "ca.pem")
+
+
+def _no_certificate(certs: Path, into: Path) -> Tls:
+    return Tls(certs / "server.key", certs / "server.key")
+
+
+def _no_key(certs: Path, into: Path) -> Tls:
+    return Tls(certs / "server.pem", certs / "server.pem")
+
+
+def _half(certs: Path, into: Path) -> Tls:
+    return Tls(certs / "server.pem")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (_expired, "expired on"),
+        (_bad_pair, "does not belong to the certificate"),
+        (_missing, "cannot read .*nothing.key"),
+        (_no_certificate, "holds no certificate"),
+        (_no_key, "holds no private key"),
+        (_half, "needs its key"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused_at_the_start(
+    certs: Path, tmp_path: Path, make: Callable[[Path, Path], Tls], says: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        make(certs, tmp_path).load()
+    assert "\n" not in str(caught.value)
+
+
+def test_certificates_change_under_a_running_cluster(
+    make_cluster: MakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reloading, "CHECK_SECONDS", 0.0)
+    dev_certs.write(tmp_path / "one")
+    dev_certs.write(tmp_path / "two")
+    used = tmp_path / "used"
+    shutil.copytree(tmp_path / "one", used)
+    cluster = make_cluster(shards=1, tls=server_tls(used))
+    kept = client(used)
+    assert one_step(cluster, **files(used)) == -1.0
+    for name in dev_certs.FILES:  # another CA, and everything it signed
+        shutil.copy(tmp_path / "two" / name, used / name)
+    assert one_step(cluster, **files(tmp_path / "two")) == -1.0
+    assert status.fetch(cluster.address, kept)["jobs"] == []
+    with pytest.raises(Untrusted):
+        status.fetch(cluster.address, client(tmp_path / "one"))
+
+
+def test_files_that_are_half_replaced_leave_what_was_there(
+    make_cluster: MakeCluster, certs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reloading, "CHECK_SECONDS", 0.0)
+    used = tmp_path / "used"
+    shutil.copytree(certs, used)
+    cluster = make_cluster(shards=1, tls=server_tls(used))
+    (used / "server.key").write_text("half a ke")
+    assert one_step(cluster, **files(certs)) == -1.0
+
+
+def test_metrics_are_served_over_tls_to_who_has_a_certificate(make_cluster: MakeCluster, certs: Path) -> None:
+    cluster = make_cluster(shards=1, tls=server_tls(certs))
+    where = f"https://{cluster.servers[0].metrics_address}/metrics"
+    trusting = ssl.create_default_context(cafile=certs / "ca.pem")
+    with pytest.raises(OSError, match=r"(?i)certificate|reset|closed|eof"):
+        urllib.request.urlopen(where, context=trusting, timeout=10).read()
+    trusting.load_cert_chain(certs / "client.pem", certs / "client.key")
+    with urllib.request.urlopen(where, context=trusting, timeout=10) as answer:
+        assert b"ps_tls 1.0" in answer.read()
+
+
+def test_keys_are_open_to_nobody_else_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    assert dev_certs.write(tmp_path / "certs")
+    before = {path: path.read_bytes() for path in (tmp_path / "certs").iterdir()}
+    assert {path.name for path in before} == set(dev_certs.FILES)
+    assert {path.stat().st_mode & 0o777 for path in before if path.suffix != ".pem"} == {0o600}
+    assert not dev_certs.write(tmp_path / "certs")
+    assert {path: path.read_bytes() for path in before} == before
+    (tmp_path / "certs" / "ca.pem").unlink()
+    with pytest.raises(InvalidRequest, match="already; remove all"):
+        dev_certs.write(tmp_path / "certs")
+
+
+def test_certificates_can_be_split_by_who_needs_them(tmp_path: Path) -> None:
+    assert dev_certs.write(tmp_path, split=True)
+    for holder, names in dev_certs.HOLDERS.items():
+        assert {path.name for path in (tmp_path / holder).iterdir()} == set(names)
+        assert [name for name in names if name.endswith(".key")] == [f"{holder}.key"], "no other's key"
+        Tls(*(tmp_path / holder / name for name in (f"{holder}.pem", f"{holder}.key", "ca.pem"))).load()
+    assert not dev_certs.write(tmp_path, split=True)
+    (tmp_path / "client" / "ca.pem").unlink()
+    with pytest.raises(InvalidRequest, match="already; remove all"):
+        dev_certs.write(tmp_path, split=True)
+
+
+def test_what_is_secret_is_not_in_a_repr(certs: Path) -> None:
+    loaded = server_tls(certs).load()
+    assert b"PRIVATE KEY" in (loaded.key or b"")
+    assert "PRIVATE KEY" not in repr(loaded)
+    assert "server.key" not in repr(server_tls(certs))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "parameter-server", ""])
+def test_plaintext_beyond_this_machine_has_to_be_said(host: str) -> None:
+    with pytest.raises(InvalidRequest, match="--insecure"):
+        is_exposed(host, encrypted=False, allowed=False, what="this server", flag="--insecure")
+    assert is_exposed(host, encrypted=False, allowed=True, what="this server", flag="--insecure")
+    assert not is_exposed(host, encrypted=True, allowed=False, what="this server", flag="--insecure")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]", "127.1.2.3"])
+def test_loopback_needs_nothing(host: str) -> None:
+    assert not is_exposed(host, encrypted=False, allowed=False, what="this server", flag="--insecure")
+
+
+@pytest.mark.parametrize("flags", [("--host", "0.0.0.0"), ("--metrics-host", "0.0.0.0")])
+def test_a_server_does_not_start_in_plaintext_on_the_network(flags: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "ps_server", "coordinator", "--port", "0", "--metrics-port", "0", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("ps-server: ")
+    assert "insecure" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_insecure_is_said_in_the_log_and_in_a_metric(
+    make_cluster: MakeCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = make_cluster(shards=1, host="0.0.0.0", insecure=True)
+    assert "plaintext beyond this machine" in caplog.text
+    with urllib.request.urlopen(f"http://{cluster.servers[0].metrics_address}/metrics", timeout=10) as answer:
+        assert b"ps_insecure 1.0" in answer.read()

@@ -1,0 +1,1 @@
+"""The rules of a shard and of the coordinator, and their parts."""

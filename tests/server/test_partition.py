@@ -1,0 +1,343 @@
+"""A job's buckets on shards: bad pushes change nothing, and no interleaving of a simulated cluster breaks a promise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotFound, OutOfOrder, PSError, UnknownWorker
+from ps_protocol.job import HyperParameters, NonFinite
+from ps_protocol.layout import bucket_layout
+from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, hyper_parameter_names
+from ps_server.core.commands import Push, PushKind
+from ps_server.core.consistency import Add
+from ps_server.core.partition import ShardJob
+from tests.simulation.simulator import HELD, TRAINED, WHOLE, Simulation, image, initial, job_spec, payload, push, stage
+
+NAN, INF = float("nan"), float("inf")
+
+
+def work(job: ShardJob, index: int) -> None:
+    """Does everything there is to do on one bucket."""
+    bucket = job.buckets[index]
+    while (item := bucket.protocol.next()) is not None:
+        if isinstance(item, Add):
+            bucket.weights.add(item.contribution)
+        else:
+            bucket.weights.step()
+        bucket.protocol.done(item)
+
+
+def running(mode: str = "sync", workers: int = 1, **more: object) -> ShardJob:
+    """A job on one shard, with its initial weights, and workers 0 .. workers - 1 with incarnations from 1."""
+    job = ShardJob(job_spec(mode, **more), [0, 1, 2])  # type: ignore[arg-type]
+    for rank in range(workers):
+        job.admit(rank, rank + 1, 0)
+    for index in job.buckets:
+        stage(job, initial(index))
+    return job
+
+
+# -- bad pushes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "said"),
+    [
+        (push(bucket=7), NotFound, "no bucket 7"),
+        (push(bucket=HELD), InvalidRequest, "holds what no optimizer steps"),
+        (push(payload=payload(1.0)[:-1]), InvalidRequest, "expected 128 bytes .32 x float32., got 127"),
+        (push(payload=b""), InvalidRequest, "expected 128 bytes .32 x float32., got 0"),
+        (push(kind=PushKind.SKIP), InvalidRequest, "expected 0 bytes"),
+        (push(absent=frozenset({1})), InvalidRequest, "has 1 segments, got segment 1"),
+        (push(groups={1: {"lr": 0.1}}), InvalidRequest, "expected a group below 1, got 1"),
+        (push(groups={0: {"lr": -1.0}}), InvalidRequest, "SGD refuses"),
+        (push(groups={0: {"betas": (0.9, 0.999)}}), InvalidRequest, "SGD takes lr, .* got 'betas'"),
+        (push(payload=payload(NAN)), NonFiniteGradient, "gradient of second from worker 0 is not finite"),
+        (push(payload=payload(-INF)), NonFiniteGradient, "gradient of second from worker 0 is not finite"),
+        (push(clock=0), OutOfOrder, "worker 0 joined at clock 0, and a push of clock 0 came"),
+        (push(groups={0: {"nesterov": True}}), InvalidRequest, "Nesterov"),
+        (push(rank=5), UnknownWorker, "worker 5 is not a live member"),
+        (push(incarnation=99), Fenced, "incarnation 1 is live, the call came from 99"),
+        (push(clock=3), PSError, "worker 0 pushed clock 3 where 2 comes next"),
+        (initial(0, rank=1, incarnation=2), InvalidRequest, "initial values are rank 0's to send"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bad_push_is_refused_with_one_clear_error_and_changes_nothing(
+    bad: Push, error: type[PSError], said: str
+) -> None:
+    job = running(workers=2)
+    stage(job, push(0))
+    before = image(job)
+    with pytest.raises(error, match=said):
+        stage(job, bad)
+    assert image(job) == before
+
+
+def test_a_push_from_before_the_worker_joined_is_not_taken_for_a_repeat() -> None:
+    """Its gradient would be acknowledged and lost."""
+    job = running("async")
+    for clock in (1, 2):
+        stage(job, push(0, clock))
+        work(job, 0)
+    job.admit(1, 9, None)
+    with pytest.raises(OutOfOrder, match="worker 1 joined at clock 2, and a push of clock 1 came"):
+        stage(job, push(0, 1, rank=1, incarnation=9))
+    assert not stage(job, push(0, 3, rank=1, incarnation=9))
+
+
+def test_what_a_push_leaves_out_stays_as_the_job_has_it() -> None:
+    spec = replace(job_spec(), groups=({"lr": 1.0, "momentum": 0.9, "nesterov": False},))
+    job = ShardJob(spec, [0])
+    job.check(push(0, groups={0: {"nesterov": True}}))
+    with pytest.raises(InvalidRequest, match="Nesterov"):
+        job.check(push(0, groups={0: {"nesterov": True, "momentum": 0.0}}))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "switched"),
+    [
+        ("Adam", {"amsgrad": True}),
+        ("AdamW", {"amsgrad": True}),
+        ("RMSprop", {"centered": True}),
+        ("RMSprop", {"momentum": 0.5}),
+    ],
+)
+def test_what_needs_state_from_the_first_step_on_cannot_be_switched_on_later(
+    optimizer: str, switched: HyperParameters
+) -> None:
+    """torch would fail in the step, on the thread that applies updates for everyone."""
+    job = ShardJob(replace(job_spec(), optimizer=optimizer, groups=({"lr": 0.1},)), [0])
+    ((name, value),) = switched.items()
+    with pytest.raises(InvalidRequest, match=f"{name!r} of {optimizer} cannot be switched on in a running job"):
+        job.check(push(0, groups={0: switched}))
+    job = ShardJob(replace(job_spec(), optimizer=optimizer, groups=({"lr": 0.1, **switched},)), [0])
+    job.check(push(0, groups={0: {name: type(value)(0)}}))
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> tuple[str, list[HyperParameters]]:
+    """An optimizer, and the hyper-parameters that a job has at first and those that pushes bring."""
+    name = draw(st.sampled_from(sorted(ELEMENTWISE)))
+    values = {
+        key: st.booleans() if isinstance(default, bool) else st.sampled_from([default, 0.0, 0.25])
+        for key, default in ELEMENTWISE[name]([torch.zeros(1)]).defaults.items()
+        if key in hyper_parameter_names(name)
+    }
+    return name, draw(st.lists(st.fixed_dictionaries({}, optional=values), min_size=3, max_size=3))
+
+
+@given(changes())
+def test_whatever_hyper_parameters_are_let_in_can_be_stepped_with(found: tuple[str, list[HyperParameters]]) -> None:
+    optimizer, (first, *later) = found
+    try:
+        check_hyper_parameters(optimizer, first)
+    except InvalidRequest:
+        return
+    job = ShardJob(replace(job_spec("async"), optimizer=optimizer, groups=(first,)), [0])
+    job.admit(0, 1, 0)
+    stage(job, initial(0))
+    for clock, values in enumerate([{}, *later], 1):
+        one = push(0, clock, groups={0: values})
+        try:
+            gradient = job.check(one)
+        except InvalidRequest:
+            gradient = job.check(push(0, clock))
+        job.stage(one, gradient)
+        work(job, 0)
+    assert job.buckets[0].protocol.version == 3
+
+
+def test_a_gradient_before_the_initial_weights_is_refused() -> None:
+    job = ShardJob(job_spec(), [0])
+    job.admit(0, 1, 0)
+    with pytest.raises(InvalidRequest, match="has no initial value yet"):
+        stage(job, push(0))
+
+
+def test_the_first_initial_value_counts_and_later_ones_are_acknowledged() -> None:
+    job = running()
+    stage(job, push(0))
+    work(job, 0)
+    assert stage(job, initial(0))
+    assert job.buckets[0].weights.flat.tolist() == [-1.0] * 32
+
+
+@pytest.mark.parametrize("kind", ["staged", "applied"])
+def test_a_repeated_push_is_acknowledged_and_not_applied_again(kind: str) -> None:
+    job = running("async")
+    assert not stage(job, push(0))
+    if kind == "applied":
+        work(job, 0)
+    assert stage(job, push(0))
+    work(job, 0)
+    assert job.buckets[0].weights.flat.tolist() == [-1.0] * 32
+    assert job.buckets[0].protocol.version == 1
+
+
+def test_a_non_finite_gradient_can_be_declared_to_be_skipped() -> None:
+    job = running("async", non_finite=NonFinite.SKIP)
+    bad = push(0, payload=payload(INF))
+    assert job.stage(bad, job.check(bad)).skipped
+    work(job, 0)
+    assert job.buckets[0].weights.flat.tolist() == [0.0] * 32
+    assert job.clocks() == {0: 0}  # bucket 1 has not had this clock yet
+    stage(job, push(1))
+    work(job, 1)
+    assert job.clocks() == {0: 1}, "the clock counts on"
+
+
+def test_a_worker_that_has_looked_for_infinities_in_memory_of_its_own_is_believed() -> None:
+    job = running("async")
+    with pytest.raises(NonFiniteGradient):
+        stage(job, push(payload=payload(NAN), borrowed=True))
+    assert not stage(job, push(payload=payload(NAN), borrowed=True, finite=True))
+
+
+def test_what_is_not_finite_in_a_segment_without_a_gradient_is_ignored() -> None:
+    job = running("async")
+    stage(job, push(0, payload=payload(NAN), absent=frozenset({0})))
+    work(job, 0)
+    assert job.buckets[0].weights.flat.tolist() == [0.0] * 32
+
+
+def test_a_gradient_whose_sum_overflows_is_still_finite() -> None:
+    job = running("async")
+    big = torch.full((32,), 3.0e38)
+    stage(job, push(0, payload=payload(big)))
+    work(job, 0)
+    assert torch.equal(job.buckets[0].weights.flat, -big)
+
+
+# -- who takes part --------------------------------------------------------------------------------------------------
+
+
+def test_a_newer_incarnation_fences_the_older_one_at_once() -> None:
+    job = running("async")
+    job.admit(0, 5, None)
+    with pytest.raises(Fenced):
+        stage(job, push(0))
+    with pytest.raises(Fenced):
+        job.admit(0, 1, None)
+    assert not stage(job, push(0, incarnation=5))
+
+
+def test_admitting_twice_changes_nothing() -> None:
+    job = running("async")
+    stage(job, push(0))
+    before = image(job)
+    job.admit(0, 1, None)
+    job.admit(0, 1, 0)
+    assert image(job) == before
+
+
+def test_retiring_leaves_a_newer_incarnation_alone() -> None:
+    job = running("async")
+    job.admit(0, 5, 0)
+    job.retire(0, 1)
+    assert job.roster[0].incarnation == 5
+
+
+def test_a_call_that_comes_late_does_not_bring_the_dead_back() -> None:
+    """A join that the coordinator gave up on is retired; its AdmitWorker may reach the shard after that."""
+    job = running("sync")
+    job.retire(3, 7)
+    for clock in (None, 0):
+        with pytest.raises(Fenced):
+            job.admit(3, 7, clock)
+    job.admit(3, 8, None)
+    assert set(job.roster) == {0, 3}
+
+
+@pytest.mark.parametrize("end", ["retired", "replaced"])
+def test_what_a_lost_worker_lent_is_copied_before_it_may_write_there_again(end: str) -> None:
+    job = running("sync", workers=2)
+    lent = bytearray(payload(3.0))
+    stage(job, push(0, rank=1, incarnation=2, payload=lent, borrowed=True))
+    if end == "retired":
+        job.retire(1, 2)
+    else:
+        job.admit(1, 9, None)
+    lent[:] = payload(100.0)
+    stage(job, push(0))
+    work(job, 0)
+    assert job.buckets[0].weights.flat.tolist() == [-2.0] * 32
+
+
+def test_the_frontier_is_the_highest_clock_of_any_bucket_that_trains() -> None:
+    job = running("ssp:3", workers=2)
+    for clock in (1, 2):
+        stage(job, push(1, clock))
+        work(job, 1)
+    assert job.admit(2, 9, None) == 2
+    assert job.roster[2].start == 2
+
+
+def test_a_buffer_is_sent_at_any_clock_once_it_is_there() -> None:
+    job = ShardJob(job_spec("sync"), [0, HELD])
+    job.admit(0, 1, 0)
+    assert not job.admits(HELD, 0, 4).admitted
+    stage(job, initial(HELD))
+    assert job.admits(HELD, 0, 4).admitted
+    assert job.versions() == (0, 0)
+
+
+def test_sizes_are_counted_in_bytes() -> None:
+    job = running("sync", workers=2)
+    stage(job, push(0, rank=1, incarnation=2))
+    assert job.parameter_bytes == 2 * 128 + 64
+    assert job.staged_bytes == 128, "held back for worker 0"
+    assert job.optimizer_bytes == 0
+
+
+# -- simulated clusters ----------------------------------------------------------------------------------------------
+
+MODES = ["sync", "ssp:0", "ssp:2", "async"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_interleaving_breaks_a_promise_or_stops_the_living(mode: str) -> None:
+    for seed in range(40):
+        print(f"seed {seed}")  # the last one is shown when the test fails
+        simulation = Simulation(mode, seed)
+        for _ in range(200):
+            simulation.event()
+        simulation.settle()
+        for index in TRAINED:
+            bucket = simulation.home[index].buckets[index]
+            assert not bucket.protocol.waiting, "nothing staged is left behind"
+            assert torch.equal(bucket.weights.flat, simulation.expected[index])
+
+
+def test_counting_workers_count_exactly() -> None:
+    """Three workers, 50 steps, ssp:2: at the end each cell holds exactly its worker's steps."""
+    simulation = Simulation("ssp:2", 0)
+    for rank in range(3):
+        if rank not in simulation.live:
+            simulation.join(rank)
+            while simulation.coordinate():
+                pass
+    while any(worker.clock < 50 or worker.to_push or worker.to_pull for worker in simulation.live.values()):
+        for worker in simulation.live.values():
+            if worker.clock < 50 or worker.to_push or worker.to_pull:
+                simulation.advance(worker)
+        for index in TRAINED:
+            simulation.apply(index)
+    for index in TRAINED:
+        while simulation.apply(index):
+            pass
+        counted = simulation.home[index].buckets[index].weights.flat / WHOLE
+        for worker in simulation.live.values():
+            assert counted[worker.incarnation] == 50 - worker.start
+        assert counted.sum() == simulation.home[index].buckets[index].protocol.version
+
+
+def test_the_layout_of_the_simulated_job_is_what_the_tests_say() -> None:
+    spec = job_spec()
+    buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
+    assert [(bucket.held, bucket.nbytes) for bucket in buckets] == [(False, 128), (False, 128), (True, 64)]

@@ -1,0 +1,114 @@
+"""`--max-push-norm`: what bounds how far one push of a malicious worker can go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from ps_protocol.errors import LimitExceeded, NonFiniteGradient
+from ps_protocol.job import JobSpec, NonFinite
+from ps_protocol.tensors import TORCH_DTYPES, bytes_of
+from ps_server.core.commands import PushKind
+from ps_server.core.limits import Limits
+from ps_server.core.partition import ShardJob
+from tests.simulation.simulator import initial, job_spec, push, stage
+from tests.tools.cluster import Cluster
+
+MakeCluster = Callable[..., Cluster]
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+def test_a_gradient_beyond_the_norm_is_refused_by_name_and_changes_nothing(
+    make_cluster: MakeCluster, transport: str
+) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(push_norm=2.0))
+    with cluster.connect("sync", job="job", transport=transport) as session:
+        model = nn.Linear(4, 1, bias=False)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        shard, weights = cluster.engines[0].jobs()["job"].state, model.weight.detach().clone()
+        model.weight.grad = torch.full_like(model.weight, 1.5)  # a norm of 3
+        with pytest.raises(LimitExceeded, match=r"worker 0: .* bucket 0 has norm 3, and max-push-norm is 2"):
+            optimizer.step()
+        assert (shard.versions(), shard.clocks(), shard.staged_bytes) == ((0, 0), {0: 0}, 0)
+        assert torch.equal(shard.bucket(0).weights.flat[:4], weights.flatten())
+        assert torch.equal(model.weight, weights)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+def test_a_gradient_within_the_norm_trains(make_cluster: MakeCluster, transport: str) -> None:
+    cluster = make_cluster(shards=1, limits=Limits(push_norm=2.0))
+    with cluster.connect("sync", job="job", transport=transport) as session:
+        model = nn.Linear(4, 1, bias=False)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        weights = model.weight.detach().clone()
+        model.weight.grad = torch.ones_like(model.weight)  # a norm of 2: the limit itself
+        optimizer.step()
+        assert torch.equal(model.weight, weights - 1)
+
+
+# -- one shard, no network -------------------------------------------------------------------------------------------
+
+
+def limited(norm: float, spec: JobSpec | None = None) -> ShardJob:
+    """A job on one shard with worker 0, whose pushes may have this norm."""
+    job = ShardJob(spec or job_spec("sync"), [0, 1, 2], norm_limit=norm)
+    job.admit(0, 1, 0)
+    for index in job.buckets:
+        stage(job, initial(index))
+    return job
+
+
+def gradient(job: ShardJob, bucket: int, value: float, dtype: str = "float32") -> memoryview:
+    return bytes_of(torch.full((job.bucket(bucket).layout.numel,), value, dtype=TORCH_DTYPES[dtype]))
+
+
+def test_a_gradient_without_a_limit_is_as_large_as_it_likes() -> None:
+    job = limited(math.inf)
+    assert job.check(push(payload=gradient(job, 0, 1e30))).values is not None
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+def test_the_norm_of_half_types_is_taken_in_float32(wire: str) -> None:
+    job = limited(100_000.0, replace(job_spec("sync"), gradient_wire=wire))
+    size = job.bucket(0).layout.numel
+    value = 2.0**14  # that times the root of 32 is beyond float16
+    assert job.check(push(payload=gradient(job, 0, value, wire))).values is not None
+    with pytest.raises(LimitExceeded, match=rf"bucket 0 has norm {1.5 * value * math.sqrt(size):g}, and"):
+        job.check(push(payload=gradient(job, 0, 1.5 * value, wire)))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_past_every_limit_even_where_the_job_allows_it(value: float) -> None:
+    job = limited(1e30, job_spec("sync", non_finite=NonFinite.ALLOW))
+    with pytest.raises(LimitExceeded, match="max-push-norm"):
+        job.check(push(payload=gradient(job, 0, value)))
+    with pytest.raises(NonFiniteGradient):
+        limited(1e30).check(push(payload=gradient(job, 0, value)))
+
+
+def test_what_is_left_out_of_a_gradient_counts_for_nothing() -> None:
+    job = limited(1.0)
+    assert job.check(push(payload=gradient(job, 0, 1e9), absent=frozenset({0}))).absent == {0}
+
+
+def test_initial_values_and_steps_without_a_gradient_have_no_norm() -> None:
+    job = limited(1.0)
+    initial_value = push(clock=0, kind=PushKind.INITIAL_VALUE, payload=gradient(job, 0, 1e9))
+    assert job.check(initial_value).values is not None
+    assert job.check(push(kind=PushKind.SKIP, payload=b"")).values is None
+
+
+def test_a_gradient_in_the_workers_own_memory_is_copied_before_it_is_checked() -> None:
+    """Or its worker could write another after this one was found small."""
+    job = limited(10.0)
+    memory = torch.ones(job.bucket(0).layout.numel)
+    found = job.check(push(payload=bytes_of(memory), borrowed=True))
+    memory.fill_(1e9)
+    assert found.values is not None
+    assert torch.equal(found.values, torch.ones_like(memory))
+    assert not found.borrowed

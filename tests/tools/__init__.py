@@ -1,0 +1,1 @@
+"""Clusters, clients and faults that several tests use."""

@@ -1,0 +1,1 @@
+"""What a session does to models, optimizers, data and state."""

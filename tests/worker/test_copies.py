@@ -1,0 +1,213 @@
+"""What a script may do with a prepared model besides training it: copy, average, save and compile it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import ps_worker
+from ps_worker import Session
+from tests.tools.cluster import Cluster
+
+MODES = ["single", "ddp", "sync", "ssp:2", "async"]
+
+
+class Net(nn.Module):
+    """Two layers, and a buffer that forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8, bias=False)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x)).relu())
+
+
+@pytest.fixture
+def session(mode: str, shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+    """A session in each mode; that of ddp is a group of one."""
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with ps_worker.connect(shared.address, mode, job) as found:
+        yield found
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.arange(12.0).view(3, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def prepared(session: Session) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model in the middle of training."""
+    model = Net()
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    step(model, optimizer)
+    return model, optimizer
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))  # type: ignore[no-any-return]
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+def averaged(model: nn.Module) -> nn.Module:
+    return AveragedModel(model).module  # type: ignore[no-any-return]
+
+
+COPIES: list[Callable[[nn.Module], nn.Module]] = [copy.deepcopy, pickled, saved, averaged]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", COPIES)
+def test_a_copy_is_a_plain_model_that_trains_by_itself(
+    session: Session, make: Callable[[nn.Module], nn.Module]
+) -> None:
+    model, optimizer = prepared(session)
+    inner = session.unwrap(model)
+    found = make(inner)
+    assert type(found) is Net
+    before = copy.deepcopy(inner.state_dict())
+    assert all(torch.equal(value, before[name]) for name, value in found.state_dict().items())
+    assert all(not parameter._post_accumulate_grad_hooks for parameter in found.parameters())
+    with getattr(found, "no_sync", contextlib.nullcontext)():
+        step(found, torch.optim.SGD(found.parameters(), lr=0.1))
+    assert session.clock == 1, "no hook of the session has seen it"
+    for name, parameter in inner.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert not torch.equal(parameter, found.get_parameter(name))
+    step(model, optimizer)  # and the model itself goes on
+    assert session.clock == 2
+
+
+@pytest.mark.parametrize("mode", ["single", "sync"])
+def test_an_average_is_taken_after_each_step(session: Session) -> None:
+    model, optimizer = prepared(session)
+    average = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    average.update_parameters(model)
+    expected = model.second.weight.detach().clone()
+    for _ in range(3):
+        step(model, optimizer)
+        average.update_parameters(model)
+        expected = 0.5 * expected + 0.5 * model.second.weight.detach()
+    assert torch.allclose(average.module.second.weight, expected)
+
+
+@pytest.mark.parametrize("mode", ["single", "sync"])
+def test_a_copy_may_be_prepared_by_a_session_of_its_own(session: Session, shared: Cluster, job: str) -> None:
+    model, _ = prepared(session)
+    for number, make in enumerate((copy.deepcopy, pickled)):
+        found = make(model)
+        with ps_worker.connect(shared.address, "sync", f"{job}-{number}") as other:
+            found, optimizer = other.prepare(found, torch.optim.SGD(found.parameters(), lr=0.1), overlap=True)
+            with found.no_sync():  # without it, the second backward would come too late
+                found(torch.ones(3, 4)).sum().backward()
+            step(found, optimizer)
+            assert other.clock == 1
+
+
+@pytest.mark.parametrize("mode", ["single"])
+def test_a_saved_model_is_loaded_without_this_package(session: Session, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.save(model, tmp_path / "model.pt")
+    script = (
+        "import sys, torch\n"
+        "sys.modules['ps_worker'] = sys.modules['ps_protocol'] = None\n"
+        "model = torch.load('model.pt', weights_only=False)\n"
+        "with model.no_sync():\n"
+        "    model(torch.ones(2))"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_of_the_optimizer_is_watched_by_nothing(
+    session: Session, make: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
+) -> None:
+    _, optimizer = prepared(session)
+    found = make(optimizer)
+    assert type(found) is torch.optim.SGD
+    assert len(found.state) == len(optimizer.state)
+    found.step()
+    assert session.clock == 1
+
+
+# -- compiled --------------------------------------------------------------------------------------------------------
+
+
+def whole(model: nn.Module, backend: str) -> nn.Module:
+    return torch.compile(model, fullgraph=True, backend=backend)  # type: ignore[no-any-return]
+
+
+def in_place(model: nn.Module, backend: str) -> nn.Module:
+    model.compile(fullgraph=True, backend=backend)
+    return model
+
+
+def trained(session: Session, backend: str, before: bool, compiled: Callable[[nn.Module, str], nn.Module]) -> Net:
+    """Steps of a model that is compiled before or after `prepare`."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = Net()
+    model = compiled(net, backend) if before else net
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model = model if before else compiled(model, backend)
+    for _ in range(4):  # more than it takes to find out that buckets may leave during backward
+        step(model, optimizer)
+    assert session.clock == 4
+    return net
+
+
+def alone() -> Net:
+    """The same without a compiler or a session."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        step(model, optimizer)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["single", "sync"])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("compiled", [whole, in_place])
+def test_a_compiled_model_trains_without_a_graph_break(
+    session: Session, before: bool, compiled: Callable[[nn.Module, str], nn.Module]
+) -> None:
+    """fullgraph=True makes a graph break an error, and the tests' settings a warning."""
+    found, expected = trained(session, "aot_eager", before, compiled), alone()
+    for name, parameter in found.named_parameters():
+        assert torch.allclose(parameter, expected.get_parameter(name), atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["sync"])
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_so_does_one_that_inductor_compiles(session: Session) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about what it imports for this
+        found, expected = trained(session, "inductor", False, whole), alone()
+    for name, parameter in found.named_parameters():
+        assert torch.allclose(parameter, expected.get_parameter(name), atol=1e-3)  # BatchNorm makes rounding large

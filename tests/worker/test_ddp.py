@@ -1,0 +1,132 @@
+"""Mode ddp is PyTorch's own DistributedDataParallel, and sync on the parameter server ends where it does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import ps_worker
+from ps_protocol.errors import InvalidRequest
+from tests.tools.cluster import Cluster
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train_everything.py"
+WORKERS = 2
+# As in test_equivalence.py: float32 rounding of a sum taken in another order, handed on by Adam. Gloo's ring adds two
+# gradients that were halved before; the shards add two and halve the sum.
+TOLERANCE = 1e-5
+
+
+def run(mode: str, directory: Path, *options: str) -> list[dict[str, torch.Tensor]]:
+    """Trains the script with `ps-worker run`; the weights of each worker."""
+    command = [sys.executable, "-m", "ps_worker", "run", "--workers", str(WORKERS), "--mode", mode, *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    kinds = {"ddp": "DistributedDataParallel AdamW", "sync": "Everything ServerOptimizer"}
+    assert sorted(line for line in done.stdout.splitlines() if "] worker" in line) == [
+        f"[{rank}] worker {rank} of {WORKERS}: {mode} {kinds[mode]}" for rank in range(WORKERS)
+    ]
+    return [load_file(directory / f"{mode}-{rank}.safetensors") for rank in range(WORKERS)]
+
+
+def test_sync_ends_at_the_weights_of_ddp(shared: Cluster, job: str, tmp_path: Path) -> None:
+    # With BatchNorm in the model: its weights are trained alike. (The running averages are each worker's own here,
+    # and rank 0's in DDP.)
+    ddp = run("ddp", tmp_path)
+    sync = run("sync", tmp_path, "--server", shared.address, "--job", job)
+    names = set(ddp[0])
+    assert {"norm.weight", "conv.weight", "embed.weight", "frozen.weight"} <= names
+    for rank in range(WORKERS):
+        for name in names:
+            assert torch.equal(ddp[rank][name], ddp[0][name])
+            assert torch.equal(sync[rank][name], sync[0][name])
+            distance = float((sync[rank][name] - ddp[rank][name]).abs().max())
+            assert distance < TOLERANCE, f"{name} differs by {distance}"
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a launcher sets for a group of one, which ends with the test."""
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_ddp_is_the_real_one_with_its_usual_settings() -> None:
+    with ps_worker.connect(mode="ddp") as session:
+        assert dist.get_backend() == ("nccl" if torch.cuda.is_available() else "gloo")
+        inner = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+        loader = DataLoader([torch.ones(1)] * 6, batch_size=2)
+        model, stepper, loader = session.prepare(inner, optimizer, loader)
+        assert type(model) is DistributedDataParallel
+        assert model.gradient_as_bucket_view
+        assert model.broadcast_buffers
+        assert model.bucket_bytes_cap == 25 * 2**20, "its usual bucketing"
+        assert session.unwrap(model) is inner
+        assert stepper is optimizer
+        before = inner.weight.item()
+        for x in loader:
+            model(x).mean().backward()
+            stepper.step()
+            stepper.zero_grad()
+        assert session.clock == 3
+        assert inner.weight.item() == pytest.approx(before - 0.3)
+    with ps_worker.connect(mode="ddp") as again:  # another session of this process, in the same group
+        model, stepper = again.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+        model(torch.ones(1, 1)).mean().backward()
+        stepper.step()
+        assert again.clock == 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_process_group_of_the_script_is_used_if_it_is_the_sessions() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    with ps_worker.connect(mode="ddp") as session:
+        assert session.world_size == 1
+    assert dist.is_initialized()
+    with pytest.raises(InvalidRequest, match="process group has rank 0 of 1, and the session is rank 1 of 2"):
+        ps_worker.connect(mode="ddp", rank=1, world_size=2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_options_reach_ddp_and_no_sync_is_its_own() -> None:
+    with ps_worker.connect(mode="ddp") as session:
+        inner = nn.Linear(1, 1)
+        model, _ = session.prepare(
+            inner, torch.optim.SGD(inner.parameters(), lr=0.1), ddp_options={"find_unused_parameters": True}
+        )
+        assert model.find_unused_parameters
+        for where in (model, session):
+            with where.no_sync():
+                assert not model.require_backward_grad_sync
+            assert model.require_backward_grad_sync
+
+
+def test_ddp_without_a_launcher_says_how_to_launch() -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"DDP cannot start .*; launch with `ps-worker run --mode ddp`, or torchrun"
+    ):
+        ps_worker.connect(mode="ddp")

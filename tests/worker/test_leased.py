@@ -1,0 +1,435 @@
+"""Every sample exactly once per pass, on real clusters: whoever trains on it, dies with it, or comes for the rest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_recovery import CELLS, keep, set_back
+from torch import nn
+from torch.utils.data import DataLoader
+
+import ps_worker
+from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, JobMismatch, LimitExceeded, UnknownWorker
+from ps_protocol.v1.job_pb2 import DataRange
+from ps_server.ops import status
+from ps_worker import Session
+from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, until
+from tests.tools.counting import BATCH, BUCKET_BYTES, PASSES, SAMPLES, Cells, Indices, optimizer_for, train
+from tests.tools.raw_worker import RawWorker, vector_job
+
+MODES = ["sync", "ssp:2", "async"]
+
+
+def cells(cluster: Cluster, job: str) -> torch.Tensor:
+    """What the shards have of every vector, when all that is staged is applied: [vectors, cells]."""
+    found: dict[int, torch.Tensor] = {}
+    for engine in cluster.engines:
+        running = engine.jobs()[job]
+        until(lambda r=running: all(b.state.protocol.next() is None for b in r.buckets.values()), "applying")  # type: ignore[misc]
+        for bucket in running.buckets.values():
+            with bucket.tensors:
+                for part in bucket.state.layout.segments:
+                    vector = found.setdefault(part.parameter, torch.zeros(running.state.spec.parameters[0].numel))
+                    values = bucket.state.weights.flat[part.offset : part.offset + part.length]
+                    vector[part.start : part.start + part.length] = values
+    return torch.stack([vector for _, vector in sorted(found.items())])
+
+
+def assert_each_once(found: torch.Tensor) -> None:
+    """Every cell is 1, but for the rounding of a division."""
+    wrong = ((found - 1).abs() > 1e-4).nonzero()
+    assert not len(wrong), {tuple(where): found[tuple(where)].item() for where in wrong.tolist()[:10]}
+
+
+def progress(cluster: Cluster, job: str) -> dict[str, int]:
+    """How far the job's first loader is, as `ps-server status` tells it."""
+    [found] = [one for one in status.fetch(cluster.address)["jobs"] if one["name"] == job]
+    loader: dict[str, int] = found["loaders"][0]
+    return loader
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts workers as processes; kills them after the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: object) -> subprocess.Popen[str]:
+        command = [sys.executable, str(Path(__file__).parents[1] / "tools" / "counting.py"), *map(str, arguments)]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_every_sample_is_used_once_per_pass_while_workers_die_join_and_differ_in_speed(
+    make_cluster: Callable[..., Cluster],
+    elsewhere: Callable[..., subprocess.Popen[str]],
+    mode: str,
+    transport: str,
+) -> None:
+    cluster = make_cluster(lease=1.0)
+    victim = elsewhere(cluster.address, mode, "j", transport, 3)
+    assert victim.stdout is not None
+    assert victim.stdout.readline().strip() == "1", "it trains before the others come"
+    together, pause, lock = threading.Event(), threading.Event(), threading.Lock()
+    found: list[torch.Tensor] = []
+    ended = 0
+
+    def work(index: int) -> list[int]:
+        nonlocal ended
+
+        def each(taken: int) -> None:
+            if index == 1:
+                pause.wait(0.01)  # the slow one
+            if index == 0 and taken == 2:
+                together.set()
+
+        if index == 2:
+            assert together.wait(TEST_SECONDS), "joins in the middle of the first pass"
+        with ps_worker.connect(cluster.address, mode, job="j", elastic=True, transport=transport) as session:
+            counts = train(session, mode, each)
+            with lock:
+                ended += 1
+                if ended == 3:  # the job ends with the last
+                    found.append(cells(cluster, "j"))
+                    assert progress(cluster, "j")["returned"] >= BATCH
+        return counts
+
+    def kill() -> None:
+        assert victim.stdout is not None
+        while victim.stdout.readline().strip() != "3":
+            pass
+        victim.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    results = in_parallel(3, work)
+    killer.join()
+    assert_each_once(found[0])
+    assert sum(sum(counts) for counts in results) >= PASSES * -(-SAMPLES // BATCH) - 3
+
+
+def elastic(cluster: Cluster, job: str, mode: str = "async", **more: Any) -> Session:
+    return ps_worker.connect(cluster.address, mode, job=job, elastic=True, **more)
+
+
+def prepared(
+    session: Session, mode: str = "async", seed: int = 0, samples: int = SAMPLES, **loading: Any
+) -> tuple[nn.Module, Any, Any]:
+    """A model of cells for one pass, its optimizer, and a loader."""
+    model = Cells(samples)
+    loader = DataLoader(Indices(samples), **{"batch_size": BATCH, "shuffle": True, **loading})
+    found: tuple[nn.Module, Any, Any] = session.prepare(
+        model, optimizer_for(mode, model), loader, bucket_bytes=BUCKET_BYTES, seed=seed
+    )
+    return found
+
+
+def step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
+    model(batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "loading",
+    [
+        {},
+        {"shuffle": False},
+        {"num_workers": 2},
+        {"num_workers": 1, "persistent_workers": True},
+        {"batch_size": None},
+        {"batch_size": 1},
+        {"batch_size": 500},
+    ],
+    ids=str,
+)
+def test_one_worker_gets_every_sample_of_every_pass(shared: Cluster, job: str, loading: dict[str, Any]) -> None:
+    with elastic(shared, job) as session:
+        model, optimizer, loader = prepared(session, **loading)
+        orders = []
+        for _ in range(2):
+            seen: list[int] = []
+            for batch in loader:
+                seen += torch.as_tensor(batch).reshape(-1).tolist()
+                step(model, optimizer, torch.as_tensor(batch).reshape(-1))
+            assert sorted(seen) == list(range(SAMPLES))
+            orders.append(seen)
+        assert (cells(shared, job) == 2).all()
+        shuffled = loading.get("shuffle", True)
+        assert (orders[0] == orders[1]) is not shuffled
+        assert (orders[0] == list(range(SAMPLES))) is not shuffled
+
+
+def test_with_drop_last_a_pass_has_full_batches_only(shared: Cluster, job: str) -> None:
+    with elastic(shared, job) as session:
+        model, optimizer, loader = prepared(session, drop_last=True)
+        assert len(loader) == SAMPLES // BATCH
+        for _ in range(2):
+            sizes = []
+            for batch in loader:
+                sizes.append(len(batch))
+                step(model, optimizer, batch)
+            assert sizes == [BATCH] * (SAMPLES // BATCH)
+
+
+def test_a_length_is_this_workers_part(shared: Cluster, job: str) -> None:
+    with elastic(shared, job) as first, elastic(shared, job) as second:
+        loaders = [prepared(session)[2] for session in (first, second)]
+        until(lambda: first.world_size == second.world_size == 2, "both know of each other")
+        assert [len(loader) for loader in loaders] == [12, 12]
+        assert loaders[0].batch_size == BATCH, "everything else is the user's loader's"
+
+
+def test_a_loop_that_is_broken_off_goes_on_with_the_pass(shared: Cluster, job: str) -> None:
+    with elastic(shared, job) as session:
+        model, optimizer, loader = prepared(session, num_workers=1)
+        seen: list[int] = []
+        for most in (3, 5, 1000):
+            for number, batch in enumerate(loader, 1):
+                seen += batch.tolist()
+                step(model, optimizer, batch)
+                if number == most:
+                    break
+        assert sorted(seen) == list(range(SAMPLES))
+        assert_each_once(cells(shared, job))
+
+
+def test_what_a_broken_off_loop_had_ahead_goes_to_others(shared: Cluster, job: str) -> None:
+    with elastic(shared, job) as first, elastic(shared, job) as second:
+        model, optimizer, loader = prepared(first, num_workers=2)
+        for batch in loader:
+            step(model, optimizer, batch)
+            break
+        model, optimizer, loader = prepared(second)
+        seen = 0
+        for batch in loader:
+            seen += len(batch)
+            step(model, optimizer, batch)
+        assert seen == SAMPLES - BATCH
+        assert_each_once(cells(shared, job))
+
+
+def test_a_second_iteration_ends_the_first(shared: Cluster, job: str) -> None:
+    with elastic(shared, job) as session:
+        _, _, loader = prepared(session)
+        first = iter(loader)
+        next(first)
+        next(iter(loader))
+        with pytest.raises(InvalidRequest, match="another iteration over this loader has begun"):
+            next(first)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_worker_that_leaves_in_the_middle_leaves_the_rest_to_the_others(shared: Cluster, job: str, mode: str) -> None:
+    def work(index: int) -> torch.Tensor | None:
+        with elastic(shared, job, mode) as session:
+            model, optimizer, loader = prepared(session, mode)
+            both.wait(TEST_SECONDS)
+            for number, batch in enumerate(loader, 1):
+                step(model, optimizer, batch)
+                if index == 1 and number == 3:
+                    return None
+            return cells(shared, job)
+
+    both = threading.Barrier(2)
+    found, _ = in_parallel(2, work)
+    assert found is not None
+    assert_each_once(found)
+
+
+def test_a_worker_that_joins_late_skips_the_passes_that_are_over(shared: Cluster, job: str) -> None:
+    with elastic(shared, job) as first, elastic(shared, job) as second:
+        model, optimizer, loader = prepared(first)
+        for _ in range(2):
+            for batch in loader:
+                step(model, optimizer, batch)
+        model, optimizer, loader = prepared(second)
+        counts = []
+        for _ in range(3):
+            taken = 0
+            for batch in loader:
+                taken += 1
+                step(model, optimizer, batch)
+            counts.append(taken)
+        assert counts == [0, 0, -(-SAMPLES // BATCH)]
+        assert progress(shared, job) == {
+            "loader": 0,
+            "pass": 2,
+            "samples": SAMPLES,
+            "committed": SAMPLES,
+            "leased": 0,
+            "returned": 0,
+        }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_rest_of_an_accumulation_is_not_waited_for(shared: Cluster, job: str, mode: str) -> None:
+    """Its gradients go into the next pass's first step; the pass is complete without them."""
+    with elastic(shared, job, mode) as session:
+        model, optimizer, loader = prepared(session, mode, samples=5 * BATCH)
+        for _ in range(2):
+            for number, batch in enumerate(loader, 1):
+                model(batch).backward()
+                if number % 2 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert progress(shared, job)["committed"] == 5 * BATCH
+        assert session.clock == 6, "two steps and an empty one in each pass"
+
+
+def test_without_gradients_a_loader_yields_a_share_and_commits_nothing(shared: Cluster, job: str) -> None:
+    with elastic(shared, job) as first, elastic(shared, job) as second:
+        loaders = [prepared(session)[2] for session in (first, second)]
+        until(lambda: first.world_size == second.world_size == 2, "both know of each other")
+        with torch.no_grad():
+            seen = [int(x) for loader in loaders for batch in loader for x in batch]
+        assert sorted(seen) == list(range(SAMPLES))
+        assert "loader 0" not in status.table(status.fetch(shared.address))
+
+
+def test_several_loaders_are_leased_each_for_itself(shared: Cluster, job: str) -> None:
+    with elastic(shared, job) as session:
+        model = Cells(SAMPLES)
+        long, short = (DataLoader(Indices(size), batch_size=BATCH) for size in (SAMPLES, 10))
+        model, optimizer, long, short = session.prepare(model, optimizer_for("async", model), long, short)
+        for batch, other in zip(long, short, strict=False):
+            step(model, optimizer, torch.cat([batch, other]))
+        expected = torch.zeros(SAMPLES)
+        expected[:12] += 1
+        expected[:10] += 1
+        assert (cells(shared, job) == expected).all()
+
+
+def test_workers_whose_loaders_differ_are_refused(shared: Cluster, job: str) -> None:
+    with elastic(shared, job) as first, elastic(shared, job) as second:
+        next(iter(prepared(first)[2]))
+        with pytest.raises(JobMismatch, match="loader 0 differs: seed is 0, got 1"):
+            next(iter(prepared(second, seed=1)[2]))
+
+
+def test_status_and_metrics_say_how_far_the_data_is(shared: Cluster, job: str) -> None:
+    with elastic(shared, job) as session:
+        model, optimizer, loader = prepared(session)
+        for number, batch in enumerate(loader, 1):
+            step(model, optimizer, batch)
+            if number == 3:
+                break
+        samples = scrape(shared.servers[0].metrics_address)
+        text = status.table(status.fetch(shared.address))
+        back = progress(shared, job)["returned"]
+        assert f"loader 0: pass 0, 12 of {SAMPLES} samples committed, 0 leased; {back} came back so far" in text
+        label = f'job="{job}",loader="0"'
+        assert samples[f'ps_data_samples{{{label},state="committed"}}'] == 12
+        assert samples[f"ps_data_pass{{{label}}}"] == 0
+
+
+# -- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def push(worker: RawWorker, bucket: int, ranges: Any, clock: int = 1) -> None:
+    """Pushes a gradient of -1 for every cell of a bucket."""
+    gradient = torch.full((worker.layout.buckets[bucket].numel,), -1.0)
+    worker.send(worker.message(bucket, clock, gradient.numpy().tobytes(), ranges=ranges))
+
+
+def train_on(worker: RawWorker, ranges: Any) -> torch.Tensor:
+    """One step that uses these ranges, and the weights after it."""
+    worker.clock += 1
+    for bucket in worker.trained:
+        push(worker, bucket, ranges, worker.clock)
+    return worker.pull()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_shard_lost_with_its_memory_is_given_out_again(
+    make_cluster: Callable[..., Cluster], tmp_path: Path, mode: str
+) -> None:
+    """In sync to all shards, which were set back together; else the shards that kept theirs leave it out."""
+    cluster = make_cluster(checkpoint_dir=tmp_path)
+    with RawWorker(cluster.address, vector_job("job", mode, CELLS, 0), 0) as worker:
+        worker.initialise()
+        first = worker.lease().ranges
+        train_on(worker, first)
+        keep(cluster, worker)
+        train_on(worker, worker.lease(committed=first).ranges)
+        cluster.start_again(1)
+        set_back(worker)
+        taken, last = 0, []
+        while not (answer := worker.lease(committed=last)).complete:
+            last = list(answer.ranges)
+            assert len(last) == 1
+            found = train_on(worker, last)
+            taken += 1
+        assert taken == 2, "the one that was lost, and the last"
+        assert (found == 3).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_was_half_pushed_is_finished_by_another_worker(shared: Cluster, job: str, mode: str) -> None:
+    spec = vector_job(job, mode, cells=32, world_size=0)
+    with RawWorker(shared.address, spec, 0) as first, RawWorker(shared.address, spec, 1) as second:
+        first.initialise()
+        batch = first.lease().ranges
+        push(first, 0, batch)
+        first.leave()
+        assert second.lease().ranges == batch, "not every bucket has had it"
+        for bucket in second.trained:
+            push(second, bucket, batch)
+        second.clock = 1
+        assert (second.pull() == 1).all(), "each bucket had it from one of them"
+        spent = sum(
+            samples.get(f'ps_data_spent_total{{job="{job}"}}', 0.0)
+            for samples in (scrape(server.metrics_address) for server in shared.servers)
+        )
+        assert spent == 1
+        left = [(one.start, one.stop) for _ in range(2) for one in second.lease(committed=batch).ranges]
+        assert left == [(4, 8)] * 2, "an answer is given again until it is known to have come"
+
+
+def test_only_live_workers_of_elastic_jobs_lease(shared: Cluster, job: str) -> None:
+    own = pytest.raises(InvalidRequest, match="has a world size: its workers divide the data by their ranks")
+    with RawWorker(shared.address, vector_job(f"{job}.fixed", "sync", 32, 1), 0) as fixed, own:
+        fixed.lease()
+    with RawWorker(shared.address, vector_job(job, "sync", 32, 0), 0) as worker:
+        with pytest.raises(Forbidden, match="does not come from worker 0"):
+            worker.lease(lease_key=bytes(16))
+        with pytest.raises(UnknownWorker):
+            worker.lease(rank=5)
+        with RawWorker(shared.address, worker.spec, 0), pytest.raises(Fenced):
+            worker.lease()
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "expected"),
+    [
+        ({"batch_size": 0}, InvalidRequest, "a batch has at least one sample, got batch_size 0"),
+        ({"loader": 64}, LimitExceeded, "at most 64 loaders, got loader 64"),
+        ({"sample_count": 2**41}, LimitExceeded, "max-samples is 1099511627776"),
+        ({"held": [DataRange(stop=4)] * 1025}, LimitExceeded, "max-leases is 1024, got a report of 1025"),
+        ({"returned": [DataRange(start=2, stop=14)]}, InvalidRequest, "batches of 4 out of 12 samples, got .2, 14."),
+        ({"sample_count": 13}, JobMismatch, "size is 12, got 13"),
+    ],
+)
+def test_an_odd_request_for_data_is_refused_and_changes_nothing(
+    shared: Cluster, job: str, fields: dict[str, Any], error: type[Exception], expected: str
+) -> None:
+    with RawWorker(shared.address, vector_job(job, "sync", 32, 0), 0) as worker:
+        first = worker.lease()
+        before = progress(shared, job)
+        with pytest.raises(error, match=expected):
+            worker.lease(**fields)
+        assert progress(shared, job) == before
+        assert worker.lease() == first
