@@ -19,8 +19,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_cli import END_SECONDS, Command
-from test_optimizers import UNUSUAL, make
 from torch import nn
 
 from ps_protocol.convert import job_spec_message
@@ -39,6 +37,8 @@ from ps_server.core.snapshot import BucketImage, Extent, extent
 from ps_server.rpc.convert import job_spec_data
 from ps_server.storage.checkpoints import CheckpointStore, Manifest, Part, WorkerPart
 from ps_server.storage.export import export, optimizer_state_dict
+from tests.launch.test_cli import END_SECONDS, Command
+from tests.protocol.test_optimizers import UNUSUAL, make
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.raw_worker import RawWorker, vector_job
 

@@ -22,6 +22,8 @@ LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
 }
 
+SCRIPT = ROOT / "tests" / "scripts" / "train_with_frameworks.py"
+
 
 def launch(launcher: str, cluster: Cluster, job: str, directory: Path, *kinds: str) -> dict[str, list[Any]]:
     """What each worker left, by kind and mode, in the order of ranks."""
@@ -29,7 +31,7 @@ def launch(launcher: str, cluster: Cluster, job: str, directory: Path, *kinds: s
     command = [
         sys.executable,
         *LAUNCHERS[launcher],
-        str(ROOT / "tests/scripts/train_with_frameworks.py"),
+        str(SCRIPT),
         str(directory),
     ]
     done = subprocess.run(

@@ -384,6 +384,7 @@ def test_the_same_script_trains_in_every_mode(
     for name, value in {"PS_SERVER": shared.address, "PS_JOB": job, "PS_MODE": mode}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", [SCRIPT, str(tmp_path), "3"])
+    monkeypatch.syspath_prepend(str(Path(SCRIPT).parent))
     runpy.run_path(SCRIPT, run_name="__main__")
     assert (tmp_path / f"{mode}-0.safetensors").exists()
     assert job not in shared.coordinator.jobs()

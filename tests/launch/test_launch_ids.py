@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cli import Command
 from torch import nn
 
 from ps_protocol.errors import Fenced, InvalidRequest, JobInUse
@@ -23,6 +22,7 @@ from ps_server.coordinator import state_file
 from ps_server.core.membership import Newcomer
 from ps_server.ops import status
 from ps_worker import Session
+from tests.launch.test_cli import Command
 from tests.tools.cluster import Cluster, in_parallel, until
 
 ROOT = Path(__file__).parents[2]

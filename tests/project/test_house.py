@@ -157,7 +157,8 @@ def test_no_test_sleeps() -> None:
                 if called == "sleep":
                     yield f"line {node.lineno}"
 
-    assert offenders(sources("tests"), sleeps) == {}
+    tests = [path for path in sources("tests") if "chaos" not in path.parts]  # faults at random, for minutes
+    assert offenders(tests, sleeps) == {}
 
 
 def test_no_test_hides_another_of_the_same_name() -> None:

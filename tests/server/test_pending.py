@@ -6,11 +6,11 @@ import random
 
 import pytest
 import torch
-from test_shard_job import running, work
 
 from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, OutOfOrder, UnknownWorker
 from ps_server.core.commands import Commit, PushKind, SharedBucket
 from ps_server.core.partition import ShardJob
+from tests.server.test_partition import running, work
 from tests.simulation.simulator import HELD, image, job_spec, payload, push, stage
 
 

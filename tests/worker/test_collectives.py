@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_rejoin import LEASE, live, lose, session_at
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -41,6 +40,7 @@ from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import Session
 from ps_worker.cluster import coordinator, rounds
 from ps_worker.strategies import collectives
+from tests.cluster.test_rejoin import LEASE, live, lose, session_at
 from tests.tools.cable import Cable
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, until
 from tests.tools.counting import BATCH, BUCKET_BYTES, PASSES, SAMPLES, Cells, Indices, optimizer_for

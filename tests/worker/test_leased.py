@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_recovery import CELLS, keep, set_back
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -20,6 +19,7 @@ from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, JobMismatch, L
 from ps_protocol.v1.job_pb2 import DataRange
 from ps_server.ops import status
 from ps_worker import Session
+from tests.cluster.test_recovery import CELLS, keep, set_back
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, until
 from tests.tools.counting import BATCH, BUCKET_BYTES, PASSES, SAMPLES, Cells, Indices, optimizer_for, train
 from tests.tools.raw_worker import RawWorker, vector_job
