@@ -2,7 +2,7 @@
 
 convert.py         A job and its hyper-parameters as protobuf messages, and back: the same translation at both ends
 errors.py          Every error of the project, and how each crosses the wire
-framing.py         Bucket messages on the wire: a small protobuf header, then the payload as the last field, never
+framing.py         BucketSpec messages on the wire: a small protobuf header, then the payload as the last field, never
 job.py             What a job is, as a value that both ends can compare
 layout.py          How a model's parameters become buckets: one pure function that both ends run on the same job
 modes.py           The modes of training, and the one rule behind three of them

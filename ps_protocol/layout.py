@@ -74,7 +74,7 @@ class ParameterSpec:
 
 
 @dataclass(frozen=True)
-class Segment:
+class Slice:
     """A slice of one parameter inside a bucket. All numbers count elements.
 
     parameter: index into the job's parameters
@@ -90,7 +90,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketSpec:
     """A contiguous slice of one flat space: elements [start, start + numel) of `space`.
 
     optimizer: the job's optimizer that steps it; 0 where none does
@@ -102,7 +102,7 @@ class Bucket:
     held: bool
     start: int
     numel: int
-    segments: tuple[Segment, ...]
+    segments: tuple[Slice, ...]
     optimizer: int = 0
 
     @property
@@ -115,7 +115,7 @@ class Bucket:
 class Layout:
     """Every bucket of a job, and where each parameter begins in its space (in elements)."""
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[BucketSpec, ...]
     offsets: tuple[int, ...]
     space_sizes: dict[str, int]
 
@@ -142,7 +142,7 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Lay
         spec = parameters[index]
         held = spec.group is None
         spaces.setdefault((held, spec.dtype, 0 if held else spec.optimizer), []).append(index)
-    buckets: list[Bucket] = []
+    buckets: list[BucketSpec] = []
     offsets = [0] * len(parameters)
     sizes: dict[str, int] = {}
     for (held, dtype, optimizer), members in sorted(
@@ -158,7 +158,7 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Lay
         sizes[space] = end
         pieces = _cut(members, parameters, offsets, end, bucket_bytes // itemsize)
         buckets += [
-            Bucket(k + len(buckets), space, dtype, held, start, numel, segments, optimizer)
+            BucketSpec(k + len(buckets), space, dtype, held, start, numel, segments, optimizer)
             for k, (start, numel, segments) in enumerate(pieces)
         ]
     return Layout(tuple(buckets), tuple(offsets), sizes)
@@ -166,18 +166,18 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Lay
 
 def _cut(
     members: list[int], parameters: Sequence[ParameterSpec], offsets: list[int], end: int, size: int
-) -> list[tuple[int, int, tuple[Segment, ...]]]:
+) -> list[tuple[int, int, tuple[Slice, ...]]]:
     """Cuts one space into buckets of `size` elements: of each, its start, its elements and its segments.
 
     members: the space's parameters in the order of their offsets
     """
-    segments: list[list[Segment]] = [[] for _ in range(-(-end // size))]
+    segments: list[list[Slice]] = [[] for _ in range(-(-end // size))]
     for index in members:
         start, stop = offsets[index], offsets[index] + parameters[index].numel
         position = start
         while position < stop:
             bucket = position // size
             cut = min(stop, (bucket + 1) * size)
-            segments[bucket].append(Segment(index, position - start, position - bucket * size, cut - position))
+            segments[bucket].append(Slice(index, position - start, position - bucket * size, cut - position))
             position = cut
     return [(k * size, min(size, end - k * size), tuple(inside)) for k, inside in enumerate(segments)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ps_protocol.job import JobSpec, travels_as
-from ps_protocol.layout import DATA_TYPES, Bucket, Layout
+from ps_protocol.layout import DATA_TYPES, BucketSpec, Layout
 from ps_protocol.tensors import TORCH_DTYPES
 
 NONCE_BYTES = 32
@@ -67,11 +67,11 @@ class SegmentMap:
         self.gradients = {space: _tensor(memory, region) for space, region in plan.gradients.items()}
         self.weights = {space: _tensor(memory, region) for space, region in plan.weights.items()}
 
-    def gradient(self, bucket: Bucket) -> torch.Tensor:
+    def gradient(self, bucket: BucketSpec) -> torch.Tensor:
         """A bucket's gradient: [numel]."""
         return self.gradients[bucket.space][bucket.start : bucket.start + bucket.numel]
 
-    def weight(self, bucket: Bucket) -> torch.Tensor:
+    def weight(self, bucket: BucketSpec) -> torch.Tensor:
         """A bucket's weights: [numel]."""
         return self.weights[bucket.space][bucket.start : bucket.start + bucket.numel]
 

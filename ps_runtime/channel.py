@@ -15,7 +15,7 @@ import grpc
 
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.credentials import PLAINTEXT, Access, channel_credentials, is_loopback
-from ps_runtime.reloading import Watched
+from ps_runtime.reloading import ReloadingFiles
 
 DEFAULT_PORT = 50051
 MAX_BUCKET_BYTES = 16 * 2**20
@@ -78,7 +78,7 @@ class RenewedChannel(grpc.Channel):  # type: ignore[misc]  # grpcio ships no typ
     def __init__(self, address: str, access: Access) -> None:
         self._address = address
         self._token = access.token
-        self._watched = None if access.tls is None else Watched(access.tls.paths(), access.tls.load)
+        self._watched = None if access.tls is None else ReloadingFiles(access.tls.paths(), access.tls.load)
         self._lock = threading.Lock()
         self._retired: list[tuple[float, grpc.Channel]] = []
         self._generation = 0

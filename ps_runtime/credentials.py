@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from ps_protocol.errors import InvalidRequest
-from ps_runtime.reloading import Watched
+from ps_runtime.reloading import ReloadingFiles
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -155,7 +155,7 @@ class TokenFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         warn_if_readable_by_all(path)
-        self._watched = Watched([path], self._load)
+        self._watched = ReloadingFiles([path], self._load)
 
     def get(self) -> str:
         """The token of now."""
@@ -195,7 +195,7 @@ def server_credentials(found: Tls) -> grpc.ServerCredentials:
         raise InvalidRequest("a server needs --tls-cert and --tls-key to serve TLS; --tls-ca alone is for clients")
     if found.key is not None:
         warn_if_readable_by_all(found.key)
-    watched = Watched(found.paths(), found.load)
+    watched = ReloadingFiles(found.paths(), found.load)
     served = -1
 
     def configuration() -> grpc.ServerCertificateConfiguration | None:

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.credentials import Tls
-from ps_runtime.reloading import Watched
+from ps_runtime.reloading import ReloadingFiles
 
 # How long stopping may take; serve_forever looks at its flag this often.
 _POLL_SECONDS = 0.05
@@ -142,7 +142,7 @@ def serve_metrics(
             f"cannot serve metrics on {host}:{port} ({error.strerror}); choose another --metrics-port"
         ) from None
     if tls is not None:
-        watched = Watched(tls.paths(), lambda: _context(tls))
+        watched = ReloadingFiles(tls.paths(), lambda: _context(tls))
         server.secure = lambda plain: watched.get().wrap_socket(plain, server_side=True)
     thread = threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), name="metrics", daemon=True)
     thread.start()

@@ -19,7 +19,7 @@ log = logging.getLogger("ps_runtime")
 CHECK_SECONDS = 1.0
 
 
-class Watched(Generic[T]):
+class ReloadingFiles(Generic[T]):
     """What `load` makes of some files, now. Thread-safe.
 
     When a file has changed, `load` runs again; if it raises InvalidRequest (half of the files are replaced, say), that

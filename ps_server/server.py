@@ -48,7 +48,7 @@ from ps_server.rpc.services import (
     add_health,
 )
 from ps_server.shard.metrics import ShardMetrics
-from ps_server.shard.shard import Engine
+from ps_server.shard.shard import Shard
 from ps_server.storage.checkpoints import CheckpointStore
 
 log = logging.getLogger("ps_server")
@@ -133,7 +133,7 @@ class Server:
         self._registry.register(security_gauges(self._gate, exposed, config.tls is not None, self._callers.asks))
         if exposed:
             log.warning("insecure: %s serves plaintext beyond this machine, as --insecure says", self.address)
-        self.engine: Engine | None = None  # set where this process is a shard
+        self.shard: Shard | None = None  # set where this process is a shard
         self.coordinator = self._make_coordinator() if config.shard_count is not None else None
         self.metrics_address = self._serve_metrics(config)
         names: list[str] = []
@@ -164,8 +164,8 @@ class Server:
             return
         if self.coordinator is not None:
             self.coordinator.drain(seconds)
-        elif self.engine is not None and self._registration is not None:
-            for job in self.engine.jobs():
+        elif self.shard is not None and self._registration is not None:
+            for job in self.shard.jobs():
                 self._registration.checkpoint(job, seconds)
 
     def stop(self) -> None:
@@ -210,7 +210,7 @@ class Server:
         return [CONTROL_SERVICES["JobService"], CONTROL_SERVICES["ClusterService"]]
 
     def _add_shard(self) -> list[str]:
-        engine = Engine(
+        shard = Shard(
             ShardMetrics(self._registry),
             data_messages.WRITERS,
             self._config.apply_threads,
@@ -221,12 +221,12 @@ class Server:
             norm_limit=self._config.limits.push_norm,
             caller_limit=self._config.limits.caller_bytes,
         )
-        self.engine = engine
-        data = DataService(engine)
+        self.shard = shard
+        data = DataService(shard)
         data.register(self._grpc)
-        control_pb2_grpc.add_ShardServiceServicer_to_server(ShardService(engine, self._config.limits), self._grpc)
-        self._registry.register(shard_gauges(engine))
-        self._stops += [engine.stop, data.stop]
+        control_pb2_grpc.add_ShardServiceServicer_to_server(ShardService(shard, self._config.limits), self._grpc)
+        self._registry.register(shard_gauges(shard))
+        self._stops += [shard.stop, data.stop]
         return [DATA_SERVICE, CONTROL_SERVICES["ShardService"]]
 
 

@@ -24,7 +24,7 @@ from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import WIRE_FORMATS, NonFinite
 from ps_runtime.credentials import is_loopback
 from ps_runtime.exposure import is_exposed
-from ps_worker.cluster.connection import Link
+from ps_worker.cluster.connection import ConnectionOptions
 from ps_worker.config import WorkerConfig, resolve
 from ps_worker.data.leased import LeasedFace, LeasedLoader, Leases, order_of
 from ps_worker.data.loaders import (
@@ -41,7 +41,7 @@ from ps_worker.model.job_spec import refused_of
 from ps_worker.model.no_sync import lend
 from ps_worker.strategies.collectives import Collectives
 from ps_worker.strategies.ddp import Ddp
-from ps_worker.strategies.options import ServerOptions
+from ps_worker.strategies.options import JobOptions
 from ps_worker.strategies.parameter_server import ParameterServer
 from ps_worker.strategies.strategy import Single, Strategy
 
@@ -269,14 +269,16 @@ class Session:
         if config.consistency is not None:
             assert config.server is not None
             self._strategy = ParameterServer(
-                ServerOptions(
+                JobOptions(
                     server=config.server,
                     job=config.job,
                     consistency=config.consistency,
                     rank=config.rank,
                     world_size=config.world_size,
                     start_timeout=config.start_timeout,
-                    link=Link(config.connect_timeout, config.transport, config.shared_directory, config.access),
+                    link=ConnectionOptions(
+                        config.connect_timeout, config.transport, config.shared_directory, config.access
+                    ),
                     launch=config.launch,
                     **options,
                 ),

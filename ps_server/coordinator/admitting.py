@@ -14,7 +14,7 @@ from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.retiring import lose_place
 from ps_server.coordinator.shards import ShardDirectory
 from ps_server.failpoints import failpoint
-from ps_server.rpc.shard_client import ShardClient, on_all
+from ps_server.rpc.shard_client import ShardClient, call_all
 
 
 def admit(
@@ -32,8 +32,8 @@ def admit(
         return frontier
 
     try:
-        clock = max(on_all(pool, clients, lambda client: count(client, None)))
-        on_all(pool, clients, lambda client: count(client, clock))
+        clock = max(call_all(pool, clients, lambda client: count(client, None)))
+        call_all(pool, clients, lambda client: count(client, clock))
     except PSError as error:
         job.joining = None
         lose_place(job, rank, incarnation, shards.known())

@@ -21,11 +21,11 @@ import torch
 from ps_protocol.errors import CheckpointFailed, NotFound, OutOfOrder, PSError, TryLater
 from ps_protocol.job import JobSpec
 from ps_server.coordinator.policy import CheckpointPolicy
-from ps_server.core.snapshot import Extent
+from ps_server.core.snapshot import VersionRange
 from ps_server.failpoints import failpoint
 from ps_server.rpc import convert
-from ps_server.rpc.shard_client import ShardClient, on_all
-from ps_server.shard.snapshots import Captured
+from ps_server.rpc.shard_client import ShardClient, call_all
+from ps_server.shard.snapshots import ShardSnapshot
 from ps_server.storage.checkpoints import CheckpointStore, Manifest, WorkerPart
 
 log = logging.getLogger("ps_server")
@@ -247,7 +247,7 @@ class JobCheckpoints:
         return self._next_name()
 
     def _on_all(self, name: str, clock: int | None) -> None:
-        on_all(self._pool, self._job.clients(), lambda c: c.begin_checkpoint(self._job.spec.name, name, clock))
+        call_all(self._pool, self._job.clients(), lambda c: c.begin_checkpoint(self._job.spec.name, name, clock))
 
     def _next_name(self) -> str:
         self._number += 1
@@ -267,12 +267,12 @@ class JobCheckpoints:
             return self._reached + ahead
         return (self._reached // self._policy.steps + ahead) * self._policy.steps
 
-    def _await_parts(self, name: str, clock: int | None, generation: int) -> list[Captured] | None:
+    def _await_parts(self, name: str, clock: int | None, generation: int) -> list[ShardSnapshot] | None:
         """Every shard's part. None if somebody waits for the checkpoint and training stands still."""
         since, asked, wanted = time.monotonic(), self._asked, self._asked > self._answered
         reached = self._reached
-        found: dict[int, Captured] = {}
-        waiting: dict[int, Future[Captured]] = {}
+        found: dict[int, ShardSnapshot] = {}
+        waiting: dict[int, Future[ShardSnapshot]] = {}
         while True:
             self._check_void(generation)
             clients = self._job.clients()
@@ -336,7 +336,7 @@ class JobCheckpoints:
             return come() if self._aggregate else {**self._kept, **come()}
 
     def _commit(
-        self, name: str, parts: list[Captured], states: Mapping[int, tuple[int, bytes]], generation: int
+        self, name: str, parts: list[ShardSnapshot], states: Mapping[int, tuple[int, bytes]], generation: int
     ) -> None:
         job, store = self._job.spec.name, self._store
         try:
@@ -360,7 +360,7 @@ class JobCheckpoints:
         store.prune(job, self._policy.keep)
         log.info("job %s: checkpoint %s at clock %d, %d bytes", job, name, manifest.clock, manifest.bytes)
 
-    def _manifest(self, name: str, parts: list[Captured], workers: Mapping[int, WorkerPart]) -> Manifest:
+    def _manifest(self, name: str, parts: list[ShardSnapshot], workers: Mapping[int, WorkerPart]) -> Manifest:
         reached = _union(parts)
         return Manifest(
             name=name,
@@ -387,6 +387,6 @@ class _Void(Exception):
     """What was being taken is given up: the job was set back, or ends, or somebody wants one sooner."""
 
 
-def _union(parts: list[Captured]) -> Extent:
+def _union(parts: list[ShardSnapshot]) -> VersionRange:
     found = [captured.extent for captured in parts if captured.extent.clocks]  # a shard may train no bucket at all
-    return reduce(Extent.union, found, found[0]) if found else Extent()
+    return reduce(VersionRange.union, found, found[0]) if found else VersionRange()

@@ -20,7 +20,7 @@ from ps_runtime.channel import MAX_BUCKET_BYTES
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_server.coordinator.admitting import admit
 from ps_server.coordinator.data import LeaseRequest
-from ps_server.coordinator.job import CoordinatedJob, Shard, Watcher, make_job
+from ps_server.coordinator.job import CoordinatedJob, RegisteredShard, Watcher, make_job
 from ps_server.coordinator.keeping import Keeping
 from ps_server.coordinator.launches import refusal
 from ps_server.coordinator.leasing import lease_data
@@ -30,13 +30,13 @@ from ps_server.coordinator.retiring import retire, retire_ghosts
 from ps_server.coordinator.rounds import LOOK_SECONDS, ExchangeRequest, Listener, Terms, Wait
 from ps_server.coordinator.shards import ShardDirectory
 from ps_server.core.bucket_sizes import sized
-from ps_server.core.data_leases import Grant
+from ps_server.core.data_leases import BatchLease
 from ps_server.core.limits import DEFAULTS, Limits
-from ps_server.core.membership import Member, Newcomer, Seat, check_key
+from ps_server.core.membership import JoinRequest, JoinResult, Member, check_key
 from ps_server.core.validation import check_address, check_host, check_job_spec, check_launch
 from ps_server.failpoints import failpoint
 from ps_server.rpc import convert
-from ps_server.rpc.shard_client import ShardClient, on_all
+from ps_server.rpc.shard_client import ShardClient, call_all
 from ps_server.storage.checkpoints import Manifest
 
 log = logging.getLogger("ps_server")
@@ -116,7 +116,7 @@ class Coordinator:
         """Makes a shard known, or renews it."""
         self._directory.register(index, address, metrics_address, pid, process)
 
-    def shards(self) -> dict[int, Shard]:
+    def shards(self) -> dict[int, RegisteredShard]:
         """The shards that have called in, by index."""
         return self._directory.known()
 
@@ -155,11 +155,11 @@ class Coordinator:
         job = make_job(spec, self.shards(), self.shard_count, self.lease, secrets.token_hex(8))
         checkpoints = self.keeping.checkpoints_of(job) if self.keeping is not None else None
         try:
-            on_all(self._pool, clients, lambda client: client.create_job(spec, job.buckets_of(client.index)))
+            call_all(self._pool, clients, lambda client: client.create_job(spec, job.buckets_of(client.index)))
         except PSError:
             # All or none: what some shards made room for would be nobody's.
             with contextlib.suppress(PSError):
-                on_all(self._pool, clients, lambda client: client.drop_job(spec.name))
+                call_all(self._pool, clients, lambda client: client.drop_job(spec.name))
             raise
         if checkpoints is not None:
             job.checkpoints = checkpoints
@@ -213,7 +213,7 @@ class Coordinator:
             while len(self._why_ended) > REASONS_KEPT:
                 del self._why_ended[next(iter(self._why_ended))]
         try:
-            on_all(self._pool, self._directory.clients(), lambda client: client.drop_job(job.spec.name))
+            call_all(self._pool, self._directory.clients(), lambda client: client.drop_job(job.spec.name))
         except PSError as error:
             log.warning("job %s: ended, but not everywhere: %s", job.spec.name, error)
         with self._lock:
@@ -238,7 +238,7 @@ class Coordinator:
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def join(self, name: str, rank: int | None, newcomer: Newcomer) -> Seat:
+    def join(self, name: str, rank: int | None, newcomer: JoinRequest) -> JoinResult:
         """Makes the caller a live worker; answers with its place and the clock it starts from.
 
         Raises JobInUse where live workers of another launch are in the way, TryLater while it is not clear whether they
@@ -300,9 +300,9 @@ class Coordinator:
         )
         return self._seat(job, member)
 
-    def _seat(self, job: CoordinatedJob, member: Member) -> Seat:
+    def _seat(self, job: CoordinatedJob, member: Member) -> JoinResult:
         state = job.checkpoints.state_of(member.rank) if job.checkpoints is not None else None
-        return Seat(member, member.clock, job.placement, job.restore_count, state)
+        return JoinResult(member, member.clock, job.placement, job.restore_count, state)
 
     def heartbeat(self, name: str, rank: int, incarnation: int, clock: int, key: bytes = b"") -> int:
         """Renews a lease; answers with the number of live workers."""
@@ -311,7 +311,7 @@ class Coordinator:
             job.membership.heartbeat(rank, incarnation, clock, time.monotonic(), key)
             return len(job.membership.members)
 
-    def lease_data(self, name: str, ask: LeaseRequest) -> Grant:
+    def lease_data(self, name: str, ask: LeaseRequest) -> BatchLease:
         """Gives a worker batches of an elastic job's data; see DataLeases.lease."""
         return lease_data(self._job(name), ask, self._limits, self._directory, self._pool)
 
@@ -407,7 +407,7 @@ class Coordinator:
         if job.spec.consistency.max_staleness is None or not job.rounds.look_due():
             return []
         try:
-            found = on_all(self._pool, self._directory.clients(), lambda client: client.status())
+            found = call_all(self._pool, self._directory.clients(), lambda client: client.status())
         except PSError:
             return []  # a shard is away: the next look is soon
         return [wait for one in found for wait in convert.waits(one, job.spec.name)]

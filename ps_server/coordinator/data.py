@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError
 from ps_server.core.data_commits import MAX_LOADERS, Committed
-from ps_server.core.data_leases import NOTHING, DataLeases, Grant, LoaderSpec, Progress, Report, Who
+from ps_server.core.data_leases import NOTHING, BatchLease, DataLeases, LoaderSpec, Progress, Report, Who
 from ps_server.core.limits import Limits
 
 log = logging.getLogger("ps_server")
@@ -52,7 +52,7 @@ class JobData:
         self._loaders: dict[int, DataLeases] = {}
         self._looks = 0  # begun so far
 
-    def lease(self, ask: LeaseRequest, job: JobFace) -> Grant:
+    def lease(self, ask: LeaseRequest, job: JobFace) -> BatchLease:
         """What a worker gets; see DataLeases.lease."""
         _check(ask, job.limits)
         looks = self._looks

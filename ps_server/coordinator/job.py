@@ -11,7 +11,7 @@ from ps_protocol.layout import bucket_layout
 from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.data import JobData
 from ps_server.coordinator.rounds import JobRounds
-from ps_server.coordinator.state_file import DurableJob, DurableRound, DurableWorker
+from ps_server.coordinator.state_file import DurableRound, DurableWorker, SavedJob
 from ps_server.core.membership import Member, Membership
 from ps_server.core.placement import imbalance, place
 from ps_server.core.rounds import Round, newest
@@ -25,7 +25,7 @@ Watcher = Callable[[Roster | None], None]
 
 
 @dataclass(frozen=True)
-class Shard:
+class RegisteredShard:
     """A shard that has called in."""
 
     client: ShardClient
@@ -112,7 +112,7 @@ class CoordinatedJob:
             watcher(self.roster())
         self.rounds.changed()
 
-    def lost(self, shards: Mapping[int, Shard]) -> list[int]:
+    def lost(self, shards: Mapping[int, RegisteredShard]) -> list[int]:
         """The shards that are served by another process than the one that held their part of the job."""
         return [index for index, shard in shards.items() if self.held_by.get(index) != shard.process]
 
@@ -155,7 +155,7 @@ class CoordinatedJob:
             self.account(rank)
             self.unaccounted[rank] = max(restored, heard), heard
 
-    def durable(self) -> DurableJob:
+    def durable(self) -> SavedJob:
         """What is kept of it on disk."""
         workers = tuple(
             DurableWorker(
@@ -167,7 +167,7 @@ class CoordinatedJob:
         last_incarnation, restore_count = self.counts()
         completed, kept = self.rounds.done
         joining = {(shard, *self.joining) for shard in self.held_by} if self.joining is not None else set()
-        return DurableJob(
+        return SavedJob(
             spec=job_spec_data(self.spec),
             run=self.run,
             placement=tuple(self.placement),
@@ -191,7 +191,9 @@ class CoordinatedJob:
         )
 
 
-def make_job(spec: JobSpec, shards: Mapping[int, Shard], shard_count: int, lease: float, run: str) -> CoordinatedJob:
+def make_job(
+    spec: JobSpec, shards: Mapping[int, RegisteredShard], shard_count: int, lease: float, run: str
+) -> CoordinatedJob:
     """A job with its buckets placed, of which no shard holds anything yet."""
     layout = bucket_layout(spec.parameters, spec.bucket_bytes)
     sizes = [bucket.nbytes for bucket in layout.buckets]
@@ -201,7 +203,7 @@ def make_job(spec: JobSpec, shards: Mapping[int, Shard], shard_count: int, lease
     return CoordinatedJob(spec, placement, layout.nbytes, uneven, Membership(spec.world_size, lease), run, held_by)
 
 
-def job_that_ran(kept: DurableJob, spec: JobSpec, shard_count: int, lease: float, now: float) -> CoordinatedJob:
+def job_that_ran(kept: SavedJob, spec: JobSpec, shard_count: int, lease: float, now: float) -> CoordinatedJob:
     """A job as its coordinator left it: its workers may be training, and have two leases to say so."""
     job = make_job(spec, {}, shard_count, lease, kept.run)
     membership = job.membership

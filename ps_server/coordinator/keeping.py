@@ -99,7 +99,7 @@ class Keeping:
             log.info("job %s: taken up again, with %d workers", name, len(job.members()))
         return found
 
-    def _before(self) -> dict[str, state_file.DurableJob]:
+    def _before(self) -> dict[str, state_file.SavedJob]:
         wanted = self._policy.restore or self._policy.resume
         return state_file.load(self._policy.directory) if wanted else {}
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 
 from ps_protocol.errors import JobInUse, PSError, TryLater
-from ps_server.core.membership import Member, Newcomer, Rivals
+from ps_server.core.membership import JoinRequest, Member, Rivals
 
 HOSTS_NAMED = 4
 PIDS_NAMED = 4
@@ -14,7 +14,7 @@ ASK_AGAIN_PER_LEASE = 16  # four times as often as a heartbeat comes
 LONGEST_ASK_AGAIN_SECONDS = 1.0
 
 
-def refusal(job: str, rivals: Rivals, newcomer: Newcomer, lease: float) -> PSError:
+def refusal(job: str, rivals: Rivals, newcomer: JoinRequest, lease: float) -> PSError:
     """JobInUse where a rival is known to be live; TryLater, with when to ask again, while none is."""
     who = f"job {job!r} is in use: {_described(rivals.members)}"
     if not rivals.live:

@@ -9,14 +9,14 @@ from ps_server.coordinator.data import JobFace, LeaseRequest
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.shards import ShardDirectory
 from ps_server.core.data_commits import Committed
-from ps_server.core.data_leases import Grant, Who
+from ps_server.core.data_leases import BatchLease, Who
 from ps_server.core.limits import Limits
-from ps_server.rpc.shard_client import on_all
+from ps_server.rpc.shard_client import call_all
 
 
 def lease_data(
     job: CoordinatedJob, ask: LeaseRequest, limits: Limits, shards: ShardDirectory, pool: ThreadPoolExecutor
-) -> Grant:
+) -> BatchLease:
     """Gives a live worker batches of an elastic job's data; see DataLeases.lease."""
     name = job.spec.name
     if job.spec.world_size:
@@ -32,7 +32,7 @@ def lease_data(
 
     def committed() -> list[Committed]:
         try:
-            found = on_all(pool, shards.clients(), lambda client: client.committed(name))
+            found = call_all(pool, shards.clients(), lambda client: client.committed(name))
         except NotFound:
             raise TryLater(f"a shard was started anew: job {name!r} is being set back to a checkpoint") from None
         return [one for one in found if one is not None]

@@ -8,12 +8,14 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 
 from ps_protocol.errors import PSError
-from ps_server.coordinator.job import Shard
+from ps_server.coordinator.job import RegisteredShard
 
 log = logging.getLogger("ps_server")
 
 
-def drop_strays(shards: Mapping[int, Shard], known: Callable[[], Collection[str]], registering: threading.Lock) -> None:
+def drop_strays(
+    shards: Mapping[int, RegisteredShard], known: Callable[[], Collection[str]], registering: threading.Lock
+) -> None:
     """Has the shards drop what nobody uses, and nobody would ever end.
 
     known:       the jobs that there are

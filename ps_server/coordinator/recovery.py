@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ps_protocol.errors import CheckpointDamaged, JobMismatch, NoCheckpoints, PSError
 from ps_protocol.job import difference
-from ps_server.coordinator.job import CoordinatedJob, Shard
-from ps_server.core.snapshot import Extent
+from ps_server.coordinator.job import CoordinatedJob, RegisteredShard
+from ps_server.core.snapshot import VersionRange
 from ps_server.failpoints import failpoint
 from ps_server.rpc import convert
-from ps_server.rpc.shard_client import ShardClient, on_all
+from ps_server.rpc.shard_client import ShardClient, call_all
 from ps_server.storage.checkpoints import CheckpointStore, Manifest
 
 log = logging.getLogger("ps_server")
@@ -45,7 +45,7 @@ class Recovery:
     def restore(
         self,
         job: CoordinatedJob,
-        shards: Mapping[int, Shard],
+        shards: Mapping[int, RegisteredShard],
         lost: Iterable[int],
         any_run: bool = False,
     ) -> Manifest:
@@ -82,13 +82,15 @@ class Recovery:
             return manifest
         raise NoCheckpoints(f"job {job.spec.name!r}: there is no checkpoint that can be used")
 
-    def _go_back(self, job: CoordinatedJob, shards: list[ShardClient], name: str, incarnation: int) -> list[Extent]:
-        def one(shard: ShardClient) -> Extent:
+    def _go_back(
+        self, job: CoordinatedJob, shards: list[ShardClient], name: str, incarnation: int
+    ) -> list[VersionRange]:
+        def one(shard: ShardClient) -> VersionRange:
             return shard.restore_job(job.spec, job.buckets_of(shard.index), name, incarnation)
 
-        return on_all(self._pool, shards, one)
+        return call_all(self._pool, shards, one)
 
-    def _heard(self, job: CoordinatedJob, shards: Mapping[int, Shard], lost: Iterable[int]) -> dict[int, int]:
+    def _heard(self, job: CoordinatedJob, shards: Mapping[int, RegisteredShard], lost: Iterable[int]) -> dict[int, int]:
         """By rank, how far each live worker is: as it said last, or as the shards that keep theirs know better."""
         heard = {member.rank: member.clock for member in job.members()}
         for index in set() if job.spec.consistency.aggregate else shards.keys() - set(lost):
@@ -97,7 +99,7 @@ class Recovery:
                 heard = {rank: max(clock, clocks.get(rank, 0)) for rank, clock in heard.items()}
         return heard
 
-    def _book(self, job: CoordinatedJob, reached: list[Extent], heard: Mapping[int, int]) -> None:
+    def _book(self, job: CoordinatedJob, reached: list[VersionRange], heard: Mapping[int, int]) -> None:
         """Keeps in mind, of each worker, how far it was and how far the shards that were set back are now."""
         reached = [extent for extent in reached if extent.clocks]  # a shard that trains no bucket has nothing to lose
         for rank in heard.keys() | job.unaccounted.keys() if reached else ():
@@ -134,7 +136,7 @@ class Recovery:
     def _set_back(
         self,
         job: CoordinatedJob,
-        shards: Mapping[int, Shard],
+        shards: Mapping[int, RegisteredShard],
         manifest: Manifest,
         states: States,
         incarnation: int,

@@ -6,19 +6,19 @@ import logging
 from collections.abc import Mapping
 
 from ps_protocol.errors import NotFound, PSError
-from ps_server.coordinator.job import CoordinatedJob, Shard
+from ps_server.coordinator.job import CoordinatedJob, RegisteredShard
 
 log = logging.getLogger("ps_server")
 
 
-def retire(job: CoordinatedJob, rank: int, incarnation: int, shards: Mapping[int, Shard]) -> None:
+def retire(job: CoordinatedJob, rank: int, incarnation: int, shards: Mapping[int, RegisteredShard]) -> None:
     """Has every shard stop counting a worker. The caller holds the job's lock."""
     job.ghosts |= {(index, rank, incarnation) for index in shards}
     retire_ghosts(job, shards)
     job.data.gone(rank, incarnation)
 
 
-def lose_place(job: CoordinatedJob, rank: int, incarnation: int, shards: Mapping[int, Shard]) -> None:
+def lose_place(job: CoordinatedJob, rank: int, incarnation: int, shards: Mapping[int, RegisteredShard]) -> None:
     """A join failed half way: on some shards it has fenced whoever held the rank, who has to learn of it."""
     with job.guard:
         older = job.membership.members.get(rank)
@@ -29,7 +29,7 @@ def lose_place(job: CoordinatedJob, rank: int, incarnation: int, shards: Mapping
         job.announce()
 
 
-def retire_ghosts(job: CoordinatedJob, shards: Mapping[int, Shard]) -> None:
+def retire_ghosts(job: CoordinatedJob, shards: Mapping[int, RegisteredShard]) -> None:
     """Tells the shards whom to retire, until each has heard: a ghost would be waited for for ever."""
     for ghost in sorted(job.ghosts):
         index, rank, incarnation = ghost

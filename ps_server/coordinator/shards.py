@@ -8,7 +8,7 @@ import time
 
 from ps_protocol.errors import InvalidRequest, TryLater
 from ps_runtime.credentials import Access, is_loopback
-from ps_server.coordinator.job import Shard
+from ps_server.coordinator.job import RegisteredShard
 from ps_server.core.validation import check_address
 from ps_server.rpc.shard_client import ShardClient
 
@@ -25,7 +25,7 @@ class ShardDirectory:
     def __init__(self, count: int, access: Access) -> None:
         self.count = count
         self._access = access
-        self._shards: dict[int, Shard] = {}
+        self._shards: dict[int, RegisteredShard] = {}
         self._lock = threading.Lock()
 
     def register(self, index: int, address: str, metrics_address: str, pid: int, process: int) -> None:
@@ -46,9 +46,9 @@ class ShardDirectory:
                     raise TryLater(f"shard {index} is already served by process {known.pid} at {known.client.address}")
                 log.info("shard %d at %s", index, address)
                 client = ShardClient(index, address, self._access)
-            self._shards[index] = Shard(client, metrics_address, pid, process, now)
+            self._shards[index] = RegisteredShard(client, metrics_address, pid, process, now)
 
-    def known(self) -> dict[int, Shard]:
+    def known(self) -> dict[int, RegisteredShard]:
         """The shards that have called in, by index."""
         with self._lock:
             return dict(self._shards)

@@ -54,7 +54,7 @@ class DurableRound:
 
 
 @dataclass(frozen=True)
-class DurableJob:
+class SavedJob:
     """A job that runs.
 
     spec:    as plain data
@@ -85,13 +85,13 @@ class DurableJob:
     rounds: tuple[DurableRound, ...] = ()
 
 
-def save(directory: Path, jobs: Mapping[str, DurableJob]) -> None:
+def save(directory: Path, jobs: Mapping[str, SavedJob]) -> None:
     """Replaces the file. Raises OSError."""
     data = json.loads(json.dumps({"format": FORMAT, "jobs": {name: asdict(job) for name, job in jobs.items()}}))
     replace_file(directory / FILE, json.dumps({**data, "seal": _seal(data)}).encode(), "coordinator-file", 0o600)
 
 
-def load(directory: Path) -> dict[str, DurableJob]:
+def load(directory: Path) -> dict[str, SavedJob]:
     """The jobs that ran; none where there is no file, or one that is not what was written: that is said in the log."""
     path = directory / FILE
     try:
@@ -106,7 +106,7 @@ def load(directory: Path) -> dict[str, DurableJob]:
         return {}
 
 
-def _job(data: dict[str, Any]) -> DurableJob:
+def _job(data: dict[str, Any]) -> SavedJob:
     data["placement"] = tuple(data["placement"])
     data["held_by"] = {int(shard): process for shard, process in data["held_by"].items()}
     data["unaccounted"] = {int(rank): tuple(clocks) for rank, clocks in data["unaccounted"].items()}
@@ -120,7 +120,7 @@ def _job(data: dict[str, Any]) -> DurableJob:
         for one in data.get("rounds", ())
     )
     data["workers"] = tuple(_worker(worker) for worker in data["workers"])
-    return DurableJob(**data)
+    return SavedJob(**data)
 
 
 def _worker(data: dict[str, Any]) -> DurableWorker:

@@ -54,7 +54,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Admission:
     """Whether a pull is admitted; if not, which ranks it waits for, and why in words."""
 
     admitted: bool
@@ -62,11 +62,11 @@ class Verdict:
     reason: str = ""
 
 
-ADMITTED = Verdict(True)
+ADMITTED = Admission(True)
 
 
 @dataclass
-class BucketProtocol(Generic[T]):
+class UpdateRule(Generic[T]):
     """The state of one bucket. `T` is what a contribution is; this class only passes it on.
 
     roster:  the live workers by rank, shared by all buckets of the job on this shard
@@ -161,27 +161,27 @@ class BucketProtocol(Generic[T]):
             self.applied[add.rank] = max(add.clock, self.applied.get(add.rank, 0))
         self.added.clear()
 
-    def admits(self, rank: int, clock: int) -> Verdict:
+    def admits(self, rank: int, clock: int) -> Admission:
         """Whether a pull of worker `rank` at `clock` may be answered: the one rule of sync, ssp and async.
 
         Its own updates up to `clock` must be in, and those of every other live worker up to clock - max_staleness
         (Ho et al., NIPS 2013). The dead are not waited for: only the roster counts.
         """
         if not self.initialised:
-            return Verdict(False, (0,), "rank 0 has not sent the initial weights yet")
+            return Admission(False, (0,), "rank 0 has not sent the initial weights yet")
         bound = self.consistency.max_staleness
         late = [] if bound is None else [r for r in self.roster if r != rank and self.applied.get(r, 0) < clock - bound]
         if self.applied.get(rank, 0) < clock:
             if self.staged.get(rank, 0) < clock:
-                return Verdict(False, (rank,), f"its own push of clock {clock} has not come")
+                return Admission(False, (rank,), f"its own push of clock {clock} has not come")
             if not late:
-                return Verdict(False, (), "its own push is being applied")
+                return Admission(False, (), "its own push is being applied")
         if late:
             behind = ", ".join(f"worker {r} is at clock {self.staged.get(r, 0)}" for r in sorted(late)[:8])
             needed = clock - (bound or 0)
             # Those whose push is staged are not late themselves: they wait in the same update.
             blamed = tuple(sorted(r for r in late if self.staged.get(r, 0) < needed)) or tuple(sorted(late))
-            return Verdict(False, blamed, f"clock {needed} of every live worker is needed; {behind}")
+            return Admission(False, blamed, f"clock {needed} of every live worker is needed; {behind}")
         return ADMITTED
 
     def restore(self, version: int, clocks: Mapping[int, int]) -> None:

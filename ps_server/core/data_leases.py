@@ -55,7 +55,7 @@ NOTHING = Report()
 
 
 @dataclass(frozen=True)
-class Grant:
+class BatchLease:
     """Batches given, all of one pass; or `complete`: the pass that was asked for is over. Neither: ask again."""
 
     pass_number: int
@@ -104,7 +104,7 @@ class DataLeases:
             if mine != theirs[name]:
                 raise JobMismatch(f"loader {self.loader} differs: {name} is {mine}, got {theirs[name]}")
 
-    def lease(self, who: Who, asked: int, count: int, workers: int = 1, report: Report = NOTHING) -> Grant:
+    def lease(self, who: Who, asked: int, count: int, workers: int = 1, report: Report = NOTHING) -> BatchLease:
         """Gives a worker that is in pass `asked` up to `count` batches, fewer the fewer are left for `workers` of them.
 
         Raises InvalidRequest for a range that is none of this loader's; changes nothing then.
@@ -115,7 +115,7 @@ class DataLeases:
             self._begin(self.number + 1)
             self._tell(who, report)
         if asked < self.number or (asked == self.number and self.complete):
-            return Grant(self.number, complete=True)
+            return BatchLease(self.number, complete=True)
         mine = self._leased.setdefault(who, set())
         held = {one.span for one in report.held if one.pass_number == self.number}
         spans = sorted(mine - held)[:count]  # given before, in an answer that was lost
@@ -124,7 +124,7 @@ class DataLeases:
             self._free.remove(*span)
             mine.add(span)
             spans.append(span)
-        return Grant(self.number, tuple(spans))
+        return BatchLease(self.number, tuple(spans))
 
     def _next(self) -> Span | None:
         """The lowest batch that is free. Batches come back as they were given, so they stay the same ones."""

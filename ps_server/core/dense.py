@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ps_protocol.job import HyperParameters, JobSpec
-from ps_protocol.layout import Bucket
+from ps_protocol.layout import BucketSpec
 from ps_protocol.optimizers import ELEMENTWISE, hyper_parameters, is_scalar_state
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.snapshot import OptimizerState
@@ -94,14 +94,14 @@ class Scratch:
             free.append(tensor)
 
 
-class BucketWeights:
+class DenseBucket:
     """Weights and optimizer of one bucket. Not thread-safe: one caller at a time.
 
     The optimizer is the real one of torch.optim, over one tensor a segment, each a view into `flat`. A segment without
     a gradient is left alone by it, as in a plain training loop.
     """
 
-    def __init__(self, spec: JobSpec, bucket: Bucket, scratch: Scratch) -> None:
+    def __init__(self, spec: JobSpec, bucket: BucketSpec, scratch: Scratch) -> None:
         self.bucket = bucket
         self._name = spec.optimizers[bucket.optimizer]
         self._scratch = scratch
@@ -301,7 +301,7 @@ class BucketWeights:
         return sum(v.nbytes for state in states for v in list(state.values()) if isinstance(v, torch.Tensor))
 
 
-def _optimizer(spec: JobSpec, name: str, bucket: Bucket, segments: list[torch.Tensor]) -> torch.optim.Optimizer:
+def _optimizer(spec: JobSpec, name: str, bucket: BucketSpec, segments: list[torch.Tensor]) -> torch.optim.Optimizer:
     """The bucket's optimizer over its segments, with the job's parameter groups."""
     members: dict[int, list[torch.Tensor]] = {}
     for segment, tensor in zip(bucket.segments, segments, strict=True):
@@ -334,7 +334,7 @@ def _scale(count: int) -> torch.Tensor:
     return _SCALES[count]
 
 
-def _is_fused(name: str, bucket: Bucket) -> bool:
+def _is_fused(name: str, bucket: BucketSpec) -> bool:
     return bucket.dtype == "float32" and name in _FUSED_ON_CPU
 
 

@@ -47,7 +47,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Newcomer:
+class JoinRequest:
     """Who asks to join.
 
     previous:     for a worker that comes back, its incarnation before
@@ -71,7 +71,7 @@ class Newcomer:
     launch_ranks: range = range(0)
 
 
-NOBODY = Newcomer()
+NOBODY = JoinRequest()
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Rivals:
 
 
 @dataclass(frozen=True)
-class Seat:
+class JoinResult:
     """What who joined gets.
 
     clock:         that it starts from
@@ -127,7 +127,7 @@ class Membership:
     awaited: dict[int, float] = field(default_factory=dict)
     away: dict[int, Member] = field(default_factory=dict)
 
-    def claim(self, rank: int | None, newcomer: Newcomer = NOBODY) -> int:
+    def claim(self, rank: int | None, newcomer: JoinRequest = NOBODY) -> int:
         """The rank that a newcomer gets: the one asked for, or the lowest free one. Changes nothing.
 
         Raises Fenced for one that comes back to a rank that another process holds now.
@@ -147,7 +147,7 @@ class Membership:
             raise InvalidRequest(f"rank must be below the job's world_size {self.world_size}, got {rank}")
         return rank
 
-    def rivals(self, rank: int, newcomer: Newcomer, now: float) -> Rivals | None:
+    def rivals(self, rank: int, newcomer: JoinRequest, now: float) -> Rivals | None:
         """The live workers of other launches because of which a newcomer may not take a rank now; None: it may.
 
         A rank that is free, or held by a worker of the same launch (which starts it again), may always be taken, and so

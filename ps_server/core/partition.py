@@ -1,6 +1,6 @@
 """One job's buckets on one shard: roster, protocol and weights put together.
 
-Not thread-safe. `check` and `BucketWeights` methods are the heavy parts and touch nothing shared, so that the caller
+Not thread-safe. `check` and `DenseBucket` methods are the heavy parts and touch nothing shared, so that the caller
 can run them outside of the lock that guards the rest.
 """
 
@@ -22,16 +22,16 @@ from ps_protocol.errors import (
     OutOfOrder,
 )
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite, travels_as
-from ps_protocol.layout import DATA_TYPES, Bucket, bucket_layout
+from ps_protocol.layout import DATA_TYPES, BucketSpec, bucket_layout
 from ps_protocol.optimizers import check_change, check_hyper_parameters, is_scalar_state, required_state
 from ps_protocol.tensors import is_finite, tensor_from
 from ps_server.core.budget import Held, derived_limit
 from ps_server.core.commands import Commit, Push, PushKind, SharedBucket, Staged
-from ps_server.core.consistency import BucketProtocol, Live, Verdict
+from ps_server.core.consistency import Admission, Live, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits, DataRange, check_ranges
-from ps_server.core.dense import Assignment, BucketWeights, Gradient, Scratch
+from ps_server.core.dense import Assignment, DenseBucket, Gradient, Scratch
 from ps_server.core.membership import check_incarnation, check_key
-from ps_server.core.snapshot import BucketImage, Extent, extent
+from ps_server.core.snapshot import BucketSnapshot, VersionRange, extent
 
 ASSIGNED_WEIGHTS = 4  # what may be assigned and wait for its step, in weights: they and three optimizer states
 
@@ -50,13 +50,13 @@ class Pending:
     assignment: Assignment | None = None
 
 
-class ShardBucket:
+class BucketPartition:
     """One bucket: its place in the layout, its protocol state, its weights, and by rank what is pending."""
 
-    def __init__(self, spec: JobSpec, bucket: Bucket, roster: Mapping[int, Live], scratch: Scratch) -> None:
+    def __init__(self, spec: JobSpec, bucket: BucketSpec, roster: Mapping[int, Live], scratch: Scratch) -> None:
         self.layout = bucket
-        self.protocol: BucketProtocol[Gradient] = BucketProtocol(spec.consistency, roster)
-        self.weights = BucketWeights(spec, bucket, scratch)
+        self.protocol: UpdateRule[Gradient] = UpdateRule(spec.consistency, roster)
+        self.weights = DenseBucket(spec, bucket, scratch)
         self.pending: dict[int, Pending] = {}
 
     def pending_of(self, rank: int, clock: int) -> Pending:
@@ -66,11 +66,11 @@ class ShardBucket:
             found = self.pending[rank] = Pending(clock)
         return found
 
-    def image(self, committed: Committed | None = None) -> BucketImage:
+    def image(self, committed: Committed | None = None) -> BucketSnapshot:
         """A copy of the bucket as it is, with the leased data in it. The caller keeps it from being stepped."""
         weights, protocol = self.weights, self.protocol
         state = weights.copy_state()
-        return BucketImage(
+        return BucketSnapshot(
             self.layout.index,
             protocol.version,
             dict(protocol.applied),
@@ -80,14 +80,14 @@ class ShardBucket:
             committed or {},
         )
 
-    def restore(self, image: BucketImage) -> None:
+    def restore(self, image: BucketSnapshot) -> None:
         """Becomes what the image is."""
         self.pending.clear()
         self.weights.restore(image.weights, image.state, image.groups)
         self.protocol.restore(image.version, image.clocks)
 
 
-class ShardJob:
+class JobPartition:
     """The buckets of one job that this shard holds."""
 
     def __init__(
@@ -104,7 +104,7 @@ class ShardJob:
         self.spec = spec
         self.roster: dict[int, Live] = {}
         scratch = Scratch()
-        self.buckets = {i: ShardBucket(spec, layout.buckets[i], self.roster, scratch) for i in indices}
+        self.buckets = {i: BucketPartition(spec, layout.buckets[i], self.roster, scratch) for i in indices}
         # Bytes of the weights on this shard, added up once: it is asked for at each push.
         self.parameter_bytes = sum(bucket.layout.nbytes for bucket in self.buckets.values())
         self.data = DataCommits(index for index in indices if not layout.buckets[index].held)
@@ -126,13 +126,13 @@ class ShardJob:
         self._held, self._drafts, self._assigned = Held(is_staged), Held(is_pending), Held(is_pending)
         self._norm_limit = norm_limit
 
-    def bucket(self, index: int) -> ShardBucket:
+    def bucket(self, index: int) -> BucketPartition:
         """The bucket with this index. Raises NotFound when this shard does not hold it."""
         if index not in self.buckets:
             raise NotFound(f"this shard holds no bucket {index} of job {self.spec.name!r}")
         return self.buckets[index]
 
-    def trained(self, index: int) -> Bucket:
+    def trained(self, index: int) -> BucketSpec:
         """The layout of a bucket that an optimizer steps. Raises InvalidRequest for one that is held."""
         bucket = self.bucket(index).layout
         if bucket.held:
@@ -183,7 +183,7 @@ class ShardJob:
             for bucket in self.buckets.values():
                 bucket.pending.pop(rank, None)
 
-    def restore(self, images: Mapping[int, BucketImage], last_incarnation: int) -> None:
+    def restore(self, images: Mapping[int, BucketSnapshot], last_incarnation: int) -> None:
         """Goes on from images of all its buckets. Nobody is live; who was, up to that incarnation, has to join again.
 
         Raises InvalidRequest if there is a bucket without an image, before anything is changed.
@@ -263,14 +263,14 @@ class ShardJob:
                 self._checked[group] = hyper_parameters
 
     @staticmethod
-    def _check_positions(bucket: Bucket, absent: Iterable[int]) -> None:
+    def _check_positions(bucket: BucketSpec, absent: Iterable[int]) -> None:
         for position in absent:
             if position >= len(bucket.segments):
                 raise InvalidRequest(
                     f"bucket {bucket.index} has {len(bucket.segments)} segments, got segment {position}"
                 )
 
-    def _optimizer(self, bucket: Bucket) -> str:
+    def _optimizer(self, bucket: BucketSpec) -> str:
         return self.spec.optimizers[bucket.optimizer]
 
     def _check_norm(self, push: Push, values: torch.Tensor) -> None:
@@ -340,7 +340,7 @@ class ShardJob:
         return self._stage(bucket, rank, clock, replace(draft, groups=whole.groups), whole.ranges)
 
     def _stage(
-        self, bucket: ShardBucket, rank: int, clock: int, gradient: Gradient, ranges: tuple[DataRange, ...]
+        self, bucket: BucketPartition, rank: int, clock: int, gradient: Gradient, ranges: tuple[DataRange, ...]
     ) -> Staged:
         pending = bucket.pending.get(rank)
         if pending is not None and pending.clock == clock and pending.assignment is not None:
@@ -353,7 +353,7 @@ class ShardJob:
         bucket.protocol.stage(rank, clock, gradient, ranges)
         return Staged(bucket.protocol.version, duplicate=False, skipped=gradient.values is None, use=use)
 
-    def _assignment(self, push: Push, bucket: ShardBucket, values: torch.Tensor | None) -> Assignment:
+    def _assignment(self, push: Push, bucket: BucketPartition, values: torch.Tensor | None) -> Assignment:
         """What an assigning push sets."""
         layout = bucket.layout
         present = [position for position in range(len(layout.segments)) if position not in push.absent]
@@ -369,7 +369,7 @@ class ShardJob:
             return Assignment(slices)
         return Assignment(state={p: {push.state: found} for p, found in slices.items()})
 
-    def _keep_assignment(self, push: Push, bucket: ShardBucket, gradient: Gradient) -> Staged:
+    def _keep_assignment(self, push: Push, bucket: BucketPartition, gradient: Gradient) -> Staged:
         assignment = self._assignment(push, bucket, gradient.values)
         pending = bucket.pending.get(push.rank)
         before = pending.assignment if pending is not None and pending.clock == push.clock else None
@@ -384,7 +384,7 @@ class ShardJob:
         bucket.pending_of(push.rank, push.clock).assignment = whole
         return Staged(bucket.protocol.version, duplicate=False, kept=True)
 
-    def _check_assigned(self, bucket: Bucket, assignment: Assignment) -> None:
+    def _check_assigned(self, bucket: BucketSpec, assignment: Assignment) -> None:
         """Raises InvalidRequest for state that the optimizer could not go on with."""
         name = self._optimizer(bucket)
         for position, state in assignment.state.items():
@@ -439,7 +439,7 @@ class ShardJob:
         if not fits:
             raise Backlogged(f"{self._drafts.bytes} bytes are here before their step, and there is no room for more")
 
-    def _initialise(self, push: Push, bucket: ShardBucket, gradient: Gradient) -> Staged:
+    def _initialise(self, push: Push, bucket: BucketPartition, gradient: Gradient) -> Staged:
         """The bucket's first value, or the optimizer state that goes with it and comes before it."""
         if push.rank != 0:
             raise InvalidRequest(f"initial values are rank 0's to send, got them from rank {push.rank}")
@@ -461,7 +461,7 @@ class ShardJob:
 
     # -- pulls -------------------------------------------------------------------------------------------------------
 
-    def admits(self, index: int, rank: int, clock: int) -> Verdict:
+    def admits(self, index: int, rank: int, clock: int) -> Admission:
         """Whether this bucket may be sent to a worker at `clock`. What no optimizer steps only waits for rank 0."""
         bucket = self.bucket(index)
         return bucket.protocol.admits(rank, 0 if bucket.layout.held else clock)
@@ -499,7 +499,7 @@ class ShardJob:
         each = [bucket.protocol.clocks() for bucket in self._trained()]
         return {rank: min((clocks[rank] for clocks in each), default=0) for rank in self.roster}
 
-    def extent(self) -> Extent:
+    def extent(self) -> VersionRange:
         """How far the buckets that train are, with the clocks of the dead."""
         return extent(
             (bucket.protocol.version, bucket.protocol.applied)
@@ -507,5 +507,5 @@ class ShardJob:
             if not bucket.layout.held
         )
 
-    def _trained(self) -> Iterable[ShardBucket]:
+    def _trained(self) -> Iterable[BucketPartition]:
         return (bucket for bucket in self.buckets.values() if not bucket.layout.held)

@@ -21,7 +21,7 @@ OptimizerState = Mapping[int, Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class BucketImage:
+class BucketSnapshot:
     """One bucket at one version.
 
     version: updates applied
@@ -49,14 +49,14 @@ class BucketImage:
 
 
 @dataclass(frozen=True)
-class Extent:
+class VersionRange:
     """How far the buckets of a shard or a job are: the lowest and highest version, and by rank the lowest clock."""
 
     version_min: int = 0
     version_max: int = 0
     clocks: Mapping[int, int] = field(default_factory=dict)
 
-    def union(self, other: Extent) -> Extent:
+    def union(self, other: VersionRange) -> VersionRange:
         """The extent of both together."""
         ranks = self.clocks.keys() | other.clocks.keys()
         clocks = {
@@ -64,13 +64,13 @@ class Extent:
             for rank in sorted(ranks)
         }
         low, high = min(self.version_min, other.version_min), max(self.version_max, other.version_max)
-        return Extent(low, high, clocks)
+        return VersionRange(low, high, clocks)
 
 
-def extent(buckets: Iterable[tuple[int, Mapping[int, int]]]) -> Extent:
+def extent(buckets: Iterable[tuple[int, Mapping[int, int]]]) -> VersionRange:
     """The extent of buckets that train, each given as its version and its clocks."""
-    each = [Extent(version, version, clocks) for version, clocks in buckets]
-    found = each[0] if each else Extent()
+    each = [VersionRange(version, version, clocks) for version, clocks in buckets]
+    found = each[0] if each else VersionRange()
     for other in each[1:]:
         found = found.union(other)
     return found

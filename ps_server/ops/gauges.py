@@ -11,22 +11,22 @@ from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.rpc.call_limits import Gate
 from ps_server.shard.metrics import Gauges, Sample
-from ps_server.shard.shard import Engine
+from ps_server.shard.shard import Shard
 
 
-def shard_gauges(engine: Engine) -> Gauges:
+def shard_gauges(shard: Shard) -> Gauges:
     """What a shard holds, how far it is, and how many wait."""
 
     def each_job(read: Callable[[Any], float]) -> Callable[[], Iterable[Sample]]:
-        return lambda: [((name,), read(job)) for name, job in engine.jobs().items()]
+        return lambda: [((name,), read(job)) for name, job in shard.jobs().items()]
 
     def sizes() -> Iterable[Sample]:
-        for name, job in engine.jobs().items():
+        for name, job in shard.jobs().items():
             yield (name, "parameters"), job.state.parameter_bytes
             yield (name, "optimizer"), job.state.optimizer_bytes
 
     def clocks() -> Iterable[Sample]:
-        for name, job in engine.jobs().items():
+        for name, job in shard.jobs().items():
             with job.lock:
                 found = job.state.clocks()
             yield from (((name, str(rank)), clock) for rank, clock in found.items())

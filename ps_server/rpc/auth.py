@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from ps_protocol.errors import InvalidRequest, Unauthenticated
 from ps_runtime.credentials import checked_token, warn_if_readable_by_all
-from ps_runtime.reloading import Watched
-from ps_server.rpc.permissions import ALL_GRANTS, Caller, Grant, Role, parse_grant
+from ps_runtime.reloading import ReloadingFiles
+from ps_server.rpc.permissions import ALL_GRANTS, Permission, Principal, Role, parse_grant
 
 MAX_LINES = 10_000
 
@@ -35,7 +35,7 @@ class _Known:
 
     digest: bytes = field(repr=False)
     line: int
-    grant: Grant
+    grant: Permission
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Directory:
     """What a tokens file says: who is known, by token and by certificate name."""
 
     tokens: tuple[_Known, ...]
-    names: dict[str, frozenset[Grant]]
+    names: dict[str, frozenset[Permission]]
     cluster_token: str | None = field(default=None, repr=False)
 
 
 def parse_directory(text: str, path: str) -> Directory:
     """Lines `ROLE[:JOB] TOKEN` and `cn:NAME ROLE[:JOB]`; # begins a comment. Raises InvalidRequest naming the line."""
     tokens: list[_Known] = []
-    names: dict[str, frozenset[Grant]] = {}
+    names: dict[str, frozenset[Permission]] = {}
     cluster: str | None = None
     lines = text.splitlines()
     if len(lines) > MAX_LINES:
@@ -82,10 +82,10 @@ class Callers:
     def __init__(self, path: Path | None = None) -> None:
         """Raises InvalidRequest naming the first line of the file that is wrong."""
         self._path = path
-        self._watched: Watched[Directory] | None = None
+        self._watched: ReloadingFiles[Directory] | None = None
         if path is not None:
             warn_if_readable_by_all(path)
-            self._watched = Watched([path], self._load)
+            self._watched = ReloadingFiles([path], self._load)
 
     @property
     def asks(self) -> bool:
@@ -96,20 +96,20 @@ class Callers:
         """What this server shows to the others of its cluster."""
         return None if self._watched is None else self._watched.get().cluster_token
 
-    def identify(self, call: Call) -> Caller:
+    def identify(self, call: Call) -> Principal:
         """Who makes a call. Raises Unauthenticated for one that shows nothing that is known."""
         if self._watched is None:
-            return Caller(f"whoever calls from {host_of(call.peer())}", ALL_GRANTS)
+            return Principal(f"whoever calls from {host_of(call.peer())}", ALL_GRANTS)
         directory = self._watched.get()
         token = _bearer(call)
         found = [] if token is None else _matching(directory.tokens, token)
         if token is not None and not found:
             raise Unauthenticated("the bearer token is not known here")
         if found:
-            return Caller(f"the holder of token {found[0].line}", frozenset(known.grant for known in found))
+            return Principal(f"the holder of token {found[0].line}", frozenset(known.grant for known in found))
         for name in _certificate_names(call):
             if name in directory.names:
-                return Caller(f"cn:{name}", directory.names[name])
+                return Principal(f"cn:{name}", directory.names[name])
         raise Unauthenticated("say who you are: a bearer token (--token-file) or a certificate that is known here")
 
     def _load(self) -> Directory:

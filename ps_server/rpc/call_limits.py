@@ -18,12 +18,12 @@ import grpc
 from ps_protocol.errors import Forbidden, LimitExceeded
 from ps_server.core.limits import Limits
 from ps_server.rpc.auth import Callers, host_of
-from ps_server.rpc.permissions import EVERYONE, METHODS, Caller
+from ps_server.rpc.permissions import EVERYONE, METHODS, Principal
 
 _LOOK_SECONDS = 0.25
 
 # Set while a method runs, for what can only be checked once its request is read.
-_CALL: ContextVar[tuple[Caller, str] | None] = ContextVar("call", default=None)
+_CALL: ContextVar[tuple[Principal, str] | None] = ContextVar("call", default=None)
 
 
 def check_job(job: str) -> None:
@@ -78,12 +78,12 @@ class Gate:
                 "waits": len(self._due),
             }
 
-    def enter(self, method: str, context: grpc.ServicerContext) -> Caller:
+    def enter(self, method: str, context: grpc.ServicerContext) -> Principal:
         """Counts a call in until it ends. Raises Unauthenticated, Forbidden, or LimitExceeded."""
         host = host_of(context.peer())
         probe = METHODS.get(method) == EVERYONE
         if probe:
-            caller = Caller("anyone", frozenset())
+            caller = Principal("anyone", frozenset())
         else:
             caller = self._callers.identify(context)
             caller.check(method)
@@ -111,7 +111,7 @@ class Gate:
         return caller
 
     @contextlib.contextmanager
-    def running(self, caller: Caller, method: str) -> Iterator[None]:
+    def running(self, caller: Principal, method: str) -> Iterator[None]:
         """Lets `check_job` know who calls what."""
         token = _CALL.set((caller, method))
         try:

@@ -13,10 +13,10 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import control_pb2, job_pb2
 from ps_server.coordinator.rounds import ExchangeRequest, Standing, Wait
-from ps_server.core.membership import Newcomer, Seat
-from ps_server.core.snapshot import Extent
+from ps_server.core.membership import JoinRequest, JoinResult
+from ps_server.core.snapshot import VersionRange
 from ps_server.rpc.lease_messages import loader_data
-from ps_server.shard.snapshots import Captured
+from ps_server.shard.snapshots import ShardSnapshot
 from ps_server.storage.checkpoints import Part
 
 VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave may be more than a message may have
@@ -41,11 +41,11 @@ def retire_request(job: str, rank: int, incarnation: int) -> control_pb2.RetireW
     return control_pb2.RetireWorkerRequest(job=job, rank=rank, incarnation=incarnation)
 
 
-def newcomer(request: control_pb2.JoinJobRequest) -> Newcomer:
+def newcomer(request: control_pb2.JoinJobRequest) -> JoinRequest:
     """Who asks to join."""
     where = request.pid, request.host, request.metrics_address
     first, count = request.launch_first_rank, request.launch_rank_count
-    return Newcomer(
+    return JoinRequest(
         *(*where, request.previous_incarnation or None, request.clock, request.attempt),
         launch=request.launch,
         take_over=request.take_over,
@@ -54,7 +54,7 @@ def newcomer(request: control_pb2.JoinJobRequest) -> Newcomer:
     )
 
 
-def join_response(seat: Seat, lease: float, where: job_pb2.ShardMap) -> control_pb2.JoinJobResponse:
+def join_response(seat: JoinResult, lease: float, where: job_pb2.ShardMap) -> control_pb2.JoinJobResponse:
     """A worker's place."""
     member = seat.member
     response = control_pb2.JoinJobResponse(
@@ -114,7 +114,7 @@ def await_checkpoint_request(job: str, name: str) -> control_pb2.AwaitCheckpoint
     return control_pb2.AwaitCheckpointRequest(job=job, name=name)
 
 
-def await_checkpoint_response(captured: Captured) -> control_pb2.AwaitCheckpointResponse:
+def await_checkpoint_response(captured: ShardSnapshot) -> control_pb2.AwaitCheckpointResponse:
     """Says that it is."""
     part, reached = captured.part, captured.extent
     response = control_pb2.AwaitCheckpointResponse(
@@ -129,11 +129,11 @@ def await_checkpoint_response(captured: Captured) -> control_pb2.AwaitCheckpoint
     return response
 
 
-def captured(response: control_pb2.AwaitCheckpointResponse) -> Captured:
+def captured(response: control_pb2.AwaitCheckpointResponse) -> ShardSnapshot:
     """A shard's part."""
     part = Part(response.file, response.bytes, bytes(response.sha256).hex())
-    reached = Extent(response.version_min, response.version_max, dict(response.clocks))
-    return Captured(part, reached, response.held_up.ToNanoseconds() / 1e9)
+    reached = VersionRange(response.version_min, response.version_max, dict(response.clocks))
+    return ShardSnapshot(part, reached, response.held_up.ToNanoseconds() / 1e9)
 
 
 def restore_job_request(
@@ -145,16 +145,16 @@ def restore_job_request(
     )
 
 
-def restore_job_response(reached: Extent) -> control_pb2.RestoreJobResponse:
+def restore_job_response(reached: VersionRange) -> control_pb2.RestoreJobResponse:
     """Says how far the checkpoint is."""
     return control_pb2.RestoreJobResponse(
         version_min=reached.version_min, version_max=reached.version_max, clocks=reached.clocks
     )
 
 
-def restored(response: control_pb2.RestoreJobResponse) -> Extent:
+def restored(response: control_pb2.RestoreJobResponse) -> VersionRange:
     """How far the checkpoint is."""
-    return Extent(response.version_min, response.version_max, dict(response.clocks))
+    return VersionRange(response.version_min, response.version_max, dict(response.clocks))
 
 
 def progress(response: control_pb2.GetShardStatusResponse, name: str, aggregate: bool) -> int:

@@ -13,7 +13,7 @@ from ps_protocol.framing import read_message, write_message
 from ps_protocol.job import HyperParameters
 from ps_protocol.v1 import data_pb2
 from ps_server.core.commands import Commit, PullCall, Push, PushKind, SharedBucket, SharedPush, Staged
-from ps_server.core.consistency import Verdict
+from ps_server.core.consistency import Admission
 from ps_server.rpc.lease_messages import ranges_of
 from ps_server.shard.pulls import Writers
 
@@ -140,7 +140,7 @@ def pull_response(
     bucket: int,
     version: int,
     waited: float,
-    waiting: Verdict | None,
+    waiting: Admission | None,
     payload: memoryview | None,
     checkpoint: bool = False,
 ) -> bytes:
@@ -152,7 +152,7 @@ def shared_pull_response(
     bucket: int,
     version: int,
     waited: float,
-    waiting: Verdict | None,
+    waiting: Admission | None,
     payload: memoryview | None,
     checkpoint: bool = False,
 ) -> bytes:
@@ -167,7 +167,7 @@ def staged_response(seconds: float) -> bytes:
 
 
 def _pull_header(
-    bucket: int, version: int, waited: float, waiting: Verdict | None, checkpoint: bool
+    bucket: int, version: int, waited: float, waiting: Admission | None, checkpoint: bool
 ) -> data_pb2.PullHeader:
     header = data_pb2.PullHeader(bucket=bucket, version=version, waited_seconds=waited, checkpoint=checkpoint)
     if waiting is not None:

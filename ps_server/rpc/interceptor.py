@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from ps_protocol.errors import InvalidRequest, PSError, Unsupported
 from ps_server.rpc.call_limits import Gate
-from ps_server.rpc.permissions import Caller
+from ps_server.rpc.permissions import Principal
 from ps_server.rpc.streams import set_error
 from ps_server.shard.metrics import LATENCY_BUCKETS
 
@@ -96,7 +96,7 @@ class _Reader:
         self.method = method
         self._parse = parse
 
-    def enter(self, context: grpc.ServicerContext) -> Caller:
+    def enter(self, context: grpc.ServicerContext) -> Principal:
         """Who calls; see Gate.enter."""
         return self.gate.enter(self.method, context)
 

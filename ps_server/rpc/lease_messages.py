@@ -8,7 +8,7 @@ from typing import Any
 from ps_protocol.v1 import control_pb2, job_pb2
 from ps_server.coordinator.data import LeaseRequest
 from ps_server.core.data_commits import Committed, DataRange
-from ps_server.core.data_leases import Grant, LoaderSpec, Progress, Report
+from ps_server.core.data_leases import BatchLease, LoaderSpec, Progress, Report
 
 
 def ranges_of(ranges: Iterable[job_pb2.DataRange]) -> tuple[DataRange, ...]:
@@ -31,7 +31,7 @@ def lease_request(request: control_pb2.LeaseDataRequest) -> LeaseRequest:
     )
 
 
-def lease_response(loader: int, grant: Grant) -> control_pb2.LeaseDataResponse:
+def lease_response(loader: int, grant: BatchLease) -> control_pb2.LeaseDataResponse:
     """The batches given."""
     ranges = [
         job_pb2.DataRange(loader=loader, pass_number=grant.pass_number, start=start, stop=stop)

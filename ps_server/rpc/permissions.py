@@ -67,7 +67,7 @@ METHODS: dict[str, Roles] = {
 
 
 @dataclass(frozen=True)
-class Grant:
+class Permission:
     """A role, for one job or (None) for all."""
 
     role: Role
@@ -75,11 +75,11 @@ class Grant:
 
 
 @dataclass(frozen=True)
-class Caller:
+class Principal:
     """Who calls, by a name that may be logged, and what it may do."""
 
     name: str
-    grants: frozenset[Grant]
+    grants: frozenset[Permission]
 
     def check(self, method: str, job: str | None = None) -> None:
         """Raises Forbidden unless this caller may call the method; with a job, unless it may for that job."""
@@ -97,10 +97,10 @@ class Caller:
             raise Forbidden(f"{self.name} may call {method.rpartition('/')[2]} for job {own} only")
 
 
-ALL_GRANTS = frozenset(Grant(role) for role in Role)
+ALL_GRANTS = frozenset(Permission(role) for role in Role)
 
 
-def parse_grant(text: str, where: str) -> Grant:
+def parse_grant(text: str, where: str) -> Permission:
     """`ROLE` or `ROLE:JOB`. Raises InvalidRequest saying where it stands; not what, which may be a misplaced secret."""
     name, colon, job = text.partition(":")
     roles: Iterable[Role] = (role for role in Role if role.value == name)
@@ -109,4 +109,4 @@ def parse_grant(text: str, where: str) -> Grant:
         raise InvalidRequest(f"{where}: expected ROLE or ROLE:JOB with a role out of worker, reader, admin and cluster")
     if job and role is not Role.WORKER and role is not Role.READER:
         raise InvalidRequest(f"{where}: {name} is for all jobs; only worker and reader can be for one")
-    return Grant(role, job or None)
+    return Permission(role, job or None)

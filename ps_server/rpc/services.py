@@ -25,8 +25,8 @@ from ps_server.core.validation import check_job_spec
 from ps_server.rpc import convert, data_messages, lease_messages
 from ps_server.rpc.call_limits import caller_name, check_job, may_see
 from ps_server.rpc.streams import Outbox, Send
-from ps_server.shard.job import RunningJob
-from ps_server.shard.shard import Engine
+from ps_server.shard.job import HostedJob
+from ps_server.shard.shard import Shard
 
 DATA_SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 CONTROL_SERVICES = {name: service.full_name for name, service in control_pb2.DESCRIPTOR.services_by_name.items()}
@@ -41,8 +41,8 @@ PUSH_THREADS = PULL_THREADS = SENDER_THREADS = 1024
 class DataService:
     """Push and Pull, with identity serializers: protobuf never sees a payload."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
         self.senders = ThreadPoolExecutor(SENDER_THREADS, "send")
         self._push_pool = ThreadPoolExecutor(PUSH_THREADS, "push")
         self._pull_pool = ThreadPoolExecutor(PULL_THREADS, "pull")
@@ -75,42 +75,42 @@ class DataService:
     def _push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         push = data_messages.push(request)
         check_job(push.job)
-        return data_messages.push_response(self._engine.push(replace(push, caller=caller_name())))
+        return data_messages.push_response(self._shard.push(replace(push, caller=caller_name())))
 
     def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         found = data_messages.attach_request(request)
         check_job(found[0])
-        self._engine.attach(*found)
+        self._shard.attach(*found)
         return b""
 
     def _push_shared(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         push = data_messages.shared_push(request)
         check_job(push.job)
-        return data_messages.shared_push_response(self._engine.push_shared(replace(push, caller=caller_name())))
+        return data_messages.shared_push_response(self._shard.push_shared(replace(push, caller=caller_name())))
 
     def _pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         # What is ready at the same time goes in one message: a header is not worth a message of its own.
         call = data_messages.pull(request)
         check_job(call.job)
         outbox = Outbox(send, context, self.senders, join=True)
-        self._engine.pull(call, outbox, shared=True)
+        self._shard.pull(call, outbox, shared=True)
 
     def _push_pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         push, pull = data_messages.push_pull(request)
         check_job(push.job)
         outbox = Outbox(send, context, self.senders, join=True)
-        self._engine.push_pull_shared(replace(push, caller=caller_name()), pull, outbox)
+        self._shard.push_pull_shared(replace(push, caller=caller_name()), pull, outbox)
 
     def _pull(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull(request)
         check_job(call.job)
         outbox = Outbox(send, context, self.senders)
-        self._engine.pull(call, outbox)
+        self._shard.pull(call, outbox)
 
     def _pull_state(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull_state(request)
         check_job(call.job)
-        self._engine.pull_state(call, data_messages.pull_state_response, Outbox(send, context, self.senders))
+        self._shard.pull_state(call, data_messages.pull_state_response, Outbox(send, context, self.senders))
 
 
 def _in_pool(behaviour: Callable[..., Any], pool: ThreadPoolExecutor, non_blocking: bool = False) -> Callable[..., Any]:
@@ -127,53 +127,53 @@ def _in_pool(behaviour: Callable[..., Any], pool: ThreadPoolExecutor, non_blocki
 class ShardService(control_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,unused-ignore]
     """What the coordinator asks of a shard."""
 
-    def __init__(self, engine: Engine, limits: Limits = DEFAULTS) -> None:
-        self._engine = engine
+    def __init__(self, shard: Shard, limits: Limits = DEFAULTS) -> None:
+        self._shard = shard
         self._limits = limits
 
     def CreateJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         spec = job_spec(request.spec)
         check_job_spec(spec, self._limits)
-        self._engine.create_job(spec, list(request.buckets))
+        self._shard.create_job(spec, list(request.buckets))
         return control_pb2.CreateJobResponse()
 
     def DropJob(self, request: Any, context: grpc.ServicerContext) -> Any:
-        self._engine.drop_job(request.job)
+        self._shard.drop_job(request.job)
         return control_pb2.DropJobResponse()
 
     def AdmitWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
         clock = request.clock if request.HasField("clock") else None
-        frontier = self._engine.admit(request.job, request.rank, request.incarnation, clock, request.lease_key)
+        frontier = self._shard.admit(request.job, request.rank, request.incarnation, clock, request.lease_key)
         return control_pb2.AdmitWorkerResponse(frontier=frontier)
 
     def RetireWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
-        self._engine.retire(request.job, request.rank, request.incarnation)
+        self._shard.retire(request.job, request.rank, request.incarnation)
         return control_pb2.RetireWorkerResponse()
 
     def GetCommittedData(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return lease_messages.committed_response(*self._engine.committed(request.job))
+        return lease_messages.committed_response(*self._shard.committed(request.job))
 
     def BeginCheckpoint(self, request: Any, context: grpc.ServicerContext) -> Any:
         clock = request.clock if request.HasField("clock") else None
-        self._engine.begin_checkpoint(request.job, request.name, clock)
+        self._shard.begin_checkpoint(request.job, request.name, clock)
         return control_pb2.BeginCheckpointResponse()
 
     def AwaitCheckpoint(self, request: Any, context: grpc.ServicerContext) -> Any:
-        captured = self._engine.await_checkpoint(request.job, request.name, AWAIT_SECONDS)
+        captured = self._shard.await_checkpoint(request.job, request.name, AWAIT_SECONDS)
         return convert.await_checkpoint_response(captured)
 
     def RestoreJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         spec = job_spec(request.spec)
         check_job_spec(spec, self._limits)
-        reached = self._engine.restore_job(spec, list(request.buckets), request.name, request.last_incarnation)
+        reached = self._shard.restore_job(spec, list(request.buckets), request.name, request.last_incarnation)
         return convert.restore_job_response(reached)
 
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
-        jobs = [_shard_job_status(name, job) for name, job in sorted(self._engine.jobs().items()) if may_see(name)]
+        jobs = [_shard_job_status(name, job) for name, job in sorted(self._shard.jobs().items()) if may_see(name)]
         return control_pb2.GetShardStatusResponse(jobs=jobs)
 
 
-def _shard_job_status(name: str, job: RunningJob) -> Any:
+def _shard_job_status(name: str, job: HostedJob) -> Any:
     now = time.monotonic()
     with job.lock:
         low, high = job.state.versions()

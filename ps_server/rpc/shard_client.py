@@ -14,9 +14,9 @@ from ps_protocol.v1.control_pb2_grpc import ShardServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_server.core.data_commits import Committed
-from ps_server.core.snapshot import Extent
+from ps_server.core.snapshot import VersionRange
 from ps_server.rpc import convert, lease_messages
-from ps_server.shard.snapshots import Captured
+from ps_server.shard.snapshots import ShardSnapshot
 
 T = TypeVar("T")
 
@@ -64,11 +64,11 @@ class ShardClient:
         """Has the shard take its part of a checkpoint."""
         self._call(self._stub.BeginCheckpoint, convert.begin_checkpoint_request(job, name, clock))
 
-    def await_checkpoint(self, job: str, name: str) -> Captured:
+    def await_checkpoint(self, job: str, name: str) -> ShardSnapshot:
         """The shard's part, once it is on disk. Raises TryLater after a few seconds."""
         return convert.captured(self._call(self._stub.AwaitCheckpoint, convert.await_checkpoint_request(job, name)))
 
-    def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int) -> Extent:
+    def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int) -> VersionRange:
         """Has the shard hold a job as a checkpoint has it."""
         request = convert.restore_job_request(spec, buckets, name, last_incarnation)
         return convert.restored(self._call(self._stub.RestoreJob, request, RESTORE_SECONDS))
@@ -88,7 +88,7 @@ class ShardClient:
             raise error_from(error, f"shard {self.index} at {self.address}") from None
 
 
-def on_all(pool: ThreadPoolExecutor, clients: list[ShardClient], call: Callable[[ShardClient], T]) -> list[T]:
+def call_all(pool: ThreadPoolExecutor, clients: list[ShardClient], call: Callable[[ShardClient], T]) -> list[T]:
     """Calls every shard at the same time; raises the first error after all have answered."""
     futures = [pool.submit(call, client) for client in clients]
     errors = [error for error in (future.exception() for future in futures) if error is not None]

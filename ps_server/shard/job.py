@@ -19,12 +19,12 @@ from ps_protocol.errors import NotShared, PSError
 from ps_protocol.job import JobSpec
 from ps_protocol.segment_layout import SegmentMap, segment_plan
 from ps_protocol.tensors import TORCH_DTYPES
-from ps_server.core.consistency import Verdict
-from ps_server.core.partition import ShardBucket, ShardJob
+from ps_server.core.consistency import Admission
+from ps_server.core.partition import BucketPartition, JobPartition
 from ps_server.rpc.streams import Outbox
 
 if TYPE_CHECKING:
-    from ps_server.shard.snapshots import Capture
+    from ps_server.shard.snapshots import SnapshotTask
 
 
 NARROWED_BUCKETS = 4  # that a job keeps
@@ -71,16 +71,16 @@ class Waiter:
     """One bucket of a pull that is not admitted: why, since when for that reason, and how long for others so far."""
 
     pull: Pull
-    verdict: Verdict
+    verdict: Admission
     since: float
     waited: float = 0.0
 
 
 @dataclass
-class RunningBucket:
+class HostedBucket:
     """A bucket with its lock, its waiting pulls, and whether an apply thread is at it."""
 
-    state: ShardBucket
+    state: BucketPartition
     tensors: threading.Lock = field(default_factory=threading.Lock)
     waiters: list[Waiter] = field(default_factory=list)
     busy: bool = False
@@ -109,21 +109,21 @@ class Narrowed:
         return found[1]
 
 
-class RunningJob:
+class HostedJob:
     """A job on this shard."""
 
     def __init__(
         self, spec: JobSpec, buckets: Iterable[int], staged_limit: int | None = None, norm_limit: float = math.inf
     ) -> None:
-        self.state = ShardJob(spec, buckets, staged_limit, norm_limit)
+        self.state = JobPartition(spec, buckets, staged_limit, norm_limit)
         self.mode = str(spec.consistency)
         self.lock = threading.Lock()
-        self.buckets = {index: RunningBucket(state) for index, state in self.state.buckets.items()}
+        self.buckets = {index: HostedBucket(state) for index, state in self.state.buckets.items()}
         self.segments: dict[int, Attached] = {}
         self.plan = segment_plan(spec, self.state.layout)
         self.narrowed = Narrowed()
         self.failure: PSError | None = None
-        self.capture: Capture | None = None  # the checkpoint that is being taken, or was taken last
+        self.capture: SnapshotTask | None = None  # the checkpoint that is being taken, or was taken last
 
     def segment(self, rank: int, incarnation: int, key: bytes = b"") -> SegmentMap:
         """The segment of a live worker. Raises NotShared if it has attached none, UnknownWorker if it is not live."""

@@ -11,10 +11,10 @@ from ps_protocol.errors import InvalidRequest, PSError, UnknownWorker
 from ps_protocol.job import travels_as
 from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import PullCall
-from ps_server.core.consistency import Verdict
+from ps_server.core.consistency import Admission
 from ps_server.failpoints import failpoint
 from ps_server.rpc.streams import Outbox
-from ps_server.shard.job import Pull, RunningBucket, RunningJob, Waiter
+from ps_server.shard.job import HostedBucket, HostedJob, Pull, Waiter
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.segments import copy_out
 
@@ -27,7 +27,7 @@ READER = 0  # the incarnation of who is no worker
 
 # Writes one message of a pull stream: (bucket, version, seconds waited, notice, payload, whether this version is kept
 # for a checkpoint). Without payload, and without notice, the bucket is in the worker's segment.
-WritePull = Callable[[int, int, float, Verdict | None, memoryview | None, bool], bytes]
+WritePull = Callable[[int, int, float, Admission | None, memoryview | None, bool], bytes]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Pulls:
     def __init__(self, metrics: ShardMetrics, writers: Writers) -> None:
         self._metrics = metrics
         self._writers = writers
-        self._unsaid: deque[tuple[RunningJob, Pull]] = deque()  # that came with pushes, by age
+        self._unsaid: deque[tuple[HostedJob, Pull]] = deque()  # that came with pushes, by age
 
     def say_staged(self, now: float) -> None:
         """Tells pulls of some age that the pushes that came with them are staged, where no bucket has."""
@@ -64,7 +64,7 @@ class Pulls:
         pull.with_pushes = False
         return self._writers.staged(time.monotonic() - pull.since)
 
-    def check(self, job: RunningJob, call: PullCall, outbox: Outbox, shared: bool) -> Pull:
+    def check(self, job: HostedJob, call: PullCall, outbox: Outbox, shared: bool) -> Pull:
         """A pull to `ask` for. Raises what is wrong with it.
 
         shared: the buckets go into the worker's segment, and only the word of it on the outbox
@@ -85,7 +85,7 @@ class Pulls:
         now = time.monotonic()
         return Pull(rank, incarnation, call.clock, outbox, len(indices), now, segment, word_bytes=call.word_bytes)
 
-    def ask(self, job: RunningJob, pull: Pull, indices: Sequence[int]) -> None:
+    def ask(self, job: HostedJob, pull: Pull, indices: Sequence[int]) -> None:
         """Sends each bucket on the pull's outbox as soon as it is admitted, then ends the stream. Returns at once."""
         now, outbox = time.monotonic(), pull.outbox
         with job.lock:
@@ -105,7 +105,7 @@ class Pulls:
             if verdict.admitted:
                 self._send(job, job.buckets[index], pull, 0.0)
 
-    def _send(self, job: RunningJob, bucket: RunningBucket, pull: Pull, waited: float) -> None:
+    def _send(self, job: HostedJob, bucket: HostedBucket, pull: Pull, waited: float) -> None:
         layout, weights = bucket.state.layout, bucket.state.weights
         if pull.segment is not None:
             # Written here and now, by the thread that stepped the bucket: it is still in the cache.
@@ -130,7 +130,7 @@ class Pulls:
         if last:
             pull.outbox.finish()
 
-    def _read_out(self, job: RunningJob, bucket: RunningBucket, pull: Pull, waited: float) -> bytes:
+    def _read_out(self, job: HostedJob, bucket: HostedBucket, pull: Pull, waited: float) -> bytes:
         """One bucket as a message, in the wire format of the job's weights."""
         layout = bucket.state.layout
         wire = layout.dtype if layout.held else travels_as(layout.dtype, job.state.spec.weight_wire)
@@ -144,7 +144,7 @@ class Pulls:
         self._metrics.pulled(job.state.spec.name, len(payload))
         return message
 
-    def admit(self, job: RunningJob, bucket: RunningBucket) -> None:
+    def admit(self, job: HostedJob, bucket: HostedBucket) -> None:
         """Sends the bucket to every waiting pull that is admitted now, and ends those whose worker lost its place."""
         if not bucket.waiters:
             return  # one that is added meanwhile looks for itself, under the same lock as whoever changed something
@@ -171,7 +171,7 @@ class Pulls:
         for pull, reason in lost:
             pull.outbox.fail(reason)
 
-    def _account(self, job: RunningJob, waiter: Waiter, verdict: Verdict, now: float) -> None:
+    def _account(self, job: HostedJob, waiter: Waiter, verdict: Admission, now: float) -> None:
         """Books the time that a pull waited on whom it waited for; called whenever its verdict may have changed."""
         blamed = waiter.verdict.waiting_for
         if verdict.waiting_for != blamed or verdict.admitted:
@@ -183,12 +183,12 @@ class Pulls:
             self._metrics.waited(job.state.spec.name, job.mode, waiter.waited)
         waiter.verdict = verdict
 
-    def _forget(self, job: RunningJob, pull: Pull) -> None:
+    def _forget(self, job: HostedJob, pull: Pull) -> None:
         with job.lock:
             for bucket in job.buckets.values():
                 bucket.waiters = [waiter for waiter in bucket.waiters if waiter.pull is not pull]
 
-    def fail(self, job: RunningJob, error: PSError) -> None:
+    def fail(self, job: HostedJob, error: PSError) -> None:
         """Ends every waiting pull of a job with an error."""
         with job.lock:
             pulls = {id(waiter.pull): waiter.pull for bucket in job.buckets.values() for waiter in bucket.waiters}
@@ -197,7 +197,7 @@ class Pulls:
         for pull in pulls.values():
             pull.outbox.fail(error)
 
-    def notify(self, job: RunningJob, now: float) -> None:
+    def notify(self, job: HostedJob, now: float) -> None:
         """Tells pulls that wait long whom they wait for."""
         with job.lock:
             due = {
@@ -215,7 +215,7 @@ class Pulls:
             waiter.pull.outbox.put(lambda message=message: message)  # type: ignore[misc]
 
 
-def _kept(job: RunningJob, pull: Pull, version: int) -> bool:
+def _kept(job: HostedJob, pull: Pull, version: int) -> bool:
     """Whether a bucket that this pull gets is in a checkpoint for which its worker is to save its own state."""
     capture = job.capture
     return capture is not None and pull.incarnation != READER and capture.tells(pull, version)

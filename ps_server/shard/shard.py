@@ -36,17 +36,17 @@ from ps_server.core.commands import Commit, PullCall, Push, PushKind, SharedPush
 from ps_server.core.consistency import Add, Step
 from ps_server.core.data_commits import Committed
 from ps_server.core.dense import Gradient
-from ps_server.core.snapshot import BucketImage, Extent
+from ps_server.core.snapshot import BucketSnapshot, VersionRange
 from ps_server.failpoints import failpoint
 from ps_server.rpc.streams import Outbox
 from ps_server.shard.apply import ApplyThreads
-from ps_server.shard.job import Attached, RunningBucket, RunningJob
+from ps_server.shard.job import Attached, HostedBucket, HostedJob
 from ps_server.shard.ledger import Ledger
 from ps_server.shard.memory import free_bytes
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls, Writers
 from ps_server.shard.segments import attach
-from ps_server.shard.snapshots import Capture, Captured
+from ps_server.shard.snapshots import ShardSnapshot, SnapshotTask
 from ps_server.storage.checkpoints import CheckpointStore, Part
 
 log = logging.getLogger("ps_server")
@@ -55,7 +55,7 @@ log = logging.getLogger("ps_server")
 WriteState = Callable[[int, int, str, frozenset[int], memoryview], bytes]
 
 
-class Engine:
+class Shard:
     """Everything one shard holds and does. All methods may be called from any thread; none waits for a worker.
 
     writers:       how a pull's messages are written
@@ -89,7 +89,7 @@ class Engine:
         self._metrics = metrics
         self._pulls = Pulls(metrics, writers)
         self._shared_directory = shared_directory
-        self._jobs: dict[str, RunningJob] = {}
+        self._jobs: dict[str, HostedJob] = {}
         self._lock = threading.Lock()
         self._apply = ApplyThreads(apply_threads)
         self._stopping = threading.Event()
@@ -113,7 +113,7 @@ class Engine:
             known = self._jobs.get(spec.name)
             if known is None:
                 with self._making_room(spec, buckets):
-                    self._jobs[spec.name] = RunningJob(spec, buckets, self._staged_limit, self._norm_limit)
+                    self._jobs[spec.name] = HostedJob(spec, buckets, self._staged_limit, self._norm_limit)
                 log.info("job %s: %d buckets", spec.name, len(self._jobs[spec.name].buckets))
                 return
         found = difference(known.state.spec, spec)
@@ -150,10 +150,10 @@ class Engine:
         job, store = self._job(name), self._store()
         store.path(name, checkpoint)
 
-        def write(checkpoint: str, images: list[BucketImage]) -> Part:
+        def write(checkpoint: str, images: list[BucketSnapshot]) -> Part:
             return store.write_shard(name, checkpoint, self._index, images)
 
-        capture = Capture(checkpoint, clock, job, write, self._writer)
+        capture = SnapshotTask(checkpoint, clock, job, write, self._writer)
         with job.lock:
             if job.capture is not None and job.capture.is_at_least(capture):
                 return
@@ -166,19 +166,21 @@ class Engine:
             with bucket.tensors:
                 capture.look(bucket)
 
-    def await_checkpoint(self, name: str, checkpoint: str, seconds: float) -> Captured:
-        """This shard's part of a checkpoint, once it is on disk; see Capture.wait."""
+    def await_checkpoint(self, name: str, checkpoint: str, seconds: float) -> ShardSnapshot:
+        """This shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""
         capture = self._job(name).capture
         if capture is None or capture.name != checkpoint:
             raise NotFound(f"no checkpoint {checkpoint} of job {name!r} was begun here, or another took its place")
         return capture.wait(seconds)
 
-    def restore_job(self, spec: JobSpec, buckets: Sequence[int], checkpoint: str, last_incarnation: int) -> Extent:
+    def restore_job(
+        self, spec: JobSpec, buckets: Sequence[int], checkpoint: str, last_incarnation: int
+    ) -> VersionRange:
         """Holds the job as a checkpoint has it, in place of what was here. Changes nothing if it raises."""
         store = self._store()
         manifest = store.manifest(spec.name, checkpoint)
         with self._making_room(spec, buckets):
-            job = RunningJob(spec, buckets, self._staged_limit, self._norm_limit)
+            job = HostedJob(spec, buckets, self._staged_limit, self._norm_limit)
         layouts = [bucket.layout for bucket in job.state.buckets.values()]
         job.state.restore(store.read_buckets(spec.name, manifest, layouts), last_incarnation)
         failpoint("restore-read")
@@ -200,7 +202,7 @@ class Engine:
     # -- who takes part ----------------------------------------------------------------------------------------------
 
     def admit(self, name: str, rank: int, incarnation: int, clock: int | None, key: bytes = b"") -> int:
-        """Counts a worker as live; see ShardJob.admit."""
+        """Counts a worker as live; see JobPartition.admit."""
         job = self._job(name)
         with job.lock:
             frontier = job.state.admit(rank, incarnation, clock, key)
@@ -222,12 +224,12 @@ class Engine:
         with job.lock:
             return job.state.data.whole(), job.state.data.has_say
 
-    def jobs(self) -> dict[str, RunningJob]:
+    def jobs(self) -> dict[str, HostedJob]:
         """The jobs here, by name."""
         with self._lock:
             return dict(self._jobs)
 
-    def _job(self, name: str) -> RunningJob:
+    def _job(self, name: str) -> HostedJob:
         job = self._jobs.get(name)
         if job is None:
             raise NotFound(f"this shard knows no job {name!r}")
@@ -235,7 +237,7 @@ class Engine:
             raise job.failure
         return job
 
-    def _detach(self, job: RunningJob, rank: int, before: int) -> None:
+    def _detach(self, job: HostedJob, rank: int, before: int) -> None:
         """Lets go of the segment of a worker of an incarnation before this one, and of what updates borrowed of it."""
         with job.lock:
             attached = job.segments.get(rank)
@@ -246,7 +248,7 @@ class Engine:
             with bucket.tensors:
                 bucket.state.weights.own()
 
-    def _roster_changed(self, job: RunningJob) -> None:
+    def _roster_changed(self, job: HostedJob) -> None:
         for index, bucket in job.buckets.items():
             self._pulls.admit(job, bucket)
             self._schedule(job, index)
@@ -257,7 +259,7 @@ class Engine:
         """Checks and stages one push, and has it applied as soon as the protocol lets it."""
         return self._push_all(self._job(push.job), [push])[0]
 
-    def _push_all(self, job: RunningJob, pushes: list[Push]) -> list[Staged]:
+    def _push_all(self, job: HostedJob, pushes: list[Push]) -> list[Staged]:
         found: list[Staged] = []
         try:
             self._stage_all(job, pushes, found)
@@ -268,7 +270,7 @@ class Engine:
                     self._schedule(job, push.bucket)
         return found
 
-    def _stage_all(self, job: RunningJob, pushes: list[Push], found: list[Staged]) -> None:
+    def _stage_all(self, job: HostedJob, pushes: list[Push], found: list[Staged]) -> None:
         """Checks all, then stages each into `found`: one that is refused for what it holds leaves none behind."""
         name = job.state.spec.name
         try:
@@ -289,11 +291,11 @@ class Engine:
             self._metrics.refused(name, error)
             raise
 
-    def _was_staged(self, job: RunningJob, index: int, staged: Staged) -> None:
+    def _was_staged(self, job: HostedJob, index: int, staged: Staged) -> None:
         if not (staged.duplicate or staged.kept):
             self._pulls.admit(job, job.buckets[index])  # or they learn whom they wait for now
 
-    def _commit(self, job: RunningJob, call: PullCall, commit: Commit) -> None:
+    def _commit(self, job: HostedJob, call: PullCall, commit: Commit) -> None:
         """Makes count what a worker's step consists of, besides what it pushes in full."""
         name, fresh = job.state.spec.name, []
         try:
@@ -351,7 +353,7 @@ class Engine:
             self._apply.lend([task for index in fresh if (task := self._due(job, index)) is not None])
 
     @staticmethod
-    def _pushes(job: RunningJob, push: SharedPush) -> list[Push]:
+    def _pushes(job: HostedJob, push: SharedPush) -> list[Push]:
         segment = job.segment(push.rank, push.incarnation, push.key)
         return [
             Push(
@@ -373,13 +375,13 @@ class Engine:
             for bucket in push.buckets
         ]
 
-    def _schedule(self, job: RunningJob, index: int) -> None:
+    def _schedule(self, job: HostedJob, index: int) -> None:
         """Has an apply thread do what comes next on a bucket, unless one is at it already."""
         task = self._due(job, index)
         if task is not None:
             self._apply.submit(task)
 
-    def _due(self, job: RunningJob, index: int) -> Callable[[], None] | None:
+    def _due(self, job: HostedJob, index: int) -> Callable[[], None] | None:
         """What comes next on a bucket, to be run by the caller; None where nothing does, or a thread is at it."""
         bucket = job.buckets[index]
         with job.lock:
@@ -388,7 +390,7 @@ class Engine:
             bucket.busy = True
         return lambda: self._work(job, bucket)
 
-    def _work(self, job: RunningJob, bucket: RunningBucket) -> None:
+    def _work(self, job: HostedJob, bucket: HostedBucket) -> None:
         """Does what the protocol says comes next on one bucket, until nothing does."""
         protocol, weights = bucket.state.protocol, bucket.state.weights
         try:
@@ -437,7 +439,7 @@ class Engine:
             raise InvalidRequest("a pull names each bucket at most once")
         buckets = [job.buckets[job.state.trained(index).index] for index in call.buckets]
 
-        def read(bucket: RunningBucket, name: str) -> bytes:
+        def read(bucket: HostedBucket, name: str) -> bytes:
             with bucket.tensors:
                 values, absent = bucket.state.weights.read_state(name)
                 version = bucket.state.protocol.version

@@ -15,33 +15,33 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
-from ps_server.core.snapshot import BucketImage, Extent, extent
+from ps_server.core.snapshot import BucketSnapshot, VersionRange, extent
 from ps_server.failpoints import failpoint
-from ps_server.shard.job import Pull, RunningBucket, RunningJob
+from ps_server.shard.job import HostedBucket, HostedJob, Pull
 from ps_server.storage.checkpoints import Part
 
 log = logging.getLogger("ps_server")
 
 # Writes the images of a checkpoint's part and describes the file.
-Write = Callable[[str, list[BucketImage]], Part]
+Write = Callable[[str, list[BucketSnapshot]], Part]
 
 
 @dataclass(frozen=True)
-class Captured:
+class ShardSnapshot:
     """A shard's part on disk: the file, how far its buckets are, and seconds for which copying held up training."""
 
     part: Part
-    extent: Extent
+    extent: VersionRange
     held_up: float
 
 
-class Capture:
+class SnapshotTask:
     """One checkpoint of one job on this shard.
 
     clock: the version at which each bucket is copied; None: now
     """
 
-    def __init__(self, name: str, clock: int | None, job: RunningJob, write: Write, writer: Executor) -> None:
+    def __init__(self, name: str, clock: int | None, job: HostedJob, write: Write, writer: Executor) -> None:
         self.name = name
         self._job = job
         self.clock = clock
@@ -51,13 +51,13 @@ class Capture:
         buckets = list(job.buckets.values())
         self._trained = {bucket.state.layout.index for bucket in buckets if not bucket.state.layout.held}
         self._wanted = {bucket.state.layout.index for bucket in buckets}
-        self._images: list[BucketImage] = []
+        self._images: list[BucketSnapshot] = []
         self._held_up = 0.0
-        self._captured: Captured | None = None
+        self._captured: ShardSnapshot | None = None
         self._error: PSError | None = None
         self._told: dict[int, int] = {}  # by rank, the clock of the pull that was told first
 
-    def is_at_least(self, other: Capture) -> bool:
+    def is_at_least(self, other: SnapshotTask) -> bool:
         """Whether the other is this one, asked for once more. Raises OutOfOrder if it is an older one, or one that
         another coordinator gave the same name: a late call must not take the place of what was begun since."""
         if (self.name, self.clock) == (other.name, other.clock):
@@ -66,7 +66,7 @@ class Capture:
             raise OutOfOrder(f"checkpoint {self.name} was begun already, and checkpoint {other.name} is asked for")
         return False
 
-    def check(self, buckets: Iterable[RunningBucket]) -> None:
+    def check(self, buckets: Iterable[HostedBucket]) -> None:
         """Raises OutOfOrder if a bucket is at the clock already or past it, TryLater if one has no weights yet."""
         for bucket in buckets:
             protocol = bucket.state.protocol
@@ -83,7 +83,7 @@ class Capture:
         if not self._wanted:
             self._writer.submit(self._finish)
 
-    def look(self, bucket: RunningBucket) -> None:
+    def look(self, bucket: HostedBucket) -> None:
         """Copies a bucket if its moment is now. The caller holds the bucket's `tensors` lock."""
         index, now = bucket.state.layout.index, bucket.state.protocol.version == self.clock
         if index not in self._wanted or not (now or self.clock is None or bucket.state.layout.held):
@@ -112,9 +112,9 @@ class Capture:
             log.exception("checkpoint %s cannot be written", self.name)
             self._end(error=PSError("the checkpoint failed on this shard; its log says why"))
         else:
-            self._end(Captured(part, reached, self._held_up))
+            self._end(ShardSnapshot(part, reached, self._held_up))
 
-    def _end(self, captured: Captured | None = None, error: PSError | None = None) -> None:
+    def _end(self, captured: ShardSnapshot | None = None, error: PSError | None = None) -> None:
         with self._changed:
             self._captured, self._error = captured, error
             self._changed.notify_all()
@@ -128,7 +128,7 @@ class Capture:
                 self._error = NotFound(f"checkpoint {self.name} was given up for another one")
             self._changed.notify_all()
 
-    def wait(self, seconds: float) -> Captured:
+    def wait(self, seconds: float) -> ShardSnapshot:
         """The part, once it is on disk. Raises TryLater if that takes longer, or what kept it from being written."""
         with self._changed:
             self._changed.wait_for(lambda: self._captured or self._error, seconds)

@@ -29,10 +29,10 @@ import torch
 
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest
 from ps_protocol.job import HyperParameters
-from ps_protocol.layout import Bucket
+from ps_protocol.layout import BucketSpec
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.data_commits import Committed
-from ps_server.core.snapshot import BucketImage
+from ps_server.core.snapshot import BucketSnapshot
 from ps_server.failpoints import failpoint
 
 FORMAT = 1
@@ -96,7 +96,7 @@ class Manifest:
         return sum(part.bytes for part in [*self.shards.values(), *(worker.part for worker in self.workers.values())])
 
 
-def image_tensors(images: Sequence[BucketImage]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def image_tensors(images: Sequence[BucketSnapshot]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Images as what a safetensors file holds: tensors by name, and the rest as one JSON text."""
     tensors: dict[str, torch.Tensor] = {}
     buckets: dict[str, Any] = {}
@@ -142,7 +142,7 @@ class CheckpointStore:
         found = [int(entry.name) for entry in _entries(self.path(job)) if _NAME.fullmatch(entry.name)]
         return f"{max(found, default=0) + 1:06d}"
 
-    def write_shard(self, job: str, name: str, index: int, images: Sequence[BucketImage]) -> Part:
+    def write_shard(self, job: str, name: str, index: int, images: Sequence[BucketSnapshot]) -> Part:
         """Writes a shard's part and flushes it to disk. Raises CheckpointFailed; nothing of it is left then."""
         tensors, metadata = image_tensors(images)
         path = self.path(job, name) / f"shard-{index}.safetensors"
@@ -213,14 +213,14 @@ class CheckpointStore:
         path = self._verified(job, name, part)
         return path.read_bytes()
 
-    def read_buckets(self, job: str, manifest: Manifest, buckets: Sequence[Bucket]) -> dict[int, BucketImage]:
+    def read_buckets(self, job: str, manifest: Manifest, buckets: Sequence[BucketSpec]) -> dict[int, BucketSnapshot]:
         """Images of these buckets, each file checked against its checksum first. Raises CheckpointDamaged."""
-        wanted: dict[int, list[Bucket]] = {}
+        wanted: dict[int, list[BucketSpec]] = {}
         for bucket in buckets:
             if bucket.index >= len(manifest.placement):
                 raise CheckpointDamaged(f"{self.path(job, manifest.name)} has no bucket {bucket.index}")
             wanted.setdefault(manifest.placement[bucket.index], []).append(bucket)
-        found: dict[int, BucketImage] = {}
+        found: dict[int, BucketSnapshot] = {}
         for shard, mine in wanted.items():
             if shard not in manifest.shards:
                 raise CheckpointDamaged(f"{self.path(job, manifest.name)} has no part of shard {shard}")
@@ -346,7 +346,7 @@ def _seal(data: Mapping[str, Any]) -> str:
 # -- a bucket out of a file ------------------------------------------------------------------------------------------
 
 
-def _image(file: Any, bucket: Bucket) -> BucketImage:
+def _image(file: Any, bucket: BucketSpec) -> BucketSnapshot:
     """One bucket's image. Raises ValueError saying what was expected where the file holds something else."""
     described = json.loads(file.metadata()["buckets"])[str(bucket.index)]
     version, clocks = described["version"], {int(rank): clock for rank, clock in described["clocks"].items()}
@@ -370,7 +370,7 @@ def _image(file: Any, bucket: Bucket) -> BucketImage:
             raise ValueError(f"{key}: shape {tuple(tensor.shape)} and type {tensor.dtype} fit no optimizer state")
         state.setdefault(position, {})[name] = tensor
     groups = {int(group): _hyper_parameters(values) for group, values in described["groups"].items()}
-    return BucketImage(bucket.index, version, clocks, weights, state, groups, _committed(described.get("data", {})))
+    return BucketSnapshot(bucket.index, version, clocks, weights, state, groups, _committed(described.get("data", {})))
 
 
 def _committed(described: Mapping[str, Any]) -> Committed:

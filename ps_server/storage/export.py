@@ -18,9 +18,9 @@ import torch
 
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import HELD, Bucket, bucket_layout
+from ps_protocol.layout import HELD, BucketSpec, bucket_layout
 from ps_protocol.tensors import TORCH_DTYPES
-from ps_server.core.snapshot import BucketImage
+from ps_server.core.snapshot import BucketSnapshot
 from ps_server.rpc.convert import job_spec_from_data
 from ps_server.storage.checkpoints import CheckpointStore, Manifest
 
@@ -59,7 +59,7 @@ def optimizer_state_dict(directory: Path) -> dict[str, Any]:
 
 def _read(
     store: CheckpointStore, job: str, name: str | None
-) -> tuple[Manifest, JobSpec, tuple[Bucket, ...], dict[int, BucketImage]]:
+) -> tuple[Manifest, JobSpec, tuple[BucketSpec, ...], dict[int, BucketSnapshot]]:
     """The checkpoint of that name, or the last one that is whole."""
     names = [name] if name is not None else list(reversed(store.names(job)))
     said = "there is none"
@@ -97,7 +97,7 @@ def _changed(store: CheckpointStore, job: str, manifest: Manifest, spec: JobSpec
 
 
 def _gather(
-    spec: JobSpec, buckets: tuple[Bucket, ...], images: dict[int, BucketImage]
+    spec: JobSpec, buckets: tuple[BucketSpec, ...], images: dict[int, BucketSnapshot]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[dict[str, Any]]]:
     """The model's tensors by name, the optimizer's by number and name, and its groups."""
     model = {p.name: torch.zeros(p.numel, dtype=TORCH_DTYPES[p.dtype]) for p in spec.parameters}

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import Bucket, Layout
+from ps_protocol.layout import BucketSpec, Layout
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_worker.cluster.convert import BucketPush, Identity, ShardMap, StateChunk
 from ps_worker.cluster.shared_memory import share_memory
 from ps_worker.cluster.threads import DaemonPool
 from ps_worker.cluster.transports import (
     Draft,
-    Landed,
     NetworkTransport,
-    Sent,
+    PullResult,
+    PushResult,
     ShardCalls,
     SharedTransport,
     Transport,
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Link:
+class ConnectionOptions:
     """How shards are reached.
 
     timeout:   seconds without any progress after which a call gives up
@@ -54,14 +54,16 @@ class Shards:
     Raises what `share_memory` does; nothing is open then.
     """
 
-    def __init__(self, link: Link, who: Identity, spec: JobSpec, layout: Layout, shard_map: ShardMap) -> None:
+    def __init__(
+        self, link: ConnectionOptions, who: Identity, spec: JobSpec, layout: Layout, shard_map: ShardMap
+    ) -> None:
         self.who = who
         self._shard_of = shard_map.bucket_shards
         self._calls = {
             index: ShardCalls(index, address, link.timeout, link.access)
             for index, address in shard_map.addresses.items()
         }
-        self._buckets: dict[int, list[Bucket]] = {index: [] for index in self._calls}
+        self._buckets: dict[int, list[BucketSpec]] = {index: [] for index in self._calls}
         for bucket, shard in zip(layout.buckets, shard_map.bucket_shards, strict=True):
             self._buckets[shard].append(bucket)
         self._pushers: DaemonPool | None = None
@@ -70,7 +72,7 @@ class Shards:
         self._under_way: list[Future[Any]] = []
         self._left: list[Future[Any]] = []  # of steps that failed: nobody waits for them but `end`
         self._draft: Draft | None = None  # of the step that is being made
-        self._drafted: dict[int, Future[Sent]] = {}  # by bucket, what was sent of it
+        self._drafted: dict[int, Future[PushResult]] = {}  # by bucket, what was sent of it
         try:
             self.segment, self._sharing = share_memory(
                 spec, layout, self._calls, who, link.transport, link.shared_directory
@@ -88,7 +90,7 @@ class Shards:
             for index, call in self._calls.items()
         }
 
-    def push_initial(self, buckets: Sequence[Bucket]) -> list[Future[Sent]]:
+    def push_initial(self, buckets: Sequence[BucketSpec]) -> list[Future[PushResult]]:
         """Sends initial values."""
         return self._note([self._network[self._shard_of[b.index]].push_initial(b) for b in buckets])
 
@@ -106,7 +108,7 @@ class Shards:
         """What has left as a draft does not count."""
         self._settle_drafts(False)
 
-    def _settle_drafts(self, count: bool) -> dict[int, Future[Sent]]:
+    def _settle_drafts(self, count: bool) -> dict[int, Future[PushResult]]:
         """Says whether drafts count; returns those that do, by bucket."""
         draft, drafted, self._draft, self._drafted = self._draft, self._drafted, None, {}
         if draft is not None:
@@ -117,7 +119,7 @@ class Shards:
         return {}
 
     def assign(
-        self, clock: int, bucket: Bucket, absent: Sequence[int], state: str | None, payload: memoryview | None
+        self, clock: int, bucket: BucketSpec, absent: Sequence[int], state: str | None, payload: memoryview | None
     ) -> None:
         """Sends what the script has set in a bucket before its step of that clock; see `messages.assignment`."""
         transport = self._network[self._shard_of[bucket.index]]
@@ -130,7 +132,7 @@ class Shards:
             if wanted:
                 self._under_way.append(self._network[index].pull_state(wanted, land))
 
-    def pull(self, clock: int, held: bool = False) -> list[Future[Landed]]:
+    def pull(self, clock: int, held: bool = False) -> list[Future[PullResult]]:
         """Asks every shard for the weights at a clock; `held`: for what no optimizer steps."""
         found = []
         for index, buckets in self._buckets.items():
@@ -141,7 +143,7 @@ class Shards:
 
     def push_pull(
         self, clock: int, pushes: Sequence[BucketPush], drafts_count: bool
-    ) -> tuple[list[Future[Sent]], list[Future[Landed]], list[Future[Landed]]]:
+    ) -> tuple[list[Future[PushResult]], list[Future[PullResult]], list[Future[PullResult]]]:
         """Sends a step, and asks every shard for the weights at its clock.
 
         pushes:       of every bucket that trains
@@ -151,9 +153,9 @@ class Shards:
         once they have landed.
         """
         drafted = self._settle_drafts(drafts_count)
-        pushed: list[Future[Sent]] = []
-        pulled: list[Future[Landed]] = []
-        committing: list[Future[Landed]] = []
+        pushed: list[Future[PushResult]] = []
+        pulled: list[Future[PullResult]] = []
+        committing: list[Future[PullResult]] = []
         rest: list[BucketPush] = []
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         for index, transport in self._transports.items():

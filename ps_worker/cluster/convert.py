@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ps_protocol.convert import hyper_messages, job_spec_message
 from ps_protocol.framing import read_message, write_message
 from ps_protocol.job import HyperParameters, JobSpec
-from ps_protocol.layout import Bucket
+from ps_protocol.layout import BucketSpec
 from ps_protocol.v1 import control_pb2, data_pb2, job_pb2
 from ps_runtime.launch_id import UNKNOWN, LaunchId
 
@@ -32,7 +32,7 @@ class ShardMap:
 
 
 @dataclass(frozen=True)
-class Place:
+class JoinResult:
     """What a worker got when it joined.
 
     clock:          the one it starts from
@@ -86,7 +86,7 @@ class DataRange:
 
 
 @dataclass(frozen=True)
-class Order:
+class LoaderSpec:
     """What all workers must agree on about a loader; see LeaseDataRequest. seed: None where nothing is shuffled."""
 
     loader: int
@@ -105,7 +105,7 @@ class Order:
 class Lease:
     """One request for batches, with what became of those given before."""
 
-    order: Order
+    order: LoaderSpec
     pass_number: int
     count: int
     held: Sequence[DataRange] = ()
@@ -155,7 +155,7 @@ class BucketPush:
     ranges: the leased data that the step used
     """
 
-    bucket: Bucket
+    bucket: BucketSpec
     clock: int
     empty: bool
     absent: Sequence[int]
@@ -381,11 +381,11 @@ def join_request(job: str, rank: int | None, who: Applicant, attempt: int, waite
     return request
 
 
-def place(job: str, response: control_pb2.JoinJobResponse) -> Place:
+def place(job: str, response: control_pb2.JoinJobResponse) -> JoinResult:
     """What a worker got when it joined."""
     lease = response.lease.ToNanoseconds() / 1e9
     who = Identity(job, response.rank, response.incarnation, response.lease_key)
-    return Place(
+    return JoinResult(
         who,
         response.clock,
         lease,

@@ -24,7 +24,17 @@ from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.tls_diagnosis import refusal
 from ps_worker.cluster import convert
-from ps_worker.cluster.convert import Applicant, DataRange, Identity, Lease, Offer, Place, Roster, RoundNews, ShardMap
+from ps_worker.cluster.convert import (
+    Applicant,
+    DataRange,
+    Identity,
+    JoinResult,
+    Lease,
+    Offer,
+    Roster,
+    RoundNews,
+    ShardMap,
+)
 
 T = TypeVar("T")
 
@@ -132,7 +142,7 @@ class CoordinatorClient:
         """Registers a job, or finds the equal one that is there: where its buckets are, and the bytes of a full one."""
         return convert.registered(self._call(self._stub.RegisterJob, convert.register_request(spec)))
 
-    def join(self, job: str, rank: int | None, who: Applicant) -> Place:
+    def join(self, job: str, rank: int | None, who: Applicant) -> JoinResult:
         """Makes a process a live worker of the job.
 
         Raises JobInUse if live workers of another launch are in the way. As long as the coordinator cannot tell whether

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, UnknownWorker
 from ps_runtime.launch_id import UNKNOWN, LaunchId
-from ps_worker.cluster.convert import Applicant, Place, Roster
+from ps_worker.cluster.convert import Applicant, JoinResult, Roster
 from ps_worker.cluster.coordinator import CoordinatorClient, Watch
 
 log = logging.getLogger("ps_worker")
@@ -48,8 +48,8 @@ class Membership:
         timeout: float,
         start_timeout: float,
         metrics_address: str,
-        finished: Callable[[Place], int],
-        moved: Callable[[Place | None], None],
+        finished: Callable[[JoinResult], int],
+        moved: Callable[[JoinResult | None], None],
         launch: LaunchId = UNKNOWN,
     ) -> None:
         self._coordinator = coordinator
@@ -62,9 +62,9 @@ class Membership:
         self._finished = finished
         self._moved = moved
         self._launch = launch
-        self.place: Place | None = None
+        self.place: JoinResult | None = None
         self.roster = Roster((), world_size, False)
-        self._roster_of: Place | None = None  # the place in which the roster was asked for
+        self._roster_of: JoinResult | None = None  # the place in which the roster was asked for
         self._error: PSError | None = None
         self._joining = False
         self._watching: Watch | None = None
@@ -73,7 +73,7 @@ class Membership:
         self._doubted = threading.Event()  # wakes the heartbeat before its time
         self._beating: threading.Thread | None = None
 
-    def join(self) -> Place:
+    def join(self) -> JoinResult:
         """Takes a place, and keeps it from here on."""
         place = self._ask(None)
         with self._changed:
@@ -101,14 +101,14 @@ class Membership:
         if self._error is not None:
             raise self._error
 
-    def has_lost(self, place: Place, error: BaseException) -> bool:
+    def has_lost(self, place: JoinResult, error: BaseException) -> bool:
         """Whether a call failed because the place it was made from was lost: `renewed` says what comes then."""
         if isinstance(error, NotFound | UnknownWorker) and not self._closing.is_set():
             return True
         with self._changed:
             return self.place is not place  # its calls were cut off
 
-    def renewed(self, place: Place, cause: BaseException | None) -> Place:
+    def renewed(self, place: JoinResult, cause: BaseException | None) -> JoinResult:
         """Waits for the place that follows one. Raises the `cause` that told of its loss if none will come."""
         until = time.monotonic() + self._timeout
         asked = False
@@ -131,17 +131,17 @@ class Membership:
             assert self.place is not None
             return self.place
 
-    def await_change(self, place: Place) -> None:
+    def await_change(self, place: JoinResult) -> None:
         """Waits a moment for the place that follows one."""
         with self._changed:
             self._doubted.set()
             self._changed.wait_for(lambda: self._has_changed(place), DOUBT_SECONDS)
 
-    def _has_changed(self, place: Place) -> bool:
+    def _has_changed(self, place: JoinResult) -> bool:
         """Whether another place follows one, or none ever will."""
         return self.place is not place or self._error is not None
 
-    def await_started(self, place: Place) -> None:
+    def await_started(self, place: JoinResult) -> None:
         """Waits until every declared worker has joined: a job that goes on without some trains another model.
 
         Raises LimitExceeded with the ranks that are missing if it takes longer than the start timeout.
@@ -165,7 +165,7 @@ class Membership:
         if self._closing.is_set():
             raise UnknownWorker("the session was closed while it waited for the other workers to join")
 
-    def _has_started(self, place: Place) -> bool:
+    def _has_started(self, place: JoinResult) -> bool:
         return self._roster_of is place and self.roster.started
 
     def _missing(self, seconds: float) -> str:
@@ -180,7 +180,7 @@ class Membership:
 
     # -- the threads beside it ---------------------------------------------------------------------------------------
 
-    def _ask(self, before: Place | None) -> Place:
+    def _ask(self, before: JoinResult | None) -> JoinResult:
         rank = self._rank if before is None else before.identity.rank
         previous = 0 if before is None else before.identity.incarnation
         clock = 0 if before is None else self._finished(before)
@@ -216,7 +216,7 @@ class Membership:
                 self._moved(None)
                 return
 
-    def _join_again(self, lost: Place) -> None:
+    def _join_again(self, lost: JoinResult) -> None:
         """Takes a place anew. Raises Fenced if the rank is another process's by now."""
         with self._changed:
             self._joining = True

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import grpc
 
 from ps_protocol.errors import PSError, error_from
-from ps_protocol.layout import Bucket
+from ps_protocol.layout import BucketSpec
 from ps_protocol.v1.data_pb2 import DESCRIPTOR as DATA
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
@@ -48,7 +48,7 @@ WORD_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Landed:
+class PullResult:
     """What a pull brought.
 
     size:       its bytes
@@ -62,7 +62,7 @@ class Landed:
 
 
 @dataclass(frozen=True)
-class Sent:
+class PushResult:
     """What was pushed: its bytes, and when it was staged, on the clock of time.perf_counter."""
 
     size: int
@@ -135,10 +135,10 @@ class ShardCalls:
         method: str,
         request: Callable[[list[int]], bytes],
         clock: int,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[BucketSpec],
         read: Callable[[bytes], list[Pulled]],
-        land: Callable[[Bucket, Pulled], int],
-    ) -> Landed:
+        land: Callable[[BucketSpec, Pulled], int],
+    ) -> PullResult:
         """Fetches buckets, landing each as it comes; `request` asks for some, `land` returns the bytes of one."""
         stream = self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")
         left = {bucket.index: bucket for bucket in buckets}
@@ -161,7 +161,7 @@ class ShardCalls:
                         break
             except grpc.RpcError as error:
                 retry.failed(error_from(error, self.peer))
-        return Landed(size, longest, checkpoint)
+        return PullResult(size, longest, checkpoint)
 
     def close(self) -> None:
         """Closes the connection; calls in flight end."""
@@ -174,18 +174,18 @@ class Transport(Protocol):
 
     name: str
 
-    def draft(self, push: BucketPush, draft: Draft) -> Future[Sent] | None:
+    def draft(self, push: BucketPush, draft: Draft) -> Future[PushResult] | None:
         """Sends what may still change, so that little is left to do when it counts; None where nothing is sent."""
 
-    def push(self, push: BucketPush) -> Future[Sent]:
+    def push(self, push: BucketPush) -> Future[PushResult]:
         """Done when the shard has staged it."""
 
-    def pull(self, clock: int, buckets: Sequence[Bucket], commit: Sequence[BucketPush] = ()) -> Future[Landed]:
+    def pull(self, clock: int, buckets: Sequence[BucketSpec], commit: Sequence[BucketPush] = ()) -> Future[PullResult]:
         """Done when all have landed. `commit`: what left as a draft and counts now, and what is empty."""
 
     def push_pull(
-        self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[Bucket]
-    ) -> tuple[list[Future[Sent]], Future[Landed]] | None:
+        self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[BucketSpec]
+    ) -> tuple[list[Future[PushResult]], Future[PullResult]] | None:
         """As all those pushes, and the pull, in one call; None where that is no gain."""
 
     def close(self) -> None:
@@ -205,30 +205,30 @@ class NetworkTransport:
         self._room = threading.Semaphore(PUSHES_TO_ONE_SHARD)
         self._puller = DaemonPool(1, "pull")
 
-    def push_initial(self, bucket: Bucket) -> Future[Sent]:
+    def push_initial(self, bucket: BucketSpec) -> Future[PushResult]:
         """Sends a bucket's initial value; over the network whatever the transport, because it happens once."""
 
-        def send() -> Sent:
+        def send() -> PushResult:
             with self._room:
                 payload = self._flat.initial(bucket)
                 self._calls.unary("Push", convert.initial_push(self._who, bucket.index, payload))
-                return Sent(len(payload), time.perf_counter())
+                return PushResult(len(payload), time.perf_counter())
 
         return self._pushers.submit(send)
 
     def assign(
-        self, clock: int, bucket: Bucket, absent: Sequence[int], state: str | None, payload: memoryview | None
-    ) -> Future[Sent]:
+        self, clock: int, bucket: BucketSpec, absent: Sequence[int], state: str | None, payload: memoryview | None
+    ) -> Future[PushResult]:
         """Sends what the script has set in a bucket before its step of that clock; see `convert.assignment`."""
 
-        def send() -> Sent:
+        def send() -> PushResult:
             with self._room:
                 self._calls.unary("Push", convert.assignment(self._who, bucket.index, clock, absent, state, payload))
-                return Sent(0 if payload is None else len(payload), time.perf_counter())
+                return PushResult(0 if payload is None else len(payload), time.perf_counter())
 
         return self._pushers.submit(send)
 
-    def pull_state(self, buckets: Sequence[Bucket], land: Callable[[StateChunk], None]) -> Future[None]:
+    def pull_state(self, buckets: Sequence[BucketSpec], land: Callable[[StateChunk], None]) -> Future[None]:
         """Fetches the optimizer state of buckets, landing each kind of each as it comes; some may come twice."""
         request = convert.state_request(self._who, [bucket.index for bucket in buckets])
 
@@ -237,12 +237,12 @@ class NetworkTransport:
 
         return self._puller.submit(fetch)
 
-    def draft(self, push: BucketPush, draft: Draft) -> Future[Sent] | None:
+    def draft(self, push: BucketPush, draft: Draft) -> Future[PushResult] | None:
         """A shard without room for drafts takes this one when it counts; by then it is sent once more."""
 
-        def send() -> Sent:
+        def send() -> PushResult:
             if draft.is_dropped:
-                return Sent(0, time.perf_counter())
+                return PushResult(0, time.perf_counter())
             with self._room:
                 payload = self._flat.gradient(push.bucket)
                 message, size = convert.gradient_push(self._who, push, payload, draft=True), len(payload)
@@ -254,28 +254,28 @@ class NetworkTransport:
                         raise
                     if draft.wait():
                         self._calls.unary("Push", message)
-                return Sent(size, time.perf_counter())
+                return PushResult(size, time.perf_counter())
 
         return self._pushers.submit(send)
 
-    def push(self, push: BucketPush) -> Future[Sent]:
+    def push(self, push: BucketPush) -> Future[PushResult]:
         """The message is made when its turn has come, so that only those in flight are in memory."""
 
-        def send() -> Sent:
+        def send() -> PushResult:
             with self._room:
                 payload = None if push.empty else self._flat.gradient(push.bucket)
                 message = convert.gradient_push(self._who, push, payload)
                 size = 0 if payload is None else len(payload)
                 del payload
                 self._calls.unary("Push", message)
-                return Sent(size, time.perf_counter())
+                return PushResult(size, time.perf_counter())
 
         return self._pushers.submit(send)
 
-    def pull(self, clock: int, buckets: Sequence[Bucket], commit: Sequence[BucketPush] = ()) -> Future[Landed]:
+    def pull(self, clock: int, buckets: Sequence[BucketSpec], commit: Sequence[BucketPush] = ()) -> Future[PullResult]:
         """One stream for all buckets."""
 
-        def land(bucket: Bucket, found: Pulled) -> int:
+        def land(bucket: BucketSpec, found: Pulled) -> int:
             self._flat.land(bucket, found.payload)
             return len(found.payload)
 
@@ -285,8 +285,8 @@ class NetworkTransport:
         return self._puller.submit(lambda: self._calls.pull("Pull", ask, clock, buckets, _one_pulled, land))
 
     def push_pull(
-        self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[Bucket]
-    ) -> tuple[list[Future[Sent]], Future[Landed]] | None:
+        self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[BucketSpec]
+    ) -> tuple[list[Future[PushResult]], Future[PullResult]] | None:
         """None: payloads travel side by side, and weights come back while gradients still leave."""
         return None
 
@@ -310,9 +310,9 @@ class _Leaving:
     """A bucket that is on its way, and who waits for it."""
 
     push: BucketPush
-    futures: list[Future[Sent]]
+    futures: list[Future[PushResult]]
 
-    def staged(self, found: Sent) -> None:
+    def staged(self, found: PushResult) -> None:
         for future in self.futures:
             if not future.done():
                 future.set_result(found)
@@ -345,7 +345,7 @@ class SharedTransport:
         self._copies: dict[int, tuple[int, Draft, Future[None]]] = {}  # by bucket, at which clock it left as a draft
         threading.Thread(target=self._run, name="push", daemon=True).start()
 
-    def draft(self, push: BucketPush, draft: Draft) -> Future[Sent] | None:
+    def draft(self, push: BucketPush, draft: Draft) -> Future[PushResult] | None:
         """Puts the gradient into the segment, where that takes a copy: no shard looks at it before it counts."""
         if not self._flat.in_segment:
             copying = self._copier.submit(lambda: self._flat.share_gradient(push.bucket))
@@ -360,9 +360,9 @@ class SharedTransport:
         if clock != push.clock or draft is None or draft.is_dropped:
             self._flat.share_gradient(push.bucket)
 
-    def push(self, push: BucketPush) -> Future[Sent]:
+    def push(self, push: BucketPush) -> Future[PushResult]:
         """Joins the next message."""
-        future: Future[Sent] = Future()
+        future: Future[PushResult] = Future()
         with self._lock:
             if self._closed:
                 future.set_exception(Closed())
@@ -407,7 +407,7 @@ class SharedTransport:
     def _staged(self, together: list[_Leaving], ago: float = 0.0) -> None:
         now = time.perf_counter()
         for one in together:
-            one.staged(Sent(self._bytes([one]), now - ago))
+            one.staged(PushResult(self._bytes([one]), now - ago))
 
     def _finite(self, pushes: Sequence[BucketPush]) -> set[int]:
         return {push.bucket.index for push in pushes if self._flat.was_looked_at(push.bucket)}
@@ -415,7 +415,7 @@ class SharedTransport:
     def _bytes(self, together: Iterable[_Leaving]) -> int:
         return sum(self._flat.gradient_bytes(one.push.bucket) for one in together if not one.push.empty)
 
-    def pull(self, clock: int, buckets: Sequence[Bucket], commit: Sequence[BucketPush] = ()) -> Future[Landed]:
+    def pull(self, clock: int, buckets: Sequence[BucketSpec], commit: Sequence[BucketPush] = ()) -> Future[PullResult]:
         """One stream for all buckets; the shard writes them into the segment. Nothing here is ever to be committed."""
 
         def ask(left: list[int]) -> bytes:
@@ -427,8 +427,8 @@ class SharedTransport:
         return self._puller.submit(lambda: self._calls.pull("PullShared", ask, clock, buckets, read, self._land))
 
     def push_pull(
-        self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[Bucket]
-    ) -> tuple[list[Future[Sent]], Future[Landed]] | None:
+        self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[BucketSpec]
+    ) -> tuple[list[Future[PushResult]], Future[PullResult]] | None:
         """None where gradients are not made in the segment: each is pushed as soon as it is there."""
         if not self._flat.in_segment:
             return None
@@ -450,10 +450,10 @@ class SharedTransport:
                 self._staged(together, staged)
             return found
 
-        def fetch() -> Landed:
+        def fetch() -> PullResult:
             return self._calls.pull("PushPullShared", ask, clock, buckets, read, self._land)
 
-        def ended(pulled: Future[Landed]) -> None:
+        def ended(pulled: Future[PullResult]) -> None:
             error = pulled.exception()
             if error is None:
                 self._staged(together)  # or it would not have been answered
@@ -468,7 +468,7 @@ class SharedTransport:
     def _word_bytes(self) -> int:
         return 0 if self._flat.lands_in_place else WORD_BYTES
 
-    def _land(self, bucket: Bucket, _: Pulled) -> int:
+    def _land(self, bucket: BucketSpec, _: Pulled) -> int:
         self._flat.land_shared(bucket)
         return self._flat.weight_bytes(bucket)
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from ps_protocol.errors import InvalidRequest, PSError
-from ps_worker.cluster.convert import DataRange, Lease, Order
+from ps_worker.cluster.convert import DataRange, Lease, LoaderSpec
 from ps_worker.data.loaders import PreparedLoader, rebuilt
 from ps_worker.metrics import StepTimer
 
@@ -123,7 +123,7 @@ class StepData:
 class Leases(Sampler[list[int]]):
     """The batch sampler of one leased loader: what it yields are the indices of leased batches, until none is left."""
 
-    def __init__(self, order: Order, data: StepData, stepper: Stepper) -> None:
+    def __init__(self, order: LoaderSpec, data: StepData, stepper: Stepper) -> None:
         self.order = order
         self.number = 0  # of the pass that the next iteration is
         self.data = data
@@ -308,11 +308,11 @@ class _Singly(Sampler[int]):
         return (index for [index] in self._leases)
 
 
-def order_of(number: int, loader: DataLoader[Any], seed: int) -> Order:
+def order_of(number: int, loader: DataLoader[Any], seed: int) -> LoaderSpec:
     """What a loader's workers must agree on; one that `shard_loader` takes."""
     if not -(2**63) <= seed < 2**63:
         raise InvalidRequest(f"a seed has 64 bits, got {seed}")
-    return Order(
+    return LoaderSpec(
         loader=number,
         size=len(loader.dataset),  # type: ignore[arg-type]
         batch_size=loader.batch_size or 1,

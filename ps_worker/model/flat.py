@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec, travels_as
-from ps_protocol.layout import DATA_TYPES, Bucket, Layout, space_of
+from ps_protocol.layout import DATA_TYPES, BucketSpec, Layout, space_of
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import DTYPE_NAMES, TORCH_DTYPES, bytes_of, is_finite, tensor_from
 from ps_worker.model.gpu import GpuStaging
@@ -204,7 +204,7 @@ class FlatModel:
             values(self._trained[index]).copy_(self._weight_views[index])
         self._touches.landed(self._trained)  # type: ignore[arg-type]
 
-    def assigned(self, bucket: Bucket) -> memoryview:
+    def assigned(self, bucket: BucketSpec) -> memoryview:
         """A bucket's weights as they are, as bytes in its own type."""
         return bytes_of(self._slice(self._weights, bucket).cpu())
 
@@ -274,11 +274,11 @@ class FlatModel:
                 return None
         return next((self._spec.parameters[i].name for i, view in unseen.items() if not is_finite(view)), None)
 
-    def saw_not_finite(self, bucket: Bucket) -> bool:
+    def saw_not_finite(self, bucket: BucketSpec) -> bool:
         """Whether backward has made a gradient in this bucket that is not finite."""
         return any(self._finite.get(segment.parameter) is False for segment in bucket.segments)
 
-    def was_looked_at(self, bucket: Bucket) -> bool:
+    def was_looked_at(self, bucket: BucketSpec) -> bool:
         """Whether a bucket that leaves was looked at for infinities and NaNs, in the very bytes that leave: a half type
         has infinities where float32 has none."""
         return self._check and travels_as(bucket.dtype, self._spec.gradient_wire) == bucket.dtype
@@ -293,12 +293,12 @@ class FlatModel:
         """Whether what shards write into the segment are the model's weights themselves."""
         return self._segment is not None and _are_those(self._weights, self._segment.weights)
 
-    def leaving(self, bucket: Bucket) -> None:
+    def leaving(self, bucket: BucketSpec) -> None:
         """A bucket's gradient is complete: called by the thread that made it, before another one sends it."""
         if self._staging is not None:
             self._made[bucket.index] = self._staging.mark()
 
-    def gradient(self, bucket: Bucket) -> memoryview:
+    def gradient(self, bucket: BucketSpec) -> memoryview:
         """A bucket's gradient as bytes in its wire format: the flat buffer's own memory where nothing is converted."""
         wire = TORCH_DTYPES[travels_as(bucket.dtype, self._spec.gradient_wire)]
         mine = self._slice(self._gradients, bucket)
@@ -306,7 +306,7 @@ class FlatModel:
             return bytes_of(self._staging.fetch(mine, wire, self._made[bucket.index]))
         return bytes_of(mine.to(wire))
 
-    def share_gradient(self, bucket: Bucket) -> None:
+    def share_gradient(self, bucket: BucketSpec) -> None:
         """Puts a bucket's gradient into the segment, unless it is made there."""
         assert self._segment is not None
         target, mine = self._segment.gradient(bucket), self._slice(self._gradients, bucket)
@@ -317,7 +317,7 @@ class FlatModel:
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
-    def initial(self, bucket: Bucket) -> memoryview:
+    def initial(self, bucket: BucketSpec) -> memoryview:
         """A bucket's value as the model has it now, as bytes in its own type."""
         if not bucket.held:
             return bytes_of(self._slice(self._weights, bucket).cpu())
@@ -327,7 +327,7 @@ class FlatModel:
             flat[part.offset : part.offset + part.length] = whole[part.start : part.start + part.length].cpu()
         return bytes_of(flat)
 
-    def land(self, bucket: Bucket, payload: memoryview) -> None:
+    def land(self, bucket: BucketSpec, payload: memoryview) -> None:
         """Writes a pulled bucket into the model. Raises InvalidRequest if its size is not the bucket's."""
         wire = bucket.dtype if bucket.held else travels_as(bucket.dtype, self._spec.weight_wire)
         if len(payload) != self.weight_bytes(bucket):
@@ -346,16 +346,16 @@ class FlatModel:
                 if whole.data_ptr() != tensor.data_ptr():
                     tensor.copy_(whole.view(tensor.shape))
 
-    def gradient_bytes(self, bucket: Bucket) -> int:
+    def gradient_bytes(self, bucket: BucketSpec) -> int:
         """Bytes of a bucket's gradient in its wire format."""
         return bucket.numel * DATA_TYPES[travels_as(bucket.dtype, self._spec.gradient_wire)].itemsize
 
-    def weight_bytes(self, bucket: Bucket) -> int:
+    def weight_bytes(self, bucket: BucketSpec) -> int:
         """Bytes of a bucket's weights in their wire format; what no optimizer steps travels as it is."""
         wire = bucket.dtype if bucket.held else travels_as(bucket.dtype, self._spec.weight_wire)
         return bucket.numel * DATA_TYPES[wire].itemsize
 
-    def land_shared(self, bucket: Bucket) -> None:
+    def land_shared(self, bucket: BucketSpec) -> None:
         """Takes a bucket that a shard has written into the segment, unless the model lies there."""
         assert self._segment is not None
         self._write(bucket, self._segment.weight(bucket), shared=True)
@@ -371,7 +371,7 @@ class FlatModel:
             self._staging.finish()
         self.landed()
 
-    def _write(self, bucket: Bucket, values: torch.Tensor, shared: bool) -> None:
+    def _write(self, bucket: BucketSpec, values: torch.Tensor, shared: bool) -> None:
         mine = self._slice(self._weights, bucket)
         if self._staging is not None:
             self._staging.land(bucket.index, mine, values, pinned=shared)
@@ -383,7 +383,7 @@ class FlatModel:
         return flat[offset : offset + parameter.numel].view(parameter.shape)
 
     @staticmethod
-    def _slice(spaces: dict[str, torch.Tensor], bucket: Bucket) -> torch.Tensor:
+    def _slice(spaces: dict[str, torch.Tensor], bucket: BucketSpec) -> torch.Tensor:
         return spaces[bucket.space][bucket.start : bucket.start + bucket.numel]
 
 

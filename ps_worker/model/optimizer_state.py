@@ -10,7 +10,7 @@ import torch
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import Bucket, Layout
+from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.optimizers import is_scalar_state, required_state
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from
 from ps_worker.cluster.convert import StateChunk
@@ -23,7 +23,7 @@ States = Mapping[int, Mapping[str, torch.Tensor]]
 class StatePiece:
     """What one bucket is told of its optimizer state; see `messages.assignment`."""
 
-    bucket: Bucket
+    bucket: BucketSpec
     absent: tuple[int, ...]
     state: str
     payload: memoryview | None
@@ -74,7 +74,7 @@ def pieces(spec: JobSpec, layout: Layout, states: States, parameters: Collection
             yield StatePiece(bucket, absent, name, _payload(spec, bucket, name, present))
 
 
-def _payload(spec: JobSpec, bucket: Bucket, name: str, present: Mapping[int, torch.Tensor]) -> memoryview:
+def _payload(spec: JobSpec, bucket: BucketSpec, name: str, present: Mapping[int, torch.Tensor]) -> memoryview:
     if is_scalar_state(spec.optimizers[bucket.optimizer], name):
         numbers = torch.zeros(len(bucket.segments), dtype=torch.float32)
         for position, value in present.items():

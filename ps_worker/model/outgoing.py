@@ -9,7 +9,7 @@ import torch
 
 from ps_protocol.errors import InvalidRequest, NonFiniteGradient
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite
-from ps_protocol.layout import Bucket
+from ps_protocol.layout import BucketSpec
 from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters
 from ps_worker.cluster.convert import BucketPush, DataRange
 from ps_worker.metrics import WorkerMetrics
@@ -63,7 +63,7 @@ def is_left_out(name: str | None, policy: NonFinite, metrics: WorkerMetrics) -> 
 
 def bucket_push(
     spec: JobSpec,
-    bucket: Bucket,
+    bucket: BucketSpec,
     clock: int,
     absent: Set[int],
     groups: Sequence[HyperParameters],

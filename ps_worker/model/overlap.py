@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence, Set
 
-from ps_protocol.layout import Bucket
+from ps_protocol.layout import BucketSpec
 
 log = logging.getLogger("ps_worker")
 
@@ -26,7 +26,7 @@ class Overlap:
     wanted:  True lets buckets leave early in every step, False in none, None after some steps without a surprise
     """
 
-    def __init__(self, buckets: Sequence[Bucket], wanted: bool | None) -> None:
+    def __init__(self, buckets: Sequence[BucketSpec], wanted: bool | None) -> None:
         self.spaces = {bucket.space for bucket in buckets}
         self._buckets = {bucket.index: bucket for bucket in buckets}
         self._members = {b.index: {segment.parameter for segment in b.segments} for b in buckets}
@@ -60,7 +60,7 @@ class Overlap:
         """Whether full buckets leave during backward."""
         return self._wanted is True or (self._wanted is None and self._quiet_steps >= self._watched_steps)
 
-    def ready(self, parameter: int, marks: list[int]) -> list[Bucket]:
+    def ready(self, parameter: int, marks: list[int]) -> list[BucketSpec]:
         """Backward has finished a parameter's gradient: the buckets that may leave now.
 
         marks: numbers that tell whether a gradient was changed since

@@ -21,15 +21,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from ps_protocol.errors import PSError, Unsupported
-from ps_worker.state.encoding import DataPlace, RandomState, Settings, WorkerState, copied, decode, encode
-from ps_worker.state.loader_position import LoaderPlace
+from ps_worker.state.encoding import LoaderState, RandomState, Settings, WorkerState, copied, decode, encode
+from ps_worker.state.loader_position import LoaderPosition
 
 log = logging.getLogger("ps_worker")
 
 Save = Callable[[int, bytes], None]
 
 
-class Rewind:
+class WorkerCheckpoint:
     """One worker's own state, caught when a checkpoint asks for it and put back when the job is set back.
 
     device: whose random state counts
@@ -39,14 +39,14 @@ class Rewind:
     def __init__(self, device: torch.device, save: Save) -> None:
         self.device = device
         self.steps = 0  # made by this process, whatever the clock
-        self.loaders: list[LoaderPlace] = []
+        self.loaders: list[LoaderPosition] = []
         self._save = save
         self._optimizers: Sequence[torch.optim.Optimizer] = ()
         self._group_counts: list[int] = []  # of each optimizer, at the beginning
         self._untrained: dict[int, Untrained] = {}
         self._stateful: list[Any] = []
         self._left_out: set[str] = set()
-        self._fed: LoaderPlace | None = None  # the loader that yielded last
+        self._fed: LoaderPosition | None = None  # the loader that yielded last
         self._taken = 0  # batches since the last step
         self._per_step = 1
         self._wanted: int | None = None  # the clock whose state is to be caught
@@ -71,9 +71,9 @@ class Rewind:
         self._state_of(thing)
         self._stateful.append(thing)
 
-    def add_loader(self, loader: DataLoader[Any]) -> LoaderPlace:
+    def add_loader(self, loader: DataLoader[Any]) -> LoaderPosition:
         """Sees to a loader, whose batches come from what is returned."""
-        self.loaders.append(LoaderPlace(self, loader, len(self.loaders)))
+        self.loaders.append(LoaderPosition(self, loader, len(self.loaders)))
         return self.loaders[-1]
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Rewind:
         """Whether a state is still to be caught."""
         return self._wanted is not None
 
-    def catch(self, feeding: LoaderPlace | None = None) -> None:
+    def catch(self, feeding: LoaderPosition | None = None) -> None:
         """Catches the state that is wanted, if there is one; `feeding`: the loader whose loop is at this point."""
         if self._wanted is None:
             return
@@ -174,7 +174,7 @@ class Rewind:
         first = [group for optimizer, count in counted for group in optimizer.param_groups[:count]]
         return first + [group for optimizer, count in counted for group in optimizer.param_groups[count:]]
 
-    def places(self) -> list[DataPlace]:
+    def places(self) -> list[LoaderState]:
         """Where all loaders are, now."""
         return [loader.place() for loader in self.loaders]
 
@@ -226,20 +226,20 @@ class Rewind:
 
     # -- what loaders ask --------------------------------------------------------------------------------------------
 
-    def yielded(self, loader: LoaderPlace) -> None:
+    def yielded(self, loader: LoaderPosition) -> None:
         """A loader has yielded a batch."""
         if self._fed is not loader:
             self._fed, self._taken = loader, 0
         self._taken += 1
 
-    def due(self, loader: LoaderPlace) -> DataPlace | None:
+    def due(self, loader: LoaderPosition) -> LoaderState | None:
         """Where this loader is to go, if it is the one at whose next batch the state is put back."""
         back = self._back
         if back is None or back.feeding != loader.index:
             return None
         return back.loaders[loader.index]
 
-    def put_back(self, loader: LoaderPlace) -> int:
+    def put_back(self, loader: LoaderPosition) -> int:
         """Puts everything back but the place of the loader that asks; returns the batches that it is to leave out."""
         state = self._back
         assert state is not None
@@ -251,7 +251,7 @@ class Rewind:
         return left_out
 
 
-class Bystander(Rewind):
+class Bystander(WorkerCheckpoint):
     """Of a job that goes beside another: all that is beside the weights belongs to that one."""
 
     def put(self, settings: Settings) -> None:

@@ -79,7 +79,7 @@ class PassStart:
 
 
 @dataclass(frozen=True)
-class DataPlace:
+class LoaderState:
     """How far a loop over a loader is.
 
     begun: passes begun
@@ -117,7 +117,7 @@ class WorkerState:
 
     clock: int
     settings: Settings
-    loaders: list[DataPlace]
+    loaders: list[LoaderState]
     feeding: int | None
     per_step: int
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -149,7 +149,7 @@ def _random(state: RandomState, tensors: dict[str, torch.Tensor]) -> Any:
     return plain([state.cpu, state.gpu, state.python, state.numpy], tensors, "random state")
 
 
-def _place(place: DataPlace, tensors: dict[str, torch.Tensor]) -> Any:
+def _place(place: LoaderState, tensors: dict[str, torch.Tensor]) -> Any:
     start = place.start
     found = [place.begun, place.going, place.taken, place.generator]
     began = (
@@ -274,7 +274,7 @@ def _random_of(value: Any) -> RandomState:
     return RandomState(cpu, None if gpu is None else _tensor(gpu), python, numpy)
 
 
-def _place_of(value: Any, read: Any) -> DataPlace:
+def _place_of(value: Any, read: Any) -> LoaderState:
     place, began = value
     begun, going, taken, generator = read(place)
     start = None
@@ -284,4 +284,4 @@ def _place_of(value: Any, read: Any) -> DataPlace:
         start = PassStart(_random_of(read(began[0])), own, share, None if epoch is None else _whole(epoch))
     if going and (start is None or begun == 0):
         raise ValueError("a pass is under way that never began")
-    return DataPlace(_whole(begun), bool(going), _whole(taken), start, generator)
+    return LoaderState(_whole(begun), bool(going), _whole(taken), start, generator)

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 
 from ps_protocol.errors import Unsupported
 from ps_worker.data.loaders import ShareSampler, epoch_sampler
-from ps_worker.state.encoding import DataPlace, PassStart, RandomState, Settings
+from ps_worker.state.encoding import LoaderState, PassStart, RandomState, Settings
 
 if TYPE_CHECKING:
-    from ps_worker.state.checkpoint import Rewind
+    from ps_worker.state.checkpoint import WorkerCheckpoint
 
 log = logging.getLogger("ps_worker")
 
@@ -35,17 +35,17 @@ class Began:
     """What a script had set when it began a pass, and where all loaders were."""
 
     settings: Settings
-    places: list[DataPlace]
+    places: list[LoaderState]
     epoch: int | None
 
 
-class LoaderPlace:
+class LoaderPosition:
     """The place of one loader. Passes are counted from 1: pass `begun` is the last that was begun.
 
     going: whether it is under way
     """
 
-    def __init__(self, rewind: Rewind, loader: DataLoader[Any], index: int) -> None:
+    def __init__(self, rewind: WorkerCheckpoint, loader: DataLoader[Any], index: int) -> None:
         self.index = index
         self.going = False
         self._rewind = rewind
@@ -60,14 +60,14 @@ class LoaderPlace:
         self._since = 0  # steps that were made before it
         self._began: dict[int, Began] = {}  # by pass
         self._broken_off: dict[int, int] = {}  # by pass, after how many batches the script left its loop
-        self._target: DataPlace | None = None
+        self._target: LoaderState | None = None
         self._leave_out = 0
 
-    def place(self) -> DataPlace:
+    def place(self) -> LoaderState:
         """Where it is, now."""
-        return DataPlace(self._begun, self.going, self._taken, self._start, self._generator_state())
+        return LoaderState(self._begun, self.going, self._taken, self._start, self._generator_state())
 
-    def follow(self, place: DataPlace) -> None:
+    def follow(self, place: LoaderState) -> None:
         """Another loader is put back, and this one with it: at once, or when its loop asks for the next batch.
 
         Raises Unsupported if its loop is over.

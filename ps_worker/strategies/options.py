@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from ps_protocol.job import NonFinite
 from ps_protocol.modes import Consistency
 from ps_runtime.launch_id import UNKNOWN, LaunchId
-from ps_worker.cluster.connection import Link
+from ps_worker.cluster.connection import ConnectionOptions
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class JobOptions:
     """What a job on a parameter server is, besides model and optimizer.
 
     bucket_bytes: of a full bucket; None: what the job has, or the server chooses
@@ -31,6 +31,6 @@ class ServerOptions:
     gradient_wire: str
     weight_wire: str
     start_timeout: float
-    link: Link
+    link: ConnectionOptions
     overlap: bool | None
     launch: LaunchId = UNKNOWN

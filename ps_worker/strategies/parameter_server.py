@@ -23,14 +23,14 @@ from torch import nn
 
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, UnknownWorker
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite, validate
-from ps_protocol.layout import Bucket, bucket_layout
+from ps_protocol.layout import BucketSpec, bucket_layout
 from ps_runtime.channel import MAX_BUCKET_BYTES
 from ps_worker.cluster.connection import Shards
-from ps_worker.cluster.convert import BucketPush, DataRange, Lease, Offer, Place, RoundNews, StateChunk
+from ps_worker.cluster.convert import BucketPush, DataRange, JoinResult, Lease, Offer, RoundNews, StateChunk
 from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.cluster.membership import Membership
 from ps_worker.cluster.rounds import Heard, Rounds
-from ps_worker.cluster.transports import Landed, Sent
+from ps_worker.cluster.transports import PullResult, PushResult
 from ps_worker.data.leased import StepData
 from ps_worker.launched import report_started
 from ps_worker.metrics import WorkerMetrics
@@ -40,10 +40,10 @@ from ps_worker.model.optimizer import ParameterStates, ServerOptimizer
 from ps_worker.model.optimizer_state import StateCollector, States, check_states, pieces, tensors_of
 from ps_worker.model.outgoing import LiveGroups, bucket_push, is_left_out
 from ps_worker.model.overlap import Overlap
-from ps_worker.state.checkpoint import Bystander, Rewind
+from ps_worker.state.checkpoint import Bystander, WorkerCheckpoint
 from ps_worker.state.sender import StateSender
 from ps_worker.strategies.added import checked_group, holder, optimizer_of
-from ps_worker.strategies.options import ServerOptions
+from ps_worker.strategies.options import JobOptions
 from ps_worker.strategies.strategy import Prepared
 
 log = logging.getLogger("ps_worker")
@@ -56,9 +56,7 @@ class _PlaceLost(Exception):
 class ParameterServer:
     """One worker of one job."""
 
-    def __init__(
-        self, options: ServerOptions, metrics: WorkerMetrics, device: torch.device, beside: bool = False
-    ) -> None:
+    def __init__(self, options: JobOptions, metrics: WorkerMetrics, device: torch.device, beside: bool = False) -> None:
         """beside: the job goes beside another of this worker, which has all but the weights; see `added`."""
         self._options = options
         self._device = device
@@ -77,9 +75,11 @@ class ParameterServer:
             options.launch,
         )
         self._sender = StateSender(self._coordinator, self._members)
-        self.rewind = (Bystander if beside else Rewind)(device, self._sender.send)
+        self.rewind = (Bystander if beside else WorkerCheckpoint)(device, self._sender.send)
         self._added: list[tuple[int, ParameterServer]] = []  # by the optimizer that has them
-        self._place: Place | None = None  # the one that the training thread is in; the membership may have a newer one
+        self._place: JoinResult | None = (
+            None  # the one that the training thread is in; the membership may have a newer one
+        )
         self._shards: Shards | None = None
         self._flat: FlatModel | None = None
         self._begun = False
@@ -190,7 +190,7 @@ class ParameterServer:
         check_states(self._spec, found)
         return found
 
-    def _join(self, spec: JobSpec) -> Place:
+    def _join(self, spec: JobSpec) -> JoinResult:
         """Registers the job and takes a place in it."""
         for last in (False, True):
             self._shard_map, bucket_bytes = self._coordinator.register(spec)
@@ -206,17 +206,17 @@ class ParameterServer:
 
     # -- a place, taken and lost -------------------------------------------------------------------------------------
 
-    def _finished(self, place: Place) -> int:
+    def _finished(self, place: JoinResult) -> int:
         """The steps that this worker has finished in a place."""
         return self._clock if self._place is place else place.clock
 
-    def _moved(self, place: Place | None) -> None:
+    def _moved(self, place: JoinResult | None) -> None:
         """Ends what is under way in the old place; the training thread may be in the new one already."""
         shards = self._shards
         if shards is not None and (place is None or shards.who != place.identity):
             shards.cut()
 
-    def _take_places(self, place: Place) -> None:
+    def _take_places(self, place: JoinResult) -> None:
         """Takes a place, and each that comes after it should it be lost on the way."""
         while True:
             cause: BaseException | None
@@ -233,7 +233,7 @@ class ParameterServer:
                 self._shards.end()
             place = self._members.renewed(place, cause)
 
-    def _take(self, place: Place) -> None:
+    def _take(self, place: JoinResult) -> None:
         """Goes on from a place: with the weights at its clock (rank 0's at first), when all declared workers joined."""
         self._shard_map = place.shard_map or self._shard_map
         shards = Shards(self._options.link, place.identity, self._spec, self._layout, self._shard_map)
@@ -498,7 +498,7 @@ class ParameterServer:
         self._finish(pushed, pulls)
         self.data.pushed()
 
-    def _finish(self, pushes: list[Future[Sent]], pulls: list[Future[Landed]]) -> None:
+    def _finish(self, pushes: list[Future[PushResult]], pulls: list[Future[PullResult]]) -> None:
         """Waits for a step's pushes and pulls, and counts them."""
         assert self._flat is not None
         began = self._metrics.timer.now()
@@ -530,7 +530,7 @@ class ParameterServer:
 
     def _made(
         self,
-        bucket: Bucket,
+        bucket: BucketSpec,
         absent: Set[int],
         groups: list[HyperParameters],
         skip: bool,

@@ -20,7 +20,7 @@ from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access
 from ps_server.core.commands import Push, PushKind
 from ps_server.core.limits import Limits
-from ps_server.core.partition import ShardJob
+from ps_server.core.partition import JobPartition
 from ps_server.server import Server, ServerConfig
 from tests.tools.cluster import Cluster
 from tests.tools.fuzzing import JOB, KEY, SPEC, WORKER, Target
@@ -150,7 +150,7 @@ def test_bytes_that_are_no_request_of_reflection_kept_a_server_from_ever_stoppin
 
 
 def test_a_worker_could_stage_as_much_as_the_whole_model_whatever_the_shard_can_hold() -> None:
-    job = ShardJob(SPEC, [0, 1], staged_limit=64)
+    job = JobPartition(SPEC, [0, 1], staged_limit=64)
     job.admit(0, 1, 0)
     job.admit(1, 2, 0)
     for index in (0, 1):

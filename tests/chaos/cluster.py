@@ -24,7 +24,7 @@ import torch
 from bench.cluster import ROOT
 from ps_protocol.errors import PSError
 from ps_protocol.job import NonFinite
-from ps_protocol.layout import Bucket, bucket_layout
+from ps_protocol.layout import BucketSpec, bucket_layout
 from ps_protocol.modes import parse_mode
 from ps_protocol.tensors import tensor_from
 from ps_server.ops.status import fetch
@@ -284,7 +284,7 @@ def read_weights(task: Task) -> tuple[torch.Tensor, tuple[int, ...]]:
     buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
     view = torch.zeros(task.shape.buckets, task.shape.rows, 1 + task.shape.columns)
 
-    def land(bucket: Bucket, pulled: Pulled) -> int:
+    def land(bucket: BucketSpec, pulled: Pulled) -> int:
         values = tensor_from(pulled.payload, "float32")
         view[parameter_of(bucket)] = values[: view[0].numel()].view(view[0].shape)
         return len(pulled.payload)
@@ -302,7 +302,7 @@ def read_weights(task: Task) -> tuple[torch.Tensor, tuple[int, ...]]:
     return view, tuple(shard for _, shard in sorted(shards.items()))
 
 
-def parameter_of(bucket: Bucket) -> int:
+def parameter_of(bucket: BucketSpec) -> int:
     """Which of the model's tensors a bucket is: they are laid out in another order."""
     return bucket.segments[0].parameter
 

@@ -32,8 +32,8 @@ from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.policy import parse_every
 from ps_server.core.consistency import Live
 from ps_server.core.dense import Gradient, Scratch
-from ps_server.core.partition import ShardBucket, ShardJob
-from ps_server.core.snapshot import BucketImage, Extent, extent
+from ps_server.core.partition import BucketPartition, JobPartition
+from ps_server.core.snapshot import BucketSnapshot, VersionRange, extent
 from ps_server.rpc.convert import job_spec_data
 from ps_server.storage.checkpoints import CheckpointStore, Manifest, Part, WorkerPart
 from ps_server.storage.export import export, optimizer_state_dict
@@ -57,13 +57,13 @@ def spec_of(optimizer: str = "AdamW", values: HyperParameters | None = None) -> 
     return JobSpec("job", parameters, optimizer, groups, Consistency(0, aggregate=True), 128, 1)
 
 
-def buckets_of(spec: JobSpec) -> list[ShardBucket]:
+def buckets_of(spec: JobSpec) -> list[BucketPartition]:
     scratch = Scratch()
     layout = bucket_layout(spec.parameters, spec.bucket_bytes)
-    return [ShardBucket(spec, bucket, ROSTER, scratch) for bucket in layout.buckets]
+    return [BucketPartition(spec, bucket, ROSTER, scratch) for bucket in layout.buckets]
 
 
-def train(buckets: list[ShardBucket], steps: int, seed: int = 0) -> None:
+def train(buckets: list[BucketPartition], steps: int, seed: int = 0) -> None:
     """Steps every bucket; as many steps from the same seed are the same steps."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -75,7 +75,7 @@ def train(buckets: list[ShardBucket], steps: int, seed: int = 0) -> None:
                 bucket.protocol.applied[0] = bucket.protocol.staged[0] = bucket.protocol.version
 
 
-def write(store: CheckpointStore, images: list[BucketImage], spec: JobSpec, name: str = "000001") -> Manifest:
+def write(store: CheckpointStore, images: list[BucketSnapshot], spec: JobSpec, name: str = "000001") -> Manifest:
     """A complete checkpoint of one shard and one worker."""
     part = store.write_shard(spec.name, name, 0, images)
     worker = store.write_worker(spec.name, name, 0, b"state")
@@ -136,7 +136,7 @@ def test_a_job_takes_no_image_for_another_and_changes_nothing() -> None:
     spec = spec_of()
     there = buckets_of(spec)
     train(there, 1)
-    job = ShardJob(spec, range(len(there)))
+    job = JobPartition(spec, range(len(there)))
     images = {bucket.layout.index: bucket.image() for bucket in there[:-1]}
     with pytest.raises(InvalidRequest, match="an image of each bucket, got none of"):
         job.restore(images, 7)
@@ -145,8 +145,8 @@ def test_a_job_takes_no_image_for_another_and_changes_nothing() -> None:
 
 def test_extents_say_the_least_of_what_every_bucket_has() -> None:
     found = extent([(4, {0: 4, 1: 3}), (6, {0: 5})])
-    assert found == Extent(4, 6, {0: 4, 1: 3})
-    assert extent([]) == Extent()
+    assert found == VersionRange(4, 6, {0: 4, 1: 3})
+    assert extent([]) == VersionRange()
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

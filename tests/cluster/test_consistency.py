@@ -161,7 +161,7 @@ def test_with_64_waiting_pulls_on_one_shard_pushes_still_go_through(shared: Clus
         shard = fast.shard_of[0]
         mine = [bucket for bucket in fast.trained if fast.shard_of[bucket] == shard]
         calls = [fast.ask(1, mine) for _ in range(64)]
-        until(lambda: sum(len(b.waiters) for b in shared.engines[shard].jobs()[job].buckets.values()) == 64 * len(mine))
+        until(lambda: sum(len(b.waiters) for b in shared.shards[shard].jobs()[job].buckets.values()) == 64 * len(mine))
         # Another job trains on the same shards, through and through.
         with shared.connect("sync", job=f"{job}-beside") as session:
             worker = Marker(session)
@@ -183,7 +183,7 @@ def test_a_pull_that_is_cancelled_is_forgotten(shared: Cluster, job: str) -> Non
     with RawWorker(shared.address, spec, 0) as worker, RawWorker(shared.address, spec, 1):
         worker.initialise()
         worker.step(torch.ones(16))
-        waiters = shared.engines[worker.shard_of[0]].jobs()[job].buckets[0]
+        waiters = shared.shards[worker.shard_of[0]].jobs()[job].buckets[0]
         call = worker.ask(1, [0])
         until(lambda: len(waiters.waiters) == 1)
         call.cancel()

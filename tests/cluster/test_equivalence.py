@@ -173,8 +173,8 @@ def staged_everywhere(cluster: Cluster, job: str, rank: int, clock: int) -> bool
     """Whether every shard has taken all that a worker pushes up to a clock."""
     return all(
         bucket.state.layout.held or bucket.state.protocol.staged.get(rank, 0) >= clock
-        for engine in cluster.engines
-        for bucket in engine.jobs()[job].buckets.values()
+        for shard in cluster.shards
+        for bucket in shard.jobs()[job].buckets.values()
     )
 
 

@@ -50,7 +50,7 @@ def step_together(workers: list[Worker], *adds: float) -> None:
 
 
 def holds_nothing(cluster: Cluster) -> bool:
-    return not cluster.coordinator.jobs() and not any(engine.jobs() for engine in cluster.engines)
+    return not cluster.coordinator.jobs() and not any(shard.jobs() for shard in cluster.shards)
 
 
 # -- begin and end ---------------------------------------------------------------------------------------------------
@@ -96,8 +96,8 @@ def test_a_finished_job_gives_its_memory_back(cluster: Cluster) -> None:
         optimizer.step()
         held = [
             weakref.ref(thing)
-            for engine in cluster.engines
-            for job in engine.jobs().values()
+            for shard in cluster.shards
+            for job in shard.jobs().values()
             for thing in (
                 *(job, job.state),
                 *(bucket.state.weights for bucket in job.buckets.values()),

@@ -149,8 +149,8 @@ def test_a_worker_that_is_cut_off_while_it_waits_leaves_what_it_pushed(cluster: 
     call = first.call(first.request(1, [0, 1, 2], [0, 1, 2]))
     next(call)
     call.cancel()
-    [engine] = cluster.engines
-    until(lambda: not any(bucket.waiters for bucket in engine.jobs()["job"].buckets.values()))
+    [shard] = cluster.shards
+    until(lambda: not any(bucket.waiters for bucket in shard.jobs()["job"].buckets.values()))
     second.headers(second.call(second.request(1, [0, 1, 2], [0, 1, 2])))
     assert torch.equal(second.memory.weights["float32"][:CELLS], torch.full((CELLS,), -2.0))
     first.close()

@@ -12,7 +12,7 @@ import torch
 from ps_protocol.errors import CheckpointDamaged, Fenced, JobMismatch, NoCheckpoints, NotFound, TryLater, UnknownWorker
 from ps_server.coordinator import state_file
 from ps_server.coordinator.job import make_job
-from ps_server.core.membership import Newcomer
+from ps_server.core.membership import JoinRequest
 from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import Cluster, in_parallel, until
@@ -225,7 +225,7 @@ def test_who_comes_back_to_a_place_that_was_taken_is_refused(make_cluster: MakeC
     spec = vector_job("job", "async", CELLS, 1)
     with RawWorker(cluster.address, spec, 0) as old:
         first = old.incarnation
-        request_of_another = cluster.coordinator.join("job", 0, Newcomer(pid=1, host="elsewhere"))
+        request_of_another = cluster.coordinator.join("job", 0, JoinRequest(pid=1, host="elsewhere"))
         assert request_of_another.member.incarnation > first
         with pytest.raises(Fenced, match="replaced by another process"):
             old.join()
@@ -313,7 +313,7 @@ def test_a_checkpoint_that_is_damaged_everywhere_is_an_error(tmp_path: Path) -> 
 
 
 def test_what_a_set_back_has_cost_is_still_known_after_the_coordinator_died(tmp_path: Path) -> None:
-    kept = state_file.DurableJob(
+    kept = state_file.SavedJob(
         spec={},
         run="a run",
         placement=(0, 1),
@@ -374,6 +374,6 @@ def test_who_joins_when_a_shard_has_just_been_started_anew_is_told_to_try_again(
     cluster = make_cluster(checkpoint_dir=tmp_path)
     spec = vector_job("job", "async", CELLS, 1)
     with RawWorker(cluster.address, spec, 0):
-        cluster.engines[1].drop_job("job")
+        cluster.shards[1].drop_job("job")
         with pytest.raises(TryLater, match="knows no job"):
-            cluster.coordinator.join("job", 0, Newcomer(pid=1))
+            cluster.coordinator.join("job", 0, JoinRequest(pid=1))

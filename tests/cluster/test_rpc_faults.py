@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ps_protocol.errors import TryLater, UnknownWorker
-from ps_server.core.consistency import BucketProtocol
-from ps_server.core.membership import Newcomer
+from ps_server.core.consistency import UpdateRule
+from ps_server.core.membership import JoinRequest
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.cluster import coordinator
 from tests.chaos.oracle import Cells, Life, Rules, Shape, Violation, Witness, judge, too_stale
@@ -72,8 +72,8 @@ def train(cluster: Cluster, mode: str, transport: str) -> list[Violation]:
 def weights(cluster: Cluster) -> torch.Tensor:
     """What the shards hold: [buckets, rows, 1 + columns]."""
     view = torch.zeros(SHAPE.buckets, SHAPE.rows, 1 + SHAPE.columns)
-    for engine in cluster.engines:
-        for bucket in engine.jobs()["default"].buckets.values():
+    for shard in cluster.shards:
+        for bucket in shard.jobs()["default"].buckets.values():
             with bucket.tensors:
                 view[bucket.state.layout.segments[0].parameter] = bucket.state.weights.flat[: view[0].numel()].view(
                     view[0].shape
@@ -137,7 +137,7 @@ def test_a_shard_that_forgets_what_it_has_staged_is_found_out(
     """The oracle can fail: here every repeat is taken for new."""
     break_calls(monkeypatch, RpcFaults(seed=7))
     cluster = make_cluster(lease=60.0)
-    monkeypatch.setattr(BucketProtocol, "is_repeat", lambda self, rank, clock: False)
+    monkeypatch.setattr(UpdateRule, "is_repeat", lambda self, rank, clock: False)
     assert {violation.kind for violation in train(cluster, "async", "grpc")} & {"doubled"}
 
 
@@ -153,7 +153,7 @@ def test_who_lost_its_place_to_a_join_that_failed_half_way_is_told_so(
         old.initialise()
         faults.chance = 1.0
         with pytest.raises(TryLater, match="broke this call"):
-            cluster.coordinator.join("default", 0, Newcomer(pid=1))
+            cluster.coordinator.join("default", 0, JoinRequest(pid=1))
         with pytest.raises(UnknownWorker):
             old.send(old.message(0, 1))
         with pytest.raises(UnknownWorker):

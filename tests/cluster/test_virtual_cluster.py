@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ps_protocol.errors import TryLater
-from ps_server.core.consistency import ADMITTED, BucketProtocol
+from ps_server.core.consistency import ADMITTED, UpdateRule
 from ps_server.core.membership import Membership, Rivals
-from ps_server.core.partition import ShardJob
+from ps_server.core.partition import JobPartition
 from tests.simulation.virtual_cluster import MODES, Cluster
 from tests.simulation.virtual_time import Host, Weather, World
 
@@ -27,30 +27,30 @@ def test_no_seed_breaks_a_promise(mode: str) -> None:
 
 
 def takes_repeats_for_new(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BucketProtocol, "is_repeat", lambda self, rank, clock: False)
+    patch.setattr(UpdateRule, "is_repeat", lambda self, rank, clock: False)
 
 
 def acknowledges_and_forgets(patch: pytest.MonkeyPatch) -> None:
-    stage = BucketProtocol.stage
+    stage = UpdateRule.stage
 
-    def forgetful(self: BucketProtocol[object], rank: int, clock: int, *rest: object) -> None:
+    def forgetful(self: UpdateRule[object], rank: int, clock: int, *rest: object) -> None:
         stage(self, rank, clock, *rest)  # type: ignore[arg-type]
         if clock % 7 == 0:
             del self.waiting[rank]
 
-    patch.setattr(BucketProtocol, "stage", forgetful)
+    patch.setattr(UpdateRule, "stage", forgetful)
 
 
 def admits_everybody(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BucketProtocol, "admits", lambda self, rank, clock: ADMITTED)
+    patch.setattr(UpdateRule, "admits", lambda self, rank, clock: ADMITTED)
 
 
 def fences_nobody(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ShardJob, "check_worker", lambda self, rank, incarnation, key=None: None)
+    patch.setattr(JobPartition, "check_worker", lambda self, rank, incarnation, key=None: None)
 
 
 def never_retires(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ShardJob, "retire", lambda self, rank, incarnation: None)
+    patch.setattr(JobPartition, "retire", lambda self, rank, incarnation: None)
 
 
 def refuses_whoever_does_not_wait(patch: pytest.MonkeyPatch) -> None:

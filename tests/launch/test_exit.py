@@ -58,7 +58,7 @@ def test_a_worker_that_is_terminated_while_it_waits_for_another_leaves_the_job(
         with cluster.connect("sync", 1, 2) as session:  # joins, and never makes a step
             session.prepare(model := nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1))
             job = cluster.coordinator.jobs()["default"]
-            until(lambda: any(b.waiters for e in cluster.engines for b in e.jobs()["default"].buckets.values()))
+            until(lambda: any(b.waiters for e in cluster.shards for b in e.jobs()["default"].buckets.values()))
             running[0].send_signal(signal.SIGTERM)
             assert running[0].wait(20) == 128 + signal.SIGTERM
             assert [member.rank for member in job.members()] == [1]

@@ -19,7 +19,7 @@ from torch import nn
 from ps_protocol.errors import Fenced, InvalidRequest, JobInUse
 from ps_runtime import launch_id
 from ps_server.coordinator import state_file
-from ps_server.core.membership import Newcomer
+from ps_server.core.membership import JoinRequest
 from ps_server.ops import status
 from ps_worker import Session
 from tests.launch.test_cli import Command
@@ -392,12 +392,12 @@ def test_a_launchs_name_that_is_none_is_refused(shared: Cluster, job: str) -> No
         prepared(session)
         for launch in ("x" * 256, "line\nline"):
             with pytest.raises(InvalidRequest, match="a launch's name has up to 255 printable ASCII characters"):
-                shared.coordinator.join(job, 0, Newcomer(launch=launch))
+                shared.coordinator.join(job, 0, JoinRequest(launch=launch))
 
 
 def test_files_of_coordinators_that_knew_no_launches_are_read(tmp_path: Path) -> None:
     worker = state_file.DurableWorker(0, 1, 5, 12, "host", "", "00", 7, "a", 3.0, (("b", 1),))
-    job = state_file.DurableJob({}, "run", (0,), {0: 1}, 1, 0, True, (worker,))
+    job = state_file.SavedJob({}, "run", (0,), {0: 1}, 1, 0, True, (worker,))
     state_file.save(tmp_path, {"job": job})
     assert state_file.load(tmp_path)["job"].workers == (worker,)
     kept = json.loads((tmp_path / state_file.FILE).read_text())

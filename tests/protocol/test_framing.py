@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from ps_protocol.convert import hyper_messages
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import read_message, write_message
-from ps_protocol.layout import Bucket
+from ps_protocol.layout import BucketSpec
 from ps_protocol.v1 import data_pb2
 from ps_server.core.commands import PullCall, PushKind, Staged
-from ps_server.core.consistency import Verdict
+from ps_server.core.consistency import Admission
 from ps_server.rpc import data_messages
 from ps_worker.cluster import convert as worker_messages
 from ps_worker.cluster.convert import BucketPush, Identity
@@ -184,7 +184,7 @@ def test_the_server_reads_a_push_as_the_generated_class_wrote_it() -> None:
 
 
 def test_the_generated_class_reads_a_push_as_the_worker_wrote_it() -> None:
-    bucket = Bucket(300, "float32", "float32", False, 0, 50, ())
+    bucket = BucketSpec(300, "float32", "float32", False, 0, 50, ())
     step = BucketPush(bucket, 2**40, False, [0, 5], {1: {"lr": 0.5, "nesterov": True}})
     written = worker_messages.gradient_push(WHO, step, memoryview(PUSH.payload))
     assert data_pb2.PushRequest.FromString(written) == PUSH
@@ -193,7 +193,7 @@ def test_the_generated_class_reads_a_push_as_the_worker_wrote_it() -> None:
 def test_an_initial_value_and_a_step_without_gradient_say_what_they_are() -> None:
     first = data_messages.push(worker_messages.initial_push(WHO, 2, memoryview(b"abcd")))
     assert (first.kind, first.bucket, bytes(first.payload)) == (PushKind.INITIAL_VALUE, 2, b"abcd")
-    bucket = Bucket(1, "float32", "float32", False, 0, 50, ())
+    bucket = BucketSpec(1, "float32", "float32", False, 0, 50, ())
     nothing = data_messages.push(worker_messages.gradient_push(WHO, BucketPush(bucket, 5, True, [], {}), None))
     assert (nothing.kind, nothing.clock, bytes(nothing.payload)) == (PushKind.SKIP, 5, b"")
 
@@ -207,7 +207,7 @@ def test_a_pull_is_read_as_it_was_asked() -> None:
 
 
 def test_a_pull_that_comes_with_pushes_is_of_the_same_worker_at_the_same_clock() -> None:
-    bucket = Bucket(1, "float32", "float32", False, 0, 50, ())
+    bucket = BucketSpec(1, "float32", "float32", False, 0, 50, ())
     request = worker_messages.push_pull(WHO, 5, [BucketPush(bucket, 5, False, [], {})], {1}, [1, 4], 100)
     push, pull = data_messages.push_pull(request)
     assert (push.job, push.rank, push.incarnation, push.clock, push.key) == ("job", 3, 7, 5, WHO.key)
@@ -226,7 +226,7 @@ def test_a_pulled_bucket_is_read_as_it_was_sent_by_hand_and_by_the_generated_cla
 
 
 def test_the_word_that_a_bucket_is_not_admitted_says_whom_it_waits_for_and_why() -> None:
-    verdict = Verdict(False, (1, 4), "worker 1 is at clock 3")
+    verdict = Admission(False, (1, 4), "worker 1 is at clock 3")
     data = data_messages.pull_response(7, 0, 0.0, verdict, None)
     assert worker_messages.pulled(data).waiting == ((1, 4), "worker 1 is at clock 3")
     assert data_pb2.PullResponse.FromString(data).header.HasField("waiting")

@@ -277,7 +277,7 @@ def test_a_bad_job_is_refused_and_no_shard_hears_of_it(shared: Cluster, job: str
         RawWorker.register(shared.address, control_pb2.RegisterJobRequest(spec=spec))
     assert type(caught.value) is error
     assert set(shared.coordinator.jobs()) == known
-    assert all(set(engine.jobs()) == known for engine in shared.engines)
+    assert all(set(shard.jobs()) == known for shard in shared.shards)
 
 
 @pytest.mark.parametrize("rank", [2, 99])
@@ -364,7 +364,7 @@ def waiting_rank_0(shared: Cluster, job: str) -> Iterator[None]:
     thread = threading.Thread(target=prepare, daemon=True)
     thread.start()
     until(lambda: job in shared.coordinator.jobs() and shared.coordinator.jobs()[job].members())
-    buckets = [bucket for engine in shared.engines for bucket in engine.jobs()[job].buckets.values()]
+    buckets = [bucket for shard in shared.shards for bucket in shard.jobs()[job].buckets.values()]
     until(lambda: all(bucket.state.protocol.initialised and not bucket.waiters for bucket in buckets))
     yield
     session.close()

@@ -25,7 +25,7 @@ from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access, Tls, access
 from ps_server.ops import dev_certs, probe, status
 from ps_server.rpc.auth import parse_directory
-from ps_server.rpc.permissions import EVERYONE, METHODS, Caller, Grant, Role
+from ps_server.rpc.permissions import EVERYONE, METHODS, Permission, Principal, Role
 from tests.tools.cluster import Cluster
 
 MakeCluster = Callable[..., Cluster]
@@ -127,7 +127,7 @@ def test_health_answers_everyone(guarded: Cluster) -> None:
 
 def test_a_method_that_is_in_no_table_may_be_called_by_nobody() -> None:
     with pytest.raises(Forbidden, match="not in the table"):
-        Caller("whoever", frozenset(Grant(role) for role in Role)).check("/ps_protocol.v1.JobService/Another")
+        Principal("whoever", frozenset(Permission(role) for role in Role)).check("/ps_protocol.v1.JobService/Another")
 
 
 def _train(cluster: Cluster, job: str, **more: object) -> None:

@@ -20,7 +20,7 @@ from ps_server.core.budget import derived_limit
 from ps_server.core.commands import Push, PushKind
 from ps_server.core.consistency import Add
 from ps_server.core.limits import Limits
-from ps_server.core.partition import ShardJob
+from ps_server.core.partition import JobPartition
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.raw_worker import RawWorker, vector_job
 
@@ -28,7 +28,7 @@ BUCKETS, SIZE = 5, 64  # bytes of a bucket
 CLOCKS = 3
 
 
-def job(mode: str, workers: int, limit: int | None, start: int = 0) -> ShardJob:
+def job(mode: str, workers: int, limit: int | None, start: int = 0) -> JobPartition:
     """A shard with all buckets of a job, the weights there, and every worker live that has joined at that clock."""
     consistency = parse_mode(mode)
     assert consistency is not None
@@ -41,7 +41,7 @@ def job(mode: str, workers: int, limit: int | None, start: int = 0) -> ShardJob:
         bucket_bytes=SIZE,
         world_size=0,
     )
-    found = ShardJob(spec, range(BUCKETS), limit)
+    found = JobPartition(spec, range(BUCKETS), limit)
     for rank in range(workers):
         found.admit(rank, rank + 1, start)
     for bucket in found.buckets.values():
@@ -49,7 +49,7 @@ def job(mode: str, workers: int, limit: int | None, start: int = 0) -> ShardJob:
     return found
 
 
-def push(found: ShardJob, rank: int, clock: int, index: int) -> bool:
+def push(found: JobPartition, rank: int, clock: int, index: int) -> bool:
     """Pushes; False if there is no room."""
     one = Push("budget", rank, rank + 1, index, clock, PushKind.GRADIENT, bytes(SIZE))
     try:
@@ -59,7 +59,7 @@ def push(found: ShardJob, rank: int, clock: int, index: int) -> bool:
     return True
 
 
-def apply(found: ShardJob, index: int) -> bool:
+def apply(found: JobPartition, index: int) -> bool:
     """One thing that comes next on a bucket; False if nothing does."""
     bucket = found.bucket(index)
     work = bucket.protocol.next()

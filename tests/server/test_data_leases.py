@@ -17,7 +17,7 @@ from ps_server.core.consistency import Add
 from ps_server.core.data_commits import MAX_RANGES, Committed, DataCommits, DataRange, common
 from ps_server.core.data_leases import DataLeases, LoaderSpec, Report
 from ps_server.core.intervals import Intervals
-from ps_server.core.partition import ShardJob
+from ps_server.core.partition import JobPartition
 from tests.simulation.simulator import HELD, image, initial, job_spec, push, stage
 
 NUMBERS = st.integers(0, 30)
@@ -91,9 +91,9 @@ def test_a_snapshot_has_no_sample_that_is_not_in_the_weights_yet() -> None:
     assert job.committed(0) == {0: (0, [(0, 8)])}
 
 
-def admitted(mode: str) -> ShardJob:
+def admitted(mode: str) -> JobPartition:
     """A shard with all buckets, one worker, and initial weights."""
-    job = ShardJob(job_spec(mode), [0, 1, HELD])
+    job = JobPartition(job_spec(mode), [0, 1, HELD])
     job.admit(0, 1, 0)
     for bucket in (0, 1, HELD):
         stage(job, initial(bucket))

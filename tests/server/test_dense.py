@@ -12,7 +12,7 @@ from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.tensors import bytes_of, tensor_from
-from ps_server.core.dense import BucketWeights, Gradient, Scratch
+from ps_server.core.dense import DenseBucket, Gradient, Scratch
 
 # The shards run torch's fused kernels where there are some, and on slices; a plain loop runs others on whole tensors.
 # They add in another order within an element's update, which costs a few units in the last place of a float32 a step.
@@ -52,7 +52,7 @@ class Shard:
         self.spec = JobSpec("job", specs, optimizer, self.groups, Consistency(0, aggregate=True), bucket_bytes, 0)
         scratch = Scratch()
         layout = bucket_layout(specs, bucket_bytes)
-        self.buckets = [BucketWeights(self.spec, bucket, scratch) for bucket in layout.buckets]
+        self.buckets = [DenseBucket(self.spec, bucket, scratch) for bucket in layout.buckets]
 
     def gradients(self, gradient: dict[str, torch.Tensor | None], groups: Sequence[HyperParameters]) -> list[Gradient]:
         """What a worker pushes of a step's gradients, bucket by bucket."""
@@ -279,7 +279,7 @@ def test_optimizer_bytes_are_those_of_its_state() -> None:
 def test_what_no_optimizer_steps_only_keeps_what_it_was_given() -> None:
     spec = JobSpec("job", (ParameterSpec("n", (3,), "int64", None),), "SGD", ({"lr": 1.0},), Consistency(None), 64, 0)
     (bucket,) = bucket_layout(spec.parameters, 64).buckets
-    weights = BucketWeights(spec, bucket, Scratch())
+    weights = DenseBucket(spec, bucket, Scratch())
     weights.load(torch.arange(8))
     weights.step()
     assert weights.flat.tolist() == list(range(8))

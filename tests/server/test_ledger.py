@@ -13,7 +13,7 @@ from ps_protocol.errors import Backlogged
 from ps_server.rpc import data_messages
 from ps_server.shard.ledger import Ledger
 from ps_server.shard.metrics import ShardMetrics
-from ps_server.shard.shard import Engine
+from ps_server.shard.shard import Shard
 from tests.simulation.simulator import initial, job_spec, push
 
 BUCKET = 128  # bytes
@@ -43,9 +43,9 @@ class _Inline:
     def stop(self) -> None: ...
 
 
-def engine_of(mode: str, workers: int, limit: int) -> Engine:
+def shard_of(mode: str, workers: int, limit: int) -> Shard:
     """A shard with a job of three workers, of which no push waits for a thread."""
-    made = Engine(ShardMetrics(CollectorRegistry()), data_messages.WRITERS, caller_limit=limit)
+    made = Shard(ShardMetrics(CollectorRegistry()), data_messages.WRITERS, caller_limit=limit)
     made._apply.stop()
     made._apply = _Inline()  # type: ignore[assignment]
     made.create_job(job_spec(mode), [0, 1, 2])
@@ -57,8 +57,8 @@ def engine_of(mode: str, workers: int, limit: int) -> Engine:
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    made = engine_of("sync", 3, BUCKET)
+def shard() -> Iterator[Shard]:
+    made = shard_of("sync", 3, BUCKET)
     yield made
     made.stop()
 
@@ -67,50 +67,50 @@ def of(caller: str, bucket: int, rank: int, clock: int = 1) -> object:
     return replace(push(bucket, clock, rank, rank + 1), caller=caller)
 
 
-def test_a_caller_past_its_bytes_is_told_to_come_back_whichever_worker_it_is(engine: Engine) -> None:
-    engine.push(of("them", 0, 1))  # held back: worker 0 comes first
+def test_a_caller_past_its_bytes_is_told_to_come_back_whichever_worker_it_is(shard: Shard) -> None:
+    shard.push(of("them", 0, 1))  # held back: worker 0 comes first
     with pytest.raises(Backlogged, match="max-caller-bytes"):
-        engine.push(of("them", 0, 2))
+        shard.push(of("them", 0, 2))
     with pytest.raises(Backlogged, match="max-caller-bytes"):
-        engine.push(of("them", 1, 1))
-    assert engine.push(of("them", 0, 1)).duplicate, "a repeat is acknowledged all the same"
-    assert engine.push(of("others", 1, 1)) is not None
-    assert engine.push(of("them", 0, 2 - 2)).version == 0  # worker 0, for whom all of them wait
-    assert engine._ledger.held("them") == 0 or engine.jobs()["sums"].state.buckets[0].protocol.version == 0
-    engine.push(of("them", 0, 2))
-    assert engine.jobs()["sums"].state.buckets[0].protocol.version == 1
-    assert engine._ledger.held("them") == 0
+        shard.push(of("them", 1, 1))
+    assert shard.push(of("them", 0, 1)).duplicate, "a repeat is acknowledged all the same"
+    assert shard.push(of("others", 1, 1)) is not None
+    assert shard.push(of("them", 0, 2 - 2)).version == 0  # worker 0, for whom all of them wait
+    assert shard._ledger.held("them") == 0 or shard.jobs()["sums"].state.buckets[0].protocol.version == 0
+    shard.push(of("them", 0, 2))
+    assert shard.jobs()["sums"].state.buckets[0].protocol.version == 1
+    assert shard._ledger.held("them") == 0
 
 
-def test_what_a_job_holds_is_given_back_when_it_ends(engine: Engine) -> None:
-    engine.push(of("them", 0, 1))
-    assert engine._ledger.held("them") == BUCKET
-    engine.drop_job("sums")
-    assert engine._ledger.held("them") == 0
+def test_what_a_job_holds_is_given_back_when_it_ends(shard: Shard) -> None:
+    shard.push(of("them", 0, 1))
+    assert shard._ledger.held("them") == BUCKET
+    shard.drop_job("sums")
+    assert shard._ledger.held("them") == 0
 
 
-def test_a_refused_push_is_not_counted(engine: Engine) -> None:
-    engine.push(of("them", 0, 1))
+def test_a_refused_push_is_not_counted(shard: Shard) -> None:
+    shard.push(of("them", 0, 1))
     for _ in range(5):
         with pytest.raises(Backlogged):
-            engine.push(of("them", 1, 2))
-    assert engine._ledger.held("them") == BUCKET
+            shard.push(of("them", 1, 2))
+    assert shard._ledger.held("them") == BUCKET
 
 
-def test_what_is_pushed_for_the_last_time_before_a_worker_leaves_stays_counted(engine: Engine) -> None:
+def test_what_is_pushed_for_the_last_time_before_a_worker_leaves_stays_counted(shard: Shard) -> None:
     """Or whoever joins, pushes and leaves, again and again, could fill the shard."""
-    engine.push(of("them", 0, 1))
-    engine.retire("sums", 1, 2)
-    assert engine._ledger.held("them") == BUCKET
+    shard.push(of("them", 0, 1))
+    shard.retire("sums", 1, 2)
+    assert shard._ledger.held("them") == BUCKET
     with pytest.raises(Backlogged):
-        engine.push(of("them", 1, 2))
+        shard.push(of("them", 1, 2))
 
 
 @pytest.mark.parametrize("mode", ["sync", "ssp:1", "async"])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_limit_keeps_nobody_from_getting_on(mode: str, seed: int) -> None:
     """Every worker is the same caller, which may stage one bucket. Whoever is refused tries again later."""
-    engine = engine_of(mode, 3, BUCKET)
+    shard = shard_of(mode, 3, BUCKET)
     order = random.Random(seed)
     left = {(bucket, rank): 1 for bucket in (0, 1) for rank in range(3)}  # the next clock of each
     for _ in range(1000):
@@ -119,12 +119,12 @@ def test_the_limit_keeps_nobody_from_getting_on(mode: str, seed: int) -> None:
         bucket, rank = order.choice(sorted(left))
         clock = left[bucket, rank]
         try:
-            engine.push(of("them", bucket, rank, clock))
+            shard.push(of("them", bucket, rank, clock))
         except Backlogged:
             continue
         left[bucket, rank] += 1
         if clock == 4:
             del left[bucket, rank]
     assert not left
-    assert engine._ledger.held("them") == 0
-    engine.stop()
+    assert shard._ledger.held("them") == 0
+    shard.stop()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ps_protocol.errors import Fenced, InvalidRequest, UnknownWorker
-from ps_server.core.membership import Member, Membership, Newcomer, Rivals
+from ps_server.core.membership import JoinRequest, Member, Membership, Rivals
 
 LEASE = 10.0
 
@@ -182,7 +182,7 @@ def test_a_rank_that_another_launch_holds_may_not_be_taken_and_any_other_may() -
     launched(membership, "", 2)
 
     def rivals(rank: int, **newcomer: object) -> list[int]:
-        return in_the_way(membership.rivals(rank, Newcomer(**newcomer), now=1.0))  # type: ignore[arg-type]
+        return in_the_way(membership.rivals(rank, JoinRequest(**newcomer), now=1.0))  # type: ignore[arg-type]
 
     assert rivals(0, launch="b") == [0]
     assert rivals(1, launch="b") == [], "it is free"
@@ -202,7 +202,7 @@ def test_who_holds_a_rank_counts_as_live_once_it_was_heard_while_the_newcomer_wa
     membership.heartbeat(0, member.incarnation, clock=1, now=4.0)
 
     def rivals(now: float, waited: float) -> Rivals | None:
-        return membership.rivals(0, Newcomer(launch="b", waited=waited), now)
+        return membership.rivals(0, JoinRequest(launch="b", waited=waited), now)
 
     found = rivals(5.0, 0.0)
     assert found is not None
@@ -219,7 +219,7 @@ def test_one_live_worker_is_enough_to_keep_a_launch_out() -> None:
     membership = Membership(world_size=2, lease=LEASE)
     silent, alive = (launched(membership, "a", rank) for rank in range(2))
     membership.heartbeat(1, alive.incarnation, clock=1, now=3.0)
-    found = membership.rivals(0, Newcomer(launch="b", waited=2.0, launch_ranks=range(2)), now=4.0)
+    found = membership.rivals(0, JoinRequest(launch="b", waited=2.0, launch_ranks=range(2)), now=4.0)
     assert in_the_way(found) == [silent.rank, alive.rank]
     assert found is not None
     assert found.live
@@ -246,7 +246,7 @@ def test_a_launch_that_was_taken_over_does_not_take_over_in_turn() -> None:
     launched(membership, "a", 0)
     launched(membership, "b", 0)
     for launch, kept_out in (("a", [0]), ("b", []), ("c", [])):
-        newcomer = Newcomer(launch=launch, take_over=True)
+        newcomer = JoinRequest(launch=launch, take_over=True)
         assert in_the_way(membership.rivals(0, newcomer, now=1.0)) == kept_out, launch
 
 
@@ -254,11 +254,11 @@ def test_while_a_job_is_set_back_its_ranks_are_kept_for_the_launch_that_had_them
     membership = Membership(world_size=1, lease=LEASE)
     launched(membership, "a", 0)
     membership.set_back(now=5.0)
-    newcomer = Newcomer(launch="b", waited=20.0)
+    newcomer = JoinRequest(launch="b", waited=20.0)
     found = membership.rivals(0, newcomer, now=6.0)
     assert found is not None
     assert not found.live
-    assert membership.rivals(0, Newcomer(launch="a"), now=6.0) is None
+    assert membership.rivals(0, JoinRequest(launch="a"), now=6.0) is None
     assert membership.rivals(0, newcomer, now=5.0 + LEASE) is None, "it did not come back"
     member = launched(membership, "a", 0, now=7.0)
     found = membership.rivals(0, newcomer, now=8.0)

@@ -28,9 +28,9 @@ def test_a_job_that_is_made_after_it_was_dropped_does_not_stay(
             other.leave()
         until(lambda: "late" not in cluster.coordinator.jobs(), "the job's end")
         other_shape = vector_job("late", "sync", 2 * CELLS, 1)
-        for engine in cluster.engines:
-            engine.create_job(late, range(4))
-        until(lambda: all("late" not in engine.jobs() for engine in cluster.engines), "its end on the shards")
+        for shard in cluster.shards:
+            shard.create_job(late, range(4))
+        until(lambda: all("late" not in shard.jobs() for shard in cluster.shards), "its end on the shards")
         worker.step(-torch.ones(CELLS))
         assert torch.equal(worker.pull(), torch.ones(CELLS)), "what is known stays"
         with RawWorker(cluster.address, other_shape, 0) as other:

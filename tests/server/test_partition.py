@@ -15,13 +15,13 @@ from ps_protocol.layout import bucket_layout
 from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, hyper_parameter_names
 from ps_server.core.commands import Push, PushKind
 from ps_server.core.consistency import Add
-from ps_server.core.partition import ShardJob
+from ps_server.core.partition import JobPartition
 from tests.simulation.simulator import HELD, TRAINED, WHOLE, Simulation, image, initial, job_spec, payload, push, stage
 
 NAN, INF = float("nan"), float("inf")
 
 
-def work(job: ShardJob, index: int) -> None:
+def work(job: JobPartition, index: int) -> None:
     """Does everything there is to do on one bucket."""
     bucket = job.buckets[index]
     while (item := bucket.protocol.next()) is not None:
@@ -32,9 +32,9 @@ def work(job: ShardJob, index: int) -> None:
         bucket.protocol.done(item)
 
 
-def running(mode: str = "sync", workers: int = 1, **more: object) -> ShardJob:
+def running(mode: str = "sync", workers: int = 1, **more: object) -> JobPartition:
     """A job on one shard, with its initial weights, and workers 0 .. workers - 1 with incarnations from 1."""
-    job = ShardJob(job_spec(mode, **more), [0, 1, 2])  # type: ignore[arg-type]
+    job = JobPartition(job_spec(mode, **more), [0, 1, 2])  # type: ignore[arg-type]
     for rank in range(workers):
         job.admit(rank, rank + 1, 0)
     for index in job.buckets:
@@ -93,7 +93,7 @@ def test_a_push_from_before_the_worker_joined_is_not_taken_for_a_repeat() -> Non
 
 def test_what_a_push_leaves_out_stays_as_the_job_has_it() -> None:
     spec = replace(job_spec(), groups=({"lr": 1.0, "momentum": 0.9, "nesterov": False},))
-    job = ShardJob(spec, [0])
+    job = JobPartition(spec, [0])
     job.check(push(0, groups={0: {"nesterov": True}}))
     with pytest.raises(InvalidRequest, match="Nesterov"):
         job.check(push(0, groups={0: {"nesterov": True, "momentum": 0.0}}))
@@ -112,11 +112,11 @@ def test_what_needs_state_from_the_first_step_on_cannot_be_switched_on_later(
     optimizer: str, switched: HyperParameters
 ) -> None:
     """torch would fail in the step, on the thread that applies updates for everyone."""
-    job = ShardJob(replace(job_spec(), optimizer=optimizer, groups=({"lr": 0.1},)), [0])
+    job = JobPartition(replace(job_spec(), optimizer=optimizer, groups=({"lr": 0.1},)), [0])
     ((name, value),) = switched.items()
     with pytest.raises(InvalidRequest, match=f"{name!r} of {optimizer} cannot be switched on in a running job"):
         job.check(push(0, groups={0: switched}))
-    job = ShardJob(replace(job_spec(), optimizer=optimizer, groups=({"lr": 0.1, **switched},)), [0])
+    job = JobPartition(replace(job_spec(), optimizer=optimizer, groups=({"lr": 0.1, **switched},)), [0])
     job.check(push(0, groups={0: {name: type(value)(0)}}))
 
 
@@ -139,7 +139,7 @@ def test_whatever_hyper_parameters_are_let_in_can_be_stepped_with(found: tuple[s
         check_hyper_parameters(optimizer, first)
     except InvalidRequest:
         return
-    job = ShardJob(replace(job_spec("async"), optimizer=optimizer, groups=(first,)), [0])
+    job = JobPartition(replace(job_spec("async"), optimizer=optimizer, groups=(first,)), [0])
     job.admit(0, 1, 0)
     stage(job, initial(0))
     for clock, values in enumerate([{}, *later], 1):
@@ -154,7 +154,7 @@ def test_whatever_hyper_parameters_are_let_in_can_be_stepped_with(found: tuple[s
 
 
 def test_a_gradient_before_the_initial_weights_is_refused() -> None:
-    job = ShardJob(job_spec(), [0])
+    job = JobPartition(job_spec(), [0])
     job.admit(0, 1, 0)
     with pytest.raises(InvalidRequest, match="has no initial value yet"):
         stage(job, push(0))
@@ -279,7 +279,7 @@ def test_the_frontier_is_the_highest_clock_of_any_bucket_that_trains() -> None:
 
 
 def test_a_buffer_is_sent_at_any_clock_once_it_is_there() -> None:
-    job = ShardJob(job_spec("sync"), [0, HELD])
+    job = JobPartition(job_spec("sync"), [0, HELD])
     job.admit(0, 1, 0)
     assert not job.admits(HELD, 0, 4).admitted
     stage(job, initial(HELD))

@@ -9,13 +9,19 @@ import torch
 
 from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, OutOfOrder, UnknownWorker
 from ps_server.core.commands import Commit, PushKind, SharedBucket
-from ps_server.core.partition import ShardJob
+from ps_server.core.partition import JobPartition
 from tests.server.test_partition import running, work
 from tests.simulation.simulator import HELD, image, job_spec, payload, push, stage
 
 
 def commit(
-    job: ShardJob, clock: int, bucket: int = 0, rank: int = 0, incarnation: int = 1, skip: bool = False, **groups: float
+    job: JobPartition,
+    clock: int,
+    bucket: int = 0,
+    rank: int = 0,
+    incarnation: int = 1,
+    skip: bool = False,
+    **groups: float,
 ) -> bool:
     """Commits one bucket; True if it counts now."""
     one = SharedBucket(bucket, skip, frozenset())
@@ -25,17 +31,17 @@ def commit(
     return not (staged.kept or staged.duplicate)
 
 
-def weight(job: ShardJob, bucket: int = 0) -> float:
+def weight(job: JobPartition, bucket: int = 0) -> float:
     work(job, bucket)
     [value] = set(job.buckets[bucket].weights.flat.tolist())
     return value
 
 
-def draft(job: ShardJob, clock: int, value: float = 1.0, rank: int = 0, incarnation: int = 1) -> None:
+def draft(job: JobPartition, clock: int, value: float = 1.0, rank: int = 0, incarnation: int = 1) -> None:
     stage(job, push(clock=clock, rank=rank, incarnation=incarnation, payload=payload(value), draft=True))
 
 
-def assign(job: ShardJob, clock: int, value: float, rank: int = 0, incarnation: int = 1) -> None:
+def assign(job: JobPartition, clock: int, value: float, rank: int = 0, incarnation: int = 1) -> None:
     kind = PushKind.ASSIGN
     stage(job, push(clock=clock, rank=rank, incarnation=incarnation, payload=payload(value), kind=kind))
 
@@ -128,7 +134,7 @@ def test_an_assignment_without_a_gradient_counts_too() -> None:
 
 
 def test_only_the_segments_that_are_named_are_assigned() -> None:
-    job = ShardJob(job_spec("sync", bucket_bytes=256), [0, 1])
+    job = JobPartition(job_spec("sync", bucket_bytes=256), [0, 1])
     job.admit(0, 1, 0)
     first = push(0, 0, kind=PushKind.INITIAL_VALUE, payload=payload(0.0, 64))
     stage(job, first)
@@ -215,7 +221,7 @@ def test_in_any_order_and_however_often_each_step_counts_once_with_its_last_grad
             late = [message for message in messages if draw.random() < 0.3]
 
 
-def deliver(job: ShardJob, kind: str, clock: int, value: float) -> None:
+def deliver(job: JobPartition, kind: str, clock: int, value: float) -> None:
     if kind == "commit":
         commit(job, clock)
     elif kind == "push":
@@ -227,7 +233,7 @@ def deliver(job: ShardJob, kind: str, clock: int, value: float) -> None:
 def test_state_that_is_not_whole_is_refused_when_it_is_to_count() -> None:
     spec = job_spec("sync")
     adam = type(spec)(**{**spec.__dict__, "optimizer": "Adam", "groups": ({"lr": 1.0},)})
-    job = ShardJob(adam, [0])
+    job = JobPartition(adam, [0])
     job.admit(0, 1, 0)
     stage(job, push(0, 0, kind=PushKind.INITIAL_VALUE, payload=payload(0.0)))
     stage(job, push(kind=PushKind.ASSIGN_STATE, state="exp_avg"))

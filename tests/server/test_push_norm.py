@@ -15,7 +15,7 @@ from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of
 from ps_server.core.commands import PushKind
 from ps_server.core.limits import Limits
-from ps_server.core.partition import ShardJob
+from ps_server.core.partition import JobPartition
 from tests.simulation.simulator import initial, job_spec, push, stage
 from tests.tools.cluster import Cluster
 
@@ -30,7 +30,7 @@ def test_a_gradient_beyond_the_norm_is_refused_by_name_and_changes_nothing(
     with cluster.connect("sync", job="job", transport=transport) as session:
         model = nn.Linear(4, 1, bias=False)
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        shard, weights = cluster.engines[0].jobs()["job"].state, model.weight.detach().clone()
+        shard, weights = cluster.shards[0].jobs()["job"].state, model.weight.detach().clone()
         model.weight.grad = torch.full_like(model.weight, 1.5)  # a norm of 3
         with pytest.raises(LimitExceeded, match=r"worker 0: .* bucket 0 has norm 3, and max-push-norm is 2"):
             optimizer.step()
@@ -54,16 +54,16 @@ def test_a_gradient_within_the_norm_trains(make_cluster: MakeCluster, transport:
 # -- one shard, no network -------------------------------------------------------------------------------------------
 
 
-def limited(norm: float, spec: JobSpec | None = None) -> ShardJob:
+def limited(norm: float, spec: JobSpec | None = None) -> JobPartition:
     """A job on one shard with worker 0, whose pushes may have this norm."""
-    job = ShardJob(spec or job_spec("sync"), [0, 1, 2], norm_limit=norm)
+    job = JobPartition(spec or job_spec("sync"), [0, 1, 2], norm_limit=norm)
     job.admit(0, 1, 0)
     for index in job.buckets:
         stage(job, initial(index))
     return job
 
 
-def gradient(job: ShardJob, bucket: int, value: float, dtype: str = "float32") -> memoryview:
+def gradient(job: JobPartition, bucket: int, value: float, dtype: str = "float32") -> memoryview:
     return bytes_of(torch.full((job.bucket(bucket).layout.numel,), value, dtype=TORCH_DTYPES[dtype]))
 
 

@@ -21,7 +21,7 @@ from ps_protocol.modes import Consistency
 from ps_protocol.segment_layout import NAME_PREFIX, SegmentMap, SegmentPlan, segment_plan
 from ps_server.core.commands import PullCall
 from ps_server.rpc.streams import Outbox
-from ps_server.shard.job import Pull, RunningJob
+from ps_server.shard.job import HostedJob, Pull
 from ps_server.shard.segments import attach
 from ps_worker.cluster import transports
 from ps_worker.cluster.shared_memory import LocalSegment, remove_leftovers
@@ -233,13 +233,13 @@ def test_a_worker_killed_while_shards_read_its_segment_leaves_what_it_pushed(mak
 
 
 def _staged(cluster: Cluster) -> int:
-    jobs = [engine.jobs().get("lent") for engine in cluster.engines]
+    jobs = [shard.jobs().get("lent") for shard in cluster.shards]
     return sum(job.state.staged_bytes for job in jobs if job is not None)
 
 
 def _lent(cluster: Cluster) -> set[int]:
     """The ranks whose segments shards map."""
-    return {rank for engine in cluster.engines for rank in engine.jobs()["lent"].segments}
+    return {rank for shard in cluster.shards for rank in shard.jobs()["lent"].segments}
 
 
 def test_shm_is_refused_where_shards_cannot_see_the_memory(
@@ -281,13 +281,13 @@ def test_a_worker_is_told_of_weights_early_only_where_it_has_to_take_them_over(
     monkeypatch.setattr(transports, "WORD_BYTES", 64)  # one bucket: a word for each, in the middle of a pull
     cluster = make_cluster(shards=1)
     asked = []
-    check = cluster.engines[0]._pulls.check
+    check = cluster.shards[0]._pulls.check
 
-    def checked(job: RunningJob, call: PullCall, outbox: Outbox, shared: bool) -> Pull:
+    def checked(job: HostedJob, call: PullCall, outbox: Outbox, shared: bool) -> Pull:
         asked.append((shared, call.word_bytes))
         return check(job, call, outbox, shared)
 
-    monkeypatch.setattr(cluster.engines[0]._pulls, "check", checked)
+    monkeypatch.setattr(cluster.shards[0]._pulls, "check", checked)
     with cluster.connect("sync", transport="shm") as session:
         model = nn.Linear(16, 8, bias=False)
         model.weight.data.zero_()

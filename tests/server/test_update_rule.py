@@ -16,17 +16,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ps_protocol.errors import Backlogged, OutOfOrder
 from ps_protocol.modes import Consistency, parse_mode
-from ps_server.core.consistency import ADMITTED, Add, BucketProtocol, Live, Step
+from ps_server.core.consistency import ADMITTED, Add, Live, Step, UpdateRule
 
 Token = tuple[int, int, int]  # rank, incarnation, clock
 
 RANKS = 4
 
 
-def protocol(mode: str, ranks: int, clock: int = 0) -> tuple[BucketProtocol[str], dict[int, Live]]:
+def protocol(mode: str, ranks: int, clock: int = 0) -> tuple[UpdateRule[str], dict[int, Live]]:
     """An initialised bucket with workers 0 .. ranks - 1, all at `clock`."""
     roster = {rank: Live(incarnation=rank + 1, start=clock) for rank in range(ranks)}
-    bucket: BucketProtocol[str] = BucketProtocol(rule_of(mode), roster, initialised=True)
+    bucket: UpdateRule[str] = UpdateRule(rule_of(mode), roster, initialised=True)
     for rank in roster:
         bucket.admit_worker(rank, clock)
     return bucket, roster
@@ -38,12 +38,12 @@ def rule_of(mode: str) -> Consistency:
     return consistency
 
 
-def stage(bucket: BucketProtocol[str], rank: int, clock: int) -> None:
+def stage(bucket: UpdateRule[str], rank: int, clock: int) -> None:
     assert not bucket.is_repeat(rank, clock)
     bucket.stage(rank, clock, f"{rank}@{clock}")
 
 
-def drain(bucket: BucketProtocol[str]) -> list[str]:
+def drain(bucket: UpdateRule[str]) -> list[str]:
     """Does all there is to do; the contributions in the order they were added, and a bar after each step."""
     done = []
     while (work := bucket.next()) is not None:
@@ -278,7 +278,7 @@ class Interleavings(RuleBasedStateMachine):
     def begin(self, mode: str, workers: int) -> None:
         self.consistency = rule_of(mode)
         self.roster: dict[int, Live] = {}
-        self.bucket: BucketProtocol[Token] = BucketProtocol(self.consistency, self.roster, initialised=workers != 3)
+        self.bucket: UpdateRule[Token] = UpdateRule(self.consistency, self.roster, initialised=workers != 3)
         self.workers: dict[int, Worker] = {}
         self.everyone: list[Worker] = []
         self.arrived: list[Token] = []  # staged and not yet added, in order of arrival

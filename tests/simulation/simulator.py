@@ -20,7 +20,7 @@ from ps_protocol.modes import parse_mode
 from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import Push, PushKind
 from ps_server.core.consistency import Add, Step
-from ps_server.core.partition import ShardJob
+from ps_server.core.partition import JobPartition
 
 # -- a small job and its pushes --------------------------------------------------------------------------------------
 
@@ -65,12 +65,12 @@ def initial(bucket: int, rank: int = 0, incarnation: int = 1) -> Push:
     return push(bucket, 0, rank, incarnation, kind=PushKind.INITIAL_VALUE, payload=padded)
 
 
-def stage(job: ShardJob, one: Push) -> bool:
+def stage(job: JobPartition, one: Push) -> bool:
     """Checks and stages; True if it was a repeat."""
     return job.stage(one, job.check(one)).duplicate
 
 
-def image(job: ShardJob) -> list[object]:
+def image(job: JobPartition) -> list[object]:
     """Everything a push could change."""
     found: list[object] = [dict(job.roster), job.staged_bytes, job.optimizer_bytes]
     for bucket in job.buckets.values():
@@ -118,7 +118,7 @@ class Simulation:
         self.spec = job_spec(mode)
         self.bound = self.spec.consistency.max_staleness
         room = self.random.choice([1, 128, 256, None])  # the most that may be staged on a shard; a push has 128 bytes
-        self.shards = [ShardJob(self.spec, [0, HELD], room), ShardJob(self.spec, [1], room)]
+        self.shards = [JobPartition(self.spec, [0, HELD], room), JobPartition(self.spec, [1], room)]
         self.home = {index: shard for shard in self.shards for index in shard.buckets}
         self.incarnations = 0
         self.live: dict[int, Worker] = {}
@@ -144,10 +144,10 @@ class Simulation:
         self.joining = newcomer
         frontiers: list[int] = []
 
-        def first(shard: ShardJob) -> None:
+        def first(shard: JobPartition) -> None:
             frontiers.append(shard.admit(rank, newcomer.incarnation, None))
 
-        def second(shard: ShardJob) -> None:
+        def second(shard: JobPartition) -> None:
             shard.admit(rank, newcomer.incarnation, max(frontiers))
 
         def joined() -> None:
@@ -211,7 +211,7 @@ class Simulation:
         worker.to_pull.discard(index)
         return True
 
-    def check_pulled(self, worker: Worker, index: int, shard: ShardJob) -> None:
+    def check_pulled(self, worker: Worker, index: int, shard: JobPartition) -> None:
         """What the data says: the worker's own steps are in, and those of all live workers up to the bound."""
         cells = shard.buckets[index].weights.flat
         assert torch.equal(cells, self.expected[index])

@@ -28,9 +28,9 @@ from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import parse_mode
 from ps_protocol.tensors import bytes_of, tensor_from
 from ps_server.core.consistency import Add
-from ps_server.core.membership import Member, Membership, Newcomer
-from ps_server.core.partition import Push, PushKind, ShardJob
-from ps_server.core.snapshot import BucketImage
+from ps_server.core.membership import JoinRequest, Member, Membership
+from ps_server.core.partition import JobPartition, Push, PushKind
+from ps_server.core.snapshot import BucketSnapshot
 from tests.chaos.oracle import Cells, Life, Rules, Shape, Violation, Witness, judge, too_stale
 from tests.simulation.virtual_time import Host, Steps, Then, Weather, World
 
@@ -56,7 +56,7 @@ def job_of(mode: str) -> JobSpec:
 class Disk:
     """What is durable: checkpoints, and what a coordinator needs to come back."""
 
-    checkpoints: list[dict[int, BucketImage]] = field(default_factory=list)
+    checkpoints: list[dict[int, BucketSnapshot]] = field(default_factory=list)
     members: list[Member] = field(default_factory=list)
     last_incarnation: int = 0
     started: bool = False
@@ -76,10 +76,10 @@ class Shard(Host):
         self.cluster = cluster
         self.index = index
         self.process = process
-        self.job: ShardJob | None = None
+        self.job: JobPartition | None = None
         self._waiting: list[tuple[int, int, int, int, Then]] = []  # (bucket, rank, incarnation, clock, answer)
         self._busy: set[int] = set()
-        self._catch: tuple[int, dict[int, BucketImage]] | None = None  # the clock to keep, and what is kept of it
+        self._catch: tuple[int, dict[int, BucketSnapshot]] | None = None  # the clock to keep, and what is kept of it
         self.spawn(self._register())
 
     def _register(self) -> Steps:
@@ -100,10 +100,10 @@ class Shard(Host):
             answer(None, error)
 
     def on_create(self, spec: JobSpec, buckets: list[int]) -> None:
-        self.job = self.job or ShardJob(spec, buckets)
+        self.job = self.job or JobPartition(spec, buckets)
 
-    def on_restore(self, spec: JobSpec, images: dict[int, BucketImage], last_incarnation: int) -> None:
-        self.job = ShardJob(spec, list(images))
+    def on_restore(self, spec: JobSpec, images: dict[int, BucketSnapshot], last_incarnation: int) -> None:
+        self.job = JobPartition(spec, list(images))
         self.job.restore(images, last_incarnation)
         self._busy, self._catch = set(), None
         waiting, self._waiting = self._waiting, []
@@ -141,7 +141,7 @@ class Shard(Host):
         now = {} if clock is not None else {i: bucket.image() for i, bucket in self.job.buckets.items()}
         self._catch = -1 if clock is None else clock, now
 
-    def on_kept(self, clock: int | None) -> dict[int, BucketImage]:
+    def on_kept(self, clock: int | None) -> dict[int, BucketSnapshot]:
         """What was kept, once it is all there."""
         assert self.job is not None
         wanted = -1 if clock is None else clock
@@ -180,7 +180,7 @@ class Shard(Host):
                 self._busy.add(index)
                 self.spawn(self._apply(self.job, index))
 
-    def _apply(self, job: ShardJob, index: int) -> Steps:
+    def _apply(self, job: JobPartition, index: int) -> Steps:
         bucket = job.buckets[index]
         while True:
             yield self.world.random.expovariate(1 / self.cluster.apply_seconds)
@@ -251,7 +251,7 @@ class Coordinator(Host):
             found.append((yield call))
         return found
 
-    def _join(self, rank: int, newcomer: Newcomer) -> Steps:
+    def _join(self, rank: int, newcomer: JoinRequest) -> Steps:
         yield from self._lock()
         try:
             seated = self.members.seated(newcomer.attempt, self.world.now)
@@ -328,7 +328,7 @@ class Coordinator(Host):
                 if self.cluster.rules.averaged:
                     clock = max((yield from self._on_all("versions"))) + 3
                 yield from self._on_all("keep", clock)
-                images: dict[int, BucketImage] = {}
+                images: dict[int, BucketSnapshot] = {}
                 for _ in range(20):
                     try:
                         found = yield from self._on_all("kept", clock)
@@ -415,7 +415,7 @@ class Worker(Host):
     def _ask(self, previous: int | None) -> Steps:
         attempt, since, pause = self.world.random.getrandbits(60), math.inf, 0.02
         # Nothing starts it again that could name its launch: a new process is a launch of its own.
-        newcomer = Newcomer(
+        newcomer = JoinRequest(
             *(self.life.number, "", "", previous, self.clock, attempt), launch=f"process {self.life.number}"
         )
 

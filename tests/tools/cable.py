@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from ps_worker.cluster.convert import Place, ShardMap
+from ps_worker.cluster.convert import JoinResult, ShardMap
 from ps_worker.cluster.coordinator import CoordinatorClient
 
 CHUNK = 2**16
@@ -80,7 +80,7 @@ class Cable:
             found, bucket_bytes = register(client, *arguments)
             return self._through(found) if client.address == self.address else found, bucket_bytes
 
-        def joined(client: CoordinatorClient, *arguments: object) -> Place:
+        def joined(client: CoordinatorClient, *arguments: object) -> JoinResult:
             found = join(client, *arguments)  # type: ignore[arg-type]
             if client.address != self.address or found.shard_map is None:
                 return found

@@ -15,7 +15,7 @@ from ps_protocol.tensors import bytes_of
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.ops import status
 from ps_server.server import Server, ServerConfig
-from ps_server.shard.shard import Engine
+from ps_server.shard.shard import Shard
 from ps_worker import Session
 
 T = TypeVar("T")
@@ -46,9 +46,9 @@ class Cluster:
         return found
 
     @property
-    def engines(self) -> list[Engine]:
+    def shards(self) -> list[Shard]:
         """Each shard's."""
-        return [server.engine for server in self.servers if server.engine is not None]
+        return [server.shard for server in self.servers if server.shard is not None]
 
     def start_again(self, index: int) -> None:
         """Ends a server as its death would, without a last checkpoint, and starts another at its ports."""
@@ -73,8 +73,8 @@ class Cluster:
         found: dict[str, object] = {"known": known is not None}
         if known is not None:
             found["members"] = [(m.rank, m.incarnation) for m in known.members()]
-        for index, engine in enumerate(self.engines):
-            running = engine.jobs().get(job)
+        for index, shard in enumerate(self.shards):
+            running = shard.jobs().get(job)
             if running is None:
                 continue
             with running.lock:

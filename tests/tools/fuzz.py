@@ -48,7 +48,7 @@ def main() -> None:
         if count % REPORT_EVERY == 0:
             took, taken = time.monotonic() - begun, sum(passed.values())
             print(f"{count} inputs in {took:.0f} s: {count - taken} refused, {taken} taken, no finding", flush=True)
-        if len(target.engine.jobs()) > JOBS_TOO_MANY or count % INPUTS_A_TARGET == 0:
+        if len(target.shard.jobs()) > JOBS_TOO_MANY or count % INPUTS_A_TARGET == 0:
             target.stop()  # what was taken must not pile up, nor hide what a fresh one would do
             target = Target()
 

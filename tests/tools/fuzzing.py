@@ -31,7 +31,7 @@ from ps_server.core.commands import Push, PushKind
 from ps_server.rpc import convert, data_messages
 from ps_server.rpc.services import ClusterService, DataService, JobService, ShardService
 from ps_server.shard.metrics import ShardMetrics
-from ps_server.shard.shard import Engine
+from ps_server.shard.shard import Shard
 from ps_server.storage.checkpoints import CheckpointStore, Manifest
 
 JOB, KEY = "job", b"sixteen bytes 01"
@@ -92,18 +92,18 @@ class Target:
         # In memory where there is such a place: what is flushed to a disk would be most of the time.
         self._files = tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
         self.store = CheckpointStore(Path(self._files.name))
-        self.engine = Engine(
+        self.shard = Shard(
             ShardMetrics(CollectorRegistry()),
             data_messages.WRITERS,
             checkpoints=self.store,
         )
-        self.engine._apply.stop()
-        self.engine._writer.shutdown()
-        self.engine._writer = _Inline()  # type: ignore[assignment]
-        self.engine._apply = _Inline()  # type: ignore[assignment]  # so that nothing changes between two inputs
+        self.shard._apply.stop()
+        self.shard._writer.shutdown()
+        self.shard._writer = _Inline()  # type: ignore[assignment]
+        self.shard._apply = _Inline()  # type: ignore[assignment]  # so that nothing changes between two inputs
         self.coordinator = Coordinator(1)
         self._fill()
-        data = DataService(self.engine)
+        data = DataService(self.shard)
         data.senders = _Inline()  # type: ignore[assignment]
         pool: Any = _Inline()
         self.handlers: dict[str, Callable[[bytes], Any]] = {
@@ -116,8 +116,8 @@ class Target:
         }
         jobs = JobService(self.coordinator, pool)
         cluster = ClusterService(self.coordinator, "127.0.0.1:1", "")
-        shard = ShardService(self.engine)
-        for service in (jobs, cluster, shard):
+        shard_service = ShardService(self.shard)
+        for service in (jobs, cluster, shard_service):
             described = control_pb2.DESCRIPTOR.services_by_name[type(service).__name__]
             for method in described.methods:
                 self.handlers[method.name] = _handler(service, method)
@@ -128,33 +128,33 @@ class Target:
             request = control_pb2.AwaitCheckpointRequest.FromString(raw)
         except DecodeError:
             return
-        convert.await_checkpoint_response(self.engine.await_checkpoint(request.job, request.name, 0.0))
+        convert.await_checkpoint_response(self.shard.await_checkpoint(request.job, request.name, 0.0))
 
     def _fill(self) -> None:
-        engine = self.engine
-        engine.create_job(SPEC, [0, 1, 2])
-        engine.admit(JOB, 0, 1, 0, b"another key of 1")
-        engine.admit(JOB, 1, 2, 0, KEY)
-        for index, bucket in engine.jobs()[JOB].buckets.items():
+        shard = self.shard
+        shard.create_job(SPEC, [0, 1, 2])
+        shard.admit(JOB, 0, 1, 0, b"another key of 1")
+        shard.admit(JOB, 1, 2, 0, KEY)
+        for index, bucket in shard.jobs()[JOB].buckets.items():
             layout = bucket.state.layout
             payload = torch.arange(layout.nbytes, dtype=torch.uint8).numpy().tobytes()
             if layout.dtype == "float32":
                 payload = torch.arange(layout.numel, dtype=torch.float32).numpy().tobytes()
             initial = PushKind.INITIAL_VALUE
-            engine.push(Push(JOB, 0, 1, index, 0, initial, payload, key=b"another key of 1"))
+            shard.push(Push(JOB, 0, 1, index, 0, initial, payload, key=b"another key of 1"))
 
-        self._keep(engine)
+        self._keep(shard)
 
-    def _keep(self, engine: Engine) -> None:
+    def _keep(self, shard: Shard) -> None:
         """A checkpoint on disk, of a job that is not there any more."""
         spec = replace(SPEC, name=KEPT)
-        engine.create_job(spec, [0, 1, 2])
-        engine.admit(KEPT, 0, 1, 0, KEY)
+        shard.create_job(spec, [0, 1, 2])
+        shard.admit(KEPT, 0, 1, 0, KEY)
         for bucket in bucket_layout(spec.parameters, spec.bucket_bytes).buckets:
-            engine.push(Push(KEPT, 0, 1, bucket.index, 0, PushKind.INITIAL_VALUE, bytes(bucket.nbytes), key=KEY))
-        engine.begin_checkpoint(KEPT, CHECKPOINT, None)
-        part = engine.await_checkpoint(KEPT, CHECKPOINT, 0.0).part
-        engine.drop_job(KEPT)
+            shard.push(Push(KEPT, 0, 1, bucket.index, 0, PushKind.INITIAL_VALUE, bytes(bucket.nbytes), key=KEY))
+        shard.begin_checkpoint(KEPT, CHECKPOINT, None)
+        part = shard.await_checkpoint(KEPT, CHECKPOINT, 0.0).part
+        shard.drop_job(KEPT)
         manifest = Manifest(
             name=CHECKPOINT,
             job={},
@@ -191,7 +191,7 @@ class Target:
         """A hash of all that a shard and a coordinator remember."""
         found = hashlib.sha256(repr(sorted(self.coordinator.jobs())).encode())
         found.update(repr(sorted(self.coordinator.shards())).encode())
-        for name, job in sorted(self.engine.jobs().items()):
+        for name, job in sorted(self.shard.jobs().items()):
             state = job.state
             found.update(repr(job.capture and (job.capture.name, job.capture.clock)).encode())
             found.update(repr((name, state.spec, sorted(state.roster.items()), sorted(job.segments))).encode())
@@ -204,7 +204,7 @@ class Target:
 
     def stop(self) -> None:
         """Ends the threads."""
-        self.engine.stop()
+        self.shard.stop()
         self._files.cleanup()
         self.coordinator.stop()
         logging.getLogger("ps_server").setLevel(self._level)

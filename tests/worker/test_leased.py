@@ -30,8 +30,8 @@ MODES = ["sync", "ssp:2", "async"]
 def cells(cluster: Cluster, job: str) -> torch.Tensor:
     """What the shards have of every vector, when all that is staged is applied: [vectors, cells]."""
     found: dict[int, torch.Tensor] = {}
-    for engine in cluster.engines:
-        running = engine.jobs()[job]
+    for shard in cluster.shards:
+        running = shard.jobs()[job]
         until(lambda r=running: all(b.state.protocol.next() is None for b in r.buckets.values()), "applying")  # type: ignore[misc]
         for bucket in running.buckets.values():
             with bucket.tensors:

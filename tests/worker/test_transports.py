@@ -10,7 +10,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from ps_protocol.layout import Bucket
+from ps_protocol.layout import BucketSpec
 from ps_worker.cluster.convert import BucketPush, Identity
 from ps_worker.cluster.transports import (
     DATA_SERVICE,
@@ -72,7 +72,9 @@ def peers() -> Iterator[Callable[[int], list[tuple[Peer, NetworkTransport]]]]:
 
 
 def empty_push(index: int) -> BucketPush:
-    return BucketPush(Bucket(index, "trained", "float32", False, 0, 4, ()), clock=1, empty=True, absent=[], groups={})
+    return BucketPush(
+        BucketSpec(index, "trained", "float32", False, 0, 4, ()), clock=1, empty=True, absent=[], groups={}
+    )
 
 
 def test_a_shard_that_answers_nothing_gets_few_pushes_and_others_run_little_ahead(

@@ -23,7 +23,7 @@ from ps_protocol.errors import Backlogged, InvalidRequest, PSError, TryLater, Un
 from ps_worker.cluster.coordinator import Retry
 from ps_worker.data.loaders import PreparedLoader, shard_loader
 from ps_worker.metrics import StepTimer
-from ps_worker.state.checkpoint import Rewind
+from ps_worker.state.checkpoint import WorkerCheckpoint
 from ps_worker.state.encoding import decode
 
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ class Worker:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.cycle = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.1, total_steps=10 * BATCHES)
         self.passes = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.7)
-        self.rewind = Rewind(CPU, self._save)
+        self.rewind = WorkerCheckpoint(CPU, self._save)
         trained = {name for name, _ in self.model.named_parameters()}
         held = [tensor for name, tensor in self.model.state_dict(keep_vars=True).items() if name not in trained]
         self.rewind.watch([self.optimizer], dict(enumerate(held)))
@@ -452,7 +452,7 @@ def test_schedulers_go_back(make: Callable[[torch.optim.Optimizer], torch.optim.
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
     scheduler = make(optimizer)
     states: list[bytes] = []
-    rewind = Rewind(CPU, lambda clock, state: states.append(state))
+    rewind = WorkerCheckpoint(CPU, lambda clock, state: states.append(state))
     rewind.watch([optimizer], {})
     rewind.add(scheduler)
 
