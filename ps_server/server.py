@@ -35,18 +35,12 @@ from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.ops.gauges import coordinator_gauges, security_gauges, service_discovery, shard_gauges
 from ps_server.rpc import convert, data_messages
 from ps_server.rpc.auth import Callers
-from ps_server.rpc.call_limits import Gate
+from ps_server.rpc.call_limits import CALL_THREADS, Gate
+from ps_server.rpc.cluster_service import CONTROL_SERVICES, ClusterService, add_health
+from ps_server.rpc.data_service import DATA_SERVICE, DataService
 from ps_server.rpc.interceptor import Boundary
-from ps_server.rpc.services import (
-    CONTROL_SERVICES,
-    DATA_SERVICE,
-    SENDER_THREADS,
-    ClusterService,
-    DataService,
-    JobService,
-    ShardService,
-    add_health,
-)
+from ps_server.rpc.job_service import JobService
+from ps_server.rpc.shard_service import ShardService
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.storage.checkpoints import CheckpointStore
@@ -201,7 +195,7 @@ class Server:
         return f"{host}:{port}"
 
     def _add_coordinator(self, coordinator: Coordinator) -> list[str]:
-        senders = ThreadPoolExecutor(SENDER_THREADS, "watch")
+        senders = ThreadPoolExecutor(CALL_THREADS, "watch")
         control_pb2_grpc.add_JobServiceServicer_to_server(JobService(coordinator, senders), self._grpc)
         cluster = ClusterService(coordinator, self.address, self.metrics_address)
         control_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, self._grpc)

@@ -10,8 +10,10 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from typing import Any
 
 import grpc
 
@@ -21,6 +23,10 @@ from ps_server.rpc.auth import Callers, host_of
 from ps_server.rpc.permissions import EVERYONE, METHODS, Principal
 
 _LOOK_SECONDS = 0.25
+
+# More than one caller may have in flight (Limits.calls), so that none who dawdles holds them all. Threads are made when
+# they are needed: ordinary traffic makes a few.
+CALL_THREADS = 1024
 
 # Set while a method runs, for what can only be checked once its request is read.
 _CALL: ContextVar[tuple[Principal, str] | None] = ContextVar("call", default=None)
@@ -47,6 +53,17 @@ def caller_name() -> str:
     """Who calls the method that runs in this thread; empty outside of one."""
     call = _CALL.get()
     return "" if call is None else call[0].name
+
+
+def in_pool(behaviour: Callable[..., Any], pool: ThreadPoolExecutor, non_blocking: bool = False) -> Callable[..., Any]:
+    """A handler that runs in a pool of its own, and, if non-blocking, gives its thread back at once."""
+
+    def handler(*arguments: Any) -> Any:
+        return behaviour(*arguments)
+
+    handler.experimental_thread_pool = pool  # type: ignore[attr-defined]
+    handler.experimental_non_blocking = non_blocking  # type: ignore[attr-defined]
+    return handler
 
 
 class Gate:

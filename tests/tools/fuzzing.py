@@ -29,7 +29,10 @@ from ps_protocol.v1 import control_pb2, data_pb2
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.core.commands import Push, PushKind
 from ps_server.rpc import convert, data_messages
-from ps_server.rpc.services import ClusterService, DataService, JobService, ShardService
+from ps_server.rpc.cluster_service import ClusterService
+from ps_server.rpc.data_service import DataService
+from ps_server.rpc.job_service import JobService
+from ps_server.rpc.shard_service import ShardService
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.storage.checkpoints import CheckpointStore, Manifest

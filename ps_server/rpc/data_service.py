@@ -1,0 +1,91 @@
+"""Serves pushes and pulls."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import grpc
+
+from ps_protocol.v1 import data_pb2
+from ps_server.rpc import data_messages
+from ps_server.rpc.call_limits import CALL_THREADS, caller_name, check_job, in_pool
+from ps_server.rpc.streams import Outbox, Send
+from ps_server.shard.shard import Shard
+
+DATA_SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
+
+
+class DataService:
+    """Push and Pull, with identity serializers: protobuf never sees a payload."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self.senders = ThreadPoolExecutor(CALL_THREADS, "send")
+        self._push_pool = ThreadPoolExecutor(CALL_THREADS, "push")
+        self._pull_pool = ThreadPoolExecutor(CALL_THREADS, "pull")
+
+    def register(self, server: grpc.Server) -> None:
+        """Adds the methods to a server. Pushes and pulls have pools of their own, so neither can starve the other."""
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(in_pool(method, self._push_pool))
+            for name, method in (
+                ("Push", self._push),
+                ("PushShared", self._push_shared),
+                ("AttachSegment", self._attach),
+            )
+        } | {
+            name: grpc.unary_stream_rpc_method_handler(in_pool(method, self._pull_pool, non_blocking=True))
+            for name, method in (
+                ("Pull", self._pull),
+                ("PullState", self._pull_state),
+                ("PullShared", self._pull_shared),
+                ("PushPullShared", self._push_pull_shared),
+            )
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(DATA_SERVICE, handlers),))
+
+    def stop(self) -> None:
+        """Ends the pools after what they are doing."""
+        for pool in (self._push_pool, self._pull_pool, self.senders):
+            pool.shutdown(wait=True)
+
+    def _push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        push = data_messages.push(request)
+        check_job(push.job)
+        return data_messages.push_response(self._shard.push(replace(push, caller=caller_name())))
+
+    def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        found = data_messages.attach_request(request)
+        check_job(found[0])
+        self._shard.attach(*found)
+        return b""
+
+    def _push_shared(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        push = data_messages.shared_push(request)
+        check_job(push.job)
+        return data_messages.shared_push_response(self._shard.push_shared(replace(push, caller=caller_name())))
+
+    def _pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
+        # What is ready at the same time goes in one message: a header is not worth a message of its own.
+        call = data_messages.pull(request)
+        check_job(call.job)
+        outbox = Outbox(send, context, self.senders, join=True)
+        self._shard.pull(call, outbox, shared=True)
+
+    def _push_pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
+        push, pull = data_messages.push_pull(request)
+        check_job(push.job)
+        outbox = Outbox(send, context, self.senders, join=True)
+        self._shard.push_pull_shared(replace(push, caller=caller_name()), pull, outbox)
+
+    def _pull(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
+        call = data_messages.pull(request)
+        check_job(call.job)
+        outbox = Outbox(send, context, self.senders)
+        self._shard.pull(call, outbox)
+
+    def _pull_state(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
+        call = data_messages.pull_state(request)
+        check_job(call.job)
+        self._shard.pull_state(call, data_messages.pull_state_response, Outbox(send, context, self.senders))

@@ -1,0 +1,106 @@
+"""Serves what workers ask of the coordinator."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from ps_protocol.convert import job_spec
+from ps_protocol.v1 import control_pb2, control_pb2_grpc
+from ps_server.coordinator.coordinator import Coordinator
+from ps_server.coordinator.job import Roster
+from ps_server.coordinator.rounds import Standing
+from ps_server.rpc import convert, lease_messages
+from ps_server.rpc.call_limits import check_job, in_pool
+from ps_server.rpc.streams import Outbox, Send
+
+
+class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-ignore]
+    """What workers ask of the coordinator."""
+
+    def __init__(self, coordinator: Coordinator, senders: ThreadPoolExecutor) -> None:
+        self._coordinator = coordinator
+        self._senders = senders
+        setattr(self, "WatchJob", in_pool(self._watch, senders, non_blocking=True))  # noqa: B010
+        setattr(self, "ExchangeValues", in_pool(self._exchange, senders, non_blocking=True))  # noqa: B010
+
+    def RegisterJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        check_job(request.spec.name)
+        job, created = self._coordinator.register_job(job_spec(request.spec))
+        shard_map, size = self._shard_map(job.placement), job.spec.bucket_bytes
+        return control_pb2.RegisterJobResponse(shard_map=shard_map, created=created, bucket_bytes=size)
+
+    def _shard_map(self, placement: list[int]) -> Any:
+        addresses = {index: shard.client.address for index, shard in self._coordinator.shards().items()}
+        return convert.shard_map(addresses, placement)
+
+    def JoinJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        check_job(request.job)
+        rank = request.rank if request.HasField("rank") else None
+        newcomer = convert.newcomer(request)
+        seat = self._coordinator.join(request.job, rank, newcomer)
+        return convert.join_response(seat, self._coordinator.lease, self._shard_map(seat.placement))
+
+    def _watch(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
+        check_job(request.job)
+        outbox = Outbox(send, context, self._senders)
+
+        def changed(roster: Roster | None) -> None:
+            if roster is None:
+                outbox.finish()
+            else:
+                outbox.put(lambda: convert.watch_response(*roster))
+
+        outbox.on_close(self._coordinator.watch(request.job, changed))
+
+    def Heartbeat(self, request: Any, context: grpc.ServicerContext) -> Any:
+        check_job(request.job)
+        who = request.rank, request.incarnation
+        live = self._coordinator.heartbeat(request.job, *who, request.clock, request.lease_key)
+        return control_pb2.HeartbeatResponse(live_count=live)
+
+    def LeaveJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        check_job(request.job)
+        ended = self._coordinator.leave(request.job, request.rank, request.incarnation, request.lease_key)
+        return control_pb2.LeaveJobResponse(ended=ended)
+
+    def LeaseData(self, request: Any, context: grpc.ServicerContext) -> Any:
+        check_job(request.job)
+        ask = lease_messages.lease_request(request)
+        return lease_messages.lease_response(ask.loader, self._coordinator.lease_data(request.job, ask))
+
+    def _exchange(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
+        check_job(request.job)
+        outbox = Outbox(send, context, self._senders)
+        ask = convert.exchange_request(request)
+        outbox.on_close(self._coordinator.exchange(request.job, ask, _RoundListener(outbox)))
+
+    def SaveWorkerState(self, request: Any, context: grpc.ServicerContext) -> Any:
+        check_job(request.job)
+        who = request.rank, request.incarnation, request.lease_key
+        self._coordinator.save_worker_state(request.job, *who, request.clock, request.state)
+        return control_pb2.SaveWorkerStateResponse()
+
+    def CheckpointJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        made = self._coordinator.checkpoint_job(request.job)
+        return control_pb2.CheckpointJobResponse(name=made.name, clock=made.clock, bytes=made.bytes)
+
+    def EndJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._coordinator.end_job(request.job)
+        return control_pb2.EndJobResponse()
+
+
+class _RoundListener:
+    """Tells a worker over its stream how a round stands; see exchanging.Listener."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self.finish, self.fail = outbox.finish, outbox.fail
+
+    def tell(self, standing: Standing) -> None:
+        for response in convert.exchange_responses(standing):
+            self._outbox.put(lambda response=response: response)  # type: ignore[misc]
+        if standing.found is not None:
+            self.finish()
