@@ -3,7 +3,8 @@
 added.py             Parameters that an optimizer is given after `prepare`: `optimizer.add_param_group`, to unfreeze
 collectives.py       Numbers and values over all workers: mean, gather, broadcast, barrier, in every mode alike
 ddp.py               Training with PyTorch's own DistributedDataParallel: the baseline, not weakened
-options.py           What a job on a parameter server is, as `prepare` was told
+options.py           What a session trains with: which job, and how
 parameter_server.py  Training on a parameter server
-strategy.py          The three ways to train behind one face: alone, with DDP, or on a parameter server
+single.py            Training in one process, without servers: the reference that every other way is compared with
+strategy.py          What a session asks of the way it trains
 """

@@ -1,10 +1,13 @@
-"""What a job on a parameter server is, as `prepare` was told."""
+"""What a session trains with: which job, and how."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from ps_protocol.job import NonFinite
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.job import WIRE_FORMATS, NonFinite
 from ps_protocol.modes import Consistency
 from ps_runtime.launch_id import UNKNOWN, LaunchId
 from ps_worker.cluster.connection import ConnectionOptions
@@ -12,13 +15,13 @@ from ps_worker.cluster.connection import ConnectionOptions
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What a job on a parameter server is, besides model and optimizer.
+    """Which job on parameter servers a worker takes part in, and as which of its workers: what `connect` was told.
 
-    bucket_bytes: of a full bucket; None: what the job has, or the server chooses
+    rank:          None: the coordinator gives one
+    world_size:    how many workers the job has; 0: elastic
     start_timeout: seconds to wait until all declared workers have joined
-    link:    how shards, and the coordinator at `server`, are reached
-    overlap: whether full buckets leave while backward runs; None: once the script was seen to allow it
-    launch:  what started this worker
+    link:          how shards, and the coordinator at `server`, are reached
+    launch:        what started this worker
     """
 
     server: str
@@ -26,11 +29,38 @@ class JobOptions:
     consistency: Consistency
     rank: int | None
     world_size: int
-    bucket_bytes: int | None
-    non_finite: NonFinite
-    gradient_wire: str
-    weight_wire: str
     start_timeout: float
     link: ConnectionOptions
-    overlap: bool | None
     launch: LaunchId = UNKNOWN
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """How models are trained: what `prepare` was told.
+
+    bucket_bytes: of a full bucket; None: what the job has, or the server chooses
+    overlap:      whether full buckets leave while backward runs; None: once the script was seen to allow it
+    ddp:          arguments for DistributedDataParallel
+    """
+
+    bucket_bytes: int | None = None
+    non_finite: NonFinite = NonFinite.REFUSE
+    gradient_wire: str = "float32"
+    weight_wire: str = "float32"
+    overlap: bool | None = None
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+
+
+def non_finite_policy(name: str) -> NonFinite:
+    """Returns the policy of that name. Raises InvalidRequest if there is none."""
+    try:
+        return NonFinite(name)
+    except ValueError:
+        raise InvalidRequest(f"non_finite must be 'refuse', 'skip' or 'allow', got {name!r}") from None
+
+
+def wire_format(name: str) -> str:
+    """Returns the name of a wire format. Raises InvalidRequest if it is none."""
+    if name not in WIRE_FORMATS:
+        raise InvalidRequest(f"a wire format is one of {', '.join(WIRE_FORMATS)}, got {name!r}")
+    return name

@@ -15,13 +15,15 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
-from ps_protocol.errors import InvalidRequest, NotFound, PSError, UnknownWorker
+from ps_protocol.errors import InvalidRequest, NotFound, PSError, UnknownWorker, Unsupported
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite, validate
 from ps_protocol.layout import BucketSpec, bucket_layout
 from ps_runtime.channel import MAX_BUCKET_BYTES
@@ -31,8 +33,8 @@ from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.cluster.membership import Membership
 from ps_worker.cluster.rounds import Heard, Rounds
 from ps_worker.cluster.transports import PullResult, PushResult
-from ps_worker.data.leased import StepData
-from ps_worker.launched import report_started
+from ps_worker.data.leased import LeasedFace, LeasedLoader, Leases, StepData, order_of
+from ps_worker.data.loaders import PreparedLoader, dividing_sampler, shard_loader, warning_once, with_plain_batches
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.job_spec import describe, has_stepped
@@ -43,7 +45,7 @@ from ps_worker.model.overlap import Overlap
 from ps_worker.state.checkpoint import Bystander, WorkerCheckpoint
 from ps_worker.state.sender import StateSender
 from ps_worker.strategies.added import checked_group, holder, optimizer_of
-from ps_worker.strategies.options import JobOptions
+from ps_worker.strategies.options import JobOptions, PrepareOptions
 from ps_worker.strategies.strategy import Prepared
 
 log = logging.getLogger("ps_worker")
@@ -54,11 +56,116 @@ class _PlaceLost(Exception):
 
 
 class ParameterServer:
+    """Trains on parameter servers, in one job. started: called when all declared workers have joined."""
+
+    def __init__(
+        self, job: JobOptions, metrics: WorkerMetrics, device: torch.device, started: Callable[[], None]
+    ) -> None:
+        self._job = job
+        self._metrics = metrics
+        self._device = device
+        self._started = started
+        self._training: JobTraining | None = None  # from `prepare` on
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank; in an elastic job it is known from `prepare` on."""
+        return self._training.rank if self._training else self._job.rank or 0
+
+    @property
+    def world_size(self) -> int:
+        """The declared world size, or how many take part now in an elastic job."""
+        return self._training.world_size if self._training else self._job.world_size or 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0; in an elastic job the lowest live rank, as this worker heard last."""
+        if self._training is not None:
+            return self._training.is_main
+        if not self._job.world_size:
+            raise InvalidRequest(
+                "session.is_main: an elastic job gives out ranks when it is joined; call prepare first"
+            )
+        return self._job.rank == 0
+
+    @property
+    def clock(self) -> int:
+        """Steps finished, counted from the job's beginning."""
+        return self._training.clock if self._training else 0
+
+    def prepare(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
+    ) -> Prepared:
+        """Joins the job; returns the models with rank 0's weights, and optimizers that step on the servers."""
+        self._training = JobTraining(self._job, options, self._metrics, self._device, self._started)
+        return self._training.prepare(models, optimizers)
+
+    def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader | LeasedLoader:
+        """Returns a loader of this worker's share; in an elastic job, of batches that the coordinator leases to it."""
+        training = self._training
+        if training is None:
+            raise InvalidRequest(
+                "prepare the model first, or together with its loaders: joining tells the share of data"
+            )
+        fixed = dividing_sampler(loader)
+        if fixed is not None and not self._job.world_size:
+            raise Unsupported(
+                f"the loader's {type(fixed).__name__} divides the data once and for all, and workers of an elastic job "
+                "come and go: give the loader shuffle=True or False instead"
+            )
+        share, timer = shard_loader(loader, training.share, seed), self._metrics.timer
+        divides_itself = isinstance(loader.dataset, IterableDataset)
+        if self._job.world_size or divides_itself:
+            begin = training.rewind.add_loader(share).batches
+            if divides_itself:
+                begin = warning_once(loader, training.share, begin)
+            return PreparedLoader(share, self._device, timer, begin)
+        loader = with_plain_batches(loader)
+        leases = Leases(order_of(len(training.data.accounts), loader, seed), training.data, training)
+        face = LeasedFace(self._device, timer, lambda: training.world_size)
+        return LeasedLoader(loader, PreparedLoader(share, self._device, timer), leases, face)
+
+    def keep(self, things: Sequence[Any]) -> None:
+        """Has the state of these go back to a checkpoint with the job, from `prepare` of the models on."""
+        if self._training is not None:
+            for thing in things:
+                self._training.rewind.add(thing)
+            self._training.rewind.settle()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns a context in which gradients only add up; they leave with the next backward outside, or `step`."""
+        return self._training.no_sync() if self._training else nullcontext()
+
+    def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
+        """Returns the values of all live workers, by rank; see Rounds.exchange."""
+        if self._training is None:
+            raise InvalidRequest(
+                f"session.{what.split()[0]}: this worker takes no part in the job yet; call prepare first"
+            )
+        return self._training.exchange(value, what)
+
+    def close(self) -> None:
+        """Leaves the job and ends every thread and connection."""
+        if self._training is not None:
+            self._training.close()
+
+
+class JobTraining:
     """One worker of one job."""
 
-    def __init__(self, options: JobOptions, metrics: WorkerMetrics, device: torch.device, beside: bool = False) -> None:
+    def __init__(
+        self,
+        options: JobOptions,
+        prepare: PrepareOptions,
+        metrics: WorkerMetrics,
+        device: torch.device,
+        started: Callable[[], None],
+        beside: bool = False,
+    ) -> None:
         """beside: the job goes beside another of this worker, which has all but the weights; see `added`."""
         self._options = options
+        self._prepare = prepare
+        self._started = started
         self._device = device
         self._metrics = metrics
         self._coordinator = CoordinatorClient(options.server, options.link.timeout, options.link.access)
@@ -76,7 +183,7 @@ class ParameterServer:
         )
         self._sender = StateSender(self._coordinator, self._members)
         self.rewind = (Bystander if beside else WorkerCheckpoint)(device, self._sender.send)
-        self._added: list[tuple[int, ParameterServer]] = []  # by the optimizer that has them
+        self._added: list[tuple[int, JobTraining]] = []  # by the optimizer that has them
         self._place: JoinResult | None = (
             None  # the one that the training thread is in; the membership may have a newer one
         )
@@ -151,11 +258,11 @@ class ParameterServer:
             optimizers,
             name=options.job,
             consistency=options.consistency,
-            bucket_bytes=options.bucket_bytes,
+            bucket_bytes=self._prepare.bucket_bytes,
             world_size=options.world_size,
-            non_finite=options.non_finite,
-            gradient_wire=options.gradient_wire,
-            weight_wire=options.weight_wire,
+            non_finite=self._prepare.non_finite,
+            gradient_wire=self._prepare.gradient_wire,
+            weight_wire=self._prepare.weight_wire,
         )
         self._indices = {id(tensor): index for index, tensor in enumerate(self._tensors)}
         self._optimizers = list(zip(self._spec.optimizers, optimizers, strict=True))
@@ -165,7 +272,7 @@ class ParameterServer:
         self._layout = bucket_layout(self._spec.parameters, self._spec.bucket_bytes)
         self._trained = [bucket for bucket in self._layout.buckets if not bucket.held]
         self._overlaps = [
-            Overlap([bucket for bucket in self._trained if bucket.optimizer == index], options.overlap)
+            Overlap([bucket for bucket in self._trained if bucket.optimizer == index], self._prepare.overlap)
             for index in range(len(optimizers))
         ]
         self._take_places(place)
@@ -239,7 +346,7 @@ class ParameterServer:
         shards = Shards(self._options.link, place.identity, self._spec, self._layout, self._shard_map)
         self._shards = shards
         if self._flat is None:
-            check = self._options.non_finite is not NonFinite.ALLOW
+            check = self._prepare.non_finite is not NonFinite.ALLOW
             self._flat = FlatModel(self._spec, self._tensors, self._layout, shards.segment, check, self._gradient_ready)
         else:
             self._flat.move(shards.segment)
@@ -265,7 +372,7 @@ class ParameterServer:
         self._members.await_started(place)
         if self._members.place is not place:
             raise _PlaceLost
-        report_started()
+        self._started()
         self._draft_room = self._room_for_drafts()
 
     def _settle(self) -> None:
@@ -467,7 +574,7 @@ class ParameterServer:
         groups = self._groups.read()
         changed, drafts_hold = overlap.finish(self._flat.gradient_marks(overlap.spaces), absent)
         name = self._flat.not_finite(overlap.parameters - absent, changed)
-        skip = is_left_out(name, self._options.non_finite, self._metrics)
+        skip = is_left_out(name, self._prepare.non_finite, self._metrics)
         self._send(index, absent, groups, skip, drafts_hold)
 
     def _exchange_nothing(self) -> None:
@@ -627,7 +734,7 @@ class ParameterServer:
             rank=self.rank if self._options.world_size else None,
         )
         # Its figures are scraped by nothing: a step's are those of this job.
-        added = ParameterServer(options, WorkerMetrics(), self._device, beside=True)
+        added = JobTraining(options, self._prepare, WorkerMetrics(), self._device, self._started, beside=True)
         try:
             added.prepare([holder(self._spec, self._indices, parameters)], [optimizer_of(optimizer, live)])
         except BaseException:
@@ -665,7 +772,7 @@ class ParameterServer:
 class _Stepped:
     """One optimizer of a script, on the servers; see `ps_worker.model.optimizer.OnServers`."""
 
-    server: ParameterServer
+    server: JobTraining
     index: int
 
     def step(self) -> None:

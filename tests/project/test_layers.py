@@ -115,7 +115,6 @@ YET = {
     "ps_worker.model.job_spec imports ps_runtime.channel",
     "ps_worker.model.optimizer_state imports ps_worker.cluster.convert",
     "ps_worker.model.outgoing imports ps_worker.cluster.convert",
-    "ps_worker.strategies.parameter_server imports ps_worker.launched",
 }
 CIRCLES_YET = {
     "ps_server.core.limits imports argparse",

@@ -215,7 +215,7 @@ def test_an_average_that_is_swapped_in_and_out_changes_nothing(shared: Cluster, 
     with shared.connect("async", job=job) as session:
         model = _net()
         model, optimizer = session.prepare(model, _sgd(model), bucket_bytes=1024)
-        strategy: Any = session._strategy
+        strategy: Any = session._strategy._training  # type: ignore[attr-defined]
         _train(model, optimizer, swap)
         assert strategy._flat.changed() == set()
 
@@ -225,7 +225,7 @@ def test_nothing_is_sent_where_nothing_changed(shared: Cluster, job: str, monkey
     with shared.connect("sync", job=job) as session:
         model = _net()
         model, optimizer = session.prepare(model, _sgd(model), bucket_bytes=1024)
-        strategy: Any = session._strategy
+        strategy: Any = session._strategy._training  # type: ignore[attr-defined]
         usual = strategy._shards.assign
         strategy._shards.assign = lambda *arguments: (sent.append(arguments), usual(*arguments))
         _train(model, optimizer, lambda model, number, first: None)
