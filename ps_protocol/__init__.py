@@ -1,6 +1,7 @@
 """What servers and workers must agree on: a change on one side alone breaks the other.
 
 convert.py         A job and its hyper-parameters as protobuf messages, and back: the same translation at both ends
+data.py            Elastic data: batches that the coordinator leases to workers, as both ends speak of them
 errors.py          Every error of the project, and how each crosses the wire
 framing.py         BucketSpec messages on the wire: a small protobuf header, then the payload as the last field, never
 job.py             What a job is, as a value that both ends can compare

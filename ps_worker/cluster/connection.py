@@ -15,20 +15,18 @@ from typing import Any, TypeVar
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_worker.cluster.convert import BucketPush, Identity, ShardMap, StateChunk
 from ps_worker.cluster.shared_memory import share_memory
 from ps_worker.cluster.threads import DaemonPool
 from ps_worker.cluster.transports import (
     Draft,
     NetworkTransport,
-    PullResult,
-    PushResult,
     ShardCalls,
     SharedTransport,
     Transport,
     network_pushers,
 )
 from ps_worker.model.flat import FlatModel
+from ps_worker.values import BucketPush, Identity, PullResult, PushResult, ShardMap, StateChunk
 
 T = TypeVar("T")
 

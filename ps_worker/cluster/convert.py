@@ -3,176 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ps_protocol.convert import hyper_messages, job_spec_message
+from ps_protocol.data import BatchLease, DataRange, LeaseRequest
 from ps_protocol.framing import read_message, write_message
 from ps_protocol.job import HyperParameters, JobSpec
-from ps_protocol.layout import BucketSpec
 from ps_protocol.v1 import control_pb2, data_pb2, job_pb2
 from ps_runtime.launch_id import UNKNOWN, LaunchId
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who this worker is to the servers; `key` proves it."""
-
-    job: str
-    rank: int
-    incarnation: int
-    key: bytes = field(default=b"", repr=False)
-
-
-@dataclass(frozen=True)
-class ShardMap:
-    """Addresses of the shards by index, and the shard of each bucket."""
-
-    addresses: dict[int, str]
-    bucket_shards: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class JoinResult:
-    """What a worker got when it joined.
-
-    clock:          the one it starts from
-    lease:          seconds for which it counts as live without a heartbeat
-    shard_map:      where the buckets are now; None from servers that do not say
-    restore_count:  how often the whole job was set back to a checkpoint
-    state:          what a worker of this rank had saved, at `state_clock`; None if there is nothing
-    """
-
-    identity: Identity
-    clock: int
-    lease: float
-    shard_map: ShardMap | None = None
-    restore_count: int = 0
-    state: bytes | None = field(default=None, repr=False)
-    state_clock: int = 0
-
-
-@dataclass(frozen=True)
-class Roster:
-    """Who takes part."""
-
-    ranks: tuple[int, ...]
-    world_size: int
-    started: bool
-
-
-@dataclass(frozen=True)
-class Pulled:
-    """One message of a pull: a bucket's payload, or (`waiting`) whom the shard waits for and why.
-
-    checkpoint: this version is kept for a checkpoint, to which this worker's own state belongs
-    """
-
-    bucket: int
-    version: int
-    waited: float
-    payload: memoryview
-    waiting: tuple[tuple[int, ...], str] | None
-    checkpoint: bool = False
-
-
-@dataclass(frozen=True)
-class DataRange:
-    """A leased batch: positions [start, stop) of one pass over one loader's data."""
-
-    loader: int
-    pass_number: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class LoaderSpec:
-    """What all workers must agree on about a loader; see LeaseDataRequest. seed: None where nothing is shuffled."""
-
-    loader: int
-    size: int
-    batch_size: int
-    drop_last: bool
-    seed: int | None
-
-    @property
-    def batches(self) -> int:
-        """How many batches a pass has."""
-        return self.size // self.batch_size if self.drop_last else -(-self.size // self.batch_size)
-
-
-@dataclass(frozen=True)
-class Lease:
-    """One request for batches, with what became of those given before."""
-
-    order: LoaderSpec
-    pass_number: int
-    count: int
-    held: Sequence[DataRange] = ()
-    pushed: Sequence[DataRange] = ()
-    returned: Sequence[DataRange] = ()
-
-
-@dataclass(frozen=True)
-class Offer:
-    """This worker's value for a round; see ExchangeValuesRequest.
-
-    number: of the round; 0: there is no value, only the question which round is next
-    """
-
-    number: int
-    clock: int
-    value: bytes = field(default=b"", repr=False)
-
-
-@dataclass(frozen=True)
-class RoundNews:
-    """One message about a round.
-
-    complete:    nothing more comes; if not `refused`, the values are all there
-    values:      by rank; perhaps only some of them
-    refused:     why there are none, in words
-    waiting_for: ranks that have not given their value
-    step_wanted: one of those is in a step that waits for a step of this worker
-    """
-
-    number: int
-    complete: bool
-    values: dict[int, bytes] = field(repr=False)
-    refused: str
-    waiting_for: tuple[int, ...]
-    step_wanted: bool
-
-
-@dataclass(frozen=True)
-class BucketPush:
-    """One bucket's part of a step.
-
-    absent: positions of segments without a gradient in this step
-    empty:  none of them has one: nothing is sent; with `absent` naming all it counts as zero in a mean, with none named
-            the worker's step is left out of it
-    groups: hyper-parameters of the groups that have parameters in the bucket
-    ranges: the leased data that the step used
-    """
-
-    bucket: BucketSpec
-    clock: int
-    empty: bool
-    absent: Sequence[int]
-    groups: dict[int, HyperParameters]
-    ranges: Sequence[DataRange] = ()
-
-
-@dataclass(frozen=True)
-class StateChunk:
-    """One kind of optimizer state of one bucket; `absent`: positions of the segments that have none."""
-
-    bucket: int
-    version: int
-    state: str
-    absent: frozenset[int]
-    payload: memoryview
-
+from ps_worker.values import (
+    BucketPush,
+    Identity,
+    JoinResult,
+    Offer,
+    PulledBucket,
+    Roster,
+    RoundNews,
+    ShardMap,
+    StateChunk,
+)
 
 # -- data ------------------------------------------------------------------------------------------------------------
 
@@ -306,13 +155,13 @@ def state_chunk(data: bytes) -> StateChunk:
     return StateChunk(header.bucket, header.version, header.state, frozenset(header.absent_segments), payload)
 
 
-def pulled(data: bytes) -> Pulled:
+def pulled(data: bytes) -> PulledBucket:
     """What one message of a pull's stream holds; its payload is a view into it."""
     raw, payload = read_message(data)
     return _pulled(data_pb2.PullHeader.FromString(bytes(raw)), payload)
 
 
-def shared_pulled(data: bytes) -> tuple[list[Pulled], float | None]:
+def shared_pulled(data: bytes) -> tuple[list[PulledBucket], float | None]:
     """What one message of a shared pull's stream holds: buckets that are in the segment now, and for how many seconds
     the pushes that went with the pull have been staged, if it says so."""
     message = data_pb2.PullSharedResponse.FromString(data)
@@ -320,9 +169,9 @@ def shared_pulled(data: bytes) -> tuple[list[Pulled], float | None]:
     return found, message.staged_seconds if message.HasField("staged_seconds") else None
 
 
-def _pulled(header: data_pb2.PullHeader, payload: memoryview) -> Pulled:
+def _pulled(header: data_pb2.PullHeader, payload: memoryview) -> PulledBucket:
     waiting = (tuple(header.waiting.ranks), header.waiting.reason) if header.HasField("waiting") else None
-    return Pulled(header.bucket, header.version, header.waited_seconds, payload, waiting, header.checkpoint)
+    return PulledBucket(header.bucket, header.version, header.waited_seconds, payload, waiting, header.checkpoint)
 
 
 def _identity(who: Identity) -> data_pb2.WorkerIdentity:
@@ -392,7 +241,6 @@ def place(job: str, response: control_pb2.JoinJobResponse) -> JoinResult:
         _shard_map(response.shard_map) if response.HasField("shard_map") else None,
         response.restore_count,
         response.worker_state if response.HasField("worker_state") else None,
-        response.worker_state_clock,
     )
 
 
@@ -425,30 +273,30 @@ def leave_request(who: Identity) -> control_pb2.LeaveJobRequest:
     return control_pb2.LeaveJobRequest(job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key)
 
 
-def lease_request(who: Identity, ask: Lease) -> control_pb2.LeaseDataRequest:
+def lease_request(who: Identity, ask: LeaseRequest) -> control_pb2.LeaseDataRequest:
     """Asks for batches."""
     return control_pb2.LeaseDataRequest(
         job=who.job,
         rank=who.rank,
         incarnation=who.incarnation,
         lease_key=who.key,
-        loader=ask.order.loader,
-        sample_count=ask.order.size,
-        batch_size=ask.order.batch_size,
-        drop_last=ask.order.drop_last,
-        seed=ask.order.seed,
+        loader=ask.loader.loader,
+        sample_count=ask.loader.size,
+        batch_size=ask.loader.batch_size,
+        drop_last=ask.loader.drop_last,
+        seed=ask.loader.seed,
         pass_number=ask.pass_number,
         batch_count=ask.count,
-        held=_ranges(ask.held),
-        committed=_ranges(ask.pushed),
-        returned=_ranges(ask.returned),
+        held=_ranges(ask.report.held),
+        committed=_ranges(ask.report.committed),
+        returned=_ranges(ask.report.returned),
     )
 
 
-def leased(response: control_pb2.LeaseDataResponse) -> tuple[list[DataRange], bool]:
+def leased(response: control_pb2.LeaseDataResponse) -> BatchLease:
     """The batches given, and whether the pass is complete."""
-    found = [DataRange(one.loader, one.pass_number, one.start, one.stop) for one in response.ranges]
-    return found, response.complete
+    ranges = (DataRange(each.loader, each.pass_number, each.start, each.stop) for each in response.ranges)
+    return BatchLease(tuple(ranges), response.complete)
 
 
 def exchange_request(who: Identity, offer: Offer) -> control_pb2.ExchangeValuesRequest:

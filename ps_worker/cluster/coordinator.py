@@ -18,23 +18,15 @@ from typing import Any, TypeVar
 
 import grpc
 
+from ps_protocol.data import BatchLease, LeaseRequest
 from ps_protocol.errors import PSError, TryLater, Unreachable, error_from
 from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.tls_diagnosis import refusal
 from ps_worker.cluster import convert
-from ps_worker.cluster.convert import (
-    Applicant,
-    DataRange,
-    Identity,
-    JoinResult,
-    Lease,
-    Offer,
-    Roster,
-    RoundNews,
-    ShardMap,
-)
+from ps_worker.cluster.convert import Applicant
+from ps_worker.values import Identity, JoinResult, Offer, Roster, RoundNews, ShardMap
 
 T = TypeVar("T")
 
@@ -174,7 +166,7 @@ class CoordinatorClient:
         """Sends a worker's own part of a checkpoint."""
         self._call(self._stub.SaveWorkerState, convert.save_request(who, clock, state))
 
-    def lease(self, who: Identity, ask: Lease) -> tuple[list[DataRange], bool]:
+    def lease(self, who: Identity, ask: LeaseRequest) -> BatchLease:
         """Batches of leased data, and whether the pass is complete."""
         return convert.leased(self._call(self._stub.LeaseData, convert.lease_request(who, ask)))
 

@@ -16,8 +16,9 @@ from collections.abc import Callable
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, UnknownWorker
 from ps_runtime.launch_id import UNKNOWN, LaunchId
-from ps_worker.cluster.convert import Applicant, JoinResult, Roster
+from ps_worker.cluster.convert import Applicant
 from ps_worker.cluster.coordinator import CoordinatorClient, Watch
+from ps_worker.values import JoinResult, Roster
 
 log = logging.getLogger("ps_worker")
 

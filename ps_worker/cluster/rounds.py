@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
-from ps_worker.cluster.convert import Offer, RoundNews
+from ps_worker.values import Offer, RoundNews
 
 log = logging.getLogger("ps_worker")
 

@@ -21,8 +21,8 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import Layout
 from ps_protocol.segment_layout import NAME_PREFIX, NONCE_BYTES, SegmentMap, segment_plan
 from ps_worker.cluster import convert
-from ps_worker.cluster.convert import Identity
 from ps_worker.cluster.transports import ShardCalls
+from ps_worker.values import Identity
 
 log = logging.getLogger("ps_worker")
 

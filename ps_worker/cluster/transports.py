@@ -22,10 +22,10 @@ from ps_protocol.v1.data_pb2 import DESCRIPTOR as DATA
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_worker.cluster import convert
-from ps_worker.cluster.convert import BucketPush, Identity, Pulled, StateChunk
 from ps_worker.cluster.coordinator import CALL_SECONDS, Retry
 from ps_worker.cluster.threads import Closed, DaemonPool
 from ps_worker.model.flat import FlatModel
+from ps_worker.values import BucketPush, Identity, PulledBucket, PullResult, PushResult, StateChunk
 
 log = logging.getLogger("ps_worker")
 
@@ -45,28 +45,6 @@ TOGETHER_BYTES = 64 * 2**20
 # some over while others are applied. Elsewhere it is told of all at once. A word costs both ends a few turns of
 # threads: a round of 256 MiB took 57 ms with a word for each 16 MiB, 48 with one for 64, 47 with one at the end.
 WORD_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True)
-class PullResult:
-    """What a pull brought.
-
-    size:       its bytes
-    waited:     seconds for which a bucket was held back at most
-    checkpoint: this worker's own state at this clock belongs to a checkpoint
-    """
-
-    size: int
-    waited: float
-    checkpoint: bool
-
-
-@dataclass(frozen=True)
-class PushResult:
-    """What was pushed: its bytes, and when it was staged, on the clock of time.perf_counter."""
-
-    size: int
-    staged: float
 
 
 class Draft:
@@ -136,8 +114,8 @@ class ShardCalls:
         request: Callable[[list[int]], bytes],
         clock: int,
         buckets: Sequence[BucketSpec],
-        read: Callable[[bytes], list[Pulled]],
-        land: Callable[[BucketSpec, Pulled], int],
+        read: Callable[[bytes], list[PulledBucket]],
+        land: Callable[[BucketSpec, PulledBucket], int],
     ) -> PullResult:
         """Fetches buckets, landing each as it comes; `request` asks for some, `land` returns the bytes of one."""
         stream = self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")
@@ -275,7 +253,7 @@ class NetworkTransport:
     def pull(self, clock: int, buckets: Sequence[BucketSpec], commit: Sequence[BucketPush] = ()) -> Future[PullResult]:
         """One stream for all buckets."""
 
-        def land(bucket: BucketSpec, found: Pulled) -> int:
+        def land(bucket: BucketSpec, found: PulledBucket) -> int:
             self._flat.land(bucket, found.payload)
             return len(found.payload)
 
@@ -301,7 +279,7 @@ def network_pushers(shards: int) -> DaemonPool:
     return DaemonPool(min(max(PUSHES_IN_FLIGHT, shards), PUSHES_TO_ONE_SHARD * shards), "push")
 
 
-def _one_pulled(message: bytes) -> list[Pulled]:
+def _one_pulled(message: bytes) -> list[PulledBucket]:
     return [convert.pulled(message)]
 
 
@@ -421,7 +399,7 @@ class SharedTransport:
         def ask(left: list[int]) -> bytes:
             return convert.pull_request(self._who, clock, left, self._word_bytes)
 
-        def read(message: bytes) -> list[Pulled]:
+        def read(message: bytes) -> list[PulledBucket]:
             return convert.shared_pulled(message)[0]
 
         return self._puller.submit(lambda: self._calls.pull("PullShared", ask, clock, buckets, read, self._land))
@@ -444,7 +422,7 @@ class SharedTransport:
         def ask(left: list[int]) -> bytes:
             return convert.push_pull(self._who, clock, every, finite, left, self._word_bytes)
 
-        def read(message: bytes) -> list[Pulled]:
+        def read(message: bytes) -> list[PulledBucket]:
             found, staged = convert.shared_pulled(message)
             if staged is not None:
                 self._staged(together, staged)
@@ -468,7 +446,7 @@ class SharedTransport:
     def _word_bytes(self) -> int:
         return 0 if self._flat.lands_in_place else WORD_BYTES
 
-    def _land(self, bucket: BucketSpec, _: Pulled) -> int:
+    def _land(self, bucket: BucketSpec, _: PulledBucket) -> int:
         self._flat.land_shared(bucket)
         return self._flat.weight_bytes(bucket)
 

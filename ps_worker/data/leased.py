@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
+from ps_protocol.data import BatchLease, DataRange, LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.errors import InvalidRequest, PSError
-from ps_worker.cluster.convert import DataRange, Lease, LoaderSpec
 from ps_worker.data.loaders import PreparedLoader, rebuilt
 from ps_worker.metrics import StepTimer
 
@@ -48,7 +48,7 @@ class Account:
 class Stepper(Protocol):
     """What leasing needs of the way this worker trains."""
 
-    def lease(self, ask: Lease) -> tuple[list[DataRange], bool] | None:
+    def lease(self, ask: LeaseRequest) -> BatchLease | None:
         """Batches given, and whether the pass is complete; None: ask anew, much may have changed. Raises PSError."""
 
     def empty_step(self) -> None:
@@ -161,12 +161,12 @@ class Leases(Sampler[list[int]]):
         answer = None
         while answer is None:
             held = [*self.data.held(order.loader), *account.handed, *account.waiting]
-            pushed, returned = list(account.pushed), list(account.returned)
-            answer = self._stepper.lease(Lease(order, self.number, count, held, pushed, returned))
-        found, self._complete = answer
-        del account.pushed[: len(pushed)], account.returned[: len(returned)]
-        account.waiting += found
-        self._took_part |= bool(found)
+            report = LeaseReport(held, list(account.pushed), list(account.returned))
+            answer = self._stepper.lease(LeaseRequest(order, self.number, count, report))
+        self._complete = answer.complete
+        del account.pushed[: len(report.committed)], account.returned[: len(report.returned)]
+        account.waiting += answer.ranges
+        self._took_part |= bool(answer.ranges)
 
     def _indices(self, batch: DataRange) -> list[int]:
         if self.order.seed is None:

@@ -13,7 +13,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.optimizers import is_scalar_state, required_state
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from
-from ps_worker.cluster.convert import StateChunk
+from ps_worker.values import StateChunk
 
 # By parameter (its index in the job), the state that torch.optim keeps for it: name -> tensor.
 States = Mapping[int, Mapping[str, torch.Tensor]]

@@ -7,12 +7,13 @@ from collections.abc import Sequence, Set
 
 import torch
 
+from ps_protocol.data import DataRange
 from ps_protocol.errors import InvalidRequest, NonFiniteGradient
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters
-from ps_worker.cluster.convert import BucketPush, DataRange
 from ps_worker.metrics import WorkerMetrics
+from ps_worker.values import BucketPush
 
 log = logging.getLogger("ps_worker")
 

@@ -23,16 +23,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from ps_protocol.data import BatchLease, DataRange, LeaseRequest
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, UnknownWorker, Unsupported
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite, validate
 from ps_protocol.layout import BucketSpec, bucket_layout
 from ps_runtime.channel import MAX_BUCKET_BYTES
 from ps_worker.cluster.connection import Shards
-from ps_worker.cluster.convert import BucketPush, DataRange, JoinResult, Lease, Offer, RoundNews, StateChunk
 from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.cluster.membership import Membership
 from ps_worker.cluster.rounds import Heard, Rounds
-from ps_worker.cluster.transports import PullResult, PushResult
 from ps_worker.data.leased import LeasedFace, LeasedLoader, Leases, StepData, order_of
 from ps_worker.data.loaders import PreparedLoader, dividing_sampler, shard_loader, warning_once, with_plain_batches
 from ps_worker.metrics import WorkerMetrics
@@ -47,6 +46,7 @@ from ps_worker.state.sender import StateSender
 from ps_worker.strategies.added import checked_group, holder, optimizer_of
 from ps_worker.strategies.options import JobOptions, PrepareOptions
 from ps_worker.strategies.strategy import Prepared
+from ps_worker.values import BucketPush, JoinResult, Offer, PullResult, PushResult, RoundNews, StateChunk
 
 log = logging.getLogger("ps_worker")
 
@@ -427,7 +427,7 @@ class JobTraining:
         """Whether other workers may wait for this one's clock."""
         return self._options.consistency.max_staleness is not None
 
-    def lease(self, ask: Lease) -> tuple[list[DataRange], bool] | None:
+    def lease(self, ask: LeaseRequest) -> BatchLease | None:
         """Batches of leased data, and whether the pass is complete; None: this worker took another place, ask anew."""
         self.pause(0.0)
         assert self._place is not None

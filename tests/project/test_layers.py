@@ -110,11 +110,8 @@ YET = {
     "ps_server.storage.export imports ps_server.rpc.convert",
     "ps_worker.accelerate reads os.environ",
     "ps_worker.cli reads os.environ",
-    "ps_worker.data.leased imports ps_worker.cluster.convert",
     "ps_worker.launched reads os.environ",
     "ps_worker.model.job_spec imports ps_runtime.channel",
-    "ps_worker.model.optimizer_state imports ps_worker.cluster.convert",
-    "ps_worker.model.outgoing imports ps_worker.cluster.convert",
 }
 CIRCLES_YET = {
     "ps_server.core.limits imports argparse",

@@ -20,7 +20,7 @@ from ps_server.core.commands import PullCall, PushKind, Staged
 from ps_server.core.consistency import Admission
 from ps_server.rpc import data_messages
 from ps_worker.cluster import convert as worker_messages
-from ps_worker.cluster.convert import BucketPush, Identity
+from ps_worker.values import BucketPush, Identity
 
 PUSH = data_pb2.PushRequest(
     header=data_pb2.PushHeader(

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from ps_worker.cluster.convert import JoinResult, ShardMap
 from ps_worker.cluster.coordinator import CoordinatorClient
+from ps_worker.values import JoinResult, ShardMap
 
 CHUNK = 2**16
 

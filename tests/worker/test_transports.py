@@ -11,7 +11,6 @@ import grpc
 import pytest
 
 from ps_protocol.layout import BucketSpec
-from ps_worker.cluster.convert import BucketPush, Identity
 from ps_worker.cluster.transports import (
     DATA_SERVICE,
     PUSHES_IN_FLIGHT,
@@ -21,6 +20,7 @@ from ps_worker.cluster.transports import (
     network_pushers,
 )
 from ps_worker.model.flat import FlatModel
+from ps_worker.values import BucketPush, Identity
 from tests.tools.cluster import until
 
 
