@@ -33,13 +33,14 @@ from ps_protocol.errors import InvalidRequest
 from ps_runtime.credentials import is_loopback
 from ps_runtime.exposure import is_exposed
 from ps_worker.cluster.connection import ConnectionOptions
+from ps_worker.cluster.participation import JobOptions
 from ps_worker.config import WorkerConfig, resolve
 from ps_worker.launched import report_errors_in_one_line, report_started, speak_as, warn_of_unknown_variables
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.no_sync import lend
 from ps_worker.strategies.collectives import Collectives
 from ps_worker.strategies.ddp import Ddp
-from ps_worker.strategies.options import JobOptions, PrepareOptions, non_finite_policy, wire_format
+from ps_worker.strategies.options import PrepareOptions, non_finite_policy, wire_format
 from ps_worker.strategies.parameter_server import ParameterServer
 from ps_worker.strategies.single import Single
 from ps_worker.strategies.strategy import Strategy

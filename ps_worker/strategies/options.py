@@ -1,4 +1,4 @@
-"""What a session trains with: which job, and how."""
+"""How models are trained, as `prepare` was told. Which job it is: ps_worker/cluster/participation.py."""
 
 from __future__ import annotations
 
@@ -8,30 +8,6 @@ from typing import Any
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import WIRE_FORMATS, NonFinite
-from ps_protocol.modes import Consistency
-from ps_runtime.launch_id import UNKNOWN, LaunchId
-from ps_worker.cluster.connection import ConnectionOptions
-
-
-@dataclass(frozen=True)
-class JobOptions:
-    """Which job on parameter servers a worker takes part in, and as which of its workers: what `connect` was told.
-
-    rank:          None: the coordinator gives one
-    world_size:    how many workers the job has; 0: elastic
-    start_timeout: seconds to wait until all declared workers have joined
-    link:          how shards, and the coordinator at `server`, are reached
-    launch:        what started this worker
-    """
-
-    server: str
-    job: str
-    consistency: Consistency
-    rank: int | None
-    world_size: int
-    start_timeout: float
-    link: ConnectionOptions
-    launch: LaunchId = UNKNOWN
 
 
 @dataclass(frozen=True)
