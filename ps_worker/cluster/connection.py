@@ -15,16 +15,11 @@ from typing import Any, TypeVar
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_worker.cluster.shared_memory import share_memory
+from ps_worker.cluster.calls import ShardCalls
+from ps_worker.cluster.network import NetworkTransport, network_pushers
+from ps_worker.cluster.shared_memory import SharedTransport, share_memory
 from ps_worker.cluster.threads import DaemonPool
-from ps_worker.cluster.transports import (
-    Draft,
-    NetworkTransport,
-    ShardCalls,
-    SharedTransport,
-    Transport,
-    network_pushers,
-)
+from ps_worker.cluster.transport import Draft, Transport
 from ps_worker.model.flat import FlatModel
 from ps_worker.values import BucketPush, Identity, PullResult, PushResult, ShardMap, StateChunk
 
@@ -119,7 +114,7 @@ class Shards:
     def assign(
         self, clock: int, bucket: BucketSpec, absent: Sequence[int], state: str | None, payload: memoryview | None
     ) -> None:
-        """Sends what the script has set in a bucket before its step of that clock; see `messages.assignment`."""
+        """Sends what the script has set in a bucket before its step of that clock; see `convert.assignment`."""
         transport = self._network[self._shard_of[bucket.index]]
         self._under_way.append(transport.assign(clock, bucket, absent, state, payload))
 
