@@ -249,7 +249,7 @@ class Session:
         if isinstance(self._strategy, ParameterServer):
             for thing in others:
                 self._strategy.rewind.add(thing)
-            self._strategy.rewind.settle()
+            self._strategy.rewind.try_restore()
         found = tuple(made[id(thing)] for thing in things)
         return found[0] if len(found) == 1 else found
 

@@ -39,7 +39,7 @@ from ps_worker.model.optimizer import ParameterStates, ServerOptimizer
 from ps_worker.model.optimizer_state import StateCollector, States, check_states, pieces, tensors_of
 from ps_worker.model.outgoing import LiveGroups, bucket_push, is_left_out
 from ps_worker.model.overlap import Overlap
-from ps_worker.state.checkpoint import Bystander, WorkerCheckpoint
+from ps_worker.state.checkpoint import BesideCheckpoint, WorkerCheckpoint
 from ps_worker.state.sender import StateSender
 from ps_worker.strategies.added import checked_group, holder, optimizer_of
 from ps_worker.strategies.options import JobOptions
@@ -75,7 +75,7 @@ class ParameterServer:
             options.launch,
         )
         self._sender = StateSender(self._coordinator, self._members)
-        self.rewind = (Bystander if beside else WorkerCheckpoint)(device, self._sender.send)
+        self.rewind = (BesideCheckpoint if beside else WorkerCheckpoint)(device, self._sender.send)
         self._added: list[tuple[int, ParameterServer]] = []  # by the optimizer that has them
         self._place: JoinResult | None = (
             None  # the one that the training thread is in; the membership may have a newer one
@@ -176,7 +176,7 @@ class ParameterServer:
         untrained = {i: tensor for i, tensor in enumerate(self._tensors) if self._spec.parameters[i].group is None}
         self.rewind.watch(optimizers, untrained)
         if self._place.state is not None:  # a worker of this rank was here before
-            self.rewind.go_back(self._place.state, self._clock)
+            self.rewind.rollback(self._place.state, self._clock)
         return models, [ServerOptimizer(one, _Stepped(self, index)) for index, one in enumerate(optimizers)]
 
     def _states_before(self, optimizers: Sequence[torch.optim.Optimizer]) -> States:
@@ -392,8 +392,8 @@ class ParameterServer:
         if self._place.state is None:
             log.warning("worker %d had saved no state: its place in the data stays what it is", self.rank)
             return
-        self.rewind.go_back(self._place.state, self._clock)
-        self.rewind.settle()
+        self.rewind.rollback(self._place.state, self._clock)
+        self.rewind.try_restore()
 
     # -- step --------------------------------------------------------------------------------------------------------
 
@@ -428,7 +428,7 @@ class ParameterServer:
         """One step of one optimizer; where this worker has lost its place, the step in which it takes another."""
         if self._closing:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
-        if self._undone and self.rewind.is_due:
+        if self._undone and self.rewind.waits_for_loader:
             return  # the rest of a batch's steps, of which the job was set back to before the first
         self._undone = False
         self.rewind.stepping()
