@@ -26,7 +26,7 @@ from ps_runtime.credentials import is_loopback
 from ps_runtime.exposure import is_exposed
 from ps_worker.cluster.connection import ConnectionOptions
 from ps_worker.config import WorkerConfig, resolve
-from ps_worker.data.leased import LeasedFace, LeasedLoader, Leases, order_of
+from ps_worker.data.leased import LeasedLoader, Leases, loader_spec
 from ps_worker.data.loaders import (
     PreparedLoader,
     dividing_sampler,
@@ -328,9 +328,8 @@ class Session:
                 begin = warning_once(loader, strategy.share, begin)
             return PreparedLoader(share, self.device, timer, begin)
         loader = with_plain_batches(loader)
-        leases = Leases(order_of(len(strategy.data.accounts), loader, seed), strategy.data, strategy)
-        face = LeasedFace(self.device, timer, lambda: strategy.world_size)
-        return LeasedLoader(loader, PreparedLoader(share, self.device, timer), leases, face)
+        leases = Leases(loader_spec(len(strategy.data.accounts), loader, seed), strategy.data, strategy)
+        return LeasedLoader(loader, PreparedLoader(share, self.device, timer), leases, self.device, timer)
 
     # -- over all workers --------------------------------------------------------------------------------------------
 

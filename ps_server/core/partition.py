@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ps_protocol.data import DataRange
 from ps_protocol.errors import (
     Backlogged,
     Fenced,
@@ -28,7 +29,7 @@ from ps_protocol.tensors import is_finite, tensor_from
 from ps_server.core.budget import Held, derived_limit
 from ps_server.core.commands import Commit, Push, PushKind, SharedBucket, Staged
 from ps_server.core.consistency import Admission, Live, UpdateRule
-from ps_server.core.data_commits import Committed, DataCommits, DataRange, check_ranges
+from ps_server.core.data_commits import Committed, DataCommits, check_ranges
 from ps_server.core.dense import Assignment, DenseBucket, Gradient, Scratch
 from ps_server.core.membership import check_incarnation, check_key
 from ps_server.core.snapshot import BucketSnapshot, VersionRange, extent

@@ -295,7 +295,7 @@ class ParameterServer:
         back = self._place.restore_count > before.restore_count
         if back:
             self._go_back()
-            self.data.set_back()
+            self.data.rollback()
             self._undone = True
             if any(changed > self._clock for changed in self._changed_between):
                 log.warning(
