@@ -33,14 +33,6 @@ class NonFinite(enum.Enum):
     ALLOW = "allow"
 
 
-WIRE_FORMATS = ("float32", "bfloat16", "float16")
-
-
-def travels_as(dtype: str, wire: str) -> str:
-    """The element type in which a tensor of `dtype` travels: only float32 is ever narrowed."""
-    return wire if dtype == "float32" else dtype
-
-
 @dataclass(frozen=True)
 class JobSpec:
     """One model being trained: equal specs are the same job.
@@ -50,7 +42,7 @@ class JobSpec:
     groups:       the hyper-parameters of all parameter groups when the job began
     bucket_bytes: bytes of a full bucket, a multiple of 64; 0 until it is registered, where the server is to choose
     world_size:   how many workers take part; 0 is elastic: whoever is there
-    gradient_wire, weight_wire: the element types in which float32 gradients and weights travel
+    gradient_wire, weight_wire: how float32 gradients and weights travel: names of codecs.WIRE_FORMATS
     more_optimizers:  of a script with several optimizers, the names of the others
     group_optimizers: by group, the index of its optimizer, 0 being `optimizer`; empty where there is only that one
     """

@@ -20,8 +20,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
+from ps_protocol.codecs import WIRE_FORMATS
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.job import WIRE_FORMATS, NonFinite
+from ps_protocol.job import NonFinite
 from ps_runtime.credentials import is_loopback
 from ps_runtime.exposure import is_exposed
 from ps_worker.cluster.connection import ConnectionOptions

@@ -21,11 +21,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ps_protocol.codecs import gradient_codec, weight_codec
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.job import JobSpec, travels_as
-from ps_protocol.layout import DATA_TYPES, BucketSpec, Layout, space_of
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import BucketSpec, Layout, space_of
 from ps_protocol.segment_layout import SegmentMap
-from ps_protocol.tensors import DTYPE_NAMES, TORCH_DTYPES, bytes_of, is_finite, tensor_from
+from ps_protocol.tensors import DTYPE_NAMES, TORCH_DTYPES, bytes_of, is_finite
 from ps_worker.model.gpu import GpuStaging
 from ps_worker.model.tracked import Touches, set_values, unwatch, values, watch, watched_gradient
 
@@ -281,7 +282,7 @@ class FlatModel:
     def was_looked_at(self, bucket: BucketSpec) -> bool:
         """Whether a bucket that leaves was looked at for infinities and NaNs, in the very bytes that leave: a half type
         has infinities where float32 has none."""
-        return self._check and travels_as(bucket.dtype, self._spec.gradient_wire) == bucket.dtype
+        return self._check and gradient_codec(self._spec, bucket).keeps(bucket)
 
     @property
     def in_segment(self) -> bool:
@@ -300,11 +301,10 @@ class FlatModel:
 
     def gradient(self, bucket: BucketSpec) -> memoryview:
         """A bucket's gradient as bytes in its wire format: the flat buffer's own memory where nothing is converted."""
-        wire = TORCH_DTYPES[travels_as(bucket.dtype, self._spec.gradient_wire)]
-        mine = self._slice(self._gradients, bucket)
+        codec, values = gradient_codec(self._spec, bucket), self._slice(self._gradients, bucket)
         if self._staging is not None:
-            return bytes_of(self._staging.fetch(mine, wire, self._made[bucket.index]))
-        return bytes_of(mine.to(wire))
+            return bytes_of(self._staging.fetch(values, codec.torch_dtype, self._made[bucket.index]))
+        return bytes_of(codec.encode(values))
 
     def share_gradient(self, bucket: BucketSpec) -> None:
         """Puts a bucket's gradient into the segment, unless it is made there."""
@@ -329,12 +329,12 @@ class FlatModel:
 
     def land(self, bucket: BucketSpec, payload: memoryview) -> None:
         """Writes a pulled bucket into the model. Raises InvalidRequest if its size is not the bucket's."""
-        wire = bucket.dtype if bucket.held else travels_as(bucket.dtype, self._spec.weight_wire)
-        if len(payload) != self.weight_bytes(bucket):
+        codec = weight_codec(self._spec, bucket)
+        if len(payload) != codec.size(bucket.numel):
             raise InvalidRequest(
-                f"bucket {bucket.index}: expected {self.weight_bytes(bucket)} bytes, got {len(payload)}"
+                f"bucket {bucket.index}: expected {codec.size(bucket.numel)} bytes, got {len(payload)}"
             )
-        values = tensor_from(payload, wire)
+        values = codec.decode(payload)
         if not bucket.held:
             self._write(bucket, values, shared=False)
             return
@@ -348,12 +348,11 @@ class FlatModel:
 
     def gradient_bytes(self, bucket: BucketSpec) -> int:
         """Bytes of a bucket's gradient in its wire format."""
-        return bucket.numel * DATA_TYPES[travels_as(bucket.dtype, self._spec.gradient_wire)].itemsize
+        return gradient_codec(self._spec, bucket).size(bucket.numel)
 
     def weight_bytes(self, bucket: BucketSpec) -> int:
         """Bytes of a bucket's weights in their wire format; what no optimizer steps travels as it is."""
-        wire = bucket.dtype if bucket.held else travels_as(bucket.dtype, self._spec.weight_wire)
-        return bucket.numel * DATA_TYPES[wire].itemsize
+        return weight_codec(self._spec, bucket).size(bucket.numel)
 
     def land_shared(self, bucket: BucketSpec) -> None:
         """Takes a bucket that a shard has written into the segment, unless the model lies there."""
