@@ -44,7 +44,7 @@ class SegmentPlan:
 
 
 def segment_plan(spec: JobSpec, layout: Layout) -> SegmentPlan:
-    """The places of a job's gradients and weights in a segment."""
+    """Returns the places of a job's gradients and weights in a segment."""
     spaces = {bucket.space: bucket for bucket in layout.buckets if not bucket.held}
     end = PAGE_BYTES
     directions: list[dict[str, Region]] = []
@@ -67,11 +67,11 @@ class SegmentMap:
         self.weights = {space: _tensor(memory, region) for space, region in plan.weights.items()}
 
     def gradient(self, bucket: BucketSpec) -> torch.Tensor:
-        """A bucket's gradient: [numel]."""
+        """Returns a bucket's gradient: [numel]."""
         return self.gradients[bucket.space][bucket.start : bucket.start + bucket.numel]
 
     def weight(self, bucket: BucketSpec) -> torch.Tensor:
-        """A bucket's weights: [numel]."""
+        """Returns a bucket's weights: [numel]."""
         return self.weights[bucket.space][bucket.start : bucket.start + bucket.numel]
 
 

@@ -78,7 +78,7 @@ class LocalSegment:
         self.memory[:NONCE_BYTES] = self.nonce
 
     def hide(self) -> None:
-        """Removes the segment's name: from here on only those who have mapped it hold it."""
+        """Removes the segment's name: from here on only processes that have mapped it hold it."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path = None

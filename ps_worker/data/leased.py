@@ -80,7 +80,7 @@ class StepData:
         self._taken.append(batch)
 
     def use(self) -> list[DataRange]:
-        """The batches of the step that is being made: from its first push on, what is taken is for the next one."""
+        """Returns the batches of the step that is being made; from its first push on, others are for the next step."""
         if self._using is None:
             self._using, self._taken = self._taken, []
         return self._using
@@ -115,7 +115,7 @@ class StepData:
             account.clear()
 
     def held(self, loader: int) -> list[DataRange]:
-        """What is taken of one loader."""
+        """Returns what is taken of one loader."""
         return [batch for batch in [*(self._using or ()), *self._taken] if batch.loader == loader]
 
     @property
