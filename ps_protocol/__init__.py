@@ -1,5 +1,6 @@
 """What servers and workers must agree on: a change on one side alone breaks the other.
 
+codecs.py          How a bucket's elements become a payload, and back: the one home of wire formats
 convert.py         A job and its hyper-parameters as protobuf messages, and back: the same translation at both ends
 data.py            Elastic data: batches that the coordinator leases to workers, as both ends speak of them
 errors.py          Every error of the project, and how each crosses the wire

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Span = tuple[int, int]  # [start, stop)
-
 
 @dataclass(frozen=True)
 class DataRange:
@@ -22,7 +20,7 @@ class DataRange:
     stop: int
 
     @property
-    def span(self) -> Span:
+    def span(self) -> tuple[int, int]:
         """(start, stop)."""
         return self.start, self.stop
 
@@ -64,6 +62,9 @@ class LeaseReport:
     returned: Sequence[DataRange] = ()
 
 
+NOTHING = LeaseReport()
+
+
 @dataclass(frozen=True)
 class LeaseRequest:
     """A worker in pass `pass_number` asks for up to `count` batches of a loader."""
@@ -71,7 +72,7 @@ class LeaseRequest:
     loader: LoaderSpec
     pass_number: int
     count: int
-    report: LeaseReport = LeaseReport()
+    report: LeaseReport = NOTHING
 
 
 @dataclass(frozen=True)

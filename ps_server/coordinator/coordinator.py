@@ -14,12 +14,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from ps_protocol.data import BatchLease, LeaseRequest
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater
 from ps_protocol.job import JobSpec, difference
 from ps_runtime.channel import MAX_BUCKET_BYTES
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_server.coordinator.admitting import admit
-from ps_server.coordinator.data import LeaseRequest
 from ps_server.coordinator.job import CoordinatedJob, RegisteredShard, Watcher, make_job
 from ps_server.coordinator.keeping import Keeping
 from ps_server.coordinator.launches import refusal
@@ -30,7 +30,7 @@ from ps_server.coordinator.retiring import retire, retire_ghosts
 from ps_server.coordinator.rounds import LOOK_SECONDS, ExchangeRequest, Listener, Terms, Wait
 from ps_server.coordinator.shards import ShardDirectory
 from ps_server.core.bucket_sizes import sized
-from ps_server.core.data_leases import BatchLease
+from ps_server.core.data_leases import Who
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.core.membership import JoinRequest, JoinResult, Member, check_key
 from ps_server.core.validation import check_address, check_host, check_job_spec, check_launch
@@ -311,9 +311,9 @@ class Coordinator:
             job.membership.heartbeat(rank, incarnation, clock, time.monotonic(), key)
             return len(job.membership.members)
 
-    def lease_data(self, name: str, ask: LeaseRequest) -> BatchLease:
+    def lease_data(self, name: str, who: Who, key: bytes, ask: LeaseRequest) -> BatchLease:
         """Gives a worker batches of an elastic job's data; see DataLeases.lease."""
-        return lease_data(self._job(name), ask, self._limits, self._directory, self._pool)
+        return lease_data(self._job(name), who, key, ask, self._limits, self._directory, self._pool)
 
     def exchange(self, name: str, ask: ExchangeRequest, listener: Listener) -> Callable[[], None]:
         """Takes a worker's value for a round; see JobRounds.exchange."""

@@ -5,28 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from ps_protocol.data import BatchLease, LeaseReport, LeaseRequest
 from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError
 from ps_server.core.data_commits import MAX_LOADERS, Committed
-from ps_server.core.data_leases import NOTHING, BatchLease, DataLeases, LoaderSpec, Progress, Report, Who
+from ps_server.core.data_leases import DataLeases, Progress, Who
 from ps_server.core.limits import Limits
 
 log = logging.getLogger("ps_server")
-
-
-@dataclass(frozen=True)
-class LeaseRequest:
-    """One worker's request for batches of one loader; see DataLeases.lease."""
-
-    rank: int
-    incarnation: int
-    loader: int
-    spec: LoaderSpec
-    pass_number: int
-    count: int
-    report: Report = NOTHING
-    key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
@@ -52,30 +39,29 @@ class JobData:
         self._loaders: dict[int, DataLeases] = {}
         self._looks = 0  # begun so far
 
-    def lease(self, ask: LeaseRequest, job: JobFace) -> BatchLease:
-        """What a worker gets; see DataLeases.lease."""
+    def lease(self, who: Who, ask: LeaseRequest, job: JobFace) -> BatchLease:
+        """Gives a worker batches; see DataLeases.lease."""
         _check(ask, job.limits)
         looks = self._looks
         with self._lock:
             workers = job.live()  # in here, so that nobody is given anything once `gone` was called for it
             leases = self._loader(ask, job.limits)
-            who = ask.rank, ask.incarnation
             settled = leases.doubtful - job.ghosts()
             if leases.stale or settled:
                 self._look(leases, settled, job)
-            grant = leases.lease(who, ask.pass_number, ask.count, workers, ask.report)
+            lease = leases.lease(who, ask.pass_number, ask.count, workers, ask.report)
             # Nothing is left: the shards know best what is done. A look that others began since will do.
-            if ask.count and not grant.spans and not grant.complete:
+            if ask.count and not lease.ranges and not lease.complete:
                 if self._looks == looks:
                     self._look(leases, leases.doubtful - job.ghosts(), job)
-                grant = leases.lease(who, ask.pass_number, ask.count, workers, Report(held=ask.report.held))
-            return grant
+                lease = leases.lease(who, ask.pass_number, ask.count, workers, LeaseReport(held=ask.report.held))
+            return lease
 
     def _loader(self, ask: LeaseRequest, limits: Limits) -> DataLeases:
-        leases = self._loaders.get(ask.loader)
+        leases = self._loaders.get(ask.loader.loader)
         if leases is None:
-            leases = self._loaders[ask.loader] = DataLeases(ask.loader, ask.spec, limits.leases)
-        leases.agree(ask.spec)
+            leases = self._loaders[ask.loader.loader] = DataLeases(ask.loader, limits.leases)
+        leases.agree(ask.loader)
         return leases
 
     def _look(self, leases: DataLeases, gone: Set[Who], job: JobFace) -> None:
@@ -108,12 +94,13 @@ class JobData:
 
 
 def _check(ask: LeaseRequest, limits: Limits) -> None:
-    if ask.loader >= MAX_LOADERS:
-        raise LimitExceeded(f"a job leases the data of at most {MAX_LOADERS} loaders, got loader {ask.loader}")
-    if ask.spec.batch_size < 1:
-        raise InvalidRequest(f"a batch has at least one sample, got batch_size {ask.spec.batch_size}")
-    if ask.spec.size > limits.samples:
-        raise LimitExceeded(f"max-samples is {limits.samples}, got a loader of {ask.spec.size}")
+    loader = ask.loader
+    if loader.loader >= MAX_LOADERS:
+        raise LimitExceeded(f"a job leases the data of at most {MAX_LOADERS} loaders, got loader {loader.loader}")
+    if loader.batch_size < 1:
+        raise InvalidRequest(f"a batch has at least one sample, got batch_size {loader.batch_size}")
+    if loader.size > limits.samples:
+        raise LimitExceeded(f"max-samples is {limits.samples}, got a loader of {loader.size}")
     most = max(len(ask.report.held), len(ask.report.committed), len(ask.report.returned))
     if most > limits.leases:
         raise LimitExceeded(f"max-leases is {limits.leases}, got a report of {most}")

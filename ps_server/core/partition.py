@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ps_protocol.codecs import PLAIN, gradient_codec
+from ps_protocol.data import DataRange
 from ps_protocol.errors import (
     Backlogged,
     Fenced,
@@ -21,14 +23,14 @@ from ps_protocol.errors import (
     NotFound,
     OutOfOrder,
 )
-from ps_protocol.job import HyperParameters, JobSpec, NonFinite, travels_as
-from ps_protocol.layout import DATA_TYPES, BucketSpec, bucket_layout
+from ps_protocol.job import HyperParameters, JobSpec, NonFinite
+from ps_protocol.layout import BucketSpec, bucket_layout
 from ps_protocol.optimizers import check_change, check_hyper_parameters, is_scalar_state, required_state
-from ps_protocol.tensors import is_finite, tensor_from
+from ps_protocol.tensors import is_finite
 from ps_server.core.budget import Held, derived_limit
 from ps_server.core.commands import Commit, Push, PushKind, SharedBucket, Staged
 from ps_server.core.consistency import Admission, Live, UpdateRule
-from ps_server.core.data_commits import Committed, DataCommits, DataRange, check_ranges
+from ps_server.core.data_commits import Committed, DataCommits, check_ranges
 from ps_server.core.dense import Assignment, DenseBucket, Gradient, Scratch
 from ps_server.core.membership import check_incarnation, check_key
 from ps_server.core.snapshot import BucketSnapshot, VersionRange, extent
@@ -213,21 +215,21 @@ class JobPartition:
             self.trained(push.bucket)
         self._check_positions(bucket, push.absent)
         self._check_groups(push.groups or {})
-        wire = travels_as(bucket.dtype, self.spec.gradient_wire)
-        dtype, count = (wire if push.kind is PushKind.GRADIENT else bucket.dtype), bucket.numel
+        is_gradient, count = push.kind is PushKind.GRADIENT, bucket.numel
+        codec = gradient_codec(self.spec, bucket) if is_gradient else PLAIN[bucket.dtype]
         if push.kind is PushKind.SKIP or (push.kind is PushKind.ASSIGN_STATE and not push.state):
             count = 0
         elif push.kind is PushKind.ASSIGN_STATE and is_scalar_state(self._optimizer(bucket), push.state):
-            dtype, count = "float32", len(bucket.segments)
-        expected = count * DATA_TYPES[dtype].itemsize
+            codec, count = PLAIN["float32"], len(bucket.segments)
+        expected = codec.size(count)
         if len(push.payload) != expected:
             raise InvalidRequest(
-                f"bucket {push.bucket}: expected {expected} bytes ({count} x {dtype}), got {len(push.payload)}"
+                f"bucket {push.bucket}: expected {expected} bytes ({count} x {codec.dtype}), got {len(push.payload)}"
             )
         if not count:
             return Gradient(None, push.absent, push.groups)
-        values, borrowed = tensor_from(push.payload, dtype), push.borrowed
-        if push.kind is not PushKind.GRADIENT:
+        values, borrowed = codec.decode(push.payload), push.borrowed
+        if not is_gradient:
             return Gradient(values, push.absent)
         limited = self._norm_limit < math.inf
         if limited and borrowed:

@@ -68,8 +68,8 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
 
     def LeaseData(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.job)
-        ask = lease_messages.lease_request(request)
-        return lease_messages.lease_response(ask.loader, self._coordinator.lease_data(request.job, ask))
+        who, ask = (request.rank, request.incarnation), lease_messages.lease_request(request)
+        return lease_messages.lease_response(self._coordinator.lease_data(request.job, who, request.lease_key, ask))
 
     def _exchange(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
         check_job(request.job)

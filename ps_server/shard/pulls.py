@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ps_protocol.codecs import weight_codec
 from ps_protocol.errors import InvalidRequest, PSError, UnknownWorker
-from ps_protocol.job import travels_as
 from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import PullCall
 from ps_server.core.consistency import Admission
@@ -133,11 +133,11 @@ class Pulls:
     def _read_out(self, job: HostedJob, bucket: HostedBucket, pull: Pull, waited: float) -> bytes:
         """One bucket as a message, in the wire format of the job's weights."""
         layout = bucket.state.layout
-        wire = layout.dtype if layout.held else travels_as(layout.dtype, job.state.spec.weight_wire)
+        codec = weight_codec(job.state.spec, layout)
         with bucket.tensors:
             weights, version = bucket.state.weights.flat, bucket.state.protocol.version
             payload = bytes_of(
-                weights if wire == layout.dtype else job.narrowed.get(layout.index, version, weights, wire)
+                weights if codec.keeps(layout) else job.narrowed.get(layout.index, version, weights, codec)
             )
             message = self._writers.pull(layout.index, version, waited, None, payload, _kept(job, pull, version))
         failpoint("pull-half-sent")

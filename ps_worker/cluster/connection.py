@@ -15,15 +15,10 @@ from typing import Any, TypeVar
 
 from ps_protocol.layout import BucketSpec
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_worker.cluster.shared_memory import share_memory
-from ps_worker.cluster.transports import (
-    Draft,
-    NetworkTransport,
-    ShardCalls,
-    SharedTransport,
-    Transport,
-    network_pushers,
-)
+from ps_worker.cluster.calls import ShardCalls
+from ps_worker.cluster.network import NetworkTransport, network_pushers
+from ps_worker.cluster.shared_memory import SharedTransport, share_memory
+from ps_worker.cluster.transport import Draft, Transport
 from ps_worker.model.flat import FlatModel
 from ps_worker.values import BucketPush, JoinResult, PullResult, PushResult, ShardMap, StateChunk
 

@@ -1,23 +1,21 @@
-"""Where the worker's values become protobuf messages, and back."""
+"""Where the worker's values become protobuf messages, and back, as far as that is more than naming the fields."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from ps_protocol.convert import hyper_messages, job_spec_message
+from ps_protocol.convert import hyper_messages
 from ps_protocol.data import BatchLease, DataRange, LeaseRequest
 from ps_protocol.framing import read_message, write_message
-from ps_protocol.job import HyperParameters, JobSpec
+from ps_protocol.job import HyperParameters
 from ps_protocol.v1 import control_pb2, data_pb2, job_pb2
 from ps_runtime.launch_id import UNKNOWN, LaunchId
 from ps_worker.values import (
     BucketPush,
     Identity,
     JoinResult,
-    Offer,
     PulledBucket,
-    Roster,
     RoundNews,
     ShardMap,
     StateChunk,
@@ -26,10 +24,15 @@ from ps_worker.values import (
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
+def identity(who: Identity) -> data_pb2.WorkerIdentity:
+    """Returns who calls a shard, as every message to one says it."""
+    return data_pb2.WorkerIdentity(job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key)
+
+
 def gradient_push(who: Identity, push: BucketPush, payload: memoryview | None, draft: bool = False) -> bytes:
-    """One bucket's gradient; without payload, the word that this step has none. `draft`: it does not count yet."""
+    """Writes one bucket's gradient; without payload, that this step has none. `draft`: it does not count yet."""
     header = data_pb2.PushHeader(
-        worker=_identity(who),
+        worker=identity(who),
         bucket=push.bucket.index,
         clock=push.clock,
         kind=data_pb2.PUSH_KIND_SKIP if payload is None else data_pb2.PUSH_KIND_GRADIENT,
@@ -44,12 +47,12 @@ def gradient_push(who: Identity, push: BucketPush, payload: memoryview | None, d
 def assignment(
     who: Identity, bucket: int, clock: int, absent: Sequence[int], state: str | None, payload: memoryview | None
 ) -> bytes:
-    """Weights (`state` None) or optimizer state that the script has set in a bucket before its step of that clock.
+    """Writes weights (`state` None) or optimizer state that a script has set in a bucket before its step of a clock.
 
     state: a kind of state; "": the segments that are not absent lose theirs
     """
     header = data_pb2.PushHeader(
-        worker=_identity(who),
+        worker=identity(who),
         bucket=bucket,
         clock=clock,
         kind=data_pb2.PUSH_KIND_ASSIGN if state is None else data_pb2.PUSH_KIND_ASSIGN_STATE,
@@ -59,13 +62,8 @@ def assignment(
     return write_message(header, payload)
 
 
-def attach_request(who: Identity, location: str, nonce: bytes) -> bytes:
-    """Asks a shard to map a segment."""
-    return data_pb2.AttachSegmentRequest(worker=_identity(who), location=location, nonce=nonce).SerializeToString()
-
-
 def shared_push(who: Identity, clock: int, pushes: Sequence[BucketPush], finite: Set[int] = frozenset()) -> bytes:
-    """Several buckets whose gradients lie in the segment; `finite`: those whose bytes there were looked at."""
+    """Announces buckets whose gradients lie in the segment; `finite`: those whose bytes there were looked at."""
     return _shared_push(who, clock, pushes, finite).SerializeToString()
 
 
@@ -75,11 +73,11 @@ def push_pull(
     pushes: Sequence[BucketPush],
     finite: Set[int],
     buckets: Sequence[int],
-    word_bytes: int,
+    notice_bytes: int,
 ) -> bytes:
-    """As `shared_push`, and asks for buckets at that clock, as `pull_request`."""
+    """Does as `shared_push`, and asks for buckets at that clock, as `pull_request`."""
     push = _shared_push(who, clock, pushes, finite)
-    return data_pb2.PushPullSharedRequest(push=push, buckets=buckets, word_bytes=word_bytes).SerializeToString()
+    return data_pb2.PushPullSharedRequest(push=push, buckets=buckets, word_bytes=notice_bytes).SerializeToString()
 
 
 def _shared_push(
@@ -87,7 +85,7 @@ def _shared_push(
 ) -> data_pb2.PushSharedRequest:
     groups = {group: values for push in pushes for group, values in push.groups.items()}
     return data_pb2.PushSharedRequest(
-        worker=_identity(who),
+        worker=identity(who),
         clock=clock,
         buckets=_shared_buckets(pushes, finite),
         groups=_group_updates(groups),
@@ -109,8 +107,8 @@ def _shared_buckets(pushes: Sequence[BucketPush], finite: Set[int]) -> list[data
 
 def _ranges(ranges: Sequence[DataRange]) -> list[job_pb2.DataRange]:
     return [
-        job_pb2.DataRange(loader=one.loader, pass_number=one.pass_number, start=one.start, stop=one.stop)
-        for one in ranges
+        job_pb2.DataRange(loader=each.loader, pass_number=each.pass_number, start=each.start, stop=each.stop)
+        for each in ranges
     ]
 
 
@@ -121,20 +119,20 @@ def _group_updates(groups: Mapping[int, HyperParameters]) -> list[data_pb2.Group
 
 
 def initial_push(who: Identity, bucket: int, payload: memoryview) -> bytes:
-    """One bucket's initial value."""
+    """Writes one bucket's initial value."""
     kind = data_pb2.PUSH_KIND_INITIAL_VALUE
-    return write_message(data_pb2.PushHeader(worker=_identity(who), bucket=bucket, kind=kind), payload)
+    return write_message(data_pb2.PushHeader(worker=identity(who), bucket=bucket, kind=kind), payload)
 
 
 def pull_request(
-    who: Identity, clock: int, buckets: Sequence[int], word_bytes: int = 0, commit: Sequence[BucketPush] = ()
+    who: Identity, clock: int, buckets: Sequence[int], notice_bytes: int = 0, commit: Sequence[BucketPush] = ()
 ) -> bytes:
     """Asks a shard for buckets at a clock.
 
-    word_bytes: into the segment, and to be told of them whenever they make so many bytes; 0: when all are there
+    notice_bytes: into the segment, and to be told of them whenever they make so many bytes; 0: when all are there
     commit:     of that clock: pushes that left as drafts, and empty ones; they count before anything is pulled
     """
-    request = data_pb2.PullRequest(worker=_identity(who), clock=clock, buckets=buckets, word_bytes=word_bytes)
+    request = data_pb2.PullRequest(worker=identity(who), clock=clock, buckets=buckets, word_bytes=notice_bytes)
     if commit:
         groups = {group: values for push in commit for group, values in push.groups.items()}
         request.commit.buckets.extend(_shared_buckets(commit, frozenset()))
@@ -143,30 +141,26 @@ def pull_request(
     return request.SerializeToString()
 
 
-def state_request(who: Identity, buckets: Sequence[int]) -> bytes:
-    """Asks a shard for the optimizer state of buckets."""
-    return data_pb2.PullStateRequest(worker=_identity(who), buckets=buckets).SerializeToString()
-
-
 def state_chunk(data: bytes) -> StateChunk:
-    """What one message of the answer to that holds; its payload is a view into it."""
+    """Reads one message of the optimizer state of buckets; the payload is a view into it."""
     raw, payload = read_message(data)
     header = data_pb2.StateHeader.FromString(bytes(raw))
     return StateChunk(header.bucket, header.version, header.state, frozenset(header.absent_segments), payload)
 
 
 def pulled(data: bytes) -> PulledBucket:
-    """What one message of a pull's stream holds; its payload is a view into it."""
+    """Reads one message of a pull's stream; the payload is a view into it."""
     raw, payload = read_message(data)
     return _pulled(data_pb2.PullHeader.FromString(bytes(raw)), payload)
 
 
 def shared_pulled(data: bytes) -> tuple[list[PulledBucket], float | None]:
-    """What one message of a shared pull's stream holds: buckets that are in the segment now, and for how many seconds
-    the pushes that went with the pull have been staged, if it says so."""
+    """Reads one message of a shared pull's stream: buckets that are in the segment now, and for how many seconds the
+    pushes that went with the pull have been staged, if it says so.
+    """
     message = data_pb2.PullSharedResponse.FromString(data)
-    found = [_pulled(header, memoryview(b"")) for header in message.headers]
-    return found, message.staged_seconds if message.HasField("staged_seconds") else None
+    buckets = [_pulled(header, memoryview(b"")) for header in message.headers]
+    return buckets, message.staged_seconds if message.HasField("staged_seconds") else None
 
 
 def _pulled(header: data_pb2.PullHeader, payload: memoryview) -> PulledBucket:
@@ -174,25 +168,16 @@ def _pulled(header: data_pb2.PullHeader, payload: memoryview) -> PulledBucket:
     return PulledBucket(header.bucket, header.version, header.waited_seconds, payload, waiting, header.checkpoint)
 
 
-def _identity(who: Identity) -> data_pb2.WorkerIdentity:
-    return data_pb2.WorkerIdentity(job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key)
-
-
 # -- control ---------------------------------------------------------------------------------------------------------
 
 
-def register_request(spec: JobSpec) -> control_pb2.RegisterJobRequest:
-    """Registers a job."""
-    return control_pb2.RegisterJobRequest(spec=job_spec_message(spec))
-
-
 def registered(response: control_pb2.RegisterJobResponse) -> tuple[ShardMap, int]:
-    """Where a registered job's buckets are, and the bytes of a full one."""
+    """Reads where a registered job's buckets are, and the bytes of a full one."""
     return _shard_map(response.shard_map), response.bucket_bytes
 
 
-def _shard_map(found: job_pb2.ShardMap) -> ShardMap:
-    return ShardMap({shard.index: shard.address for shard in found.shards}, tuple(found.bucket_shards))
+def _shard_map(message: job_pb2.ShardMap) -> ShardMap:
+    return ShardMap({shard.index: shard.address for shard in message.shards}, tuple(message.bucket_shards))
 
 
 @dataclass(frozen=True)
@@ -211,7 +196,10 @@ class Applicant:
 
 
 def join_request(job: str, rank: int | None, who: Applicant, attempt: int, waited: float) -> control_pb2.JoinJobRequest:
-    """Asks to take part, or to come back. waited: seconds since it was told first to wait for others."""
+    """Asks to take part, or to come back.
+
+    waited: seconds since it was told first to wait for others
+    """
     request = control_pb2.JoinJobRequest(
         job=job,
         rank=rank,
@@ -230,8 +218,8 @@ def join_request(job: str, rank: int | None, who: Applicant, attempt: int, waite
     return request
 
 
-def place(job: str, response: control_pb2.JoinJobResponse) -> JoinResult:
-    """What a worker got when it joined."""
+def join_result(job: str, response: control_pb2.JoinJobResponse) -> JoinResult:
+    """Reads what a worker got when it joined."""
     lease = response.lease.ToNanoseconds() / 1e9
     who = Identity(job, response.rank, response.incarnation, response.lease_key)
     return JoinResult(
@@ -244,37 +232,8 @@ def place(job: str, response: control_pb2.JoinJobResponse) -> JoinResult:
     )
 
 
-def watch_request(job: str) -> control_pb2.WatchJobRequest:
-    """Asks who takes part."""
-    return control_pb2.WatchJobRequest(job=job)
-
-
-def roster(response: control_pb2.WatchJobResponse) -> Roster:
-    """Who takes part."""
-    return Roster(tuple(response.ranks), response.world_size, response.started)
-
-
-def heartbeat_request(who: Identity, clock: int) -> control_pb2.HeartbeatRequest:
-    """A sign of life."""
-    return control_pb2.HeartbeatRequest(
-        job=who.job, rank=who.rank, incarnation=who.incarnation, clock=clock, lease_key=who.key
-    )
-
-
-def save_request(who: Identity, clock: int, state: bytes) -> control_pb2.SaveWorkerStateRequest:
-    """A worker's own part of a checkpoint."""
-    return control_pb2.SaveWorkerStateRequest(
-        job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key, clock=clock, state=state
-    )
-
-
-def leave_request(who: Identity) -> control_pb2.LeaveJobRequest:
-    """Says goodbye."""
-    return control_pb2.LeaveJobRequest(job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key)
-
-
 def lease_request(who: Identity, ask: LeaseRequest) -> control_pb2.LeaseDataRequest:
-    """Asks for batches."""
+    """Asks for batches of a loader's data."""
     return control_pb2.LeaseDataRequest(
         job=who.job,
         rank=who.rank,
@@ -294,26 +253,18 @@ def lease_request(who: Identity, ask: LeaseRequest) -> control_pb2.LeaseDataRequ
 
 
 def leased(response: control_pb2.LeaseDataResponse) -> BatchLease:
-    """The batches given, and whether the pass is complete."""
+    """Reads which batches were given, and whether the pass is complete."""
     ranges = (DataRange(each.loader, each.pass_number, each.start, each.stop) for each in response.ranges)
     return BatchLease(tuple(ranges), response.complete)
 
 
-def exchange_request(who: Identity, offer: Offer) -> control_pb2.ExchangeValuesRequest:
-    """Gives a value to a round."""
-    return control_pb2.ExchangeValuesRequest(
-        job=who.job,
-        rank=who.rank,
-        incarnation=who.incarnation,
-        lease_key=who.key,
-        number=offer.number,
-        clock=offer.clock,
-        value=offer.value,
-    )
-
-
 def round_news(response: control_pb2.ExchangeValuesResponse) -> RoundNews:
-    """How a round stands."""
-    values = {one.rank: one.value for one in response.values}
-    waiting = tuple(response.waiting_for)
-    return RoundNews(response.number, response.complete, values, response.refused, waiting, response.step_wanted)
+    """Reads how a round stands."""
+    return RoundNews(
+        response.number,
+        response.complete,
+        {each.rank: each.value for each in response.values},
+        response.refused,
+        tuple(response.waiting_for),
+        response.step_wanted,
+    )

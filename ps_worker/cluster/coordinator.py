@@ -18,8 +18,11 @@ from typing import Any, TypeVar
 
 import grpc
 
+from ps_protocol.convert import job_spec_message
 from ps_protocol.data import BatchLease, LeaseRequest
 from ps_protocol.errors import PSError, TryLater, Unreachable, error_from
+from ps_protocol.job import JobSpec
+from ps_protocol.v1 import control_pb2
 from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
@@ -111,7 +114,7 @@ class Watch:
     def __iter__(self) -> Iterator[Roster]:
         with contextlib.suppress(grpc.RpcError):
             for response in self._call or ():
-                yield convert.roster(response)
+                yield Roster(tuple(response.ranks), response.world_size, response.started)
 
     def stop(self) -> None:
         """Ends it; from any thread, and more than once."""
@@ -130,9 +133,10 @@ class CoordinatorClient:
         self._channel = open_channel(address, access)
         self._stub = JobServiceStub(self._channel)
 
-    def register(self, spec: Any) -> tuple[ShardMap, int]:
+    def register(self, spec: JobSpec) -> tuple[ShardMap, int]:
         """Registers a job, or finds the equal one that is there: where its buckets are, and the bytes of a full one."""
-        return convert.registered(self._call(self._stub.RegisterJob, convert.register_request(spec)))
+        request = control_pb2.RegisterJobRequest(spec=job_spec_message(spec))
+        return convert.registered(self._call(self._stub.RegisterJob, request))
 
     def join(self, job: str, rank: int | None, who: Applicant) -> JoinResult:
         """Makes a process a live worker of the job.
@@ -153,30 +157,44 @@ class CoordinatorClient:
                     since = min(since, time.monotonic())
                 raise
 
-        return convert.place(job, Retry(peer, self._timeout, self.closing, self._access).call(ask))
+        return convert.join_result(job, Retry(peer, self._timeout, self.closing, self._access).call(ask))
 
     def heartbeat(self, who: Identity, clock: int, timeout: float) -> None:
         """Renews the lease; one attempt."""
+        request = control_pb2.HeartbeatRequest(
+            job=who.job, rank=who.rank, incarnation=who.incarnation, clock=clock, lease_key=who.key
+        )
         try:
-            self._stub.Heartbeat(convert.heartbeat_request(who, clock), timeout=timeout)
+            self._stub.Heartbeat(request, timeout=timeout)
         except grpc.RpcError as error:
             raise error_from(error, f"coordinator at {self.address}") from None
 
     def save_state(self, who: Identity, clock: int, state: bytes) -> None:
         """Sends a worker's own part of a checkpoint."""
-        self._call(self._stub.SaveWorkerState, convert.save_request(who, clock, state))
+        request = control_pb2.SaveWorkerStateRequest(
+            job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key, clock=clock, state=state
+        )
+        self._call(self._stub.SaveWorkerState, request)
 
     def lease(self, who: Identity, ask: LeaseRequest) -> BatchLease:
-        """Batches of leased data, and whether the pass is complete."""
+        """Leases batches of a loader's data."""
         return convert.leased(self._call(self._stub.LeaseData, convert.lease_request(who, ask)))
 
     def exchange(self, who: Identity, offer: Offer, heard: Callable[[RoundNews], bool]) -> RoundNews | None:
-        """A round with all its values, when it is complete.
+        """Gives a value to a round; returns the round with all its values when it is complete.
 
         heard: called with news while the round is open; where it says False, the call is given up, and None returned
         """
         retry = Retry(f"coordinator at {self.address}", self._timeout, self.closing, self._access)
-        request = convert.exchange_request(who, offer)
+        request = control_pb2.ExchangeValuesRequest(
+            job=who.job,
+            rank=who.rank,
+            incarnation=who.incarnation,
+            lease_key=who.key,
+            number=offer.number,
+            clock=offer.clock,
+            value=offer.value,
+        )
         while True:
             values: dict[int, bytes] = {}
             try:
@@ -195,12 +213,15 @@ class CoordinatorClient:
 
     def leave(self, who: Identity) -> None:
         """Leaves the job; one attempt, because the lease ends it anyway."""
+        request = control_pb2.LeaveJobRequest(
+            job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key
+        )
         with contextlib.suppress(grpc.RpcError):
-            self._stub.LeaveJob(convert.leave_request(who), timeout=CALL_SECONDS)
+            self._stub.LeaveJob(request, timeout=CALL_SECONDS)
 
     def watch(self, job: str) -> Watch:
-        """Who takes part, now and after every change."""
-        return Watch(lambda: self._stub.WatchJob(convert.watch_request(job)))
+        """Watches who takes part, now and after every change."""
+        return Watch(lambda: self._stub.WatchJob(control_pb2.WatchJobRequest(job=job)))
 
     def close(self) -> None:
         """Closes the connection; calls in flight end."""

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from ps_protocol.codecs import gradient_codec, weight_codec
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.job import JobSpec, NonFinite, travels_as
-from ps_protocol.layout import DATA_TYPES, BucketSpec, Layout
+from ps_protocol.job import JobSpec, NonFinite
+from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.segment_layout import SegmentMap
-from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from
+from ps_protocol.tensors import TORCH_DTYPES, bytes_of
 from ps_worker.model.buffers import FlatBuffers
 from ps_worker.model.gpu import GpuStaging
 from ps_worker.model.gradients import Gradients
@@ -84,11 +85,10 @@ class FlatModel:
 
     def gradient(self, bucket: BucketSpec) -> memoryview:
         """Returns a bucket's gradient in its wire format: the buffers' own memory where nothing is converted."""
-        wire = TORCH_DTYPES[travels_as(bucket.dtype, self.spec.gradient_wire)]
-        gradient = self._buffers.gradients(bucket)
+        codec, gradient = gradient_codec(self.spec, bucket), self._buffers.gradients(bucket)
         if self._staging is not None:
-            return bytes_of(self._staging.fetch(gradient, wire, self._made[bucket.index]))
-        return bytes_of(gradient.to(wire))
+            return bytes_of(self._staging.fetch(gradient, codec.torch_dtype, self._made[bucket.index]))
+        return bytes_of(codec.encode(gradient))
 
     def share_gradient(self, bucket: BucketSpec) -> None:
         """Puts a bucket's gradient into the segment, unless it is made there."""
@@ -101,13 +101,13 @@ class FlatModel:
 
     def gradient_bytes(self, bucket: BucketSpec) -> int:
         """Returns the bytes of a bucket's gradient in its wire format."""
-        return bucket.numel * DATA_TYPES[travels_as(bucket.dtype, self.spec.gradient_wire)].itemsize
+        return gradient_codec(self.spec, bucket).size(bucket.numel)
 
     def was_looked_at(self, bucket: BucketSpec) -> bool:
         """Whether a bucket that leaves was looked at for infinities and NaNs, in the very bytes that leave: a half type
         has infinities where float32 has none."""
         checked = self.spec.non_finite is not NonFinite.ALLOW
-        return checked and travels_as(bucket.dtype, self.spec.gradient_wire) == bucket.dtype
+        return checked and gradient_codec(self.spec, bucket).keeps(bucket)
 
     # -- weights, out and in -----------------------------------------------------------------------------------------
 
@@ -131,8 +131,8 @@ class FlatModel:
         return bytes_of(self._buffers.weights(bucket).cpu())
 
     def weight_bytes(self, bucket: BucketSpec) -> int:
-        """Returns the bytes of a bucket's weights in their wire format."""
-        return bucket.numel * DATA_TYPES[self._weight_wire(bucket)].itemsize
+        """Returns the bytes of a bucket's weights in their wire format; what no optimizer steps travels as it is."""
+        return weight_codec(self.spec, bucket).size(bucket.numel)
 
     def begin_pull(self) -> None:
         """Lets weights land from here on: backward has been queued."""
@@ -141,11 +141,12 @@ class FlatModel:
 
     def land(self, bucket: BucketSpec, payload: memoryview) -> None:
         """Writes a pulled bucket into the model. Raises InvalidRequest if its size is not the bucket's."""
-        if len(payload) != self.weight_bytes(bucket):
+        codec = weight_codec(self.spec, bucket)
+        if len(payload) != codec.size(bucket.numel):
             raise InvalidRequest(
-                f"bucket {bucket.index}: expected {self.weight_bytes(bucket)} bytes, got {len(payload)}"
+                f"bucket {bucket.index}: expected {codec.size(bucket.numel)} bytes, got {len(payload)}"
             )
-        values = tensor_from(payload, self._weight_wire(bucket))
+        values = codec.decode(payload)
         if bucket.held:
             self._land_untrained(bucket, values)
         else:
@@ -161,10 +162,6 @@ class FlatModel:
         if self._staging is not None:
             self._staging.finish()
         self.weights.landed()
-
-    def _weight_wire(self, bucket: BucketSpec) -> str:
-        """The type in which weights travel; what no optimizer steps travels as it is."""
-        return bucket.dtype if bucket.held else travels_as(bucket.dtype, self.spec.weight_wire)
 
     def _write(self, bucket: BucketSpec, values: torch.Tensor, shared: bool) -> None:
         weights = self._buffers.weights(bucket)

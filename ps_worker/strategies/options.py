@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ps_protocol.codecs import WIRE_FORMATS
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.job import WIRE_FORMATS, NonFinite
+from ps_protocol.job import NonFinite
 
 
 @dataclass(frozen=True)

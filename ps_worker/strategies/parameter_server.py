@@ -34,14 +34,14 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
 from ps_worker.cluster.participation import JobOptions, Participation, PlaceLost
 from ps_worker.cluster.rounds import Heard, Rounds
-from ps_worker.data.leased import LeasedFace, LeasedLoader, Leases, StepData, order_of
+from ps_worker.data.leased import LeasedLoader, Leases, StepData, loader_spec
 from ps_worker.data.loaders import PreparedLoader, dividing_sampler, shard_loader, warning_once, with_plain_batches
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.job_spec import describe, has_stepped
 from ps_worker.model.optimizer import ParameterStates, ServerOptimizer
 from ps_worker.model.optimizer_state import StateCollector, States, check_states, tensors_of
 from ps_worker.model.step import StepMaker
-from ps_worker.state.checkpoint import Bystander, WorkerCheckpoint
+from ps_worker.state.checkpoint import BesideCheckpoint, WorkerCheckpoint
 from ps_worker.state.sender import StateSender
 from ps_worker.strategies.added import AddedGroups, added_name
 from ps_worker.strategies.assignments import Assignments
@@ -124,16 +124,15 @@ class ParameterServer:
                 begin = warning_once(loader, training.participation.share, begin)
             return PreparedLoader(share, self._device, timer, begin)
         loader = with_plain_batches(loader)
-        leases = Leases(order_of(len(training.data.accounts), loader, seed), training.data, training)
-        face = LeasedFace(self._device, timer, lambda: training.participation.world_size)
-        return LeasedLoader(loader, PreparedLoader(share, self._device, timer), leases, face)
+        leases = Leases(loader_spec(len(training.data.accounts), loader, seed), training.data, training)
+        return LeasedLoader(loader, PreparedLoader(share, self._device, timer), leases, self._device, timer)
 
     def keep(self, things: Sequence[Any]) -> None:
         """Has the state of these go back to a checkpoint with the job, from `prepare` of the models on."""
         if self._training is not None:
             for thing in things:
                 self._training.checkpoint.add(thing)
-            self._training.checkpoint.settle()
+            self._training.checkpoint.try_restore()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which gradients only add up; they leave with the next backward outside, or `step`."""
@@ -262,7 +261,7 @@ class JobTraining:
         self._added = added
         self._metrics = metrics
         self._sender = StateSender(participation.coordinator, participation.members)
-        self.checkpoint = (Bystander if beside else WorkerCheckpoint)(device, self._sender.send)
+        self.checkpoint = (BesideCheckpoint if beside else WorkerCheckpoint)(device, self._sender.send)
         self._pushed: list[Future[Any]] = []  # once all of these are done, the step at hand counts
         self._undone = False  # the job was set back, and the script has asked for no batch since
         self._closing = False
@@ -283,7 +282,7 @@ class JobTraining:
         self.checkpoint.watch(optimizers, untrained)
         saved = self.participation.connection.place.state
         if saved is not None:
-            self.checkpoint.go_back(saved, self.clock)
+            self.checkpoint.rollback(saved, self.clock)
 
     def close(self) -> None:
         """Leaves the job and ends every thread and connection; may be called more than once."""
@@ -310,7 +309,7 @@ class JobTraining:
         """Makes one step of one optimizer, or the step in which a lost place is replaced by another."""
         if self._closing:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
-        if self._undone and self.checkpoint.is_due:
+        if self._undone and self.checkpoint.waits_for_loader:
             return  # the rest of a batch's steps, of which the job was set back to before the first
         self._undone = False
         self.checkpoint.stepping()
@@ -417,9 +416,9 @@ class JobTraining:
             rank = self.participation.rank
             log.warning("worker %d had saved no state: its place in the data stays what it is", rank)
         else:
-            self.checkpoint.go_back(saved, self.clock)
-            self.checkpoint.settle()
-        self.data.set_back()
+            self.checkpoint.rollback(saved, self.clock)
+            self.checkpoint.try_restore()
+        self.data.rollback()
         self._undone = True
         self._assignments.set_back(self.clock)
 
@@ -429,6 +428,11 @@ class JobTraining:
     def others_wait(self) -> bool:
         """Whether other workers may wait for this one's clock."""
         return self._model.spec.consistency.max_staleness is not None
+
+    @property
+    def world_size(self) -> int:
+        """The declared world size, or how many take part now in an elastic job."""
+        return self.participation.world_size
 
     @property
     def came_late(self) -> bool:

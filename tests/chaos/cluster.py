@@ -29,8 +29,8 @@ from ps_protocol.modes import parse_mode
 from ps_protocol.tensors import tensor_from
 from ps_server.ops.status import fetch
 from ps_worker.cluster import convert
+from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.coordinator import CoordinatorClient
-from ps_worker.cluster.transports import ShardCalls
 from ps_worker.model.job_spec import describe
 from ps_worker.values import Identity, PulledBucket
 from tests.chaos.oracle import Cells

@@ -117,7 +117,6 @@ CIRCLES_YET = {
     "ps_server.core.limits imports argparse",
     "ps_server.core.validation imports re",
     "ps_server",
-    "ps_worker",
 }
 
 

@@ -299,7 +299,9 @@ def test_parameters_on_another_device_keep_their_memory_and_train(
     """A host has one kind of memory: here two layers only count as being elsewhere. With a GPU: test_gpu.py."""
     model: Any = _net()
     elsewhere = {id(model[4].weight), id(model[4].bias), id(model[1].bias)}
-    monkeypatch.setattr("ps_worker.model.buffers.FlatBuffers._is_elsewhere", lambda self, tensor: id(tensor) in elsewhere)
+    monkeypatch.setattr(
+        "ps_worker.model.buffers.FlatBuffers._is_elsewhere", lambda self, tensor: id(tensor) in elsewhere
+    )
     with shared.connect("sync", job=job, transport=transport) as session:
         before = model[4].weight.data_ptr()
         model, optimizer = session.prepare(model, _sgd(model), bucket_bytes=1024, overlap=True)
