@@ -1,6 +1,7 @@
 """How a worker reaches the servers: the only room of the worker that knows gRPC and messages.
 
-connection.py     The way to every shard, for one incarnation of a worker
+participation.py  A worker's part in its job, through every place that it has there: one connection after the other
+connection.py     One incarnation of a worker in its job: its place, and the ways to all shards that it opens from there
 transport.py      What a way for buckets between a worker and one shard must offer
 network.py        One way: buckets as gRPC messages
 shared_memory.py  The other: buckets through memory that the worker shares with the shards on its host

@@ -18,7 +18,7 @@ log = logging.getLogger("ps_worker")
 ParameterStates = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
-class OnServers(Protocol):
+class RemoteOptimizer(Protocol):
     """What steps one optimizer of a script on the servers."""
 
     def step(self) -> None:
@@ -43,7 +43,7 @@ _WHERE = (
 class _StateOnShards(defaultdict[torch.Tensor, Any]):
     """What a prepared optimizer has as its `state`: nothing, and the word where it is."""
 
-    def __init__(self, servers: OnServers) -> None:
+    def __init__(self, servers: RemoteOptimizer) -> None:
         super().__init__(dict)
         self._servers = servers
 
@@ -77,7 +77,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     it, and `.state` is empty.
     """
 
-    def __init__(self, wrapped: torch.optim.Optimizer, servers: OnServers) -> None:
+    def __init__(self, wrapped: torch.optim.Optimizer, servers: RemoteOptimizer) -> None:
         # Deliberately not Optimizer.__init__, which would make new groups: the wrapped one's live objects are shared.
         self.__dict__.update(wrapped.__dict__)
         # What hides in there and would step here instead: a scheduler made before `prepare` patched the wrapped

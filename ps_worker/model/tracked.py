@@ -11,7 +11,7 @@ plain tensor of its own size.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -156,7 +156,7 @@ class Touches:
         if given_out is not None:
             self._given_out.setdefault(index, []).append(weakref.ref(given_out))
 
-    def landed(self, parameters: dict[int, nn.Parameter]) -> None:
+    def landed(self, parameters: Mapping[int, torch.Tensor]) -> None:
         """New weights are in the parameters: what the script does from here on counts."""
         if not self.before and not self._given_out:
             return

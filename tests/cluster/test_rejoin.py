@@ -158,7 +158,7 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
     sessions: list[Session] = []
 
     def acknowledged() -> bool:
-        pushed = list(sessions[0]._strategy._pushed)  # type: ignore[union-attr]
+        pushed = list(sessions[0]._strategy._training._pushed)  # type: ignore[attr-defined]
         return len(pushed) == 8 and all(push.done() for push in pushed)
 
     def work(which: int) -> None:

@@ -112,7 +112,6 @@ YET = {
     "ps_worker.cli reads os.environ",
     "ps_worker.launched reads os.environ",
     "ps_worker.model.job_spec imports ps_runtime.channel",
-    "ps_worker.strategies.parameter_server imports ps_worker.launched",
 }
 CIRCLES_YET = {
     "ps_server.core.limits imports argparse",
