@@ -131,7 +131,7 @@ class FlatModel:
         return bytes_of(self._buffers.weights(bucket).cpu())
 
     def weight_bytes(self, bucket: BucketSpec) -> int:
-        """Returns the bytes of a bucket's weights in their wire format."""
+        """Returns the bytes of a bucket's weights in their wire format; what no optimizer steps travels as it is."""
         return weight_codec(self.spec, bucket).size(bucket.numel)
 
     def begin_pull(self) -> None:
@@ -142,9 +142,10 @@ class FlatModel:
     def land(self, bucket: BucketSpec, payload: memoryview) -> None:
         """Writes a pulled bucket into the model. Raises InvalidRequest if its size is not the bucket's."""
         codec = weight_codec(self.spec, bucket)
-        expected = codec.size(bucket.numel)
-        if len(payload) != expected:
-            raise InvalidRequest(f"bucket {bucket.index}: expected {expected} bytes, got {len(payload)}")
+        if len(payload) != codec.size(bucket.numel):
+            raise InvalidRequest(
+                f"bucket {bucket.index}: expected {codec.size(bucket.numel)} bytes, got {len(payload)}"
+            )
         values = codec.decode(payload)
         if bucket.held:
             self._land_untrained(bucket, values)

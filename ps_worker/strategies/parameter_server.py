@@ -425,14 +425,14 @@ class JobTraining:
     # -- between steps -----------------------------------------------------------------------------------------------
 
     @property
-    def world_size(self) -> int:
-        """How many workers take part now."""
-        return self.participation.world_size
-
-    @property
     def others_wait(self) -> bool:
         """Whether other workers may wait for this one's clock."""
         return self._model.spec.consistency.max_staleness is not None
+
+    @property
+    def world_size(self) -> int:
+        """The declared world size, or how many take part now in an elastic job."""
+        return self.participation.world_size
 
     @property
     def came_late(self) -> bool:
