@@ -1,17 +1,17 @@
-"""Faults at random on a real cluster, with the counting oracle as the training: what is lost, and what it costs.
+"""Random faults on a real cluster that trains the counting oracle: what is lost, and what recovery costs.
 
-Each mode is trained twice on servers of its own, which make checkpoints: first left alone, then with a fault about
-every so many seconds: workers killed, stopped and continued, cut off; shards killed and stopped, their disks full; with
---apart, the coordinator killed. Every push leaves marks in the weights. A push that was acknowledged and is not in them
-exactly once is a violation, and so is a torn update, a pull that is staler than the mode allows, a worker that gives
-up, and a job that does not go on. In ssp and async a shard that was killed goes back to its last checkpoint: what is
-missing then must have been counted as lost by the servers. A step's computing is stood in for by a wait.
+Each mode trains twice on servers of its own, which make checkpoints: first undisturbed, then with a fault about every
+so many seconds. Workers are killed, stopped and continued, or cut off; shards are killed or stopped, or their disks
+are full; with --apart, the coordinator is killed. Every push leaves marks in the weights. A violation is an
+acknowledged push that is not in them exactly once, a torn update, a pull that is staler than the mode allows, a
+worker that gives up, or a job that does not continue. In ssp and async a killed shard is rolled back to its last
+checkpoint: the servers must have counted as lost what is missing then. A wait replaces a step's computing.
 
-`samples/s` is what was trained; the ratio `undisturbed` compares it with the run that was left alone, and `present`
-with that run's rate for the time in which workers were there: from a fault to its worker's next step, it is missing.
-Seconds are medians and maxima over the faults of a kind: `back`, until the worker that was hit steps again; `stall`,
-the longest that the others (with a server's fault, all) stood still. The seed decides what happens when, and where.
-"""
+`samples/s` is the rate with faults. The ratio `undisturbed` compares it with the undisturbed run, and `present` with
+that run's rate for the time in which workers were present: a worker is absent from its fault to its next step.
+Seconds are medians and maxima over the faults of a kind: `back`, until the affected worker steps again; `stall`, the
+longest that the others (after a server's fault, all) stood still. The seed decides which fault happens when, and
+where."""
 
 from __future__ import annotations
 
