@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto, FileDescriptorSet
 
 ROOT = Path(__file__).parents[2]
 BUF = Path(sysconfig.get_path("scripts")) / "buf"
@@ -32,6 +33,21 @@ def copy(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "proto", tmp_path / "proto")
     shutil.copy(ROOT / "buf.yaml", tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[FileDescriptorProto]:
+    """The files of the contract as descriptors, those of others left out."""
+    image = tmp_path_factory.mktemp("contract") / "image.binpb"
+    subprocess.run([BUF, "build", "--as-file-descriptor-set", f"--output={image}"], cwd=ROOT, check=True, timeout=60)
+    found = FileDescriptorSet.FromString(image.read_bytes())
+    return [file for file in found.file if file.package == "ps_protocol.v1"]
+
+
+@pytest.fixture(scope="module")
+def messages(files: list[FileDescriptorProto]) -> dict[str, DescriptorProto]:
+    """The messages of the contract by name."""
+    return {message.name: message for file in files for message in file.message_type}
 
 
 def change(folder: Path, file: str, before: str, after: str) -> None:
@@ -89,3 +105,46 @@ def test_a_field_that_is_added_breaks_nobody(copy: Path) -> None:
 def test_a_rule_that_is_broken_is_found(copy: Path, before: str, after: str, rule: str) -> None:
     change(copy, "jobs.proto", before, after)
     assert f"{rule} jobs.proto" in broken_rules("lint", folder=copy)
+
+
+# -- what buf does not know --------------------------------------------------------------------------------------------
+
+
+def test_a_payload_is_the_last_field_of_its_message(messages: dict[str, DescriptorProto]) -> None:
+    """So it can be written and read without a copy; see ps_protocol/framing.py."""
+    carriers = 0
+    for message in messages.values():
+        for field in message.field:
+            if field.name == "payload":
+                carriers += 1
+                assert field.type == FieldDescriptorProto.TYPE_BYTES
+                assert field.number == 15 == max(other.number for other in message.field), message.name
+    assert carriers
+
+
+def test_every_answer_of_the_data_path_begins_with_the_state_that_answers(
+    files: list[FileDescriptorProto], messages: dict[str, DescriptorProto]
+) -> None:
+    (service,) = (service for file in files for service in file.service if service.name == "DataService")
+    for method in service.method:
+        first = messages[method.output_type.rpartition(".")[2]].field[0]
+        assert (first.name, first.number, first.type_name) == ("header", 1, ".ps_protocol.v1.ResponseHeader")
+
+
+def test_a_file_holds_one_service_at_most(files: list[FileDescriptorProto]) -> None:
+    assert {file.name: len(file.service) for file in files if len(file.service) > 1} == {}
+
+
+def test_a_worker_shows_who_it_is_in_one_way(messages: dict[str, DescriptorProto]) -> None:
+    secrets = {message.name for message in messages.values() for field in message.field if field.name == "lease_key"}
+    assert secrets == {"WorkerIdentity"}
+
+
+@pytest.mark.parametrize(("suffix", "type_name"), [("_duration", "Duration"), ("_time", "Timestamp")])
+def test_times_are_durations_and_timestamps(messages: dict[str, DescriptorProto], suffix: str, type_name: str) -> None:
+    full = f".google.protobuf.{type_name}"
+    fields = [(message.name, field) for message in messages.values() for field in message.field]
+    named = {(where, field.name) for where, field in fields if field.name.endswith(suffix)}
+    assert named == {(where, field.name) for where, field in fields if field.type_name == full}
+    assert named
+    assert not [field.name for _, field in fields if field.name.endswith(("_seconds", "_ms", "_millis"))]
