@@ -33,7 +33,7 @@ from ps_server.coordinator.policy import DEFAULT_KEEP, CheckpointPolicy, parse_e
 from ps_server.coordinator.shards import SHARD_CALL_SECONDS
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.ops.gauges import coordinator_gauges, security_gauges, service_discovery, shard_gauges
-from ps_server.rpc import convert, data_messages
+from ps_server.rpc import convert
 from ps_server.rpc.auth import Callers
 from ps_server.rpc.call_limits import CALL_THREADS, Gate
 from ps_server.rpc.cluster_service import CONTROL_SERVICES, ClusterService, add_health
@@ -206,7 +206,6 @@ class Server:
     def _add_shard(self) -> list[str]:
         shard = Shard(
             ShardMetrics(self._registry),
-            data_messages.WRITERS,
             self._config.apply_threads,
             self._config.shared_directory,
             self._config.limits.staged_bytes,

@@ -79,7 +79,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class PullCall:
-    """Which buckets a worker wants, at which clock of its own. `word_bytes`: into its segment, and it is told of them
+    """Which buckets a worker wants, at which clock of its own. `notice_bytes`: into its segment, and it is told of them
     once they make so many bytes, or all are there; 0: only then. `commit`: what counts as pushed before."""
 
     job: str
@@ -88,7 +88,7 @@ class PullCall:
     clock: int
     buckets: tuple[int, ...]
     key: bytes = field(default=b"", repr=False)
-    word_bytes: int = 0
+    notice_bytes: int = 0
     commit: Commit | None = None
 
 

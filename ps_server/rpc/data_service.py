@@ -10,7 +10,7 @@ import grpc
 from ps_protocol.v1 import data_pb2
 from ps_server.rpc import data_messages
 from ps_server.rpc.call_limits import CALL_THREADS, caller_name, check_job, in_pool
-from ps_server.rpc.streams import Outbox, Send
+from ps_server.rpc.streams import PullStream, Send
 from ps_server.shard.shard import Shard
 
 DATA_SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
@@ -67,25 +67,24 @@ class DataService:
         return data_messages.shared_push_response(self._shard.push_shared(replace(push, caller=caller_name())))
 
     def _pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
-        # What is ready at the same time goes in one message: a header is not worth a message of its own.
         call = data_messages.pull(request)
         check_job(call.job)
-        outbox = Outbox(send, context, self.senders, join=True)
+        outbox = PullStream(send, context, self.senders, data_messages.pull_shared_response)
         self._shard.pull(call, outbox, shared=True)
 
     def _push_pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         push, pull = data_messages.push_pull(request)
         check_job(push.job)
-        outbox = Outbox(send, context, self.senders, join=True)
+        outbox = PullStream(send, context, self.senders, data_messages.pull_shared_response)
         self._shard.push_pull_shared(replace(push, caller=caller_name()), pull, outbox)
 
     def _pull(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull(request)
         check_job(call.job)
-        outbox = Outbox(send, context, self.senders)
+        outbox = PullStream(send, context, self.senders, data_messages.pull_response)
         self._shard.pull(call, outbox)
 
     def _pull_state(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull_state(request)
         check_job(call.job)
-        self._shard.pull_state(call, data_messages.pull_state_response, Outbox(send, context, self.senders))
+        self._shard.pull_state(call, PullStream(send, context, self.senders, data_messages.pull_state_response))

@@ -89,8 +89,8 @@ def _shard_job_status(name: str, job: HostedJob) -> Any:
                 wait = waits.setdefault(waiter.pull.rank, control_pb2.WaitStatus(rank=waiter.pull.rank))
                 wait.clock = waiter.pull.clock
                 wait.bucket_count += 1
-                wait.waiting_for[:] = sorted({*wait.waiting_for, *waiter.verdict.waiting_for})
-                wait.reason = waiter.verdict.reason
+                wait.waiting_for[:] = sorted({*wait.waiting_for, *waiter.admission.waiting_for})
+                wait.reason = waiter.admission.reason
                 wait.waited.FromTimedelta(timedelta(seconds=now - waiter.pull.since))
     status.waits.extend(wait for _, wait in sorted(waits.items()))
     return status

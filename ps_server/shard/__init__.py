@@ -9,4 +9,5 @@ pulls.py      Pulls: those that are admitted are sent, those that are not wait w
 segments.py   Mapping a worker's segment, without trusting what it says
 shard.py      The shard at work: locks, threads and waiting pulls around the pure rules of `core`
 snapshots.py  Taking a checkpoint of a job on one shard, beside training
+waiting.py    A pull while it is under way: what was asked for, where the answers go, which of its buckets wait
 """

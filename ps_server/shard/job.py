@@ -11,21 +11,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from ps_protocol.errors import NotShared, PSError
 from ps_protocol.job import JobSpec
+from ps_protocol.layout import BucketSpec
 from ps_protocol.segment_layout import SegmentMap, segment_plan
 from ps_protocol.tensors import TORCH_DTYPES
-from ps_server.core.consistency import Admission
 from ps_server.core.partition import BucketPartition, JobPartition
-from ps_server.rpc.streams import Outbox
-
-if TYPE_CHECKING:
-    from ps_server.shard.snapshots import SnapshotTask
-
+from ps_server.core.snapshot import BucketSnapshot
+from ps_server.shard.snapshots import SnapshotTask
+from ps_server.shard.waiting import Waiter
 
 NARROWED_BUCKETS = 4  # that a job keeps
 
@@ -36,44 +33,6 @@ class Attached:
 
     incarnation: int
     segment: SegmentMap
-
-
-@dataclass
-class Pull:
-    """One Pull call: who asks, how many of its buckets are still to be sent, and where to if not over the network."""
-
-    rank: int
-    incarnation: int
-    clock: int
-    outbox: Outbox
-    left: int
-    since: float
-    segment: SegmentMap | None = None
-    notified: float = 0.0
-    words: list[bytes] = field(default_factory=list)  # of buckets in the segment, not sent yet
-    unsaid: int = 0  # the bytes of those buckets
-    word_bytes: int = 0  # see PullCall
-    with_pushes: bool = False  # came with pushes, and was not told yet that they are staged
-
-    def said(self, word: bytes, size: int) -> bytes:
-        """Keeps the word of a bucket of `size` bytes; returns all that are kept once they are enough, or the last."""
-        self.words.append(word)
-        self.unsaid += size
-        if self.left and not 0 < self.word_bytes <= self.unsaid:
-            return b""
-        words = b"".join(self.words)
-        self.words, self.unsaid = [], 0
-        return words
-
-
-@dataclass
-class Waiter:
-    """One bucket of a pull that is not admitted: why, since when for that reason, and how long for others so far."""
-
-    pull: Pull
-    verdict: Admission
-    since: float
-    waited: float = 0.0
 
 
 @dataclass
@@ -133,3 +92,13 @@ class HostedJob:
         if attached is None or attached.incarnation != incarnation:
             raise NotShared(f"worker {rank} has attached no segment here")
         return attached.segment
+
+    def specs(self) -> list[BucketSpec]:
+        """The buckets here as the layout has them."""
+        return [bucket.state.layout for bucket in self.buckets.values()]
+
+    def snapshot(self, index: int) -> BucketSnapshot:
+        """A copy of a bucket, with the leased data in it. The caller holds the bucket's `tensors` lock."""
+        with self.lock:
+            committed = self.state.committed(index)
+        return self.state.buckets[index].image(committed)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ps_protocol.errors import (
@@ -38,27 +39,23 @@ from ps_server.core.data_commits import Committed
 from ps_server.core.dense import Gradient
 from ps_server.core.snapshot import BucketSnapshot, VersionRange
 from ps_server.failpoints import failpoint
-from ps_server.rpc.streams import Outbox
 from ps_server.shard.apply import ApplyThreads
 from ps_server.shard.job import Attached, HostedBucket, HostedJob
 from ps_server.shard.ledger import Ledger
 from ps_server.shard.memory import free_bytes
 from ps_server.shard.metrics import ShardMetrics
-from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls, Writers
+from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.segments import attach
 from ps_server.shard.snapshots import ShardSnapshot, SnapshotTask
+from ps_server.shard.waiting import Outbox, PulledState
 from ps_server.storage.checkpoints import CheckpointStore, Part
 
 log = logging.getLogger("ps_server")
-
-# Writes one kind of one bucket's optimizer state: (bucket, version, name, positions that have none, payload).
-WriteState = Callable[[int, int, str, frozenset[int], memoryview], bytes]
 
 
 class Shard:
     """Everything one shard holds and does. All methods may be called from any thread; none waits for a worker.
 
-    writers:       how a pull's messages are written
     apply_threads: threads that add gradients and step optimizers; buckets go in parallel, one bucket in order
     shared_directory: where workers on this host leave segments that are files
     staged_limit: bytes of a job that may be staged; None: derived from its size
@@ -71,7 +68,6 @@ class Shard:
     def __init__(
         self,
         metrics: ShardMetrics,
-        writers: Writers,
         apply_threads: int = 1,
         shared_directory: Path = DEFAULT_SHARED_DIRECTORY,
         staged_limit: int | None = None,
@@ -87,7 +83,7 @@ class Shard:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._norm_limit = norm_limit
         self._metrics = metrics
-        self._pulls = Pulls(metrics, writers)
+        self._pulls = Pulls(metrics)
         self._shared_directory = shared_directory
         self._jobs: dict[str, HostedJob] = {}
         self._lock = threading.Lock()
@@ -153,18 +149,19 @@ class Shard:
         def write(checkpoint: str, images: list[BucketSnapshot]) -> Part:
             return store.write_shard(name, checkpoint, self._index, images)
 
-        capture = SnapshotTask(checkpoint, clock, job, write, self._writer)
+        capture = SnapshotTask(checkpoint, clock, job.specs(), job.snapshot, write, self._writer)
         with job.lock:
             if job.capture is not None and job.capture.is_at_least(capture):
                 return
-            capture.check(job.buckets.values())
+            for bucket in job.buckets.values():
+                capture.check(bucket.state.layout, bucket.state.protocol)
             before, job.capture = job.capture, capture
         if before is not None:
             before.abandon()
         capture.begin()
         for bucket in job.buckets.values():
             with bucket.tensors:
-                capture.look(bucket)
+                capture.look(bucket.state.layout, bucket.state.protocol.version)
 
     def await_checkpoint(self, name: str, checkpoint: str, seconds: float) -> ShardSnapshot:
         """This shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""
@@ -250,7 +247,7 @@ class Shard:
 
     def _roster_changed(self, job: HostedJob) -> None:
         for index, bucket in job.buckets.items():
-            self._pulls.admit(job, bucket)
+            self._pulls.release(job, bucket)
             self._schedule(job, index)
 
     # -- pushes ------------------------------------------------------------------------------------------------------
@@ -293,7 +290,7 @@ class Shard:
 
     def _was_staged(self, job: HostedJob, index: int, staged: Staged) -> None:
         if not (staged.duplicate or staged.kept):
-            self._pulls.admit(job, job.buckets[index])  # or they learn whom they wait for now
+            self._pulls.release(job, job.buckets[index])  # or they learn whom they wait for now
 
     def _commit(self, job: HostedJob, call: PullCall, commit: Commit) -> None:
         """Makes count what a worker's step consists of, besides what it pushes in full."""
@@ -412,9 +409,9 @@ class Shard:
                     with job.lock:
                         protocol.done(work)
                     if job.capture is not None and isinstance(work, Step):
-                        job.capture.look(bucket)
+                        job.capture.look(bucket.state.layout, protocol.version)
                 if isinstance(work, Step):
-                    self._pulls.admit(job, bucket)
+                    self._pulls.release(job, bucket)
         except Exception:
             log.exception("job %s: bucket %d cannot be applied", job.state.spec.name, bucket.state.layout.index)
             job.failure = PSError(f"job {job.state.spec.name!r} failed on this shard; its log says why")
@@ -430,7 +427,7 @@ class Shard:
             self._commit(job, call, call.commit)
         self._pulls.ask(job, asked, call.buckets)
 
-    def pull_state(self, call: PullCall, write: WriteState, outbox: Outbox) -> None:
+    def pull_state(self, call: PullCall, outbox: Outbox) -> None:
         """Sends the optimizer state of buckets as it is now on the outbox, and ends it. Returns at once."""
         job = self._job(call.job)
         with job.lock:
@@ -439,25 +436,28 @@ class Shard:
             raise InvalidRequest("a pull names each bucket at most once")
         buckets = [job.buckets[job.state.trained(index).index] for index in call.buckets]
 
-        def read(bucket: HostedBucket, name: str) -> bytes:
-            with bucket.tensors:
-                values, absent = bucket.state.weights.read_state(name)
-                version = bucket.state.protocol.version
-            return write(bucket.state.layout.index, version, name, absent, bytes_of(values))
-
         for bucket in buckets:
             with bucket.tensors:
                 names = bucket.state.weights.state_names()
             for name in names:
-                outbox.put(lambda bucket=bucket, name=name: read(bucket, name))  # type: ignore[misc]
+                outbox.lend(partial(_lend_state, bucket, name))
         outbox.finish()
 
     def _tick(self) -> None:
         due = time.monotonic() + NOTICE_AFTER_SECONDS
         while not self._stopping.wait(STAGED_AFTER_SECONDS):
             now = time.monotonic()
-            self._pulls.say_staged(now)
+            self._pulls.tell_staged(now)
             if now >= due:
                 due = now + NOTICE_AFTER_SECONDS
                 for job in self.jobs().values():
                     self._pulls.notify(job, now)
+
+
+@contextlib.contextmanager
+def _lend_state(bucket: HostedBucket, name: str) -> Iterator[PulledState]:
+    """One kind of a bucket's optimizer state: a copy, so that training goes on while it is sent."""
+    with bucket.tensors:
+        values, absent = bucket.state.weights.read_state(name)
+        version = bucket.state.protocol.version
+    yield PulledState(bucket.state.layout.index, version, name, absent, bytes_of(values))

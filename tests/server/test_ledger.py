@@ -10,7 +10,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import Backlogged
-from ps_server.rpc import data_messages
 from ps_server.shard.ledger import Ledger
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -45,7 +44,7 @@ class _Inline:
 
 def shard_of(mode: str, workers: int, limit: int) -> Shard:
     """A shard with a job of three workers, of which no push waits for a thread."""
-    made = Shard(ShardMetrics(CollectorRegistry()), data_messages.WRITERS, caller_limit=limit)
+    made = Shard(ShardMetrics(CollectorRegistry()), caller_limit=limit)
     made._apply.stop()
     made._apply = _Inline()  # type: ignore[assignment]
     made.create_job(job_spec(mode), [0, 1, 2])

@@ -28,7 +28,7 @@ from ps_protocol.modes import Consistency
 from ps_protocol.v1 import control_pb2, data_pb2
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.core.commands import Push, PushKind
-from ps_server.rpc import convert, data_messages
+from ps_server.rpc import convert
 from ps_server.rpc.cluster_service import ClusterService
 from ps_server.rpc.data_service import DataService
 from ps_server.rpc.job_service import JobService
@@ -97,7 +97,6 @@ class Target:
         self.store = CheckpointStore(Path(self._files.name))
         self.shard = Shard(
             ShardMetrics(CollectorRegistry()),
-            data_messages.WRITERS,
             checkpoints=self.store,
         )
         self.shard._apply.stop()
