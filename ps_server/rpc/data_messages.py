@@ -12,7 +12,8 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import read_message, write_message
 from ps_protocol.job import HyperParameters
 from ps_protocol.v1 import data_pb2
-from ps_server.core.commands import Commit, PullCall, Push, PushKind, SharedBucket, SharedPush, Staged
+from ps_server.core.commands import Staged
+from ps_server.core.requests import PullCall, Push, PushKind, SharedBucket, SharedPush, StepCommit
 from ps_server.rpc.lease_messages import ranges_of
 from ps_server.shard.waiting import Notice, PulledBucket, PulledState
 
@@ -110,7 +111,7 @@ def pull(data: bytes) -> PullCall:
     if not request.HasField("commit"):
         return call
     found = request.commit
-    commit = Commit(_buckets(found.buckets), _group_updates(found.groups), ranges_of(found.ranges))
+    commit = StepCommit(_buckets(found.buckets), _group_updates(found.groups), ranges_of(found.ranges))
     return replace(call, commit=commit)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import grpc
 
@@ -53,7 +52,7 @@ class DataService:
     def _push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         push = data_messages.push(request)
         check_job(push.job)
-        return data_messages.push_response(self._shard.push(replace(push, caller=caller_name())))
+        return data_messages.push_response(self._shard.push(push, caller_name()))
 
     def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         found = data_messages.attach_request(request)
@@ -64,7 +63,7 @@ class DataService:
     def _push_shared(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         push = data_messages.shared_push(request)
         check_job(push.job)
-        return data_messages.shared_push_response(self._shard.push_shared(replace(push, caller=caller_name())))
+        return data_messages.shared_push_response(self._shard.push_shared(push, caller_name()))
 
     def _pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull(request)
@@ -76,7 +75,7 @@ class DataService:
         push, pull = data_messages.push_pull(request)
         check_job(push.job)
         outbox = PullStream(send, context, self.senders, data_messages.pull_shared_response)
-        self._shard.push_pull_shared(replace(push, caller=caller_name()), pull, outbox)
+        self._shard.push_pull_shared(push, pull, outbox, caller_name())
 
     def _pull(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull(request)

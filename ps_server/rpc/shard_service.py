@@ -39,11 +39,11 @@ class ShardService(control_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,
 
     def AdmitWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
         clock = request.clock if request.HasField("clock") else None
-        frontier = self._shard.admit(request.job, request.rank, request.incarnation, clock, request.lease_key)
+        frontier = self._shard.add_worker(request.job, request.rank, request.incarnation, clock, request.lease_key)
         return control_pb2.AdmitWorkerResponse(frontier=frontier)
 
     def RetireWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
-        self._shard.retire(request.job, request.rank, request.incarnation)
+        self._shard.remove_worker(request.job, request.rank, request.incarnation)
         return control_pb2.RetireWorkerResponse()
 
     def GetCommittedData(self, request: Any, context: grpc.ServicerContext) -> Any:

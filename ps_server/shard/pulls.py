@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from ps_protocol.errors import InvalidRequest, PSError, UnknownWorker
+from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.job import travels_as
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import bytes_of
-from ps_server.core.commands import PullCall
 from ps_server.core.consistency import Admission
+from ps_server.core.requests import PullCall
 from ps_server.failpoints import failpoint
 from ps_server.shard.job import HostedBucket, HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.segments import copy_out
-from ps_server.shard.waiting import Notice, Outbox, Pull, PulledBucket, Waiter
+from ps_server.shard.waiting import Notice, Outbox, Pull, PulledBucket, PulledState, Waiter
 
 NOTICE_AFTER_SECONDS = 2.0
 NOTICE_EVERY_SECONDS = 10.0
@@ -31,7 +30,8 @@ READER = 0  # the incarnation of who is no worker
 class Pulls:
     """Every pull of one shard. Methods may be called from any thread; none waits for a worker."""
 
-    def __init__(self, metrics: ShardMetrics) -> None:
+    def __init__(self, metrics: ShardMetrics, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._metrics = metrics
         self._with_pushes: deque[tuple[HostedJob, Pull]] = deque()  # by age
 
@@ -40,7 +40,7 @@ class Pulls:
         while self._with_pushes and now - self._with_pushes[0][1].since >= STAGED_AFTER_SECONDS:
             job, pull = self._with_pushes.popleft()
             with job.lock:
-                seconds = pull.staged_seconds(time.monotonic())
+                seconds = pull.staged_seconds(self._clock())
             if seconds is not None:
                 pull.outbox.tell(Notice(staged_seconds=seconds))
 
@@ -62,12 +62,12 @@ class Pulls:
                 job.state.check_worker(rank, incarnation, call.key)
         elif call.clock or shared:
             raise InvalidRequest(f"who has not joined may only Pull at clock 0, got clock {call.clock}")
-        now = time.monotonic()
+        now = self._clock()
         return Pull(rank, incarnation, call.clock, outbox, len(indices), now, segment, notice_bytes=call.notice_bytes)
 
     def ask(self, job: HostedJob, pull: Pull, indices: Sequence[int]) -> None:
         """Sends each bucket on the pull's outbox as soon as it is admitted, then ends the stream. Returns at once."""
-        now, outbox = time.monotonic(), pull.outbox
+        now, outbox = self._clock(), pull.outbox
         with job.lock:
             pull.since = now
             if pull.incarnation != READER:  # it may have lost its place since
@@ -97,8 +97,8 @@ class Pulls:
             with job.lock:
                 pull.left -= 1
                 last = pull.left == 0
-                buckets = pull.landed(landed, bucket.state.layout.nbytes)
-                seconds = pull.staged_seconds(time.monotonic()) if buckets else None
+                buckets = pull.landed(landed, bucket.spec.nbytes)
+                seconds = pull.staged_seconds(self._clock()) if buckets else None
             if buckets:
                 pull.outbox.tell(Notice(buckets, seconds))
         if last:
@@ -108,46 +108,57 @@ class Pulls:
         self, job: HostedJob, bucket: HostedBucket, pull: Pull, segment: SegmentMap, waited: float
     ) -> PulledBucket:
         """Writes one bucket into a segment: here and now, by the thread that stepped it, in whose cache it still is."""
-        layout = bucket.state.layout
-        target = segment.weight(layout)
+        spec = bucket.spec
+        target = segment.weight(spec)
         with bucket.tensors:
-            version = bucket.state.protocol.version
-            copy_out(target, bucket.state.weights.flat)
+            version = bucket.rule.version
+            copy_out(target, bucket.weights.flat)
         failpoint("pull-half-sent")
-        self._metrics.pulled(job.state.spec.name, target.nbytes)
-        return PulledBucket(layout.index, version, waited, save_state=_saves_state(job, pull, version))
+        self._metrics.pulled(job.name, target.nbytes)
+        return PulledBucket(spec.index, version, waited, save_state=_saves_state(job, pull, version))
 
     @contextlib.contextmanager
     def _lend(self, job: HostedJob, bucket: HostedBucket, pull: Pull, waited: float) -> Iterator[PulledBucket]:
         """One bucket in the wire format of the job's weights, which stay as they are until it is given back."""
-        layout = bucket.state.layout
-        wire = layout.dtype if layout.held else travels_as(layout.dtype, job.state.spec.weight_wire)
+        spec = bucket.spec
+        wire = spec.dtype if spec.held else travels_as(spec.dtype, job.state.spec.weight_wire)
         with bucket.tensors:
-            weights, version = bucket.state.weights.flat, bucket.state.protocol.version
-            payload = bytes_of(
-                weights if wire == layout.dtype else job.narrowed.get(layout.index, version, weights, wire)
-            )
+            weights, version = bucket.weights.flat, bucket.rule.version
+            payload = bytes_of(weights if wire == spec.dtype else job.narrowed.get(spec.index, version, weights, wire))
             save_state = _saves_state(job, pull, version)
-            yield PulledBucket(layout.index, version, waited, save_state=save_state, payload=payload)
+            yield PulledBucket(spec.index, version, waited, save_state=save_state, payload=payload)
         failpoint("pull-half-sent")
-        self._metrics.pulled(job.state.spec.name, len(payload))
+        self._metrics.pulled(job.name, len(payload))
+
+    def send_state(self, job: HostedJob, call: PullCall, outbox: Outbox) -> None:
+        """Sends the optimizer state of buckets as it is now, one name after the other, then ends the stream."""
+        with job.lock:
+            job.state.check_worker(call.rank, call.incarnation, call.key)
+        if len(set(call.buckets)) != len(call.buckets):
+            raise InvalidRequest("a pull names each bucket at most once")
+        for bucket in [job.buckets[job.state.trained(index).index] for index in call.buckets]:
+            with bucket.tensors:
+                names = bucket.weights.state_names()
+            for name in names:
+                outbox.lend(partial(_lend_state, bucket, name))
+        outbox.finish()
 
     def release(self, job: HostedJob, bucket: HostedBucket) -> None:
         """Sends the bucket to every waiting pull that is admitted now, and ends those whose worker lost its place."""
         if not bucket.waiters:
             return  # one that is added meanwhile looks for itself, under the same lock as whoever changed something
         admitted: list[Waiter] = []
-        lost: list[tuple[Pull, UnknownWorker]] = []
-        index = bucket.state.layout.index
+        lost: list[tuple[Pull, PSError]] = []
+        index = bucket.spec.index
         with job.lock:
-            now = time.monotonic()  # not before: a pull that came meanwhile would have begun to wait later
+            now = self._clock()  # not before: a pull that came meanwhile would have begun to wait later
             staying: list[Waiter] = []
             for waiter in bucket.waiters:
                 pull = waiter.pull
                 try:
                     if pull.incarnation != READER:
                         job.state.check_worker(pull.rank, pull.incarnation)
-                except UnknownWorker as error:
+                except PSError as error:
                     lost.append((pull, error))
                     continue
                 admission = job.state.admits(index, pull.rank, pull.clock)
@@ -165,10 +176,10 @@ class Pulls:
         if admission.waiting_for != blamed or admission.admitted:
             if blamed and blamed != (waiter.pull.rank,):  # the time until its own push is nobody's
                 waiter.waited += now - waiter.since
-                self._metrics.waited_for(job.state.spec.name, now - waiter.since, blamed)
+                self._metrics.waited_for(job.name, now - waiter.since, blamed)
             waiter.since = now
         if admission.admitted and waiter.waited:
-            self._metrics.waited(job.state.spec.name, job.mode, waiter.waited)
+            self._metrics.waited(job.name, job.mode, waiter.waited)
         waiter.admission = admission
 
     def _forget(self, job: HostedJob, pull: Pull) -> None:
@@ -189,7 +200,7 @@ class Pulls:
         """Tells pulls that wait long whom they wait for."""
         with job.lock:
             due = {
-                id(waiter.pull): (waiter, bucket.state.layout.index)
+                id(waiter.pull): (waiter, bucket.spec.index)
                 for bucket in job.buckets.values()
                 for waiter in bucket.waiters
                 if now - waiter.pull.since >= NOTICE_AFTER_SECONDS
@@ -202,7 +213,16 @@ class Pulls:
             waiter.pull.outbox.tell(bucket if waiter.pull.segment is None else Notice((bucket,)))
 
 
+@contextlib.contextmanager
+def _lend_state(bucket: HostedBucket, name: str) -> Iterator[PulledState]:
+    """One kind of a bucket's optimizer state: a copy, so that training goes on while it is sent."""
+    with bucket.tensors:
+        values, absent = bucket.weights.read_state(name)
+        version = bucket.rule.version
+    yield PulledState(bucket.spec.index, version, name, absent, bytes_of(values))
+
+
 def _saves_state(job: HostedJob, pull: Pull, version: int) -> bool:
     """Whether a bucket that this pull gets is in a checkpoint for which its worker is to save its own state."""
-    capture = job.capture
-    return capture is not None and pull.incarnation != READER and capture.tells(pull.rank, pull.clock, version)
+    task = job.snapshot_task
+    return task is not None and pull.incarnation != READER and task.tells(pull.rank, pull.clock, version)

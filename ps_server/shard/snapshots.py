@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
@@ -20,6 +18,7 @@ from ps_server.core.consistency import UpdateRule
 from ps_server.core.dense import Gradient
 from ps_server.core.snapshot import BucketSnapshot, VersionRange, extent
 from ps_server.failpoints import failpoint
+from ps_server.shard.threads import Threads
 from ps_server.storage.checkpoints import Part
 
 log = logging.getLogger("ps_server")
@@ -51,13 +50,15 @@ class SnapshotTask:
         buckets: Iterable[BucketSpec],
         copy: Callable[[int], BucketSnapshot],
         write: Write,
-        writer: Executor,
+        threads: Threads,
+        now: Callable[[], float],
     ) -> None:
         self.name = name
         self.clock = clock
         self._copy = copy
         self._write = write
-        self._writer = writer
+        self._threads = threads
+        self._now = now
         self._changed = threading.Condition()
         specs = list(buckets)
         self._trained = {spec.index for spec in specs if not spec.held}
@@ -87,20 +88,20 @@ class SnapshotTask:
     def begin(self) -> None:
         """A shard that holds no bucket of the job has its part already: a file with nothing in it."""
         if not self._wanted:
-            self._writer.submit(self._finish)
+            self._threads.write(self._finish)
 
     def look(self, spec: BucketSpec, version: int) -> None:
         """Copies a bucket if its moment is now. The caller holds the bucket's `tensors` lock."""
         if spec.index not in self._wanted or not (version == self.clock or self.clock is None or spec.held):
             return
-        started = time.perf_counter()
+        started = self._now()
         image = self._copy(spec.index)
         with self._changed:
-            self._held_up += time.perf_counter() - started
+            self._held_up += self._now() - started
             self._images.append(image)
             self._wanted.discard(spec.index)
             if not self._wanted:
-                self._writer.submit(self._finish)
+                self._threads.write(self._finish)
 
     def _finish(self) -> None:
         images, self._images = sorted(self._images, key=lambda image: image.index), []

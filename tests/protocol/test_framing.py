@@ -16,8 +16,9 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import read_message, write_message
 from ps_protocol.layout import BucketSpec
 from ps_protocol.v1 import data_pb2
-from ps_server.core.commands import PullCall, PushKind, Staged
+from ps_server.core.commands import Staged
 from ps_server.core.consistency import Admission
+from ps_server.core.requests import PullCall, PushKind
 from ps_server.rpc import data_messages
 from ps_server.shard.waiting import Notice, PulledBucket
 from ps_worker.cluster import convert as worker_messages

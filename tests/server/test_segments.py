@@ -19,7 +19,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.segment_layout import NAME_PREFIX, SegmentMap, SegmentPlan, segment_plan
-from ps_server.core.commands import PullCall
+from ps_server.core.requests import PullCall
 from ps_server.shard.job import HostedJob
 from ps_server.shard.segments import attach
 from ps_server.shard.waiting import Outbox, Pull
