@@ -16,5 +16,6 @@ placement.py     Which shard holds which bucket: by bytes, largest first
 requests.py      What workers push and pull, as it came over the wire: nothing in it is checked yet
 rounds.py        Rounds: values that all live workers of a job exchange, one round after the other
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
+statistics.py    What a shard can say of itself, as values
 validation.py    What comes over the wire is looked at here before a coordinator or a shard makes anything of it
 """

@@ -22,6 +22,7 @@ from ps_server.core.consistency import UpdateRule
 from ps_server.core.dense import DenseBucket, Gradient
 from ps_server.core.partition import JobPartition
 from ps_server.core.snapshot import BucketSnapshot
+from ps_server.core.statistics import ShardJobStatistics, Wait
 from ps_server.shard.snapshots import SnapshotTask
 from ps_server.shard.waiting import Waiter
 
@@ -129,7 +130,44 @@ class HostedJob:
             with bucket.tensors:
                 task.look(bucket.spec, bucket.rule.version)
 
+    def statistics(self, now: float) -> ShardJobStatistics:
+        """How the job is on this shard."""
+        with self.lock:
+            waiters = [waiter for bucket in self.buckets.values() for waiter in bucket.waiters]
+            low, high = self.state.versions()
+            clocks = self.state.clocks()
+        return ShardJobStatistics(
+            bucket_count=len(self.buckets),
+            parameter_bytes=self.state.parameter_bytes,
+            optimizer_bytes=self.state.optimizer_bytes,
+            staged_bytes=self.state.staged_bytes,
+            version_min=low,
+            version_max=high,
+            clocks=clocks,
+            waits=_waits(waiters, now),
+            waiting_pulls=len(waiters),
+        )
+
     def close(self, reason: PSError) -> None:
         """Ends the job here: its pushes are refused, and what it has staged counts no more."""
         with self.lock:
             self.state.execute(Close(reason))
+
+
+def _waits(waiters: list[Waiter], now: float) -> tuple[Wait, ...]:
+    """What each worker waits for, by rank."""
+    ranks: dict[int, list[Waiter]] = {}
+    for waiter in waiters:
+        ranks.setdefault(waiter.pull.rank, []).append(waiter)
+    return tuple(
+        Wait(
+            rank,
+            clock=last.pull.clock,
+            bucket_count=len(each),
+            waiting_for=frozenset(other for waiter in each for other in waiter.admission.waiting_for),
+            reason=last.admission.reason,
+            seconds=now - last.pull.since,
+        )
+        for rank, each in sorted(ranks.items())
+        for last in each[-1:]
+    )

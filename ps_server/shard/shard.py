@@ -30,6 +30,7 @@ from ps_server.core.data_commits import Committed
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import PullCall, Push, SharedPush
 from ps_server.core.snapshot import BucketSnapshot, VersionRange
+from ps_server.core.statistics import ShardStatistics
 from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
 from ps_server.shard.job import HostedJob
@@ -101,6 +102,11 @@ class Shard:
         self._threads.stop()
         for job in self.jobs().values():
             self._pulls.fail(job, TryLater("the shard is stopping"))
+
+    def statistics(self) -> ShardStatistics:
+        """How the shard is."""
+        now = self._clock()
+        return ShardStatistics({name: job.statistics(now) for name, job in sorted(self.jobs().items())})
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
