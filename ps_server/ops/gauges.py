@@ -7,45 +7,40 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ps_runtime.metrics import Gauges, Sample, StatisticsGauges
 from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.coordinator import Coordinator
+from ps_server.core.statistics import ShardJobStatistics, ShardStatistics
 from ps_server.rpc.call_limits import Gate
-from ps_server.shard.metrics import Gauges, Sample
 from ps_server.shard.shard import Shard
 
 
-def shard_gauges(shard: Shard) -> Gauges:
-    """What a shard holds, how far it is, and how many wait."""
+def shard_gauges(shard: Shard) -> StatisticsGauges[ShardStatistics]:
+    """What a shard has, how far it is, and how many pulls wait."""
 
-    def each_job(read: Callable[[Any], float]) -> Callable[[], Iterable[Sample]]:
-        return lambda: [((name,), read(job)) for name, job in shard.jobs().items()]
+    def each_job(read: Callable[[ShardJobStatistics], float]) -> Callable[[ShardStatistics], Iterable[Sample]]:
+        return lambda statistics: [((name,), read(job)) for name, job in statistics.jobs.items()]
 
-    def sizes() -> Iterable[Sample]:
-        for name, job in shard.jobs().items():
-            yield (name, "parameters"), job.state.parameter_bytes
-            yield (name, "optimizer"), job.state.optimizer_bytes
+    def sizes(statistics: ShardStatistics) -> Iterable[Sample]:
+        for name, job in statistics.jobs.items():
+            yield (name, "parameters"), job.parameter_bytes
+            yield (name, "optimizer"), job.optimizer_bytes
 
-    def clocks() -> Iterable[Sample]:
-        for name, job in shard.jobs().items():
-            with job.lock:
-                found = job.state.clocks()
-            yield from (((name, str(rank)), clock) for rank, clock in found.items())
+    def clocks(statistics: ShardStatistics) -> Iterable[Sample]:
+        for name, job in statistics.jobs.items():
+            yield from (((name, str(rank)), clock) for rank, clock in job.clocks.items())
 
-    return Gauges(
+    return StatisticsGauges(
+        shard.statistics,
         [
             ("ps_job_bytes", "Bytes held, by kind.", ("job", "kind"), sizes),
-            ("ps_staged_bytes", "Bytes staged, not yet applied.", ("job",), each_job(lambda j: j.state.staged_bytes)),
-            ("ps_buckets", "Buckets held.", ("job",), each_job(lambda j: len(j.buckets))),
-            ("ps_bucket_version_min", "Lowest version here.", ("job",), each_job(lambda j: j.state.versions()[0])),
-            ("ps_bucket_version_max", "Highest version here.", ("job",), each_job(lambda j: j.state.versions()[1])),
-            (
-                "ps_waiting_pulls",
-                "Bucket pulls that wait.",
-                ("job",),
-                each_job(lambda j: sum(len(bucket.waiters) for bucket in j.buckets.values())),
-            ),
+            ("ps_staged_bytes", "Bytes staged, not yet applied.", ("job",), each_job(lambda j: j.staged_bytes)),
+            ("ps_buckets", "Buckets held.", ("job",), each_job(lambda j: j.bucket_count)),
+            ("ps_bucket_version_min", "Lowest version here.", ("job",), each_job(lambda j: j.version_min)),
+            ("ps_bucket_version_max", "Highest version here.", ("job",), each_job(lambda j: j.version_max)),
+            ("ps_waiting_pulls", "Bucket pulls that wait.", ("job",), each_job(lambda j: j.waiting_pulls)),
             ("ps_shard_clock", "Steps of each live worker applied here.", ("job", "rank"), clocks),
-        ]
+        ],
     )
 
 

@@ -15,6 +15,7 @@ from ps_protocol.v1 import control_pb2, job_pb2
 from ps_server.coordinator.rounds import ExchangeRequest, Standing, Wait
 from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.snapshot import VersionRange
+from ps_server.core.statistics import ShardJobStatistics
 from ps_server.rpc.lease_messages import loader_data
 from ps_server.shard.snapshots import ShardSnapshot
 from ps_server.storage.checkpoints import Part
@@ -134,6 +135,30 @@ def captured(response: control_pb2.AwaitCheckpointResponse) -> ShardSnapshot:
     part = Part(response.file, response.bytes, bytes(response.sha256).hex())
     reached = VersionRange(response.version_min, response.version_max, dict(response.clocks))
     return ShardSnapshot(part, reached, response.held_up.ToNanoseconds() / 1e9)
+
+
+def shard_job_status(name: str, job: ShardJobStatistics) -> control_pb2.ShardJobStatus:
+    """How a job is on a shard."""
+    status = control_pb2.ShardJobStatus(
+        job=name,
+        bucket_count=job.bucket_count,
+        parameter_bytes=job.parameter_bytes,
+        optimizer_bytes=job.optimizer_bytes,
+        staged_bytes=job.staged_bytes,
+        version_min=job.version_min,
+        version_max=job.version_max,
+        clocks=job.clocks,
+    )
+    for wait in job.waits:
+        message = status.waits.add(
+            rank=wait.rank,
+            clock=wait.clock,
+            bucket_count=wait.bucket_count,
+            waiting_for=sorted(wait.waiting_for),
+            reason=wait.reason,
+        )
+        message.waited.FromNanoseconds(int(wait.seconds * 1e9))
+    return status
 
 
 def restore_job_request(
