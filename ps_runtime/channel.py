@@ -14,13 +14,11 @@ from typing import Any
 import grpc
 
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.job import MAX_MESSAGE_BYTES
 from ps_runtime.credentials import PLAINTEXT, Access, channel_credentials, is_loopback
 from ps_runtime.reloading import ReloadingFiles
 
 DEFAULT_PORT = 50051
-MAX_BUCKET_BYTES = 16 * 2**20
-# A message is a bucket and its header, or a control message: a job of MAX_PARAMETERS parameters fits.
-MAX_MESSAGE_BYTES = MAX_BUCKET_BYTES + 2**20
 
 _KEEPALIVE_MS = 20_000
 _LEAST_PING_INTERVAL_MS = 10_000

@@ -216,6 +216,21 @@ def channel_credentials(material: Material) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(material.ca or material.cert, material.key, material.cert)
 
 
+def require_encryption(host: str, encrypted: bool, allowed: bool, what: str, flag: str) -> bool:
+    """Returns whether plaintext is served beyond this machine, which `flag` has allowed.
+
+    host: the address to listen on. Raises InvalidRequest where it would be, and is not allowed.
+    """
+    if encrypted or is_loopback(host):
+        return False
+    if not allowed:
+        raise InvalidRequest(
+            f"{what} on {host} would be open to the network in plaintext: give --tls-cert and --tls-key, "
+            f"listen on 127.0.0.1, or say {flag}"
+        )
+    return True
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach an address. A name other than localhost counts as reachable by others."""
     name = host.strip("[]").lower()

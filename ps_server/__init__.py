@@ -10,3 +10,5 @@ server.py      One server process: a gRPC port, a metrics port, and behind them 
 failpoints.py  Places where a server kills itself on request, so that tests can show what a death there does
 cli.py         The command `ps-server`
 """
+
+import ps_runtime  # noqa: F401  # sets what grpc reads when it is imported

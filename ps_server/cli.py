@@ -24,9 +24,9 @@ from ps_runtime.settings import (
     index,
     port_number,
     seconds,
+    unknown_variables,
     version,
 )
-from ps_runtime.variables import unknown_variables
 from ps_server.core.limits import add_limits, limits_of
 from ps_server.failpoints import arm
 from ps_server.ops.glibc import share_memory_pool

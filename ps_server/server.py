@@ -19,14 +19,14 @@ import torch
 from prometheus_client import GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.registry import CollectorRegistry
 
-from ps_protocol.errors import InvalidRequest, PSError, TryLater, error_from
+from ps_protocol.errors import InvalidRequest, PSError, TryLater
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.v1 import control_pb2_grpc
 from ps_runtime.channel import open_channel, server_options
-from ps_runtime.credentials import Access, Tls, server_credentials
-from ps_runtime.exposure import is_exposed
+from ps_runtime.credentials import Access, Tls, require_encryption, server_credentials
 from ps_runtime.metrics import serve_metrics
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
+from ps_runtime.status import error_from
 from ps_runtime.tls_diagnosis import refusal
 from ps_server.coordinator.coordinator import DEFAULT_LEASE_SECONDS, Coordinator
 from ps_server.coordinator.policy import DEFAULT_KEEP, CheckpointPolicy, parse_every
@@ -107,7 +107,7 @@ class Server:
         ELEMENTWISE["SGD"]([torch.zeros(1)], lr=0.0)  # type: ignore[call-arg]
         torch.set_num_threads(1)  # the apply threads are the parallelism; more would fight over the same cores
         self._config = config
-        exposed = is_exposed(config.host, config.tls is not None, config.insecure, "this server", "--insecure")
+        exposed = require_encryption(config.host, config.tls is not None, config.insecure, "this server", "--insecure")
         _allow_many_files(config.limits.connections)
         self._callers = Callers(config.tokens)
         self._access = Access(config.tls, self._callers.cluster_token if self._callers.asks else None, config.insecure)
@@ -188,7 +188,7 @@ class Server:
         coordinator = self.coordinator
         pages = {} if coordinator is None else {"/sd": lambda: service_discovery(coordinator, config.tls is not None)}
         allowed = config.metrics_insecure or config.insecure
-        is_exposed(config.metrics_host, config.tls is not None, allowed, "metrics", "--metrics-insecure")
+        require_encryption(config.metrics_host, config.tls is not None, allowed, "metrics", "--metrics-insecure")
         port, stop = serve_metrics(config.metrics_host, config.metrics_port, self._registry, pages, config.tls)
         self._stops.append(stop)
         host = self.address.rpartition(":")[0] if config.advertise else _reachable(config.metrics_host)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.modes import parse_mode
-from ps_runtime.settings import CommandLine, Setting, count, index, version
-from ps_runtime.variables import unknown_variables
+from ps_runtime.settings import CommandLine, Setting, count, index, unknown_variables, version
 from ps_worker.config import SETTINGS
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from types import TracebackType
 import ps_protocol
 import ps_runtime
 from ps_protocol.errors import PSError
-from ps_runtime.variables import unknown_variables
+from ps_runtime.settings import unknown_variables
 
 log = logging.getLogger("ps_worker")
 

@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import WIRE_FORMATS, NonFinite
-from ps_runtime.credentials import is_loopback
-from ps_runtime.exposure import is_exposed
+from ps_runtime.credentials import is_loopback, require_encryption
 from ps_worker.cluster.connection import ConnectionOptions
 from ps_worker.config import WorkerConfig, resolve
 from ps_worker.data.leased import LeasedFace, LeasedLoader, Leases, order_of
@@ -145,7 +144,7 @@ class Session:
             host = _own_address(config.server)
             known = tls is not None or config.metrics_insecure or is_loopback(host)
             host = host if known else "127.0.0.1"
-        is_exposed(host, tls is not None, config.metrics_insecure, "metrics", "--metrics-insecure")
+        require_encryption(host, tls is not None, config.metrics_insecure, "metrics", "--metrics-insecure")
         self._metrics.serve(host, config.metrics_port and config.metrics_port + config.local_rank, tls, known)
 
     def __repr__(self) -> str:

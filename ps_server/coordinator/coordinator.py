@@ -15,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater
-from ps_protocol.job import JobSpec, difference
-from ps_runtime.channel import MAX_BUCKET_BYTES
+from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_server.coordinator.admitting import admit
 from ps_server.coordinator.data import LeaseRequest

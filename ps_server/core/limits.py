@@ -9,8 +9,7 @@ import argparse
 import math
 from dataclasses import dataclass, fields
 
-from ps_protocol.job import MAX_NAME_LENGTH, MAX_PARAMETERS
-from ps_runtime.channel import MAX_MESSAGE_BYTES
+from ps_protocol.job import MAX_MESSAGE_BYTES, MAX_NAME_LENGTH, MAX_PARAMETERS
 from ps_runtime.settings import CommandLine, add_setting, amount, count, seconds
 
 

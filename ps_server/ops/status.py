@@ -6,10 +6,11 @@ from typing import Any
 
 import grpc
 
-from ps_protocol.errors import Unreachable, error_from
+from ps_protocol.errors import Unreachable
 from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.status import error_from
 from ps_runtime.tls_diagnosis import refusal
 from ps_server.rpc import convert
 

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from ps_protocol.errors import InvalidRequest, PSError, Unsupported
+from ps_runtime.status import code_of
 from ps_server.rpc.call_limits import Gate
 from ps_server.rpc.permissions import Principal
 from ps_server.rpc.streams import set_error
@@ -162,7 +163,7 @@ def _refuse(context: grpc.ServicerContext, error: Exception, labels: _Labels, be
     known = _error_of(error)
     labels.ended(known.code.name, begun)
     set_error(context, known)
-    context.abort(known.code, str(known))  # raises, as gRPC wants it
+    context.abort(code_of(known), str(known))  # raises, as gRPC wants it
     raise AssertionError
 
 
@@ -240,6 +241,6 @@ def _guard(behaviour: Callable[..., Any], read: _Reader) -> Callable[..., Any]:
             yield from behaviour(timely(), context)
         except PSError as error:
             set_error(context, error)
-            context.abort(error.code, str(error))
+            context.abort(code_of(error), str(error))
 
     return wrapped

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 
 import grpc
 
-from ps_protocol.errors import PSError, TryLater, Unreachable, error_from
+from ps_protocol.errors import PSError, TryLater, Unreachable
 from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.status import error_from
 from ps_runtime.tls_diagnosis import refusal
 from ps_worker.cluster import convert
 from ps_worker.cluster.convert import (

@@ -16,11 +16,12 @@ from typing import Any, Protocol
 
 import grpc
 
-from ps_protocol.errors import PSError, error_from
+from ps_protocol.errors import PSError
 from ps_protocol.layout import BucketSpec
 from ps_protocol.v1.data_pb2 import DESCRIPTOR as DATA
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.status import error_from
 from ps_worker.cluster import convert
 from ps_worker.cluster.convert import BucketPush, Identity, Pulled, StateChunk
 from ps_worker.cluster.coordinator import CALL_SECONDS, Retry

@@ -22,9 +22,8 @@ import torch
 from torch import nn
 
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, UnknownWorker
-from ps_protocol.job import HyperParameters, JobSpec, NonFinite, validate
+from ps_protocol.job import MAX_BUCKET_BYTES, HyperParameters, JobSpec, NonFinite, validate
 from ps_protocol.layout import BucketSpec, bucket_layout
-from ps_runtime.channel import MAX_BUCKET_BYTES
 from ps_worker.cluster.connection import Shards
 from ps_worker.cluster.convert import BucketPush, DataRange, JoinResult, Lease, Offer, RoundNews, StateChunk
 from ps_worker.cluster.coordinator import CoordinatorClient

@@ -15,8 +15,7 @@ import ps_worker.cli
 from ps_launch.workers import Launch, worker_environment
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.launch_id import LAUNCH_ID, LAUNCH_RANKS
-from ps_runtime.settings import CommandLine
-from ps_runtime.variables import KNOWN, unknown_variables
+from ps_runtime.settings import KNOWN_VARIABLES, CommandLine, unknown_variables
 from ps_server.failpoints import VARIABLE as FAILPOINTS
 from ps_worker.config import OWN_SETTINGS, SETTINGS, WorkerConfig, resolve
 from ps_worker.launched import LAUNCHED, STARTED_FILE
@@ -170,8 +169,8 @@ def test_every_variable_that_is_read_is_known() -> None:
     own = {setting.variable for setting in (*SETTINGS, *OWN_SETTINGS)}
     told_by_the_launcher = {LAUNCHED, STARTED_FILE, LAUNCH_ID, LAUNCH_RANKS, "PS_RESTART_COUNT", FAILPOINTS}
     read = declared(ps_server.cli.parser()) | declared(ps_worker.cli.parser()) | own | told_by_the_launcher
-    assert read - KNOWN == set()
-    compose = KNOWN - read
+    assert read - KNOWN_VARIABLES == set()
+    compose = KNOWN_VARIABLES - read
     text = "".join(path.read_text() for path in Path(__file__).parents[2].glob("docker-compose*.yml"))
     assert {name for name in compose if name not in text} == set(), "a name that nothing reads any more"
 

@@ -13,8 +13,9 @@ from google.rpc import code_pb2, error_details_pb2
 from prometheus_client import CollectorRegistry
 
 from ps_protocol import errors
-from ps_protocol.errors import BY_REASON, DOMAIN, PSError, TryLater, Unreachable, error_from, status_of
+from ps_protocol.errors import BY_REASON, DOMAIN, PSError, TryLater, Unreachable
 from ps_runtime.channel import open_channel, server_options
+from ps_runtime.status import LONGEST_RETRY_SECONDS, error_from, status_of
 from ps_server.core.limits import Limits
 from ps_server.rpc.auth import Callers
 from ps_server.rpc.call_limits import Gate
@@ -133,7 +134,7 @@ def test_nobody_is_kept_waiting_for_ever_by_a_number() -> None:
             error.retry_after = 1e9
             return (("grpc-status-details-bin", status_of(error).SerializeToString()),)
 
-    assert error_from(Call(), PEER).retry_after == errors.LONGEST_RETRY_SECONDS
+    assert error_from(Call(), PEER).retry_after == LONGEST_RETRY_SECONDS
 
 
 def test_the_tree_in_the_docstring_is_the_tree() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ps_protocol.convert import job_spec_message
-from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError, error_from
+from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
@@ -23,6 +23,7 @@ from ps_protocol.v1 import control_pb2, data_pb2
 from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT
+from ps_runtime.status import error_from
 from ps_server.core.limits import Limits, limit_flags, limits_of
 from ps_server.ops.probe import is_serving
 from ps_server.server import Server

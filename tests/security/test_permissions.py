@@ -16,13 +16,14 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from torch import nn
 
-from ps_protocol.errors import Forbidden, InvalidRequest, PSError, Unauthenticated, error_from
+from ps_protocol.errors import Forbidden, InvalidRequest, PSError, Unauthenticated
 from ps_protocol.v1 import control_pb2, data_pb2
 from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 from ps_protocol.v1.data_pb2_grpc import DataServiceStub
 from ps_runtime import reloading
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access, Tls, access
+from ps_runtime.status import error_from
 from ps_server.ops import dev_certs, probe, status
 from ps_server.rpc.auth import parse_directory
 from ps_server.rpc.permissions import EVERYONE, METHODS, Permission, Principal, Role

@@ -31,9 +31,9 @@ from ps_protocol.errors import (
     PSError,
     UnknownWorker,
     Unsupported,
-    error_from,
 )
 from ps_protocol.v1 import control_pb2
+from ps_runtime.status import error_from
 from ps_server.core.limits import Limits
 from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
