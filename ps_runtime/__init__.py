@@ -6,6 +6,7 @@ launch_id.py      Which launch a process belongs to
 metrics.py        /metrics and pages of JSON over HTTP(S)
 rank.py           Which worker a process is: its rank, the number of workers, and its place on its host
 reloading.py      Values that are read from files, and read again when they change
+retry.py          The one retry loop, and what a failed call means
 settings.py       One declaration a setting: argument, flag, PS_* variable, type, default, help
 status.py         Errors of the project as gRPC statuses, and back
 tls_diagnosis.py  Why a TLS connection does not come about

@@ -20,8 +20,8 @@ _READ_BYTES = 2**14
 _EXPIRED, _NOT_YET, _WRONG_HOST, _WRONG_ADDRESS = 10, 9, 62, 64
 
 
-def refusal(address: str, access: Access) -> Untrusted | None:
-    """Why this end and the server at HOST:PORT do not trust each other; None if that is not what is wrong."""
+def explain(address: str, access: Access) -> Untrusted | None:
+    """Returns why this end and the server at HOST:PORT do not trust each other; None if they do, or nothing answers."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     with contextlib.suppress(OSError), socket.create_connection((host, int(port)), SECONDS) as plain:

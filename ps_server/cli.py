@@ -178,7 +178,7 @@ def _run(arguments: argparse.Namespace) -> int:
     files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca
     mine = access(*files, arguments.token_file, arguments.insecure)
     if arguments.command == "health":
-        from ps_server.ops.probe import is_serving
+        from ps_server.ops.status import is_serving
 
         return 0 if is_serving(arguments.server, mine) else 1
     from ps_server.ops import status

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import resource
-import secrets
 import socket
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,27 +16,25 @@ import torch
 from prometheus_client import GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.registry import CollectorRegistry
 
-from ps_protocol.errors import InvalidRequest, PSError, TryLater
+from ps_protocol.errors import InvalidRequest
 from ps_protocol.optimizers import ELEMENTWISE
-from ps_protocol.v1 import control_pb2_grpc
-from ps_runtime.channel import open_channel, server_options
+from ps_runtime.channel import server_options
 from ps_runtime.credentials import Access, Tls, require_encryption, server_credentials
 from ps_runtime.metrics import serve_metrics
+from ps_runtime.retry import Peer
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
-from ps_runtime.status import error_from
-from ps_runtime.tls_diagnosis import refusal
 from ps_server.coordinator.coordinator import DEFAULT_LEASE_SECONDS, Coordinator
 from ps_server.coordinator.policy import DEFAULT_KEEP, CheckpointPolicy, parse_every
-from ps_server.coordinator.shards import SHARD_CALL_SECONDS
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.ops.gauges import coordinator_gauges, security_gauges, service_discovery, shard_gauges
-from ps_server.rpc import convert, data_messages
+from ps_server.rpc import data_messages
 from ps_server.rpc.auth import Callers
 from ps_server.rpc.call_limits import CALL_THREADS, Gate
 from ps_server.rpc.cluster_service import CONTROL_SERVICES, ClusterService, add_health
 from ps_server.rpc.data_service import DATA_SERVICE, DataService
 from ps_server.rpc.interceptor import Boundary
 from ps_server.rpc.job_service import JobService
+from ps_server.rpc.registration import Registration
 from ps_server.rpc.shard_service import ShardService
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -139,10 +134,9 @@ class Server:
         self._grpc.start()
         self._registration: Registration | None = None
         if config.index is not None:
-            coordinator = config.coordinator or f"{_reachable(config.host)}:{port}"
-            self._registration = Registration(
-                coordinator, config.index, self.address, self.metrics_address, self._access
-            )
+            address = config.coordinator or f"{_reachable(config.host)}:{port}"
+            coordinator = Peer("coordinator", address, self._access)
+            self._registration = Registration(coordinator, config.index, self.address, self.metrics_address)
 
     def wait_ready(self, timeout: float) -> bool:
         """Waits until the coordinator knows this shard; at once true for a coordinator alone."""
@@ -196,9 +190,8 @@ class Server:
 
     def _add_coordinator(self, coordinator: Coordinator) -> list[str]:
         senders = ThreadPoolExecutor(CALL_THREADS, "watch")
-        control_pb2_grpc.add_JobServiceServicer_to_server(JobService(coordinator, senders), self._grpc)
-        cluster = ClusterService(coordinator, self.address, self.metrics_address)
-        control_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, self._grpc)
+        JobService(coordinator, senders).register(self._grpc)
+        ClusterService(coordinator, self.address, self.metrics_address).register(self._grpc)
         self._registry.register(coordinator_gauges(coordinator))
         self._stops += [coordinator.stop, senders.shutdown]
         return [CONTROL_SERVICES["JobService"], CONTROL_SERVICES["ClusterService"]]
@@ -218,57 +211,10 @@ class Server:
         self.shard = shard
         data = DataService(shard)
         data.register(self._grpc)
-        control_pb2_grpc.add_ShardServiceServicer_to_server(ShardService(shard, self._config.limits), self._grpc)
+        ShardService(shard, self._config.limits).register(self._grpc)
         self._registry.register(shard_gauges(shard))
         self._stops += [shard.stop, data.stop]
         return [DATA_SERVICE, CONTROL_SERVICES["ShardService"]]
-
-
-class Registration:
-    """Tells the coordinator every few seconds that this shard is here, for as long as it is."""
-
-    def __init__(self, coordinator: str, index: int, address: str, metrics_address: str, access: Access) -> None:
-        self.known = threading.Event()
-        self._access = access
-        self._coordinator = coordinator
-        process = secrets.randbits(63)
-        self._request = convert.register_shard_request(index, address, metrics_address, os.getpid(), process)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stops telling."""
-        self._stopping.set()
-        self._thread.join()
-
-    def checkpoint(self, job: str, seconds: float) -> None:
-        """Asks the coordinator for a checkpoint; a warning if there is none."""
-        with open_channel(self._coordinator, self._access) as channel:
-            try:
-                request = convert.checkpoint_job_request(job)
-                control_pb2_grpc.JobServiceStub(channel).CheckpointJob(request, timeout=seconds)
-            except grpc.RpcError as call:
-                error = error_from(call, f"coordinator at {self._coordinator}")
-                log.warning("stopping without a last checkpoint: %s", error)
-
-    def _run(self) -> None:
-        said = ""
-        with open_channel(self._coordinator, self._access) as channel:
-            register = control_pb2_grpc.ClusterServiceStub(channel).RegisterShard
-            while not self._stopping.is_set():
-                try:
-                    register(self._request, timeout=SHARD_CALL_SECONDS, wait_for_ready=True)
-                    self.known.set()
-                    said = ""
-                except grpc.RpcError as call:
-                    error: PSError = error_from(call, f"coordinator at {self._coordinator}")
-                    if isinstance(error, TryLater):
-                        error = refusal(self._coordinator, self._access) or error
-                    if type(error).__name__ != said:  # each trouble is said once, not every two seconds
-                        log.warning("%s; trying again", error)
-                        said = type(error).__name__
-                self._stopping.wait(SHARD_CALL_SECONDS)
 
 
 def _bind(server: grpc.Server, host: str, port: int, tls: Tls | None) -> int:

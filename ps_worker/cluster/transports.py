@@ -21,10 +21,11 @@ from ps_protocol.layout import BucketSpec
 from ps_protocol.v1.data_pb2 import DESCRIPTOR as DATA
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.retry import Peer, Retry
 from ps_runtime.status import error_from
 from ps_worker.cluster import convert
 from ps_worker.cluster.convert import BucketPush, Identity, Pulled, StateChunk
-from ps_worker.cluster.coordinator import CALL_SECONDS, Retry
+from ps_worker.cluster.coordinator import CALL_SECONDS
 from ps_worker.cluster.threads import Closed, DaemonPool
 from ps_worker.model.flat import FlatModel
 
@@ -98,17 +99,16 @@ class ShardCalls:
     """The calls to one shard, each with the one retry loop. Identity (de)serializers: what goes in and out is bytes."""
 
     def __init__(self, index: int, address: str, timeout: float, access: Access = PLAINTEXT) -> None:
-        self.peer = f"shard {index} at {address}"
+        self.peer = Peer(f"shard {index}", address, access)
         self.closing = threading.Event()
         self._timeout = timeout
-        self._access = access
         self._channel = open_channel(address, access)
         self._last: Any = None  # the pull that ended last
 
     def unary(self, method: str, request: bytes) -> bytes:
         """The answer of one method of the data service."""
         call = self._channel.unary_unary(f"/{DATA_SERVICE}/{method}")
-        retry = Retry(self.peer, self._timeout, self.closing, self._access)
+        retry = Retry(self.peer, self._timeout, self.closing)
         found: bytes = retry.call(lambda: call(request, timeout=CALL_SECONDS))
         return found
 
@@ -117,11 +117,11 @@ class ShardCalls:
         try:
             self._channel.unary_unary(f"/{DATA_SERVICE}/{method}")(request, timeout=CALL_SECONDS)
         except grpc.RpcError as error:
-            raise error_from(error, self.peer) from None
+            raise error_from(error, str(self.peer)) from None
 
     def stream(self, method: str, request: bytes, read: Callable[[bytes], None]) -> None:
         """Hands each message of one streaming method's answer to `read`; all of them anew if the stream breaks off."""
-        retry = Retry(self.peer, self._timeout, self.closing, self._access)
+        retry = Retry(self.peer, self._timeout, self.closing)
         while True:
             try:
                 for message in self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")(request, timeout=PULL_SECONDS):
@@ -129,7 +129,7 @@ class ShardCalls:
                     read(message)
                 return
             except grpc.RpcError as error:
-                retry.failed(error_from(error, self.peer))
+                retry.failed(error)
 
     def pull(
         self,
@@ -144,7 +144,7 @@ class ShardCalls:
         stream = self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")
         left = {bucket.index: bucket for bucket in buckets}
         size, longest, checkpoint = 0, 0.0, False
-        retry = Retry(self.peer, self._timeout, self.closing, self._access)
+        retry = Retry(self.peer, self._timeout, self.closing)
         while left:
             try:
                 # Kept: a call that nobody refers to is cancelled, and its end is still to come.
@@ -161,7 +161,7 @@ class ShardCalls:
                     if not left:
                         break
             except grpc.RpcError as error:
-                retry.failed(error_from(error, self.peer))
+                retry.failed(error)
         return PullResult(size, longest, checkpoint)
 
     def close(self) -> None:

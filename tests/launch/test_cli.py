@@ -23,7 +23,7 @@ from torch import nn
 import ps_server.cli
 import ps_worker.cli
 from ps_server.ops import status
-from ps_server.ops.probe import is_serving
+from ps_server.ops.status import is_serving
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.launching import run, script
 

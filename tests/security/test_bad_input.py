@@ -667,7 +667,10 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "shards": (["ps-server", "up", "--shards", "no"], "a whole number from 1.*'no'"),
     "shard without a coordinator": (["ps-server", "shard", "--index", "0"], "needs --coordinator HOST:PORT"),
     "shard without an index": (["ps-server", "shard", "--coordinator", "h:1"], "required: --index"),
-    "status of nobody": (["ps-server", "status", "--server", "127.0.0.1:1"], "no coordinator answers at 127.0.0.1:1"),
+    "status of nobody": (
+        ["ps-server", "status", "--server", "127.0.0.1:1"],
+        "coordinator at 127.0.0.1:1 does not answer",
+    ),
     "end of nothing": (["ps-server", "end", "--server", "SHARED", "--job", "no-such"], "no job 'no-such' here"),
 }
 

@@ -25,7 +25,7 @@ from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT
 from ps_runtime.status import error_from
 from ps_server.core.limits import Limits, limit_flags, limits_of
-from ps_server.ops.probe import is_serving
+from ps_server.ops.status import is_serving
 from ps_server.server import Server
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.slow_client import PREFACE, Dripping, opening

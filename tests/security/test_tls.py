@@ -18,7 +18,7 @@ import ps_worker
 from ps_protocol.errors import InvalidRequest, Untrusted
 from ps_runtime import reloading
 from ps_runtime.credentials import Access, Tls, access, require_encryption
-from ps_server.ops import dev_certs, probe, status
+from ps_server.ops import dev_certs, status
 from tests.tools.cluster import Cluster
 
 MakeCluster = Callable[..., Cluster]
@@ -66,7 +66,7 @@ def test_a_worker_with_a_certificate_trains_over_mutual_tls(
     cluster = make_cluster(tls=server_tls(certs))
     assert one_step(cluster, transport=transport, **files(certs)) == -1.0
     assert status.fetch(cluster.address, client(certs))["processes"][1]["reachable"]
-    assert probe.is_serving(cluster.address, client(certs))
+    assert status.is_serving(cluster.address, client(certs))
 
 
 def test_what_the_two_ends_do_not_agree_on_is_said_in_one_line(
