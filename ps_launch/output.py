@@ -1,4 +1,4 @@
-"""What workers write, made into whole lines with the worker's rank in front, and into a file for each worker."""
+"""What children write: whole lines, with a worker's rank in front, and a file for each worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, BinaryIO, Protocol
 
 READ_BYTES = 65_536
 LONGEST_LINE_BYTES = 65_536  # of a line that does not end: it is written in parts
@@ -77,9 +77,8 @@ class Console:
 
     def __init__(self) -> None:
         self._closed: set[int] = set()
-        self.until: float | None = (
-            None  # from then on nothing is waited for: a reader that stands still keeps no end off
-        )
+        # From then on nothing is waited for: a reader that stands still keeps no end off.
+        self.until: float | None = None
 
     def write(self, descriptor: int, data: bytes) -> None:
         """Writes all of it, however long its reader takes until `until`."""
@@ -100,20 +99,52 @@ class Console:
         self.write(sys.stderr.fileno(), f"ps-worker: {text}\n".encode(errors="replace"))
 
 
-class Stream:
-    """One output of one worker, on its way to the console and to the worker's log.
+class Output(Protocol):
+    """Takes what a child writes to one of its two outputs."""
+
+    def take(self, data: bytes) -> None:
+        """Takes bytes as they come."""
+
+    def take_lines(self, lines: list[bytes]) -> None:
+        """Takes the lines that are whole now, without their ends."""
+
+
+class WorkerOutput:
+    """Hands one output of a worker on to the console, and its lines to the worker's log.
 
     prefix: stands before each line on the console; None: the console gets the bytes as they come
     """
 
-    def __init__(
-        self, source: IO[bytes], console: Console, target: int, prefix: bytes | None, log: BinaryIO | None
-    ) -> None:
-        self.source = source
+    def __init__(self, console: Console, target: int, prefix: bytes | None, log: BinaryIO | None) -> None:
         self._console = console
         self._target = target
         self._prefix = prefix
         self._log = log
+
+    def take(self, data: bytes) -> None:
+        """Takes bytes as they come."""
+        if self._prefix is None:
+            self._console.write(self._target, data)
+
+    def take_lines(self, lines: list[bytes]) -> None:
+        """Takes the lines that are whole now, without their ends."""
+        if self._log is not None:
+            try:
+                self._log.write(b"".join(line + b"\n" for line in lines))
+                self._log.flush()
+            except OSError as error:  # a full disk ends the log, not the training
+                self._console.say(f"cannot write {self._log.name} ({error.strerror}): the log ends here")
+                self._log = None
+        if self._prefix is not None:
+            self._console.write(self._target, b"".join(self._prefix + line + b"\n" for line in lines))
+
+
+class Stream:
+    """One output of one child, read without waiting."""
+
+    def __init__(self, source: IO[bytes], output: Output) -> None:
+        self.source = source
+        self._output = output
         self._lines = Lines()
         os.set_blocking(source.fileno(), False)
 
@@ -124,39 +155,29 @@ class Stream:
         return data != b""
 
     def finish(self) -> None:
-        """Hands on what is left of a worker that has ended, though others may hold its stream open."""
+        """Hands on what is left of a child that has ended, though others may hold its stream open."""
         for _ in range(MOST_READS_AT_END):
             data = self._read()
             if not data:
                 break
             self._take(data)
-        self._hand_on(self._lines.end())
+        self._take_lines(self._lines.end())
         self.source.close()
 
     def _read(self) -> bytes | None:
-        """What there is now; None if there is nothing, and no bytes at the end."""
+        """Returns what there is now; None if there is nothing, and no bytes at the end."""
         try:
             return os.read(self.source.fileno(), READ_BYTES)
         except BlockingIOError:
             return None
 
     def _take(self, data: bytes) -> None:
-        if self._prefix is None:
-            self._console.write(self._target, data)
-        self._hand_on(self._lines.feed(data))
+        self._output.take(data)
+        self._take_lines(self._lines.feed(data))
 
-    def _hand_on(self, lines: list[bytes]) -> None:
-        if not lines:
-            return
-        if self._log is not None:
-            try:
-                self._log.write(b"".join(line + b"\n" for line in lines))
-                self._log.flush()
-            except OSError as error:  # a full disk ends the log, not the training
-                self._console.say(f"cannot write {self._log.name} ({error.strerror}): the log ends here")
-                self._log = None
-        if self._prefix is not None:
-            self._console.write(self._target, b"".join(self._prefix + line + b"\n" for line in lines))
+    def _take_lines(self, lines: list[bytes]) -> None:
+        if lines:
+            self._output.take_lines(lines)
 
 
 def log_file(directory: Path, rank: int) -> Path:

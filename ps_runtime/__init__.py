@@ -1,8 +1,9 @@
 """What every process needs, and would need if this were no parameter server.
 
 channel.py        Channels and servers: the options that both ends must hold in common
+command_line.py   The parser of a command, with short errors
 credentials.py    TLS and tokens: how a process proves who it is, and whom it trusts
-launch_id.py      Which launch a process belongs to
+launch_id.py      Which launch a process belongs to, and what it says to its launcher
 metrics.py        /metrics and pages of JSON over HTTP(S)
 rank.py           Which worker a process is: its rank, the number of workers, and its place on its host
 reloading.py      Values that are read from files, and read again when they change

@@ -1,7 +1,13 @@
-"""Which launch this process belongs to: that tells a worker that is started again from a stranger's of the same job."""
+"""Which launch this process belongs to, and what it says to its launcher.
+
+The launch tells a worker that is started again from another user's of the same job. The launcher waits for no message:
+when a worker fails, it looks for the file that the first worker makes once all declared workers have joined. Until then
+a failure ends the launch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -9,12 +15,16 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.credentials import is_loopback
 
+# What `ps-worker run` tells its workers, besides settings.
+LAUNCHED = "PS_LAUNCHED"
 LAUNCH_ID = "PS_LAUNCH_ID"
 LAUNCH_RANKS = "PS_LAUNCH_RANKS"
+STARTED_FILE = "PS_STARTED_FILE"
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,24 @@ def launch_id(world_size: int, take_over: bool) -> LaunchId:
             whole = bool(world_size) and count == str(world_size) and not again
             return LaunchId(name, take_over, range(world_size if whole else 0))
     return LaunchId(_own(), take_over)
+
+
+def is_launched() -> bool:
+    """Returns whether `ps-worker run` started this process."""
+    return os.environ.get(LAUNCHED) == "1"
+
+
+def launched_rank() -> str | None:
+    """Returns the rank that `ps-worker run` gave to this process; None where it gave none."""
+    return os.environ.get("PS_RANK")
+
+
+def report_started() -> None:
+    """Tells the launcher that all declared workers have joined."""
+    path = os.environ.get(STARTED_FILE)
+    if path:
+        with contextlib.suppress(OSError):  # the launcher has ended, or is on a file system of its own
+            Path(path).touch()
 
 
 def new_launch_id() -> str:

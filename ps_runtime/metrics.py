@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_wsgi_app
 
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.credentials import Tls
@@ -107,6 +107,14 @@ def _context(tls: Tls) -> ssl.SSLContext:
     except (ssl.SSLError, OSError) as error:
         raise InvalidRequest(f"{tls.cert} cannot be served with its key ({error.strerror or error})") from None
     return context
+
+
+def process_registry() -> CollectorRegistry:
+    """Returns a registry with the metrics of this process: its memory, its interpreter, its garbage collector."""
+    registry = CollectorRegistry()
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):
+        collector(registry=registry)
+    return registry
 
 
 def serve_metrics(

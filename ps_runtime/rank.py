@@ -7,6 +7,7 @@ the rank from one launcher and the number of workers from another.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ps_protocol.errors import InvalidRequest
@@ -77,6 +78,12 @@ def placement(rank: int | None, world_size: int | None, local_rank: int | None) 
     if local_rank is None:
         local_rank = _whole((found or TORCHRUN).local_rank)
     return Placement(rank, world_size, local_rank or 0, missing)
+
+
+def hide_launcher_variables(names: Iterable[str]) -> None:
+    """Takes variables out of this process' environment, for libraries that would follow them."""
+    for name in names:
+        os.environ.pop(name, None)
 
 
 def _advice(found: Launcher, rank: int | None) -> str:

@@ -1,7 +1,8 @@
-"""How every setting is found, by both commands and by `connect` alike: the flag or argument, its variable, the default.
+"""The one declaration of a setting, which both commands and `connect` read.
 
 A setting is declared once, as a `Setting`. Its flag, its PS_* variable and its keyword argument follow from its name,
-and one parser reads all three. A variable that is empty counts as not set.
+and one parser reads all three. The argument or the flag comes first, then the variable, then the default. A variable
+that is empty counts as not set.
 """
 
 from __future__ import annotations
@@ -9,14 +10,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ps_protocol.addresses import is_host_port
 from ps_protocol.errors import InvalidRequest
@@ -30,26 +28,15 @@ _SERVICE_LINK_ADVICE = (
 )
 
 
-def version() -> str:
-    """The version of the installed package."""
-    try:
-        return installed_version("ps-torch")
-    except PackageNotFoundError:
-        return "(from a folder of sources that is not installed)"
-
-
-def variable(flag: str) -> str:
-    """The environment variable of a flag: --metrics-port has PS_METRICS_PORT."""
-    return "PS_" + flag.removeprefix("--").replace("-", "_").upper()
-
-
 @dataclass(frozen=True)
 class Setting:
     """One setting, by the name of its keyword argument: metrics_port is --metrics-port and PS_METRICS_PORT.
 
-    text:    what it is, for --help
-    kind:    makes the value of a text, or raises argparse.ArgumentTypeError; bool makes the flag a switch
-    default: where it is not given; a text is read by `kind`
+    text:     what it is, for --help
+    kind:     makes the value of a text, or raises argparse.ArgumentTypeError; bool makes the flag a switch
+    default:  the value where it is not given
+    metavar:  the word for the value in --help
+    required: a command refuses to run without it
     """
 
     name: str
@@ -57,6 +44,7 @@ class Setting:
     kind: Callable[[str], Any] = str
     default: Any = None
     metavar: str | None = None
+    required: bool = False
 
     @property
     def flag(self) -> str:
@@ -66,10 +54,10 @@ class Setting:
     @property
     def variable(self) -> str:
         """The environment variable."""
-        return variable(self.flag)
+        return "PS_" + self.name.upper()
 
     def find(self, argument: object = None) -> Any:
-        """The argument; if it is None the variable's value; if that is not set the default.
+        """Returns the argument; if it is None the variable's value; if that is not set the default.
 
         An argument is checked by the parser that reads texts. Raises InvalidRequest naming where a bad value is from.
         """
@@ -82,10 +70,12 @@ class Setting:
         return False if self.kind is bool and self.default is None else self.default
 
     def written(self, value: Any) -> str:
-        """A value as the text of its variable."""
+        """Returns a value as the text of its variable: no text for None."""
+        if value is None:
+            return ""
         return str(int(value)) if self.kind is bool else str(value)
 
-    def add_to(self, parser: argparse.ArgumentParser | argparse._ArgumentGroup, required: bool = False) -> None:
+    def add_to(self, parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
         """Adds the flag; its variable and its default are named in --help."""
         text = os.environ.get(self.variable)
         given = _FromVariable(text) if text else None
@@ -98,7 +88,7 @@ class Setting:
             parser.add_argument(self.flag, action=_Switch, default=given or False, **common)
         else:
             default = given if given is not None else self.default
-            required = required and given is None
+            required = self.required and given is None
             parser.add_argument(self.flag, default=default, required=required, metavar=self.metavar, **common)
 
     def _read(self, text: str) -> Any:
@@ -121,6 +111,20 @@ class Setting:
             raise argparse.ArgumentTypeError(f"{error} (from {self.variable}{advice})") from None
 
 
+def as_variables(settings: Iterable[Setting], arguments: argparse.Namespace) -> dict[str, str]:
+    """Returns what flags say as the variables of a child process.
+
+    All of the settings are there, and empty where they are not given: no other environment can speak for one.
+    """
+    given = vars(arguments)
+    return {setting.variable: setting.written(given[setting.name]) for setting in settings}
+
+
+def environment() -> dict[str, str]:
+    """Returns a copy of this process' environment."""
+    return dict(os.environ)
+
+
 class _FromVariable(str):
     """A text that an environment variable holds."""
 
@@ -139,69 +143,8 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, True)
 
 
-class _HelpOn(argparse.Action):
-    """A flag that prints the help of one group and ends the process."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, group: argparse._ArgumentGroup, help: str) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
-        self._group = group
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
-    ) -> None:
-        lines = parser._get_formatter()
-        lines.add_usage(parser.usage, parser._actions, [])
-        lines.start_section(self._group.title)
-        lines.add_arguments(self._group._group_actions)
-        lines.end_section()
-        sys.stdout.write(lines.format_help())
-        parser.exit()
-
-
-class CommandLine(argparse.ArgumentParser):
-    """A command's parser, whose errors are short: the usage of the subcommand, what is wrong, and where to read on."""
-
-    def add_hidden_group(self, title: str, flag: str) -> argparse._ArgumentGroup:
-        """A group of flags that --help leaves out, and a flag that explains them alone."""
-        group = argparse._ArgumentGroup(self, title)  # which argparse's own help does not go through
-        self.add_argument(flag, action=_HelpOn, group=group, help=f"explain the {title}, and exit")
-        return group
-
-    def read(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-        """The arguments as values; an error ends the process with code 2, said by the subcommand that was called."""
-        found, unknown = self.parse_known_args(arguments)
-        if unknown:
-            command = next(
-                (each.choices[found.command] for each in self._actions if isinstance(each.choices, dict)), self
-            )
-            flags = [flag for action in command._actions for flag in action.option_strings]
-            near = get_close_matches(unknown[0].partition("=")[0], flags, 1)
-            kind = "option" if unknown[0].startswith("-") else "argument"
-            command.error(f"unknown {kind} {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
-        return found
-
-    def error(self, message: str) -> NoReturn:
-        """Ends the process with code 2."""
-        self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-def add_setting(
-    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
-    flag: str,
-    text: str,
-    *,
-    default: Any = None,
-    kind: Callable[[str], Any] = str,
-    required: bool = False,
-    metavar: str | None = None,
-) -> None:
-    """Declares a setting that only a command has, and adds its flag."""
-    Setting(flag.removeprefix("--").replace("-", "_"), text, kind, default, metavar).add_to(parser, required)
-
-
 def access_settings(serves: bool = False) -> tuple[Setting, ...]:
-    """Those of ps_protocol.credentials: tls_cert, tls_key, tls_ca, insecure, and a client's token_file."""
+    """Returns the settings of ps_runtime.credentials: tls_cert, tls_key, tls_ca, insecure, a client's token_file."""
     whose = "this process" if serves else "this client, if servers ask for one"
     note = "; with it, a server demands a certificate of every client" if serves else ""
     insecure = "listen beyond this machine without TLS, and say so in the log"
@@ -214,12 +157,6 @@ def access_settings(serves: bool = False) -> tuple[Setting, ...]:
         return *found, Setting("insecure", insecure, bool)
     token = Setting("token_file", "file with this client's bearer token", file_path, metavar="FILE")
     return *found, token, Setting("insecure", "let a token travel to another machine in plaintext", bool)
-
-
-def add_access_settings(parser: argparse.ArgumentParser, serves: bool = False) -> None:
-    """Adds the flags of `access_settings`."""
-    for setting in access_settings(serves):
-        setting.add_to(parser)
 
 
 def switch(text: str) -> bool:
@@ -247,17 +184,17 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 def port_number(text: str) -> int:
     """A TCP port; 0 lets the system choose."""
-    return _whole_number(text, 0, 65535)
+    return whole_number(0, 65535)(text)
 
 
 def count(text: str) -> int:
     """A whole number from 1."""
-    return _whole_number(text, 1, 2**31 - 1)
+    return whole_number(1, 2**31 - 1)(text)
 
 
 def index(text: str) -> int:
     """A whole number from 0."""
-    return _whole_number(text, 0, 2**31 - 1)
+    return whole_number(0, 2**31 - 1)(text)
 
 
 def seconds(text: str) -> float:
@@ -292,10 +229,15 @@ def host_port(text: str) -> str:
     return text
 
 
-def _whole_number(text: str, low: int, high: int) -> int:
-    if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
-        raise argparse.ArgumentTypeError(f"expected a whole number from {low} to {high}, got {text!r}")
-    return int(text)
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    """Returns a parser that takes whole numbers between these, both included."""
+
+    def number(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) <= 20 and low <= int(text) <= high):
+            raise argparse.ArgumentTypeError(f"expected a whole number from {low} to {high}, got {text!r}")
+        return int(text)
+
+    return number
 
 
 # -- variables that nothing reads ------------------------------------------------------------------------------------
@@ -334,14 +276,17 @@ _OF_OTHERS = frozenset({"PS_COLORS", "PS_FORMAT", "PS_PERSONALITY"})  # those of
 _SERVICE_VARIABLE = re.compile(r"PS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 
 
-def unknown_variables(environment: Mapping[str, str]) -> str | None:
-    """One line about the PS_* variables that nothing reads, with the nearest known names; None if there are none."""
-    found = [
+def unknown_variables(variables: Mapping[str, str] | None = None) -> str | None:
+    """Returns one line about the PS_* variables that nothing reads, with the nearest known names; None without any.
+
+    variables: None: those of this process
+    """
+    unknown = [
         name
-        for name, value in sorted(environment.items())
+        for name, value in sorted((os.environ if variables is None else variables).items())
         if name.startswith("PS_") and name not in KNOWN_VARIABLES | _OF_OTHERS and not _is_service_link(name, value)
     ]
-    return "; ".join(map(_about, found)) or None
+    return "; ".join(map(_about, unknown)) or None
 
 
 def _is_service_link(name: str, value: str) -> bool:

@@ -73,6 +73,11 @@ def parse(text: str) -> list[Entry]:
     return found
 
 
+def check() -> None:
+    """Raises InvalidRequest for a PS_FAILPOINTS that `arm` would refuse."""
+    parse(os.environ.get(VARIABLE, ""))
+
+
 def arm(shard: int | None) -> None:
     """Arms the failpoints that PS_FAILPOINTS names, in the process of this shard; None: of the coordinator alone."""
     for entry in parse(os.environ.get(VARIABLE, "")):

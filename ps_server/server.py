@@ -8,28 +8,22 @@ import resource
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import torch
-from prometheus_client import GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.registry import CollectorRegistry
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_runtime.channel import server_options
 from ps_runtime.credentials import Access, Tls, require_encryption, server_credentials
-from ps_runtime.metrics import serve_metrics
+from ps_runtime.metrics import process_registry, serve_metrics
 from ps_runtime.retry import Peer
-from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
-from ps_server.coordinator.coordinator import DEFAULT_LEASE_SECONDS, Coordinator
-from ps_server.coordinator.policy import DEFAULT_KEEP, CheckpointPolicy, parse_every
-from ps_server.core.limits import DEFAULTS, Limits
+from ps_server.config import ServerConfig
+from ps_server.coordinator.coordinator import Coordinator
 from ps_server.ops.gauges import coordinator_gauges, security_gauges, service_discovery, shard_gauges
 from ps_server.rpc import data_messages
 from ps_server.rpc.auth import Callers
-from ps_server.rpc.call_limits import CALL_THREADS, Gate
+from ps_server.rpc.call_limits import CALL_THREADS, Gate, grpc_options
 from ps_server.rpc.cluster_service import CONTROL_SERVICES, ClusterService, add_health
 from ps_server.rpc.data_service import DATA_SERVICE, DataService
 from ps_server.rpc.interceptor import Boundary
@@ -44,51 +38,6 @@ log = logging.getLogger("ps_server")
 
 CONTROL_THREADS = 1024  # more than one caller may have in flight; they are made when they are needed
 STOP_GRACE_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class ServerConfig:
-    """What one server process is.
-
-    shard_count: of the whole cluster; set where this process is the coordinator, None elsewhere
-    index:       of the shard that this process is; None where it is the coordinator alone
-    coordinator: HOST:PORT of the coordinator; None where it is this process
-    host, port:  where to listen; port 0 lets the system choose
-    advertise:   HOST:PORT under which the others reach this process; None: where it listens
-    lease:       seconds for which a worker counts as live without a heartbeat
-    apply_threads: threads that apply updates
-    shared_directory: where workers on this host leave segments that are files
-    tls:         certificates to serve with, and to call the other servers with; None: plaintext, on loopback
-    tokens:      file that says who may do what; None: whoever can connect may do everything
-    insecure:    plaintext may be served beyond this machine; metrics_insecure: metrics may
-    limits:      how much anyone may take
-    checkpoint_dir: where checkpoints are, the same directory for all shards and the coordinator; None: there are none
-    checkpoint_every: `100steps` or `60s`; None: only when asked to, at a job's end, and when the server stops
-    keep:        how many checkpoints of a job are kept
-    restore:     jobs go on from what is in checkpoint_dir; resume: those that ran when the coordinator ended
-    """
-
-    shard_count: int | None = None
-    index: int | None = None
-    coordinator: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 0
-    advertise: str | None = None
-    metrics_host: str = "127.0.0.1"
-    metrics_port: int = 0
-    lease: float = DEFAULT_LEASE_SECONDS
-    apply_threads: int = 1
-    shared_directory: Path = DEFAULT_SHARED_DIRECTORY
-    tls: Tls | None = None
-    tokens: Path | None = None
-    insecure: bool = False
-    metrics_insecure: bool = False
-    limits: Limits = DEFAULTS
-    checkpoint_dir: Path | None = None
-    checkpoint_every: str | None = None
-    keep: int = DEFAULT_KEEP
-    restore: bool = False
-    resume: bool = False
 
 
 class Server:
@@ -107,14 +56,12 @@ class Server:
         self._callers = Callers(config.tokens)
         self._access = Access(config.tls, self._callers.cluster_token if self._callers.asks else None, config.insecure)
         self._gate = Gate(self._callers, config.limits)
-        self._registry = CollectorRegistry()
-        for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=self._registry)
+        self._registry = process_registry()
         self._control_pool = ThreadPoolExecutor(CONTROL_THREADS, "control")
         self._grpc = grpc.server(
             self._control_pool,
             interceptors=[Boundary(self._registry, self._gate)],
-            options=server_options() + config.limits.options(),
+            options=server_options() + grpc_options(config.limits),
         )
         port = _bind(self._grpc, config.host, config.port, config.tls)
         self.address = config.advertise or f"{_reachable(config.host)}:{port}"
@@ -170,13 +117,7 @@ class Server:
     def _make_coordinator(self) -> Coordinator:
         config = self._config
         assert config.shard_count is not None
-        policy: CheckpointPolicy | None = None
-        if config.checkpoint_dir is not None:
-            steps, seconds = parse_every(config.checkpoint_every) if config.checkpoint_every else (None, None)
-            policy = CheckpointPolicy(config.checkpoint_dir, steps, seconds, config.keep, config.restore, config.resume)
-        elif config.checkpoint_every or config.restore or config.resume:
-            raise InvalidRequest("--checkpoint-every, --restore and --resume need --checkpoint-dir")
-        return Coordinator(config.shard_count, config.lease, self._access, config.limits, policy)
+        return Coordinator(config.shard_count, config.lease, self._access, config.limits, config.checkpoint_policy())
 
     def _serve_metrics(self, config: ServerConfig) -> str:
         coordinator = self.coordinator

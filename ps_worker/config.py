@@ -51,7 +51,7 @@ SETTINGS = (
     Setting(
         "transport", "auto, shm or grpc: shared memory with shards on this host", one_of(*TRANSPORTS), TRANSPORTS[0]
     ),
-    Setting("shared_directory", "where memory is shared as files if it must be", default=str(DEFAULT_SHARED_DIRECTORY)),
+    Setting("shared_directory", "where memory is shared as files if it must be", Path, DEFAULT_SHARED_DIRECTORY),
     *access_settings(),
     Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),
     Setting("take_over", "replace the live workers of another launch that train this job", bool),
@@ -128,7 +128,7 @@ def resolve(**arguments: object) -> WorkerConfig:
         metrics_host=found["metrics_host"],
         metrics_port=found["metrics_port"],
         transport=found["transport"],
-        shared_directory=Path(found["shared_directory"]),
+        shared_directory=found["shared_directory"],
         access=access(found["tls_cert"], found["tls_key"], found["tls_ca"], found["token_file"], insecure),
         metrics_insecure=insecure or found["metrics_insecure"],
         mode_said=found["mode"] is not None,

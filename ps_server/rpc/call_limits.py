@@ -66,6 +66,19 @@ def in_pool(behaviour: Callable[..., Any], pool: ThreadPoolExecutor, non_blockin
     return handler
 
 
+def grpc_options(limits: Limits) -> list[tuple[str, int]]:
+    """Returns the limits that gRPC itself keeps, as options of a server."""
+    return [
+        ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.max_send_message_length", limits.message_bytes),
+        ("grpc.max_allowed_incoming_connections", limits.connections),
+        ("grpc.max_concurrent_streams", limits.calls),
+        ("grpc.max_metadata_size", limits.metadata_bytes),
+        ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
+        ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
+    ]
+
+
 class Gate:
     """Lets calls in. Thread-safe."""
 

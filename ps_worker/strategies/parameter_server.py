@@ -24,6 +24,7 @@ from torch import nn
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, UnknownWorker
 from ps_protocol.job import MAX_BUCKET_BYTES, HyperParameters, JobSpec, NonFinite, validate
 from ps_protocol.layout import BucketSpec, bucket_layout
+from ps_runtime.launch_id import report_started
 from ps_worker.cluster.connection import Shards
 from ps_worker.cluster.convert import BucketPush, DataRange, JoinResult, Lease, Offer, RoundNews, StateChunk
 from ps_worker.cluster.coordinator import CoordinatorClient
@@ -31,7 +32,6 @@ from ps_worker.cluster.membership import Membership
 from ps_worker.cluster.rounds import Heard, Rounds
 from ps_worker.cluster.transports import PullResult, PushResult
 from ps_worker.data.leased import StepData
-from ps_worker.launched import report_started
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.job_spec import describe, has_stepped

@@ -19,10 +19,11 @@ from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub, 
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access
 from ps_runtime.status import error_from
+from ps_server.config import ServerConfig
 from ps_server.core.commands import Push, PushKind
 from ps_server.core.limits import Limits
 from ps_server.core.partition import JobPartition
-from ps_server.server import Server, ServerConfig
+from ps_server.server import Server
 from tests.tools.cluster import Cluster
 from tests.tools.fuzzing import JOB, KEY, SPEC, WORKER, Target
 

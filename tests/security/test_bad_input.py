@@ -34,7 +34,8 @@ from ps_protocol.errors import (
 )
 from ps_protocol.job import NonFinite
 from ps_protocol.v1 import control_pb2, data_pb2, job_pb2
-from ps_server.server import Server, ServerConfig
+from ps_server.config import ServerConfig
+from ps_server.server import Server
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.raw_worker import RawWorker, vector_job
 
