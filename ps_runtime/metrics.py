@@ -13,10 +13,17 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.credentials import Tls
 from ps_runtime.reloading import ReloadingFiles
+
+# Half a millisecond doubling up to half a minute: a bucket's apply is at one end, a wait for a straggler at the other.
+LATENCY_BUCKETS = tuple(0.0005 * 2**k for k in range(17))
+
+Sample = tuple[tuple[str, ...], float]  # the values of its labels, and its own
 
 # How long stopping may take; serve_forever looks at its flag this often.
 _POLL_SECONDS = 0.05
@@ -107,6 +114,30 @@ def _context(tls: Tls) -> ssl.SSLContext:
     except (ssl.SSLError, OSError) as error:
         raise InvalidRequest(f"{tls.cert} cannot be served with its key ({error.strerror or error})") from None
     return context
+
+
+class Gauges(Collector):
+    """Reads metrics at each scrape: (name, help, label names, function that lists the samples).
+
+    Names that end in `_total` are counters; all others are gauges.
+    """
+
+    def __init__(self, gauges: list[tuple[str, str, tuple[str, ...], Callable[[], Iterable[Sample]]]]) -> None:
+        self._gauges = gauges
+
+    def collect(self) -> Iterable[Metric]:
+        """Reads every gauge."""
+        for name, text, labels, read in self._gauges:
+            # What only grows says so by its name; the suffix is put back when the family is written.
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(name, text, labels=labels)
+            for values, number in read():
+                family.add_metric(values, number)
+            yield family
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: so that registering does not read them."""
+        return []
 
 
 def process_registry() -> CollectorRegistry:

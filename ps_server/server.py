@@ -1,4 +1,8 @@
-"""One server process: a gRPC port, a metrics port, and behind them a coordinator, a shard, or both."""
+"""One server process: a gRPC port, a metrics port, and behind them a coordinator, a shard, or both.
+
+Making a `Server` starts it: it binds its port, wires coordinator and shard to their services, and registers with the
+coordinator. `drain` has last checkpoints made before a wanted stop; `stop` ends every thread.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,11 @@ from ps_server.config import ServerConfig
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.ops.gauges import coordinator_gauges, security_gauges, service_discovery, shard_gauges
 from ps_server.rpc import data_messages
-from ps_server.rpc.auth import Callers
-from ps_server.rpc.call_limits import CALL_THREADS, Gate, grpc_options
+from ps_server.rpc.auth import Authenticator
+from ps_server.rpc.call_limits import CALL_THREADS, CallLimits, grpc_options
 from ps_server.rpc.cluster_service import CONTROL_SERVICES, ClusterService, add_health
 from ps_server.rpc.data_service import DATA_SERVICE, DataService
-from ps_server.rpc.interceptor import Boundary
+from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.job_service import JobService
 from ps_server.rpc.registration import Registration
 from ps_server.rpc.shard_service import ShardService
@@ -53,20 +57,22 @@ class Server:
         self._config = config
         exposed = require_encryption(config.host, config.tls is not None, config.insecure, "this server", "--insecure")
         _allow_many_files(config.limits.connections)
-        self._callers = Callers(config.tokens)
-        self._access = Access(config.tls, self._callers.cluster_token if self._callers.asks else None, config.insecure)
-        self._gate = Gate(self._callers, config.limits)
+        authenticator = Authenticator(config.tokens)
+        token = authenticator.cluster_token if authenticator.is_required else None
+        self._access = Access(config.tls, token, config.insecure)
+        self._call_limits = CallLimits(authenticator, config.limits)
         self._registry = process_registry()
         self._control_pool = ThreadPoolExecutor(CONTROL_THREADS, "control")
         self._grpc = grpc.server(
             self._control_pool,
-            interceptors=[Boundary(self._registry, self._gate)],
+            interceptors=[CallInterceptor(self._registry, self._call_limits)],
             options=server_options() + grpc_options(config.limits),
         )
         port = _bind(self._grpc, config.host, config.port, config.tls)
         self.address = config.advertise or f"{_reachable(config.host)}:{port}"
-        self._stops: list[Callable[[], None]] = [self._gate.stop]
-        self._registry.register(security_gauges(self._gate, exposed, config.tls is not None, self._callers.asks))
+        self._stops: list[Callable[[], None]] = [self._call_limits.stop]
+        encrypted, asks = config.tls is not None, authenticator.is_required
+        self._registry.register(security_gauges(self._call_limits, exposed, encrypted, asks))
         if exposed:
             log.warning("insecure: %s serves plaintext beyond this machine, as --insecure says", self.address)
         self.shard: Shard | None = None  # set where this process is a shard
@@ -90,11 +96,11 @@ class Server:
         return self._registration is None or self._registration.known.wait(timeout)
 
     def calls_in_flight(self) -> int:
-        """How many calls this process is answering now."""
-        return self._gate.statistics()["calls"]
+        """Returns how many calls this process is answering now."""
+        return self._call_limits.statistics()["calls"]
 
     def drain(self, seconds: float) -> None:
-        """Before a wanted stop: admits nobody new, and has a last checkpoint of every job made, where there are any."""
+        """Before a wanted stop: lets no more workers join, and has last checkpoints made, if there are any."""
         if self._config.checkpoint_dir is None:
             return
         if self.coordinator is not None:
