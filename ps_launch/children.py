@@ -135,7 +135,7 @@ class Children:
         return self._take_ended()
 
     def stop(self, seconds: float, numbers: Collection[int] | None = None) -> None:
-        """Asks children to end (all by default), hands on what they write about it, and kills the late ones."""
+        """Asks children to end (all by default), hands on what they write meanwhile, and kills the late ones."""
         deadline = time.monotonic() + seconds
         wanted = set(self._running if numbers is None else numbers)
         self._due = {number: when for number, when in self._due.items() if numbers is not None and number not in wanted}
@@ -175,7 +175,7 @@ class Children:
 
 @contextlib.contextmanager
 def _child_signal() -> Iterator[int]:
-    """A descriptor that can be read from when a child has ended."""
+    """Yields a descriptor that can be read from when a child has ended."""
     reader, writer = os.pipe()
     for end in (reader, writer):
         os.set_blocking(end, False)
@@ -191,7 +191,7 @@ def _child_signal() -> Iterator[int]:
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """What a child does before it runs: has the kernel end it if this process is killed. Linux only."""
+    """Returns what a child does before it runs: it has the kernel end it if this process is killed. Linux only."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl

@@ -31,30 +31,30 @@ class Lines:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._rest = b""
-        self._state = b""  # of a progress bar, not said yet
-        self._said_state = float("-inf")
+        self._state = b""  # of a progress bar, not handed on yet
+        self._handed_on = float("-inf")
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that are whole now, without their ends."""
-        found: list[bytes] = []
+        """Returns the lines that are whole now, without their ends."""
+        lines: list[bytes] = []
         self._rest += data
         begin = 0
         for end in _END.finditer(self._rest):
             text = _MOVES.sub(b"", self._rest[begin : end.start()])
             begin = end.end()
             if end[0] == b"\r":
-                found += self._progress(text)
+                lines += self._progress(text)
             else:
                 self._state = b""
-                found.append(text)
+                lines.append(text)
         self._rest = self._rest[begin:]
         if len(self._rest) > LONGEST_LINE_BYTES:
-            found.append(self._rest)
+            lines.append(self._rest)
             self._rest = b""
-        return found
+        return lines
 
     def end(self) -> list[bytes]:
-        """What is left when the stream ends."""
+        """Returns what is left when the stream ends."""
         rest = _MOVES.sub(b"", self._rest.removesuffix(b"\r"))
         last = rest or self._state
         self._rest = self._state = b""
@@ -65,15 +65,15 @@ class Lines:
             self._state = b""
             return []
         now = self._clock()
-        if now - self._said_state < PROGRESS_SECONDS:
+        if now - self._handed_on < PROGRESS_SECONDS:
             self._state = text
             return []
-        self._state, self._said_state = b"", now
+        self._state, self._handed_on = b"", now
         return [text]
 
 
 class Console:
-    """The launcher's own stdout and stderr. What cannot be written is dropped: training goes on without a reader."""
+    """The launcher's own stdout and stderr. Training goes on without a reader: what cannot be written is dropped."""
 
     def __init__(self) -> None:
         self._closed: set[int] = set()
@@ -95,7 +95,7 @@ class Console:
                 self._closed.add(descriptor)
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Writes a line of the launcher's own."""
         self.write(sys.stderr.fileno(), f"ps-worker: {text}\n".encode(errors="replace"))
 
 
@@ -181,5 +181,5 @@ class Stream:
 
 
 def log_file(directory: Path, rank: int) -> Path:
-    """Where a worker's output is kept."""
+    """Returns where a worker's output is kept."""
     return directory / f"worker-{rank}.log"

@@ -55,7 +55,7 @@ class RareRestarts:
 
     @property
     def count(self) -> int:
-        """How often the child ended lately."""
+        """How often the child has ended lately."""
         return len(self._ends)
 
     def after(self, seconds: float) -> float | None:

@@ -56,7 +56,7 @@ def up(environment: Mapping[str, str]) -> int:
 
 
 class _Ready:
-    """The line in which a shard says that it is ready, as one takes it from its standard output."""
+    """Takes the line in which a shard says that it is ready, from its standard output."""
 
     def __init__(self, tell: Callable[[dict[str, str]], None]) -> None:
         self._tell = tell
@@ -140,7 +140,7 @@ class _Shards:
         return None
 
     def _program(self, index: int) -> Program:
-        """What a shard runs. The ports of one that comes back are those that it had."""
+        """Returns what a shard runs. One that comes back has the ports that it had."""
         self._ready.pop(index, None)
 
         def ready(addresses: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Starts worker processes on this machine and stays until all have ended.
+"""`ps-worker run`: starts workers on this machine and stays until all have ended.
 
 In the parameter-server modes a worker that dies takes no other with it once all declared workers have joined: it is
 started again as often as was asked for, alone, and the others go on; the exit code tells at the end. Before that the
@@ -159,7 +159,7 @@ def worker_environment(what: Launch, local: int, meeting: Mapping[str, str]) -> 
 
 
 def rendezvous(what: Launch) -> dict[str, str]:
-    """Where DDP's processes meet: what the environment says, or a free port of this machine.
+    """Returns where DDP's processes meet: what the environment says, or a free port of this machine.
 
     Raises InvalidRequest if there are processes on other machines, which cannot know that port.
     """
@@ -179,12 +179,12 @@ def rendezvous(what: Launch) -> dict[str, str]:
 
 
 def _cores() -> int:
-    """The cores that this process may use."""
+    """Returns how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _open_logs(what: Launch, stack: contextlib.ExitStack) -> dict[int, BinaryIO]:
-    """A file for each worker, opened to append: an earlier run's lines stay."""
+    """Opens a file for each worker, to append: an earlier run's lines stay."""
     if what.log_dir is None:
         return {}
     try:

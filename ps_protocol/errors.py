@@ -57,7 +57,7 @@ class PSError(Exception):
     reason: ClassVar[str] = "INTERNAL"
     code: ClassVar[Code] = Code.INTERNAL
     retryable: ClassVar[bool] = False
-    retry_after: float | None = None  # seconds after which to try again, where whoever refused says so
+    retry_after: float | None = None  # seconds after which to try again, where the server says so
 
     def __str__(self) -> str:
         text = super().__str__().encode(errors="replace")

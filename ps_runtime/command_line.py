@@ -14,7 +14,7 @@ from ps_runtime.settings import Setting
 
 
 def version() -> str:
-    """The version of the installed package."""
+    """Returns the version of the installed package."""
     try:
         return installed_version("ps-torch")
     except PackageNotFoundError:
@@ -49,23 +49,23 @@ class CommandLine(argparse.ArgumentParser):
             setting.add_to(self)
 
     def add_hidden_group(self, title: str, flag: str) -> argparse._ArgumentGroup:
-        """A group of flags that --help leaves out, and a flag that explains them alone."""
+        """Returns a group of flags that --help leaves out, and adds a flag that explains them alone."""
         group = argparse._ArgumentGroup(self, title)  # which argparse's own help does not go through
         self.add_argument(flag, action=_HelpOn, group=group, help=f"explain the {title}, and exit")
         return group
 
     def read(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-        """The arguments as values; an error ends the process with code 2, said by the subcommand that was called."""
-        found, unknown = self.parse_known_args(arguments)
+        """Returns the arguments as values; an error ends the process with code 2, with the usage of the subcommand."""
+        known, unknown = self.parse_known_args(arguments)
         if unknown:
             command = next(
-                (each.choices[found.command] for each in self._actions if isinstance(each.choices, dict)), self
+                (each.choices[known.command] for each in self._actions if isinstance(each.choices, dict)), self
             )
             flags = [flag for action in command._actions for flag in action.option_strings]
             near = get_close_matches(unknown[0].partition("=")[0], flags, 1)
             kind = "option" if unknown[0].startswith("-") else "argument"
             command.error(f"unknown {kind} {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
-        return found
+        return known
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with code 2."""

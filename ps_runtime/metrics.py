@@ -1,4 +1,4 @@
-"""How every process of the project serves its metrics over HTTP: /metrics, and other paths that a scraper needs."""
+"""Serves /metrics, and pages of JSON, over HTTP(S); and what all metrics have in common."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Sample = tuple[tuple[str, ...], float]  # the values of its labels, and its own
 
 # How long stopping may take; serve_forever looks at its flag this often.
 _POLL_SECONDS = 0.05
-# A scrape is one short request: who takes longer to ask, or to shake hands, or to read, is cut off.
+# A scrape is one short request: a client that takes longer to ask, to shake hands, or to read is cut off.
 CONNECTION_SECONDS = 10.0
 MAX_CONNECTIONS = 64
-MAX_CONNECTIONS_OF_A_HOST = 16  # so that no one host keeps the scraper out
+MAX_CONNECTIONS_OF_A_HOST = 16  # so that no single host keeps the scraper out
 
 
 class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
@@ -81,7 +81,7 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
             handle.close()
 
     def service_actions(self) -> None:
-        """Called every _POLL_SECONDS: hangs up on those whose time is over."""
+        """Hangs up, every _POLL_SECONDS, on connections whose time is over."""
         now = time.monotonic()
         with self._lock:
             late = [handle for handle, (_, until) in self._open.items() if until <= now]
@@ -97,7 +97,7 @@ class _Silent(WSGIRequestHandler):
     timeout = CONNECTION_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes every few seconds are no news."""
+        """Logs nothing: there is a scrape every few seconds."""
 
 
 def _context(tls: Tls) -> ssl.SSLContext:
@@ -136,7 +136,7 @@ class Gauges(Collector):
             yield family
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: so that registering does not read them."""
+        """Returns nothing, so that registering does not read them."""
         return []
 
 
@@ -169,8 +169,8 @@ def serve_metrics(
             start_response("200 OK", [("Content-Type", "application/json")])
             return [known[path]()]
         if path == "/metrics":
-            found: Iterable[bytes] = metrics(environ, start_response)
-            return found
+            page: Iterable[bytes] = metrics(environ, start_response)
+            return page
         start_response("404 Not Found", [("Content-Type", "text/plain")])
         return [f"here are {', '.join(['/metrics', *known])}\n".encode()]
 

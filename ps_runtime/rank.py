@@ -1,6 +1,6 @@
 """Which worker a process is: its rank, the number of workers, and its place on its host.
 
-What the user says (arguments, PS_* variables) comes first. What is left out comes from one launcher's variables: never
+What the user gives (arguments, PS_* variables) comes first. What is left out comes from one launcher's variables: never
 the rank from one launcher and the number of workers from another.
 """
 
@@ -63,7 +63,7 @@ class Placement:
 
 
 def placement(rank: int | None, world_size: int | None, local_rank: int | None) -> Placement:
-    """What was said, completed from the first launcher that says all, or else from the first that says anything.
+    """Returns what the user gave, completed from a launcher: the first that says all, or otherwise anything.
 
     Raises InvalidRequest for a launcher's variable that is no whole number.
     """

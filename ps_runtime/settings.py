@@ -76,7 +76,7 @@ class Setting:
         return str(int(value)) if self.kind is bool else str(value)
 
     def add_to(self, parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-        """Adds the flag; its variable and its default are named in --help."""
+        """Adds the flag; --help names its variable and its default."""
         text = os.environ.get(self.variable)
         given = _FromVariable(text) if text else None
         unset = self.default is None or self.default is False
@@ -148,31 +148,31 @@ def access_settings(serves: bool = False) -> tuple[Setting, ...]:
     whose = "this process" if serves else "this client, if servers ask for one"
     note = "; with it, a server demands a certificate of every client" if serves else ""
     insecure = "listen beyond this machine without TLS, and say so in the log"
-    found = (
+    files = (
         Setting("tls_cert", f"certificate of {whose}, as PEM", file_path, metavar="FILE"),
         Setting("tls_key", "its private key", file_path, metavar="FILE"),
         Setting("tls_ca", f"the CA that the other end's certificate is verified by{note}", file_path, metavar="FILE"),
     )
     if serves:
-        return *found, Setting("insecure", insecure, bool)
+        return *files, Setting("insecure", insecure, bool)
     token = Setting("token_file", "file with this client's bearer token", file_path, metavar="FILE")
-    return *found, token, Setting("insecure", "let a token travel to another machine in plaintext", bool)
+    return *files, token, Setting("insecure", "let a token travel to another machine in plaintext", bool)
 
 
 def switch(text: str) -> bool:
-    """1, true, yes or on; 0, false, no or off; in small or capital letters."""
+    """Reads 1, true, yes or on; 0, false, no or off; in small or capital letters."""
     if text.lower() not in _TRUE | _FALSE:
         raise argparse.ArgumentTypeError(f"expected 1 or 0, got {text!r}")
     return text.lower() in _TRUE
 
 
 def file_path(text: str) -> str:
-    """A file's absolute path: the same file for another process, and after a change of directory."""
+    """Returns a file's absolute path: the same file for another process, and after a change of directory."""
     return str(Path(text).absolute()) if text else text
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """A parser that takes these names and no other."""
+    """Returns a parser that takes these names and no other."""
 
     def name(text: str) -> str:
         if text not in names:
@@ -183,22 +183,22 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 
 def port_number(text: str) -> int:
-    """A TCP port; 0 lets the system choose."""
+    """Reads a TCP port; 0 lets the system choose."""
     return whole_number(0, 65535)(text)
 
 
 def count(text: str) -> int:
-    """A whole number from 1."""
+    """Reads a whole number from 1."""
     return whole_number(1, 2**31 - 1)(text)
 
 
 def index(text: str) -> int:
-    """A whole number from 0."""
+    """Reads a whole number from 0."""
     return whole_number(0, 2**31 - 1)(text)
 
 
 def seconds(text: str) -> float:
-    """A positive number of seconds."""
+    """Reads a positive number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -209,7 +209,7 @@ def seconds(text: str) -> float:
 
 
 def amount(text: str) -> float:
-    """A positive number; inf is one."""
+    """Reads a positive number; inf is one."""
     try:
         value = float(text)
     except ValueError:
@@ -220,7 +220,7 @@ def amount(text: str) -> float:
 
 
 def host_port(text: str) -> str:
-    """HOST:PORT, and no URL."""
+    """Reads HOST:PORT, and no URL."""
     if "://" in text:
         scheme = text.partition("://")[0]
         raise argparse.ArgumentTypeError(f"expected HOST:PORT, without {scheme}://, got {text!r}")
@@ -243,7 +243,7 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 # -- variables that nothing reads ------------------------------------------------------------------------------------
 
 # Servers and workers do not know each other's settings, and one environment serves both: so the names stand here. A
-# test holds the list against the settings that both declare.
+# test compares the list with the settings that both declare.
 
 # What workers read, and their launcher.
 _WORKERS = """

@@ -52,7 +52,7 @@ def error_from(call: grpc.RpcError, peer: str) -> PSError:
 
 
 def _error_in(status: status_pb2.Status, text: str) -> PSError | None:
-    """Returns the error of this project that a status carries; None for a status of somebody else's."""
+    """Returns the error of this project that a status carries; None for a status of another project."""
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     error: PSError | None = None
     delay: float | None = None

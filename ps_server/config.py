@@ -85,7 +85,7 @@ class ServerConfig:
 
 
 def parse_every(text: str) -> tuple[int | None, float | None]:
-    """Returns `100steps` or `60s` as (steps, seconds). Raises InvalidRequest for anything else."""
+    """Returns `100steps` or `60s` as (steps, seconds). Raises InvalidRequest for other texts."""
     for unit, kind in (("steps", int), ("s", float)):
         if text.endswith(unit):
             with contextlib.suppress(ValueError):
@@ -96,7 +96,7 @@ def parse_every(text: str) -> tuple[int | None, float | None]:
 
 
 def every(text: str) -> str:
-    """100steps or 60s."""
+    """Reads 100steps or 60s."""
     try:
         parse_every(text)
     except InvalidRequest as error:

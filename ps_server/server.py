@@ -180,7 +180,7 @@ def _bind(server: grpc.Server, host: str, port: int, tls: Tls | None) -> int:
 
 
 def _allow_many_files(wanted: int) -> None:
-    """Each connection is an open file, and shells often allow few: takes what the system lets this process have."""
+    """Raises the limit of open files, as far as it may: each connection is one, and shells often allow few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted += 1024  # for everything else
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -190,5 +190,5 @@ def _allow_many_files(wanted: int) -> None:
 
 
 def _reachable(host: str) -> str:
-    """An address that others can use, for one to bind to: every-address binds are reached by this machine's name."""
+    """Returns an address that others can use: binds to every address are reached by this machine's name."""
     return socket.gethostname() if host in ("0.0.0.0", "::", "[::]", "") else host

@@ -27,7 +27,7 @@ LAUNCH_SETTINGS = (
 
 
 def parser() -> CommandLine:
-    """The command line of ps-worker."""
+    """Returns the command line of ps-worker."""
     root = CommandLine(
         prog="ps-worker",
         description="Starts worker processes that train a script on a parameter server, with DDP, or alone. "
@@ -44,7 +44,7 @@ def parser() -> CommandLine:
 
 
 def launch_of(arguments: argparse.Namespace) -> Launch:
-    """What the command line asks for. Raises InvalidRequest for what does not fit together."""
+    """Returns what the command line asks for. Raises InvalidRequest for what does not fit together."""
     from ps_launch.workers import Launch
     from ps_runtime.credentials import access
 

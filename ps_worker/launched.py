@@ -58,7 +58,7 @@ def speak_as(rank: int | None) -> None:
 
 
 def warn_of_unknown_variables() -> None:
-    """Says once which PS_* variables have no effect; under the launcher, it has said so."""
+    """Warns once of PS_* variables that have no effect; under the launcher, which has done so, it does not."""
     global _warned
     unknown = unknown_variables()
     if unknown and not _warned and not is_launched():
@@ -70,7 +70,7 @@ def warn_of_unknown_variables() -> None:
 
 
 def report_errors_in_one_line() -> None:
-    """Under the launcher, this project's errors and Ctrl-C end a script with its own line and one message."""
+    """Has this project's errors and Ctrl-C end a script, under the launcher, with its own line and one message."""
     if not is_launched() or getattr(sys.excepthook, "is_ours", False):
         return
     usual = sys.excepthook
@@ -87,7 +87,7 @@ def report_errors_in_one_line() -> None:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """The last frame of the user's own code as Python shows it, ending in a new line; empty if there is none."""
+    """Returns the last frame of the user's own code as Python shows it, with a new line; empty if there is none."""
     frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(("<frozen", *_OURS))]
     own = [frame for frame in frames if not _is_library(frame.filename)]
     last = (own or frames)[-1:]

@@ -38,7 +38,7 @@ def streaming(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def stream_large_copies() -> None:
-    """Starts this very program anew, in this process, unless its large copies stream already or cannot.
+    """Starts this program anew, in this process, unless its large copies stream already or cannot.
 
     What a shard writes into a worker's segment it does not read again. An ordinary store first reads the line that it
     overwrites into the cache, and drives out what is needed there; a streaming store does neither, and takes half the

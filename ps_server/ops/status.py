@@ -47,7 +47,7 @@ def _coordinator(server: str, access: Access) -> Iterator[CoordinatorClient]:
 
 
 def table(status: dict[str, Any]) -> str:
-    """The state as a person reads it."""
+    """Returns the state as a table for a person."""
     rows = [("ROLE", "INDEX", "PID", "ADDRESS", "METRICS", "JOB", "CLOCK", "VERSION", "BYTES", "WAITS FOR")]
     for process in status["processes"]:
         head = (process["role"], str(process["index"]), str(process["pid"]), process["address"], process["metrics"])
@@ -84,15 +84,15 @@ def table(status: dict[str, Any]) -> str:
 
 
 def _history(job: dict[str, Any]) -> str:
-    """What a job went through, as far as there is something to say."""
-    said = ""
+    """Returns what a job went through; empty if there was nothing."""
+    text = ""
     if job["checkpoint"]:
-        said += f"; last checkpoint {job['checkpoint']['name']} at clock {job['checkpoint']['clock']}"
+        text += f"; last checkpoint {job['checkpoint']['name']} at clock {job['checkpoint']['clock']}"
     if job["restore_count"]:
-        said += f"; set back {job['restore_count']} times, {job['redone_steps']} steps made again"
+        text += f"; set back {job['restore_count']} times, {job['redone_steps']} steps made again"
     if job["lost_steps"]:
-        said += f"; {job['lost_steps']} steps lost with shards"
-    return said
+        text += f"; {job['lost_steps']} steps lost with shards"
+    return text
 
 
 def _shard_columns(job: dict[str, Any] | None) -> tuple[str, ...]:

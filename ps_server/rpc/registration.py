@@ -37,7 +37,7 @@ class Registration:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops telling."""
+        """Stops telling the coordinator."""
         self._stopping.set()
         self._thread.join()
 
