@@ -11,6 +11,9 @@ from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.layout import ALIGNMENT_BYTES, DATA_TYPES, ParameterSpec
 from ps_protocol.modes import Consistency
 
+MAX_BUCKET_BYTES = 16 * 2**20
+# A message is a bucket and its header, or a control message: a job of MAX_PARAMETERS parameters fits.
+MAX_MESSAGE_BYTES = MAX_BUCKET_BYTES + 2**20
 MAX_NAME_LENGTH = 512
 MAX_PARAMETERS = 100_000
 MAX_ELEMENTS = 2**50  # keeps every product of sizes far from 64 bits

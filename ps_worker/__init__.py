@@ -21,6 +21,7 @@ cli.py          The command `ps-worker`
 
 from typing import TYPE_CHECKING, Any
 
+import ps_runtime  # noqa: F401  # sets what grpc reads when it is imported
 from ps_protocol.errors import (
     Fenced,
     InvalidRequest,

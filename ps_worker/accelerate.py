@@ -12,12 +12,12 @@ be reduced twice, and async would wait at every step. What it should know of the
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from accelerate.state import AcceleratorState, PartialState
 
 from ps_protocol.errors import InvalidRequest
+from ps_runtime.rank import hide_launcher_variables
 from ps_worker.session import Session
 from ps_worker.session import connect as connect_session
 
@@ -44,8 +44,7 @@ def connect(*arguments: Any, **settings: Any) -> Session:
 
 def hide_launcher(session: Session) -> None:
     """Hides the launcher from Accelerate. Raises InvalidRequest if Accelerate has started several processes."""
-    for name in LAUNCHED:
-        os.environ.pop(name, None)
+    hide_launcher_variables(LAUNCHED)
     state = PartialState(cpu=session.device.type == "cpu")
     if state.num_processes > 1:
         raise InvalidRequest(

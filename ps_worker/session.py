@@ -30,12 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ps_protocol.errors import InvalidRequest
-from ps_runtime.credentials import is_loopback
-from ps_runtime.exposure import is_exposed
+from ps_runtime.credentials import is_loopback, require_encryption
+from ps_runtime.launch_id import report_started
 from ps_worker.cluster.connection import ConnectionOptions
 from ps_worker.cluster.participation import JobOptions
 from ps_worker.config import WorkerConfig, resolve
-from ps_worker.launched import report_errors_in_one_line, report_started, speak_as, warn_of_unknown_variables
+from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.no_sync import lend
 from ps_worker.strategies.collectives import Collectives
@@ -141,7 +141,7 @@ class Session:
             host = _own_address(config.server)
             known = tls is not None or config.metrics_insecure or is_loopback(host)
             host = host if known else "127.0.0.1"
-        is_exposed(host, tls is not None, config.metrics_insecure, "metrics", "--metrics-insecure")
+        require_encryption(host, tls is not None, config.metrics_insecure, "metrics", "--metrics-insecure")
         self._metrics.serve(host, config.metrics_port and config.metrics_port + config.local_rank, tls, known)
 
     def __repr__(self) -> str:

@@ -16,8 +16,7 @@ from dataclasses import replace
 
 from ps_protocol.data import BatchLease, LeaseRequest
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater
-from ps_protocol.job import JobSpec, difference
-from ps_runtime.channel import MAX_BUCKET_BYTES
+from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_server.coordinator.admitting import admit
 from ps_server.coordinator.job import CoordinatedJob, RegisteredShard, Watcher, make_job

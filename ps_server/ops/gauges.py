@@ -11,7 +11,7 @@ from ps_runtime.metrics import Gauges, Sample, StatisticsGauges
 from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.core.statistics import ShardJobStatistics, ShardStatistics
-from ps_server.rpc.call_limits import Gate
+from ps_server.rpc.call_limits import CallLimits
 from ps_server.shard.shard import Shard
 
 
@@ -120,14 +120,14 @@ def coordinator_gauges(coordinator: Coordinator) -> Gauges:
     )
 
 
-def security_gauges(gate: Gate, exposed: bool, encrypted: bool, asks: bool) -> Gauges:
+def security_gauges(call_limits: CallLimits, exposed: bool, encrypted: bool, asks: bool) -> Gauges:
     """What this process is open to, and what its callers have in flight."""
 
     def flag(value: bool) -> Callable[[], Iterable[Sample]]:
         return lambda: [((), float(value))]
 
     def count(name: str) -> Callable[[], Iterable[Sample]]:
-        return lambda: [((), gate.statistics()[name])]
+        return lambda: [((), call_limits.statistics()[name])]
 
     return Gauges(
         [

@@ -26,6 +26,10 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
         setattr(self, "WatchJob", in_pool(self._watch, senders, non_blocking=True))  # noqa: B010
         setattr(self, "ExchangeValues", in_pool(self._exchange, senders, non_blocking=True))  # noqa: B010
 
+    def register(self, server: grpc.Server) -> None:
+        """Adds the methods to a server."""
+        control_pb2_grpc.add_JobServiceServicer_to_server(self, server)
+
     def RegisterJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.spec.name)
         job, created = self._coordinator.register_job(job_spec(request.spec))

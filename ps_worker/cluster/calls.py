@@ -9,12 +9,13 @@ from typing import Any
 
 import grpc
 
-from ps_protocol.errors import error_from
 from ps_protocol.layout import BucketSpec
 from ps_protocol.v1.data_pb2 import DESCRIPTOR as DATA
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_worker.cluster.coordinator import CALL_SECONDS, Retry
+from ps_runtime.retry import Peer, Retry
+from ps_runtime.status import error_from
+from ps_worker.cluster.coordinator import CALL_SECONDS
 from ps_worker.values import PulledBucket, PullResult
 
 log = logging.getLogger("ps_worker")
@@ -27,10 +28,9 @@ class ShardCalls:
     """The calls to one shard. What goes in and out is bytes: gRPC neither parses nor copies a payload."""
 
     def __init__(self, index: int, address: str, timeout: float, access: Access = PLAINTEXT) -> None:
-        self.peer = f"shard {index} at {address}"
+        self.peer = Peer(f"shard {index}", address, access)
         self.closing = threading.Event()
         self._timeout = timeout
-        self._access = access
         self._channel = open_channel(address, access)
         self._last: Any = None  # the pull that ended last
 
@@ -45,7 +45,7 @@ class ShardCalls:
         try:
             self._channel.unary_unary(f"/{DATA_SERVICE}/{method}")(request, timeout=CALL_SECONDS)
         except grpc.RpcError as error:
-            raise error_from(error, self.peer) from None
+            raise error_from(error, str(self.peer)) from None
 
     def stream(self, method: str, request: bytes, read: Callable[[bytes], None]) -> None:
         """Hands each message of one streaming method's answer to `read`; all of them anew if the stream breaks off."""
@@ -57,7 +57,7 @@ class ShardCalls:
                     read(message)
                 return
             except grpc.RpcError as error:
-                retry.failed(error_from(error, self.peer))
+                retry.failed(error)
 
     def pull(
         self,
@@ -94,7 +94,7 @@ class ShardCalls:
                     if not missing:
                         break
             except grpc.RpcError as error:
-                retry.failed(error_from(error, self.peer))
+                retry.failed(error)
         return PullResult(size, longest, checkpoint)
 
     def close(self) -> None:
@@ -103,4 +103,4 @@ class ShardCalls:
         self._channel.close()
 
     def _retry(self) -> Retry:
-        return Retry(self.peer, self._timeout, self.closing, self._access)
+        return Retry(self.peer, self._timeout, self.closing)

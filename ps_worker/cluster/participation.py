@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ps_protocol.errors import NotFound, PSError, UnknownWorker
-from ps_protocol.job import JobSpec, validate
+from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, validate
 from ps_protocol.layout import BucketSpec
 from ps_protocol.modes import Consistency
-from ps_runtime.channel import MAX_BUCKET_BYTES
 from ps_runtime.launch_id import UNKNOWN, LaunchId
 from ps_worker.cluster.connection import Connection, ConnectionOptions
 from ps_worker.cluster.coordinator import CoordinatorClient

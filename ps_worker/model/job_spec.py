@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.job import JobSpec, NonFinite, validate
+from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, NonFinite, validate
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import hyper_parameters, optimizer_name
 from ps_protocol.tensors import DTYPE_NAMES
-from ps_runtime.channel import MAX_BUCKET_BYTES
 
 
 def describe(

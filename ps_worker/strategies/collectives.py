@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded, Unsupported
-from ps_runtime.channel import MAX_BUCKET_BYTES
+from ps_protocol.job import MAX_BUCKET_BYTES
 from ps_worker.state.encoding import KEY, description, plain, value_of
 
 FORMAT = 1

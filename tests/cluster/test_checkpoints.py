@@ -28,8 +28,8 @@ from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.v1 import control_pb2
+from ps_server.config import parse_every
 from ps_server.coordinator.checkpoints import JobCheckpoints
-from ps_server.coordinator.policy import parse_every
 from ps_server.core.commands import RestoreSnapshot
 from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.dense import DenseBucket, Gradient, Scratch

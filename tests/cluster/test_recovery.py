@@ -186,7 +186,8 @@ def test_who_comes_back_to_a_place_that_was_taken_is_refused(make_cluster: MakeC
 
 def test_the_coordinator_comes_back_and_its_workers_notice_nothing(make_cluster: MakeCluster, tmp_path: Path) -> None:
     """The coordinator alone in its process: no shard is lost with it."""
-    from ps_server.server import Server, ServerConfig
+    from ps_server.config import ServerConfig
+    from ps_server.server import Server
 
     directory = tmp_path / "checkpoints"
     alone = Server(ServerConfig(shard_count=1, checkpoint_dir=directory, lease=20.0))

@@ -22,7 +22,7 @@ from torch import nn
 import ps_server.cli
 import ps_worker.cli
 from ps_server.ops import status
-from ps_server.ops.probe import is_serving
+from ps_server.ops.status import is_serving
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.launching import END_SECONDS, Command, run, script
 
@@ -287,6 +287,22 @@ def test_help_is_there_at_once() -> None:
         [sys.executable, "-c", check], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
     )
     assert found.stdout == "False\n", "torch takes seconds to import"
+
+
+@pytest.mark.parametrize("module", ["ps_server.cli", "ps_server.server", "ps_worker.cli", "ps_worker.session"])
+def test_what_grpc_reads_from_the_environment_is_set_when_it_is_imported(module: str) -> None:
+    check = (
+        "import os, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'grpc':\n"
+        "            print(os.environ.get('GRPC_ENABLE_FORK_SUPPORT'), os.environ.get('GRPC_VERBOSITY'))\n"
+        f"sys.meta_path.insert(0, Watch())\nimport {module}, grpc"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    command = [sys.executable, "-c", check]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60, check=True)
+    assert done.stdout == "0 ERROR\n"
 
 
 # -- starting workers ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from ps_protocol.errors import Backlogged, InvalidRequest, PSError, TryLater, Unsupported
-from ps_worker.cluster.coordinator import Retry
+from ps_runtime.retry import Peer, Retry
 from ps_worker.data.loaders import PreparedLoader, shard_loader
 from ps_worker.metrics import StepTimer
 from ps_worker.state.checkpoint import WorkerCheckpoint
@@ -304,7 +304,7 @@ def test_so_does_one_without_a_loader(keep: int, back: int) -> None:
 @pytest.mark.parametrize("error", [Backlogged, TryLater])
 def test_a_call_that_is_repeated_draws_none_of_the_scripts_random_numbers(error: type[PSError]) -> None:
     before = random.getstate(), torch.get_rng_state(), numpy.random.get_state()[1].tolist()
-    Retry("coordinator at 127.0.0.1:1", 60.0, threading.Event()).failed(error("come back"))
+    Retry(Peer("coordinator", "127.0.0.1:1"), 60.0, threading.Event()).wait_after(error("come back"))
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
     assert numpy.random.get_state()[1].tolist() == before[2]
