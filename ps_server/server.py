@@ -40,6 +40,7 @@ from ps_server.rpc.cluster_service import CONTROL_SERVICES, ClusterService, add_
 from ps_server.rpc.data_service import DATA_SERVICE, DataService
 from ps_server.rpc.interceptor import Boundary
 from ps_server.rpc.job_service import JobService
+from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -182,7 +183,11 @@ class Server:
             policy = CheckpointPolicy(config.checkpoint_dir, steps, seconds, config.keep, config.restore, config.resume)
         elif config.checkpoint_every or config.restore or config.resume:
             raise InvalidRequest("--checkpoint-every, --restore and --resume need --checkpoint-dir")
-        return Coordinator(config.shard_count, config.lease, self._access, config.limits, policy)
+
+        def connect(index: int, address: str) -> ShardClient:
+            return ShardClient(index, address, self._access)
+
+        return Coordinator(config.shard_count, connect, config.lease, config.limits, policy)
 
     def _serve_metrics(self, config: ServerConfig) -> str:
         coordinator = self.coordinator

@@ -8,11 +8,10 @@ job.py          A job and its shards, as the coordinator holds them
 keeping.py      What a coordinator keeps on disk, and what it makes of it when it comes back: checkpoints, and its own
 launches.py     What a launch is told that asks for places which workers of another launch hold
 leasing.py      Leasing a job's data: what core.data_leases needs to hear from its membership and its shards
-orphans.py      Drops jobs that a shard holds and no coordinator knows: a CreateJob may arrive after the DropJob that
 policy.py       When checkpoints are made, where they go, and how many are kept
 recovery.py     Setting a job back to its last checkpoint, after a shard lost what it held
 retiring.py     Having the shards stop counting a worker, however long one of them takes to hear it
 rounds.py       The rounds of one job on the coordinator: the rules of core.rounds with a lock, and the streams of those
-shards.py       Which process serves which shard of the cluster
+shards.py       The shards as the coordinator knows them: what it asks of one, and which process serves which
 state_file.py   What a coordinator needs to come back after its death, in one small file beside the checkpoints
 """

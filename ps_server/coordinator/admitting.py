@@ -7,33 +7,28 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 from ps_protocol.errors import NotFound, PSError, TryLater
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.retiring import lose_place
-from ps_server.coordinator.shards import ShardDirectory
+from ps_server.coordinator.shards import RegisteredShard, Shards
 from ps_server.failpoints import failpoint
-from ps_server.rpc.shard_client import ShardClient, call_all
 
 
-def admit(
-    job: CoordinatedJob, rank: int, incarnation: int, key: bytes, shards: ShardDirectory, pool: ThreadPoolExecutor
-) -> int:
+def admit(job: CoordinatedJob, rank: int, incarnation: int, key: bytes, shards: Shards) -> int:
     """The clock at which the worker starts. The caller holds the job's lock.
 
     Raises PSError if a shard does not answer: then it has lost the place again.
     """
-    clients, name = shards.clients(), job.spec.name
+    everywhere, name = shards.all(), job.spec.name
 
-    def count(client: ShardClient, clock: int | None) -> int:
-        frontier = client.admit(name, rank, incarnation, clock, key)
+    def count(shard: RegisteredShard, clock: int | None) -> int:
+        frontier = shard.api.add_worker(name, rank, incarnation, clock, key)
         failpoint("worker-half-admitted")
         return frontier
 
     try:
-        clock = max(call_all(pool, clients, lambda client: count(client, None)))
-        call_all(pool, clients, lambda client: count(client, clock))
+        clock = max(shards.call(everywhere, lambda shard: count(shard, None)))
+        shards.call(everywhere, lambda shard: count(shard, clock))
     except PSError as error:
         job.joining = None
         lose_place(job, rank, incarnation, shards.known())

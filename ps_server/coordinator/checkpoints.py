@@ -18,14 +18,13 @@ from functools import reduce
 
 import torch
 
+from ps_protocol.convert import job_spec_data
 from ps_protocol.errors import CheckpointFailed, NotFound, OutOfOrder, PSError, TryLater
 from ps_protocol.job import JobSpec
 from ps_server.coordinator.policy import CheckpointPolicy
-from ps_server.core.snapshot import VersionRange
+from ps_server.coordinator.shards import Shards, call_all
+from ps_server.core.snapshot import ShardSnapshot, VersionRange
 from ps_server.failpoints import failpoint
-from ps_server.rpc import convert
-from ps_server.rpc.shard_client import ShardClient, call_all
-from ps_server.shard.snapshots import ShardSnapshot
 from ps_server.storage.checkpoints import CheckpointStore, Manifest, WorkerPart
 
 log = logging.getLogger("ps_server")
@@ -51,7 +50,7 @@ class JobView:
     spec: JobSpec
     run: Callable[[], str]
     placement: Callable[[], list[int]]
-    clients: Callable[[], list[ShardClient]]
+    shards: Shards
     live: Callable[[], Mapping[int, int]]
     counts: Callable[[], tuple[int, int]]  # last incarnation, restore count
 
@@ -64,7 +63,6 @@ class JobCheckpoints:
         job: JobView,
         store: CheckpointStore,
         policy: CheckpointPolicy,
-        shard_count: int,
     ) -> None:
         self.last: Manifest | None = None
         self.complete, self.failed = 0, 0
@@ -72,7 +70,7 @@ class JobCheckpoints:
         self.last_at = time.monotonic()
         self._job, self._store, self._policy = job, store, policy
         # Its calls wait for the shards' disks; those for one that was given up may be waiting still.
-        self._pool = ThreadPoolExecutor(2 * shard_count, "checkpoints")
+        self._pool = ThreadPoolExecutor(2 * job.shards.count, "checkpoints")
         self._aggregate = job.spec.consistency.aggregate
         self._number = int(store.next_name(job.spec.name)) - 1
         self._states: dict[int, tuple[int, bytes]] = {}  # by rank, what came last
@@ -199,9 +197,9 @@ class JobCheckpoints:
     def _progress(self) -> int:
         """The highest version in sync, else the highest clock, on any shard that answers."""
         found = 0
-        for client in self._job.clients():
+        for shard in self._job.shards.all():
             with contextlib.suppress(PSError):
-                found = max(found, convert.progress(client.status(), self._job.spec.name, self._aggregate))
+                found = max(found, shard.api.statistics().progress(self._job.spec.name, self._aggregate))
         return found
 
     def _pause(self, seconds: float) -> None:
@@ -247,7 +245,8 @@ class JobCheckpoints:
         return self._next_name()
 
     def _on_all(self, name: str, clock: int | None) -> None:
-        call_all(self._pool, self._job.clients(), lambda c: c.begin_checkpoint(self._job.spec.name, name, clock))
+        job = self._job.spec.name
+        call_all(self._pool, self._job.shards.all(), lambda shard: shard.api.begin_checkpoint(job, name, clock))
 
     def _next_name(self) -> str:
         self._number += 1
@@ -275,11 +274,11 @@ class JobCheckpoints:
         waiting: dict[int, Future[ShardSnapshot]] = {}
         while True:
             self._check_void(generation)
-            clients = self._job.clients()
-            for client in clients:
-                if client.index not in found.keys() | waiting.keys():
-                    call = self._pool.submit(client.await_checkpoint, self._job.spec.name, name)
-                    waiting[client.index] = call
+            shards = self._job.shards.all()
+            for shard in shards:
+                if shard.index not in found.keys() | waiting.keys():
+                    call = self._pool.submit(shard.api.await_checkpoint, self._job.spec.name, name)
+                    waiting[shard.index] = call
             wait(waiting.values(), LOOK_SECONDS)  # and no longer: somebody may want something else meanwhile
             for index in [index for index, call in waiting.items() if call.done()]:
                 try:
@@ -288,7 +287,7 @@ class JobCheckpoints:
                     self._pause(LOOK_SECONDS)
                 except NotFound:
                     raise _Void from None
-            if len(found) == len(clients):
+            if len(found) == len(shards):
                 return [found[index] for index in sorted(found)]
             if self._asked > asked and not wanted:
                 raise _Void  # somebody wants one now, and this one lies far ahead
@@ -364,7 +363,7 @@ class JobCheckpoints:
         reached = _union(parts)
         return Manifest(
             name=name,
-            job=convert.job_spec_data(self._job.spec),
+            job=job_spec_data(self._job.spec),
             run=self._job.run(),
             mode=str(self._job.spec.consistency),
             clock=reached.version_max if self._aggregate else max(reached.clocks.values(), default=0),

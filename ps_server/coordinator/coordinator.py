@@ -17,26 +17,22 @@ from dataclasses import replace
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater
 from ps_protocol.job import JobSpec, difference
 from ps_runtime.channel import MAX_BUCKET_BYTES
-from ps_runtime.credentials import PLAINTEXT, Access
 from ps_server.coordinator.admitting import admit
 from ps_server.coordinator.data import LeaseRequest
-from ps_server.coordinator.job import CoordinatedJob, RegisteredShard, Watcher, make_job
+from ps_server.coordinator.job import CoordinatedJob, Watcher, make_job
 from ps_server.coordinator.keeping import Keeping
 from ps_server.coordinator.launches import refusal
 from ps_server.coordinator.leasing import lease_data
-from ps_server.coordinator.orphans import drop_strays
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.retiring import retire, retire_ghosts
 from ps_server.coordinator.rounds import LOOK_SECONDS, ExchangeRequest, Listener, Terms, Wait
-from ps_server.coordinator.shards import ShardDirectory
+from ps_server.coordinator.shards import Connect, RegisteredShard, Shards
 from ps_server.core.bucket_sizes import sized
 from ps_server.core.data_leases import BatchLease
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.core.membership import JoinRequest, JoinResult, Member, check_key
 from ps_server.core.validation import check_address, check_host, check_job_spec, check_launch
 from ps_server.failpoints import failpoint
-from ps_server.rpc import convert
-from ps_server.rpc.shard_client import ShardClient, call_all
 from ps_server.storage.checkpoints import Manifest
 
 log = logging.getLogger("ps_server")
@@ -45,35 +41,35 @@ DEFAULT_LEASE_SECONDS = 10.0
 LEASE_KEY_BYTES = 16
 CHECKPOINT_SECONDS = 300.0
 RECOVERY_LOOK_SECONDS = 0.25
-STRAYS_LOOK_SECONDS = 5.0
+ORPHANS_LOOK_SECONDS = 5.0
 REASONS_KEPT = 64
 
 
 class Coordinator:
     """All jobs of a cluster. Methods may be called from any thread and raise PSError.
 
+    connect: makes the ShardApi of a shard from its index and address
     lease:  seconds for which a worker counts as live without a heartbeat
-    access: what the shards are called with
     policy: where checkpoints go and when they are made; None: there are none
     """
 
     def __init__(
         self,
         shard_count: int,
+        connect: Connect,
         lease: float = DEFAULT_LEASE_SECONDS,
-        access: Access = PLAINTEXT,
         limits: Limits = DEFAULTS,
         policy: CheckpointPolicy | None = None,
     ) -> None:
         self.shard_count = shard_count
         self.lease = lease
-        self._directory = ShardDirectory(shard_count, access)
         self._limits = limits
         self._jobs: dict[str, CoordinatedJob] = {}
         self._lock = threading.Lock()
         self._registering = threading.Lock()
         self._pool = ThreadPoolExecutor(max(4, shard_count), "shards")
-        self.keeping = Keeping(policy, self._directory, self._pool, lease, limits) if policy is not None else None
+        self._directory = Shards(shard_count, connect, self._pool)
+        self.keeping = Keeping(policy, self._directory, lease, limits) if policy is not None else None
         self._why_ended: dict[str, str] = {}  # of the last jobs that ended otherwise than by their workers' leaving
         self._draining = False
         self._stopping = threading.Event()
@@ -84,7 +80,7 @@ class Coordinator:
             for name, run in (
                 ("leases", self._sweep),
                 ("recovery", self._watch_shards),
-                ("strays", self._drop_strays),
+                ("orphans", self._drop_orphaned_jobs),
                 ("rounds", self._watch_rounds),
             )
         ]
@@ -128,7 +124,7 @@ class Coordinator:
         Where the spec leaves the size of buckets open, it is that of the job, of its checkpoint, or chosen here.
         """
         check_job_spec(replace(spec, bucket_bytes=spec.bucket_bytes or MAX_BUCKET_BYTES), self._limits)
-        clients = self._directory.clients()
+        self._directory.all()  # or it is too early
         chosen = sized(spec, self._directory.on_one_machine(), self._limits.buckets)
         self._check_open()
         with self._registering:
@@ -142,7 +138,7 @@ class Coordinator:
             if len(self._jobs) >= self._limits.jobs:
                 raise LimitExceeded(f"there are {self._limits.jobs} jobs already: that is the limit max-jobs")
             job = self.keeping.go_on(spec, chosen) if self.keeping is not None else None
-            job = job or self._new_job(chosen, clients)
+            job = job or self._new_job(chosen)
             with self._lock:
                 self._jobs[spec.name] = job
             self._why_ended.pop(spec.name, None)
@@ -150,16 +146,16 @@ class Coordinator:
         log.info("job %s: %s, %d bytes in %d buckets", spec.name, spec.consistency, job.bytes, len(job.placement))
         return job, True
 
-    def _new_job(self, spec: JobSpec, clients: list[ShardClient]) -> CoordinatedJob:
+    def _new_job(self, spec: JobSpec) -> CoordinatedJob:
         check_job_spec(spec, self._limits)  # with as many buckets as it has now
         job = make_job(spec, self.shards(), self.shard_count, self.lease, secrets.token_hex(8))
         checkpoints = self.keeping.checkpoints_of(job) if self.keeping is not None else None
         try:
-            call_all(self._pool, clients, lambda client: client.create_job(spec, job.buckets_of(client.index)))
+            self._directory.call_all(lambda shard: shard.api.create_job(spec, job.buckets_of(shard.index)))
         except PSError:
             # All or none: what some shards made room for would be nobody's.
             with contextlib.suppress(PSError):
-                call_all(self._pool, clients, lambda client: client.drop_job(spec.name))
+                self._directory.call_all(lambda shard: shard.api.drop_job(spec.name))
             raise
         if checkpoints is not None:
             job.checkpoints = checkpoints
@@ -213,7 +209,7 @@ class Coordinator:
             while len(self._why_ended) > REASONS_KEPT:
                 del self._why_ended[next(iter(self._why_ended))]
         try:
-            call_all(self._pool, self._directory.clients(), lambda client: client.drop_job(job.spec.name))
+            self._directory.call_all(lambda shard: shard.api.drop_job(job.spec.name))
         except PSError as error:
             log.warning("job %s: ended, but not everywhere: %s", job.spec.name, error)
         with self._lock:
@@ -250,7 +246,7 @@ class Coordinator:
             check_address(newcomer.metrics_address, "where metrics are served")
         self._check_open()
         job = self._job(name)
-        self._directory.clients()  # all are there, or it is too early
+        self._directory.all()  # all are there, or it is too early
         with job.lock:
             if job.ended:
                 self._job(name)
@@ -275,7 +271,7 @@ class Coordinator:
                 incarnation, key = job.membership.next_incarnation(), secrets.token_bytes(LEASE_KEY_BYTES)
             job.joining = rank, incarnation  # the shards may count it from now on, whoever coordinates then
             self._save()
-            clock = admit(job, rank, incarnation, key, self._directory, self._pool)
+            clock = admit(job, rank, incarnation, key, self._directory)
             where = newcomer.pid, newcomer.host, newcomer.metrics_address
             known = rank, incarnation, time.monotonic() + self.lease, clock, *where, key, newcomer.attempt
             member = Member(*known, launch=newcomer.launch, since=time.time())
@@ -313,7 +309,7 @@ class Coordinator:
 
     def lease_data(self, name: str, ask: LeaseRequest) -> BatchLease:
         """Gives a worker batches of an elastic job's data; see DataLeases.lease."""
-        return lease_data(self._job(name), ask, self._limits, self._directory, self._pool)
+        return lease_data(self._job(name), ask, self._limits, self._directory)
 
     def exchange(self, name: str, ask: ExchangeRequest, listener: Listener) -> Callable[[], None]:
         """Takes a worker's value for a round; see JobRounds.exchange."""
@@ -407,14 +403,15 @@ class Coordinator:
         if job.spec.consistency.max_staleness is None or not job.rounds.look_due():
             return []
         try:
-            found = call_all(self._pool, self._directory.clients(), lambda client: client.status())
+            answers = self._directory.call_all(lambda shard: shard.api.statistics())
         except PSError:
             return []  # a shard is away: the next look is soon
-        return [wait for one in found for wait in convert.waits(one, job.spec.name)]
+        hosted = [shard.jobs[job.spec.name] for shard in answers if job.spec.name in shard.jobs]
+        return [Wait(wait.rank, wait.clock, frozenset(wait.waiting_for)) for each in hosted for wait in each.waits]
 
-    def _drop_strays(self) -> None:
-        while not self._stopping.wait(STRAYS_LOOK_SECONDS):
-            drop_strays(self.shards(), self.jobs, self._registering)
+    def _drop_orphaned_jobs(self) -> None:
+        while not self._stopping.wait(ORPHANS_LOOK_SECONDS):
+            self._directory.drop_orphaned_jobs(self.jobs, self._registering)
 
     # -- coming back -------------------------------------------------------------------------------------------------
 

@@ -6,33 +6,22 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from ps_protocol.convert import job_spec_data
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
 from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.data import JobData
 from ps_server.coordinator.rounds import JobRounds
+from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.state_file import DurableRound, DurableWorker, SavedJob
 from ps_server.core.membership import Member, Membership
 from ps_server.core.placement import imbalance, place
 from ps_server.core.rounds import Round, newest
-from ps_server.rpc.convert import job_spec_data
-from ps_server.rpc.shard_client import ShardClient
 
 Roster = tuple[list[int], int, bool]
 ROUND_BYTES_ON_DISK = 2**20  # what is kept of past rounds there: it is written anew with each
 SKIPS_KEPT = 32  # one that is forgotten counts as lost, where it is not: too many, rather than too few
 Watcher = Callable[[Roster | None], None]
-
-
-@dataclass(frozen=True)
-class RegisteredShard:
-    """A shard that has called in."""
-
-    client: ShardClient
-    metrics_address: str
-    pid: int
-    process: int
-    seen: float
 
 
 @dataclass

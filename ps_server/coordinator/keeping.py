@@ -8,9 +8,9 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import CheckpointDamaged, PSError
 from ps_protocol.job import JobSpec
 from ps_server.coordinator import state_file
@@ -18,10 +18,9 @@ from ps_server.coordinator.checkpoints import JobCheckpoints, JobView
 from ps_server.coordinator.job import CoordinatedJob, job_that_ran, make_job
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery
-from ps_server.coordinator.shards import ShardDirectory
+from ps_server.coordinator.shards import Shards
 from ps_server.core.limits import Limits
 from ps_server.core.validation import check_job_spec
-from ps_server.rpc.convert import job_spec_from_data
 from ps_server.storage.checkpoints import CheckpointStore
 
 log = logging.getLogger("ps_server")
@@ -33,14 +32,13 @@ class Keeping:
     def __init__(
         self,
         policy: CheckpointPolicy,
-        directory: ShardDirectory,
-        pool: ThreadPoolExecutor,
+        directory: Shards,
         lease: float,
         limits: Limits,
     ) -> None:
         self._policy, self._directory, self._lease, self._limits = policy, directory, lease, limits
         self._store = CheckpointStore(policy.directory)
-        self.recovery = Recovery(self._store, pool)
+        self.recovery = Recovery(self._store, directory)
         self._saving = threading.Lock()
 
     def checkpoints_of(self, job: CoordinatedJob) -> JobCheckpoints:
@@ -49,11 +47,11 @@ class Keeping:
             spec=job.spec,
             run=lambda: job.run,
             placement=lambda: job.placement,
-            clients=self._directory.clients,
+            shards=self._directory,
             live=lambda: {member.rank: member.clock for member in job.members()},
             counts=job.counts,
         )
-        return JobCheckpoints(view, self._store, self._policy, self._directory.count)
+        return JobCheckpoints(view, self._store, self._policy)
 
     def go_on(self, spec: JobSpec, chosen: JobSpec) -> CoordinatedJob | None:
         """The job as the last checkpoint of its name has it; None where there is none, or nothing is to be gone on

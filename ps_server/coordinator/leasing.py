@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 from ps_protocol.errors import InvalidRequest, NotFound, TryLater
 from ps_server.coordinator.data import JobFace, LeaseRequest
 from ps_server.coordinator.job import CoordinatedJob
-from ps_server.coordinator.shards import ShardDirectory
+from ps_server.coordinator.shards import Shards
 from ps_server.core.data_commits import Committed
 from ps_server.core.data_leases import BatchLease, Who
 from ps_server.core.limits import Limits
-from ps_server.rpc.shard_client import call_all
 
 
-def lease_data(
-    job: CoordinatedJob, ask: LeaseRequest, limits: Limits, shards: ShardDirectory, pool: ThreadPoolExecutor
-) -> BatchLease:
+def lease_data(job: CoordinatedJob, ask: LeaseRequest, limits: Limits, shards: Shards) -> BatchLease:
     """Gives a live worker batches of an elastic job's data; see DataLeases.lease."""
     name = job.spec.name
     if job.spec.world_size:
@@ -32,7 +27,7 @@ def lease_data(
 
     def committed() -> list[Committed]:
         try:
-            found = call_all(pool, shards.clients(), lambda client: client.committed(name))
+            found = shards.call_all(lambda shard: shard.api.committed(name))
         except NotFound:
             raise TryLater(f"a shard was started anew: job {name!r} is being set back to a checkpoint") from None
         return [one for one in found if one is not None]

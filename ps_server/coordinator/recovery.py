@@ -12,15 +12,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
+from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import CheckpointDamaged, JobMismatch, NoCheckpoints, PSError
 from ps_protocol.job import difference
-from ps_server.coordinator.job import CoordinatedJob, RegisteredShard
+from ps_server.coordinator.job import CoordinatedJob
+from ps_server.coordinator.shards import RegisteredShard, Shards
 from ps_server.core.snapshot import VersionRange
 from ps_server.failpoints import failpoint
-from ps_server.rpc import convert
-from ps_server.rpc.shard_client import ShardClient, call_all
 from ps_server.storage.checkpoints import CheckpointStore, Manifest
 
 log = logging.getLogger("ps_server")
@@ -35,12 +34,12 @@ class Recovery:
     that were begun after the one gone back to, and whose writing was cut short.
     """
 
-    def __init__(self, store: CheckpointStore, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, store: CheckpointStore, shards: Shards) -> None:
         self.damaged = 0
         self.restored = 0
         self.unfinished = 0
         self._store = store
-        self._pool = pool
+        self._shards = shards
 
     def restore(
         self,
@@ -61,7 +60,7 @@ class Recovery:
         if job.checkpoints is not None:
             job.checkpoints.give_up()
         everything = job.spec.consistency.aggregate
-        back = [shard.client for index, shard in shards.items() if everything or index in set(lost)]
+        back = [shard for index, shard in shards.items() if everything or index in set(lost)]
         last = job.membership.last_incarnation
         for manifest in self._candidates(job, any_run):
             incarnation = max(last, manifest.last_incarnation)
@@ -83,19 +82,19 @@ class Recovery:
         raise NoCheckpoints(f"job {job.spec.name!r}: there is no checkpoint that can be used")
 
     def _go_back(
-        self, job: CoordinatedJob, shards: list[ShardClient], name: str, incarnation: int
+        self, job: CoordinatedJob, shards: list[RegisteredShard], name: str, incarnation: int
     ) -> list[VersionRange]:
-        def one(shard: ShardClient) -> VersionRange:
-            return shard.restore_job(job.spec, job.buckets_of(shard.index), name, incarnation)
+        def one(shard: RegisteredShard) -> VersionRange:
+            return shard.api.restore_job(job.spec, job.buckets_of(shard.index), name, incarnation)
 
-        return call_all(self._pool, shards, one)
+        return self._shards.call(shards, one)
 
     def _heard(self, job: CoordinatedJob, shards: Mapping[int, RegisteredShard], lost: Iterable[int]) -> dict[int, int]:
         """By rank, how far each live worker is: as it said last, or as the shards that keep theirs know better."""
         heard = {member.rank: member.clock for member in job.members()}
         for index in set() if job.spec.consistency.aggregate else shards.keys() - set(lost):
             with contextlib.suppress(PSError):
-                clocks = convert.live_clocks(shards[index].client.status(), job.spec.name)
+                clocks = shards[index].api.statistics().clocks(job.spec.name)
                 heard = {rank: max(clock, clocks.get(rank, 0)) for rank, clock in heard.items()}
         return heard
 
@@ -118,7 +117,7 @@ class Recovery:
                 continue
             if not any_run and manifest.run != job.run:
                 continue
-            found = difference(convert.job_spec_from_data(manifest.job), job.spec)
+            found = difference(job_spec_from_data(manifest.job), job.spec)
             if found is not None:
                 raise JobMismatch(f"job {job.spec.name!r} differs from its checkpoint {name}: {found}")
             yield manifest

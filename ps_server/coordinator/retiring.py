@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping
 
 from ps_protocol.errors import NotFound, PSError
-from ps_server.coordinator.job import CoordinatedJob, RegisteredShard
+from ps_server.coordinator.job import CoordinatedJob
+from ps_server.coordinator.shards import RegisteredShard
 
 log = logging.getLogger("ps_server")
 
@@ -34,7 +35,7 @@ def retire_ghosts(job: CoordinatedJob, shards: Mapping[int, RegisteredShard]) ->
     for ghost in sorted(job.ghosts):
         index, rank, incarnation = ghost
         try:
-            shards[index].client.retire(job.spec.name, rank, incarnation)
+            shards[index].api.remove_worker(job.spec.name, rank, incarnation)
         except NotFound:
             pass  # a new process, which has never heard of the worker
         except PSError as error:

@@ -14,5 +14,6 @@ partition.py     One job's buckets on one shard: roster, protocol and weights pu
 placement.py     Which shard holds which bucket: by bytes, largest first
 rounds.py        Rounds: values that all live workers of a job exchange, one round after the other
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
+statistics.py    What a shard or a coordinator says about itself: frozen records
 validation.py    What comes over the wire is looked at here before a coordinator or a shard makes anything of it
 """

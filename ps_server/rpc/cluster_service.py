@@ -16,7 +16,8 @@ from ps_protocol.errors import PSError
 from ps_protocol.v1 import control_pb2, control_pb2_grpc
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.job import CoordinatedJob
-from ps_server.rpc import lease_messages
+from ps_server.coordinator.shards import RegisteredShard
+from ps_server.rpc import convert, lease_messages
 from ps_server.rpc.call_limits import may_see
 
 CONTROL_SERVICES = {name: service.full_name for name, service in control_pb2.DESCRIPTOR.services_by_name.items()}
@@ -56,12 +57,12 @@ class ClusterService(control_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
         )
 
 
-def _ask_status(index: int, shard: Any) -> Any:
+def _ask_status(index: int, shard: RegisteredShard) -> Any:
     status = control_pb2.ShardStatus(
-        index=index, address=shard.client.address, metrics_address=shard.metrics_address, pid=shard.pid
+        index=index, address=shard.address, metrics_address=shard.metrics_address, pid=shard.pid
     )
     try:
-        status.jobs.extend(shard.client.status().jobs)
+        status.jobs.extend(convert.shard_job_status(job) for job in shard.api.statistics().jobs.values())
         status.reachable = True
     except PSError:
         status.reachable = False

@@ -33,7 +33,7 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
         return control_pb2.RegisterJobResponse(shard_map=shard_map, created=created, bucket_bytes=size)
 
     def _shard_map(self, placement: list[int]) -> Any:
-        addresses = {index: shard.client.address for index, shard in self._coordinator.shards().items()}
+        addresses = {index: shard.address for index, shard in self._coordinator.shards().items()}
         return convert.shard_map(addresses, placement)
 
     def JoinJob(self, request: Any, context: grpc.ServicerContext) -> Any:

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ps_protocol.convert import job_spec_message
+from ps_protocol.convert import job_spec_data, job_spec_message
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints, TryLater
 from ps_protocol.job import HyperParameters, JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
@@ -33,9 +33,8 @@ from ps_server.coordinator.policy import parse_every
 from ps_server.core.consistency import Live
 from ps_server.core.dense import Gradient, Scratch
 from ps_server.core.partition import BucketPartition, JobPartition
-from ps_server.core.snapshot import BucketSnapshot, VersionRange, extent
-from ps_server.rpc.convert import job_spec_data
-from ps_server.storage.checkpoints import CheckpointStore, Manifest, Part, WorkerPart
+from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, extent
+from ps_server.storage.checkpoints import CheckpointStore, Manifest, WorkerPart
 from ps_server.storage.export import export, optimizer_state_dict
 from tests.launch.test_cli import END_SECONDS, Command
 from tests.protocol.test_optimizers import UNUSUAL, make

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ps_protocol.errors import OutOfOrder
+from ps_server.core.snapshot import Part
 from ps_server.ops import status
-from ps_server.storage.checkpoints import CheckpointStore, Part
+from ps_server.storage.checkpoints import CheckpointStore
 from tests.cluster.test_recovery import CELLS, keep, set_back, train
 from tests.tools.cluster import Cluster, until
 from tests.tools.raw_worker import RawWorker, vector_job

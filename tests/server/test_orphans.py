@@ -18,7 +18,7 @@ def test_a_job_that_is_made_after_it_was_dropped_does_not_stay(
     make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the call to make it was on its way for longer than the coordinator waited."""
-    monkeypatch.setattr(coordinator, "STRAYS_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(coordinator, "ORPHANS_LOOK_SECONDS", 0.02)
     cluster = make_cluster()
     kept, late = vector_job("kept", "sync", CELLS, 1), vector_job("late", "sync", CELLS, 1)
     with RawWorker(cluster.address, kept, 0) as worker:
