@@ -31,6 +31,7 @@ from ps_runtime.tls_diagnosis import refusal
 from ps_server.coordinator.coordinator import DEFAULT_LEASE_SECONDS, Coordinator
 from ps_server.coordinator.policy import DEFAULT_KEEP, CheckpointPolicy, parse_every
 from ps_server.coordinator.shards import SHARD_CALL_SECONDS
+from ps_server.coordinator.timing import DEFAULT_TIMING, Timing
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.ops.gauges import coordinator_gauges, security_gauges, service_discovery, shard_gauges
 from ps_server.rpc import convert, data_messages
@@ -72,6 +73,7 @@ class ServerConfig:
     checkpoint_every: `100steps` or `60s`; None: only when asked to, at a job's end, and when the server stops
     keep:        how many checkpoints of a job are kept
     restore:     jobs go on from what is in checkpoint_dir; resume: those that ran when the coordinator ended
+    timing:      how long the coordinator waits for what
     """
 
     shard_count: int | None = None
@@ -95,6 +97,7 @@ class ServerConfig:
     keep: int = DEFAULT_KEEP
     restore: bool = False
     resume: bool = False
+    timing: Timing = DEFAULT_TIMING
 
 
 class Server:
@@ -187,7 +190,9 @@ class Server:
         def connect(index: int, address: str) -> ShardClient:
             return ShardClient(index, address, self._access)
 
-        return Coordinator(config.shard_count, connect, config.lease, config.limits, policy)
+        coordinator = Coordinator(config.shard_count, connect, config.lease, config.limits, policy, config.timing)
+        coordinator.start()
+        return coordinator
 
     def _serve_metrics(self, config: ServerConfig) -> str:
         coordinator = self.coordinator

@@ -1,13 +1,15 @@
-"""The leased data of one job, on the coordinator: the rules of core.data_leases with a lock, and the shards to ask."""
+"""The leased data of one job: the rules of core.data_leases with a lock, and the shards to ask."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
-from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError
+from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, TryLater
+from ps_protocol.job import JobSpec
+from ps_server.coordinator.cluster import Cluster
+from ps_server.coordinator.members import JobMembers
 from ps_server.core.data_commits import MAX_LOADERS, Committed
 from ps_server.core.data_leases import NOTHING, BatchLease, DataLeases, LoaderSpec, Progress, Report, Who
 from ps_server.core.limits import Limits
@@ -29,91 +31,96 @@ class LeaseRequest:
     key: bytes = field(default=b"", repr=False)
 
 
-@dataclass(frozen=True)
-class JobFace:
-    """What leasing needs of the job.
-
-    live:      how many workers are live; raises if the one that asks is not
-    ghosts:    who is gone while not every shard knows it yet: something may still come from them
-    committed: what every shard has committed; raises if one does not answer
-    """
-
-    limits: Limits
-    live: Callable[[], int]
-    ghosts: Callable[[], Set[Who]]
-    committed: Callable[[], list[Committed]]
-
-
 class JobData:
     """All loaders of one job. Methods may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: JobSpec, members: JobMembers, cluster: Cluster) -> None:
+        self._spec, self._members, self._shards, self._limits = spec, members, cluster.shards, cluster.limits
         self._lock = threading.Lock()
         self._loaders: dict[int, DataLeases] = {}
         self._looks = 0  # begun so far
 
-    def lease(self, ask: LeaseRequest, job: JobFace) -> BatchLease:
-        """What a worker gets; see DataLeases.lease."""
-        _check(ask, job.limits)
+    def lease(self, request: LeaseRequest) -> BatchLease:
+        """Gives a live worker batches; see DataLeases.lease. Raises InvalidRequest for a job with a world size."""
+        if self._spec.world_size:
+            raise InvalidRequest(
+                f"job {self._spec.name!r} has a world size: its workers divide the data by their ranks"
+            )
+        _check(request, self._limits)
         looks = self._looks
         with self._lock:
-            workers = job.live()  # in here, so that nobody is given anything once `gone` was called for it
-            leases = self._loader(ask, job.limits)
-            who = ask.rank, ask.incarnation
-            settled = leases.doubtful - job.ghosts()
+            # Checked in here, so that no worker is given anything once `gone` was called for it.
+            workers = self._members.check(request.rank, request.incarnation, request.key)
+            leases = self._loader(request)
+            who = request.rank, request.incarnation
+            settled = self._settled(leases)
             if leases.stale or settled:
-                self._look(leases, settled, job)
-            grant = leases.lease(who, ask.pass_number, ask.count, workers, ask.report)
-            # Nothing is left: the shards know best what is done. A look that others began since will do.
-            if ask.count and not grant.spans and not grant.complete:
+                self._look(leases, settled)
+            lease = leases.lease(who, request.pass_number, request.count, workers, request.report)
+            # Nothing is left: the shards know best what is done. A look that another call began since will do.
+            if request.count and not lease.spans and not lease.complete:
                 if self._looks == looks:
-                    self._look(leases, leases.doubtful - job.ghosts(), job)
-                grant = leases.lease(who, ask.pass_number, ask.count, workers, Report(held=ask.report.held))
-            return grant
+                    self._look(leases, self._settled(leases))
+                held = Report(held=request.report.held)
+                lease = leases.lease(who, request.pass_number, request.count, workers, held)
+            return lease
 
-    def _loader(self, ask: LeaseRequest, limits: Limits) -> DataLeases:
-        leases = self._loaders.get(ask.loader)
+    def _loader(self, request: LeaseRequest) -> DataLeases:
+        leases = self._loaders.get(request.loader)
         if leases is None:
-            leases = self._loaders[ask.loader] = DataLeases(ask.loader, ask.spec, limits.leases)
-        leases.agree(ask.spec)
+            leases = self._loaders[request.loader] = DataLeases(request.loader, request.spec, self._limits.leases)
+        leases.agree(request.spec)
         return leases
 
-    def _look(self, leases: DataLeases, gone: Set[Who], job: JobFace) -> None:
+    def _settled(self, leases: DataLeases) -> set[Who]:
+        """Returns the workers that are gone, that had leased something, and from which no shard accepts anything."""
+        return leases.doubtful - self._members.half_gone()
+
+    def _committed(self) -> list[Committed]:
+        """Returns what every shard has committed. Raises PSError if one does not answer."""
+        name = self._spec.name
+        try:
+            answers = self._shards.call_all(lambda shard: shard.api.committed(name))
+        except NotFound:
+            raise TryLater(f"a shard was started anew: job {name!r} is being rolled back to a checkpoint") from None
+        return [committed for committed in answers if committed is not None]
+
+    def _look(self, leases: DataLeases, gone: set[Who]) -> None:
         self._looks += 1
         try:
-            committed = job.committed()
+            committed = self._committed()
         except PSError as error:
             if leases.stale:
                 raise
-            log.info("what is committed is not known yet: %s", error)
+            log.info("job %s: the committed data is not known yet: %s", self._spec.name, error)
         else:
             leases.settle(committed, gone)
 
     def gone(self, rank: int, incarnation: int) -> None:
-        """A worker takes no part any more, nor does any older one of its rank."""
+        """Notes that a worker takes no part any more, nor does any older one of its rank."""
         with self._lock:
             for leases in self._loaders.values():
                 leases.gone(rank, incarnation)
 
-    def restored(self) -> None:
-        """Shards were set back to a checkpoint: they are asked before anything else is given out."""
+    def rolled_back(self) -> None:
+        """Has the shards asked before anything else is given out: some were rolled back to a checkpoint."""
         with self._lock:
             for leases in self._loaders.values():
                 leases.stale = True
 
     def progress(self) -> dict[int, Progress]:
-        """How far each loader's data is."""
+        """Returns how far each loader's data is."""
         with self._lock:
             return {number: leases.progress for number, leases in sorted(self._loaders.items())}
 
 
-def _check(ask: LeaseRequest, limits: Limits) -> None:
-    if ask.loader >= MAX_LOADERS:
-        raise LimitExceeded(f"a job leases the data of at most {MAX_LOADERS} loaders, got loader {ask.loader}")
-    if ask.spec.batch_size < 1:
-        raise InvalidRequest(f"a batch has at least one sample, got batch_size {ask.spec.batch_size}")
-    if ask.spec.size > limits.samples:
-        raise LimitExceeded(f"max-samples is {limits.samples}, got a loader of {ask.spec.size}")
-    most = max(len(ask.report.held), len(ask.report.committed), len(ask.report.returned))
+def _check(request: LeaseRequest, limits: Limits) -> None:
+    if request.loader >= MAX_LOADERS:
+        raise LimitExceeded(f"a job leases the data of at most {MAX_LOADERS} loaders, got loader {request.loader}")
+    if request.spec.batch_size < 1:
+        raise InvalidRequest(f"a batch has at least one sample, got batch_size {request.spec.batch_size}")
+    if request.spec.size > limits.samples:
+        raise LimitExceeded(f"max-samples is {limits.samples}, got a loader of {request.spec.size}")
+    most = max(len(request.report.held), len(request.report.committed), len(request.report.returned))
     if most > limits.leases:
         raise LimitExceeded(f"max-leases is {limits.leases}, got a report of {most}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Protocol, TypeVar
 from ps_protocol.errors import InvalidRequest, PSError, TryLater
 from ps_protocol.job import JobSpec
 from ps_runtime.credentials import is_loopback
+from ps_server.coordinator.timing import DEFAULT_TIMING, Clock, Timing
 from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import ShardSnapshot, VersionRange
 from ps_server.core.statistics import ShardStatistics
@@ -27,9 +27,7 @@ log = logging.getLogger("ps_server")
 
 T = TypeVar("T")
 
-# A shard calls in every SHARD_CALL_SECONDS; one that was silent for SHARD_LOST_SECONDS may be replaced.
-SHARD_CALL_SECONDS = 2.0
-SHARD_LOST_SECONDS = 10.0
+SHARD_CALL_SECONDS = 2.0  # a shard calls in so often
 
 
 class ShardApi(Protocol):
@@ -89,10 +87,12 @@ class Shards:
     pool: what calls to several shards run in
     """
 
-    def __init__(self, count: int, connect: Connect, pool: Executor) -> None:
+    def __init__(
+        self, count: int, connect: Connect, pool: Executor, timing: Timing = DEFAULT_TIMING, clock: Clock | None = None
+    ) -> None:
         self.count = count
-        self._connect = connect
-        self._pool = pool
+        self._connect, self._pool = connect, pool
+        self._lost_after, self._clock = timing.shard_lost, clock or Clock()
         self._known: dict[int, RegisteredShard] = {}
         self._lock = threading.Lock()
 
@@ -103,14 +103,14 @@ class Shards:
         check_address(address, "a shard's address")
         if metrics_address:
             check_address(metrics_address, "where metrics are served")
-        now = time.monotonic()
+        now = self._clock.now()
         with self._lock:
             known = self._known.get(index)
             if known is not None and known.process == process:
                 address, api = known.address, known.api
             else:
                 # Only one process can listen at an address: at the same one it is the shard, started again.
-                if known is not None and known.address != address and now - known.seen < SHARD_LOST_SECONDS:
+                if known is not None and known.address != address and now - known.seen < self._lost_after:
                     raise TryLater(f"shard {index} is already served by process {known.pid} at {known.address}")
                 log.info("shard %d at %s", index, address)
                 api = self._connect(index, address)

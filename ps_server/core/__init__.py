@@ -1,5 +1,6 @@
 """The rules, without sockets, clocks, threads, environment or messages: time and data come in as arguments.
 
+accounting.py    Steps that workers lost, or made again, because shards were rolled back to a checkpoint
 bucket_sizes.py  How large a job's buckets are where its workers do not say
 budget.py        How many bytes are staged and wait for other workers, without walking over all buckets at each push
 commands.py      What workers push and ask for, as it came, and what they are told

@@ -3,7 +3,7 @@ or knows the generated classes, but for the stubs and servicers that carry them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ps_protocol.convert import job_spec_message
@@ -12,8 +12,14 @@ from ps_protocol.v1 import control_pb2, job_pb2
 from ps_server.coordinator.rounds import ExchangeRequest, Standing
 from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.snapshot import Part, ShardSnapshot, VersionRange
-from ps_server.core.statistics import HostedJobStatistics, ShardStatistics, WaitStatistics
-from ps_server.rpc.lease_messages import loader_data
+from ps_server.core.statistics import (
+    HostedJobStatistics,
+    JobStatistics,
+    ShardStatistics,
+    WaitStatistics,
+    WorkerStatistics,
+)
+from ps_server.rpc.lease_messages import loader_data, loader_status
 
 VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave may be more than a message may have
 
@@ -220,12 +226,50 @@ def watch_response(ranks: list[int], world_size: int, started: bool) -> control_
     return control_pb2.WatchJobResponse(ranks=ranks, world_size=world_size, started=started)
 
 
-def shard_map(addresses: dict[int, str], placement: list[int]) -> job_pb2.ShardMap:
+def shard_map(addresses: dict[int, str], placement: Sequence[int]) -> job_pb2.ShardMap:
     """Where the shards are, and which bucket is on which."""
     return job_pb2.ShardMap(
         shards=[job_pb2.ShardInfo(index=index, address=address) for index, address in sorted(addresses.items())],
         bucket_shards=placement,
     )
+
+
+def job_status(job: JobStatistics) -> control_pb2.JobStatus:
+    """How a job is."""
+    status = control_pb2.JobStatus(
+        name=job.name,
+        mode=job.mode,
+        world_size=job.world_size,
+        started=job.started,
+        parameter_bytes=job.parameter_bytes,
+        bucket_count=job.buckets,
+        imbalance=job.imbalance,
+        restore_count=job.restore_count,
+        lost_steps=job.lost_steps,
+        redone_steps=job.redone_steps,
+        awaited=job.rejoining,
+        workers=[_worker_status(worker) for worker in job.workers],
+        loaders=[loader_status(loader, progress) for loader, progress in job.loaders.items()],
+    )
+    if job.checkpoints is not None and job.checkpoints.name is not None:
+        status.checkpoint, status.checkpoint_clock = job.checkpoints.name, job.checkpoints.clock
+    return status
+
+
+def _worker_status(worker: WorkerStatistics) -> control_pb2.WorkerStatus:
+    status = control_pb2.WorkerStatus(
+        rank=worker.rank,
+        incarnation=worker.incarnation,
+        clock=worker.clock,
+        pid=worker.pid,
+        host=worker.host,
+        metrics_address=worker.metrics_address,
+        launch=worker.launch,
+    )
+    if worker.since:
+        status.since.FromMilliseconds(int(worker.since * 1e3))
+    status.lease_left.FromNanoseconds(int(worker.lease_left * 1e9))
+    return status
 
 
 def shard_status_request() -> control_pb2.GetShardStatusRequest:

@@ -145,7 +145,7 @@ def test_a_checkpoint_that_is_all_written_when_its_job_is_set_back_is_none(
         if not given_up:
             checkpoints = cluster.coordinator.jobs()["job"].checkpoints
             assert checkpoints is not None
-            checkpoints.give_up()
+            checkpoints.abandon()
             given_up.append(name)
         return write(store, job, name, rank, state)
 
