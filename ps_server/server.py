@@ -31,6 +31,7 @@ from ps_runtime.tls_diagnosis import refusal
 from ps_server.coordinator.coordinator import DEFAULT_LEASE_SECONDS, Coordinator
 from ps_server.coordinator.policy import DEFAULT_KEEP, CheckpointPolicy, parse_every
 from ps_server.coordinator.shards import SHARD_CALL_SECONDS
+from ps_server.coordinator.timing import DEFAULT_TIMING, Timing
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.ops.gauges import coordinator_gauges, security_gauges, service_discovery, shard_gauges
 from ps_server.rpc import convert, data_messages
@@ -40,6 +41,7 @@ from ps_server.rpc.cluster_service import CONTROL_SERVICES, ClusterService, add_
 from ps_server.rpc.data_service import DATA_SERVICE, DataService
 from ps_server.rpc.interceptor import Boundary
 from ps_server.rpc.job_service import JobService
+from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -71,6 +73,7 @@ class ServerConfig:
     checkpoint_every: `100steps` or `60s`; None: only when asked to, at a job's end, and when the server stops
     keep:        how many checkpoints of a job are kept
     restore:     jobs go on from what is in checkpoint_dir; resume: those that ran when the coordinator ended
+    timing:      how long the coordinator waits for what
     """
 
     shard_count: int | None = None
@@ -94,6 +97,7 @@ class ServerConfig:
     keep: int = DEFAULT_KEEP
     restore: bool = False
     resume: bool = False
+    timing: Timing = DEFAULT_TIMING
 
 
 class Server:
@@ -182,7 +186,13 @@ class Server:
             policy = CheckpointPolicy(config.checkpoint_dir, steps, seconds, config.keep, config.restore, config.resume)
         elif config.checkpoint_every or config.restore or config.resume:
             raise InvalidRequest("--checkpoint-every, --restore and --resume need --checkpoint-dir")
-        return Coordinator(config.shard_count, config.lease, self._access, config.limits, policy)
+
+        def connect(index: int, address: str) -> ShardClient:
+            return ShardClient(index, address, self._access)
+
+        coordinator = Coordinator(config.shard_count, connect, config.lease, config.limits, policy, config.timing)
+        coordinator.start()
+        return coordinator
 
     def _serve_metrics(self, config: ServerConfig) -> str:
         coordinator = self.coordinator

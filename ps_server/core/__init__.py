@@ -1,5 +1,6 @@
 """The rules, without sockets, clocks, threads, environment or messages: time and data come in as arguments.
 
+accounting.py    Steps that workers lost, or made again, because shards were rolled back to a checkpoint
 bucket_sizes.py  How large a job's buckets are where its workers do not say
 budget.py        How many bytes are staged and wait for other workers, without walking over all buckets at each push
 commands.py      What workers push and ask for, as it came, and what they are told
@@ -14,5 +15,6 @@ partition.py     One job's buckets on one shard: roster, protocol and weights pu
 placement.py     Which shard holds which bucket: by bytes, largest first
 rounds.py        Rounds: values that all live workers of a job exchange, one round after the other
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
+statistics.py    What a shard or a coordinator says about itself: frozen records
 validation.py    What comes over the wire is looked at here before a coordinator or a shard makes anything of it
 """

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
-from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.coordinator import Coordinator
+from ps_server.core.statistics import CheckpointStatistics, JobStatistics
 from ps_server.rpc.call_limits import Gate
 from ps_server.shard.metrics import Gauges, Sample
 from ps_server.shard.shard import Shard
@@ -50,68 +50,63 @@ def shard_gauges(shard: Shard) -> Gauges:
 
 
 def coordinator_gauges(coordinator: Coordinator) -> Gauges:
-    """Who takes part, and how evenly the buckets lie."""
+    """Who takes part, how evenly the buckets lie, and what checkpoints and rollbacks there were."""
+
+    def jobs() -> Iterable[JobStatistics]:
+        return coordinator.statistics().jobs.values()
+
+    def each_job(read: Callable[[JobStatistics], float]) -> Callable[[], Iterable[Sample]]:
+        return lambda: [((job.name,), read(job)) for job in jobs()]
+
+    def each_kept(read: Callable[[CheckpointStatistics], float]) -> Callable[[], Iterable[Sample]]:
+        return lambda: [((job.name,), read(job.checkpoints)) for job in jobs() if job.checkpoints is not None]
 
     def clocks() -> Iterable[Sample]:
-        for name, job in coordinator.jobs().items():
-            yield from (((name, str(member.rank)), member.clock) for member in job.members())
-
-    def each_job(read: Callable[[Any], float]) -> Callable[[], Iterable[Sample]]:
-        return lambda: [((name,), read(job)) for name, job in coordinator.jobs().items()]
+        return [((job.name, str(worker.rank)), worker.clock) for job in jobs() for worker in job.workers]
 
     def samples() -> Iterable[Sample]:
-        for name, job in coordinator.jobs().items():
-            for loader, how in job.data.progress().items():
-                yield (name, str(loader), "committed"), how.committed
-                yield (name, str(loader), "leased"), how.leased
-                yield (name, str(loader), "returned"), how.returned
+        for job in jobs():
+            for loader, progress in job.loaders.items():
+                yield (job.name, str(loader), "committed"), progress.committed
+                yield (job.name, str(loader), "leased"), progress.leased
+                yield (job.name, str(loader), "returned"), progress.returned
 
     def passes() -> Iterable[Sample]:
-        for name, job in coordinator.jobs().items():
-            yield from (((name, str(loader)), how.pass_number) for loader, how in job.data.progress().items())
-
-    def each_kept(read: Callable[[JobCheckpoints], float]) -> Callable[[], Iterable[Sample]]:
-        return lambda: [
-            ((name,), read(job.checkpoints)) for name, job in coordinator.jobs().items() if job.checkpoints is not None
-        ]
-
-    keeping = coordinator.keeping
+        return [((job.name, str(loader)), how.pass_number) for job in jobs() for loader, how in job.loaders.items()]
 
     def restores() -> Iterable[Sample]:
-        if keeping is not None:
-            yield ("restored",), keeping.recovery.restored
-            yield ("damaged",), keeping.recovery.damaged
-            yield ("unfinished",), keeping.recovery.unfinished
+        recovery = coordinator.statistics().recovery
+        return [((result,), count) for result, count in asdict(recovery).items()] if recovery is not None else []
 
     return Gauges(
         [
             ("ps_checkpoints_total", "Checkpoints completed.", ("job",), each_kept(lambda c: c.complete)),
-            ("ps_checkpoints_failed_total", "Checkpoints not completed.", ("job",), each_kept(lambda c: c.failed)),
             (
-                "ps_checkpoint_clock",
-                "Clock of the last one.",
+                "ps_checkpoints_failed_total",
+                "Checkpoints not completed.",
                 ("job",),
-                each_kept(lambda c: c.last.clock if c.last else 0),
+                each_kept(lambda c: c.failed),
             ),
-            ("ps_checkpoint_seconds", "How long the last one took.", ("job",), each_kept(lambda c: c.last_seconds)),
+            ("ps_checkpoint_clock", "Clock of the last one.", ("job",), each_kept(lambda c: c.clock)),
+            ("ps_checkpoint_seconds", "How long the last one took.", ("job",), each_kept(lambda c: c.seconds)),
             (
                 "ps_checkpoint_held_up_seconds",
                 "For how long the last one held up the shard that it held up most.",
                 ("job",),
-                each_kept(lambda c: c.last_held_up),
+                each_kept(lambda c: c.held_up_seconds),
             ),
             (
                 "ps_checkpoint_age_seconds",
                 "How old the last one is.",
                 ("job",),
-                each_kept(lambda c: time.monotonic() - c.last_at),
+                each_kept(lambda c: c.age_seconds),
             ),
             ("ps_restores_total", "Checkpoints that were to be gone back to.", ("result",), restores),
             ("ps_lost_steps_total", "Workers' steps lost with a shard.", ("job",), each_job(lambda j: j.lost_steps)),
             ("ps_redone_steps_total", "Workers' steps made again.", ("job",), each_job(lambda j: j.redone_steps)),
-            ("ps_shards", "Shards that have called in.", (), lambda: [((), len(coordinator.shards()))]),
+            ("ps_shards", "Shards that have called in.", (), lambda: [((), coordinator.statistics().shards)]),
             ("ps_jobs", "Jobs that run.", (), lambda: [((), len(coordinator.jobs()))]),
-            ("ps_workers", "Live workers.", ("job",), each_job(lambda j: len(j.members()))),
+            ("ps_workers", "Live workers.", ("job",), each_job(lambda j: len(j.workers))),
             ("ps_data_samples", "Leased data of the pass, by state.", ("job", "loader", "state"), samples),
             ("ps_data_pass", "The pass over a loader's data, from 0.", ("job", "loader"), passes),
             ("ps_worker_clock", "Steps finished, as last heard.", ("job", "rank"), clocks),
@@ -154,13 +149,13 @@ def service_discovery(coordinator: Coordinator, encrypted: bool = False) -> byte
         for index, shard in sorted(coordinator.shards().items())
         if shard.metrics_address
     ]
-    for name, job in sorted(coordinator.jobs().items()):
+    for name, job in sorted(coordinator.statistics().jobs.items()):
         targets += [
             {
-                "targets": [m.metrics_address],
-                "labels": {"role": "worker", "job_name": name, "rank": str(m.rank)} | scheme,
+                "targets": [worker.metrics_address],
+                "labels": {"role": "worker", "job_name": name, "rank": str(worker.rank)} | scheme,
             }
-            for m in job.members()
-            if m.metrics_address
+            for worker in job.workers
+            if worker.metrics_address
         ]
     return json.dumps(targets).encode()

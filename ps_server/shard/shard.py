@@ -36,7 +36,7 @@ from ps_server.core.commands import Commit, PullCall, Push, PushKind, SharedPush
 from ps_server.core.consistency import Add, Step
 from ps_server.core.data_commits import Committed
 from ps_server.core.dense import Gradient
-from ps_server.core.snapshot import BucketSnapshot, VersionRange
+from ps_server.core.snapshot import BucketSnapshot, Part, ShardSnapshot, VersionRange
 from ps_server.failpoints import failpoint
 from ps_server.rpc.streams import Outbox
 from ps_server.shard.apply import ApplyThreads
@@ -46,8 +46,8 @@ from ps_server.shard.memory import free_bytes
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls, Writers
 from ps_server.shard.segments import attach
-from ps_server.shard.snapshots import ShardSnapshot, SnapshotTask
-from ps_server.storage.checkpoints import CheckpointStore, Part
+from ps_server.shard.snapshots import SnapshotTask
+from ps_server.storage.checkpoints import CheckpointStore
 
 log = logging.getLogger("ps_server")
 

@@ -12,27 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
-from dataclasses import dataclass
 
 from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
-from ps_server.core.snapshot import BucketSnapshot, VersionRange, extent
+from ps_server.core.snapshot import BucketSnapshot, Part, ShardSnapshot, extent
 from ps_server.failpoints import failpoint
 from ps_server.shard.job import HostedBucket, HostedJob, Pull
-from ps_server.storage.checkpoints import Part
 
 log = logging.getLogger("ps_server")
 
 # Writes the images of a checkpoint's part and describes the file.
 Write = Callable[[str, list[BucketSnapshot]], Part]
-
-
-@dataclass(frozen=True)
-class ShardSnapshot:
-    """A shard's part on disk: the file, how far its buckets are, and seconds for which copying held up training."""
-
-    part: Part
-    extent: VersionRange
-    held_up: float
 
 
 class SnapshotTask:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +18,11 @@ from ps_protocol.layout import DEFAULT_BUCKET_BYTES, ParameterSpec
 from ps_protocol.modes import Consistency, parse_mode
 from ps_protocol.optimizers import hyper_parameters
 from ps_protocol.v1 import control_pb2
-from ps_runtime.credentials import PLAINTEXT
-from ps_server.coordinator.shards import ShardDirectory
+from ps_server.coordinator.shards import Shards
 from ps_server.core.bucket_sizes import LEAST_BYTES, MOST_BUCKETS, sized
 from ps_server.core.limits import Limits
 from ps_server.core.validation import check_job_spec
+from ps_server.rpc.shard_client import ShardClient
 from tests.tools.cluster import Cluster
 from tests.tools.raw_worker import RawWorker, vector_job
 
@@ -100,11 +101,12 @@ def test_a_shape_beyond_all_bounds_does_no_harm() -> None:
     ],
 )
 def test_shards_are_on_one_machine_if_nobody_else_can_reach_any(addresses: list[str], one_machine: bool) -> None:
-    directory = ShardDirectory(len(addresses), PLAINTEXT)
-    for index, address in enumerate(addresses):
-        directory.register(index, address, "", 1, 1)
-    assert directory.on_one_machine() is one_machine
-    directory.close()
+    with ThreadPoolExecutor(1) as pool:
+        shards = Shards(len(addresses), ShardClient, pool)
+        for index, address in enumerate(addresses):
+            shards.register(index, address, "", 1, 1)
+        assert shards.on_one_machine() is one_machine
+        shards.close()
 
 
 def open_job(server: str, spec: JobSpec) -> int:
