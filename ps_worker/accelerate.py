@@ -30,7 +30,7 @@ LAUNCHED = (
 
 
 def connect(*arguments: Any, **settings: Any) -> Session:
-    """A session as of `ps_worker.connect`, and Accelerate told that this process trains alone, with the session's rank.
+    """Returns a session as `ps_worker.connect` does, and has Accelerate see one process, of its rank.
 
     The launcher's variables leave os.environ, except in mode ddp, where Accelerate does what it always does. Call it
     before Accelerator or TrainingArguments are made. Raises InvalidRequest if Accelerate has started already, and what
@@ -43,7 +43,7 @@ def connect(*arguments: Any, **settings: Any) -> Session:
 
 
 def hide_launcher(session: Session) -> None:
-    """What `connect` does once it has a session. Raises InvalidRequest if Accelerate has started several processes."""
+    """Hides the launcher from Accelerate. Raises InvalidRequest if Accelerate has started several processes."""
     for name in LAUNCHED:
         os.environ.pop(name, None)
     state = PartialState(cpu=session.device.type == "cpu")

@@ -134,7 +134,7 @@ class Session:
             _open.append(self)
 
     def _serve_metrics(self, config: WorkerConfig) -> None:
-        """Where the servers' side can reach them, if they may be served there; else for this machine alone."""
+        """Serves them where the servers' side can reach them, if that is allowed; otherwise for this machine alone."""
         tls = config.access.tls if config.access.tls is not None and config.access.tls.cert is not None else None
         host, known = config.metrics_host, True
         if host is None:
@@ -443,14 +443,14 @@ def _has_state(thing: Any) -> bool:
 
 
 def _device(local_rank: int) -> torch.device:
-    """A GPU of this worker's own where there is one; workers beyond the GPUs share them in turn."""
+    """Returns a GPU of this worker's own where there is one; workers beyond the GPUs share them in turn."""
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     return torch.device("cpu")
 
 
 def _own_address(server: str | None) -> str:
-    """The address by which this machine is seen from the server: where Prometheus can reach it too."""
+    """Returns the address by which this machine is seen from the server: where Prometheus can reach it too."""
     if server is None:
         return "127.0.0.1"
     host, _, port = server.rpartition(":")

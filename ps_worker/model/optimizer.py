@@ -25,7 +25,7 @@ class RemoteOptimizer(Protocol):
         """Pushes gradients and pulls weights."""
 
     def state(self) -> ParameterStates:
-        """The optimizer's state on the shards, at this worker's clock."""
+        """Returns the optimizer's state on the shards, at this worker's clock."""
 
     def load(self, states: ParameterStates) -> None:
         """Has the next step begin with this state."""
@@ -41,7 +41,7 @@ _WHERE = (
 
 
 class _StateOnShards(defaultdict[torch.Tensor, Any]):
-    """What a prepared optimizer has as its `state`: nothing, and the word where it is."""
+    """What a prepared optimizer has as its `state`: nothing, and errors that say where the state is."""
 
     def __init__(self, servers: RemoteOptimizer) -> None:
         super().__init__(dict)
@@ -54,7 +54,7 @@ class _StateOnShards(defaultdict[torch.Tensor, Any]):
         raise Unsupported(_WHERE)
 
     def values(self) -> Any:
-        """None; a script that means to change them is told."""
+        """Returns none; logs where the state is, for a script that means to change it."""
         log.warning("%s", _WHERE)
         return super().values()
 
@@ -125,8 +125,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         own = self.__dict__["state"]
         self.__dict__["state"] = defaultdict(dict, {tensor: dict(s) for tensor, s in self._servers.state().items()})
         try:
-            found: dict[str, Any] = super().state_dict()
-            return found
+            state_dict: dict[str, Any] = super().state_dict()
+            return state_dict
         finally:
             self.__dict__["state"] = own
 
@@ -138,7 +138,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         Raises ValueError, as torch's own, for a state_dict of other groups, InvalidRequest or Unsupported for state
         that the optimizer could not have made; nothing is changed then.
         """
-        # torch's own code does the checking and casting, on an object that nobody else sees.
+        # torch's own code does the checking and casting, on an object that nothing else refers to.
         kind = type(self._wrapped)
         loaded = kind.__new__(kind)
         loaded.__dict__.update(self._wrapped.__dict__)

@@ -237,9 +237,9 @@ class JobTraining:
     Methods are for the training thread; any thread may read `clock` and call `close`.
 
     participation: this worker's place in the job
-    data:       leased batches that no step has used yet
-    checkpoint: this worker's own part of the job's checkpoints
-    stepped:    this process has made a step of its own
+    data:          leased batches that no step has used yet
+    checkpoint:    this worker's own part of the job's checkpoints
+    stepped:       this process has made a step of its own
     """
 
     def __init__(

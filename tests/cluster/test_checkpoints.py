@@ -37,9 +37,9 @@ from ps_server.core.partition import BucketPartition, JobPartition
 from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, extent
 from ps_server.storage.checkpoints import CheckpointStore, Manifest, WorkerPart
 from ps_server.storage.export import export, optimizer_state_dict
-from tests.launch.test_cli import END_SECONDS, Command
-from tests.protocol.test_optimizers import UNUSUAL, make
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
+from tests.tools.launching import END_SECONDS, Command
+from tests.tools.optimizers import UNUSUAL, make
 from tests.tools.raw_worker import RawWorker, vector_job
 
 MakeCluster = Callable[..., Cluster]

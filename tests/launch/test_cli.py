@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -25,64 +24,11 @@ import ps_worker.cli
 from ps_server.ops import status
 from ps_server.ops.probe import is_serving
 from tests.tools.cluster import Cluster, scrape, until
-from tests.tools.launching import run, script
+from tests.tools.launching import END_SECONDS, Command, run, script
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "train_everything.py")
-END_SECONDS = 30.0
 FOR_EVER = "1000000000"
-
-
-class Command:
-    """A running command, with everything it has printed so far."""
-
-    def __init__(self, directory: Path, *arguments: str, **variables: str) -> None:
-        self._out, self._err = directory / "out", directory / "err"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **variables}
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment
-            )
-        self._family: list[psutil.Process] = []
-
-    @property
-    def out(self) -> str:
-        return self._out.read_text()
-
-    @property
-    def err(self) -> str:
-        return self._err.read_text()
-
-    def says(self, pattern: str, count: int = 1) -> list[str]:
-        """Waits until it has printed a line like this `count` times; what the pattern's group caught."""
-
-        def found() -> list[str]:
-            assert self.process.poll() is None or len(re.findall(pattern, self.out)) >= count, self.err
-            matches = re.findall(pattern, self.out)
-            return matches if len(matches) >= count else []
-
-        return until(found, f"{pattern!r} in the output")
-
-    def family(self) -> list[psutil.Process]:
-        """The processes it has started, and theirs."""
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def end(self, number: int) -> int:
-        """Sends a signal, waits for the end of the command and all it has started, and returns its exit code."""
-        family = self.family()
-        assert family
-        self.process.send_signal(number)
-        code = self.process.wait(END_SECONDS)
-        _, orphans = psutil.wait_procs(family, timeout=END_SECONDS)
-        assert not orphans, f"left behind: {orphans}"
-        return code
-
-    def clean_up(self) -> None:
-        """Leaves nothing behind if a test fails half-way."""
-        if self.process.poll() is None:
-            for process in [*self.family(), psutil.Process(self.process.pid)]:
-                process.kill()
-            self.process.wait()
 
 
 Start = Callable[..., Command]

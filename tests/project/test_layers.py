@@ -150,15 +150,24 @@ def test_no_import_goes_in_a_circle(package: str) -> None:
     assert circles == {}
 
 
+TOOLS = ("tools", "scripts", "simulation", "chaos")  # the folders of tests that hold more than claims
+
+
 def rooms() -> list[Path]:
     inits = {path for path in modules().values() if path.name == "__init__.py"}
-    return sorted(path.parent for path in inits)
+    return sorted(path.parent for path in inits) + [ROOT / "tests" / folder for folder in TOOLS]
 
 
 @pytest.mark.parametrize("room", rooms(), ids=lambda room: room.relative_to(ROOT).as_posix())
 def test_each_room_says_what_is_in_it(room: Path) -> None:
-    said = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
-    named = re.findall(r"^(\w+(?:\.py|/)) ", said, re.MULTILINE)
-    there = [path.name for path in room.glob("*.py") if not path.name.startswith("__")]
-    there += [f"{path.name}/" for path in room.iterdir() if (path / "__init__.py").exists() and path.name != "v1"]
-    assert sorted(named) == sorted(there)
+    listing = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+    listed = re.findall(r"^(\w+(?:\.py|/)) ", listing, re.MULTILINE)
+    present = [path.name for path in room.glob("*.py") if not path.name.startswith(("__", "test_"))]
+    present += [f"{path.name}/" for path in room.iterdir() if (path / "__init__.py").exists() and path.name != "v1"]
+    assert sorted(listed) == sorted(present)
+
+
+def test_claims_share_tools_and_never_import_each_other() -> None:
+    claims = {path: imports(path) for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    shared = {path.name: {each for each in imported if ".test_" in each} for path, imported in claims.items()}
+    assert {name: wrong for name, wrong in shared.items() if wrong} == {}

@@ -10,8 +10,8 @@ import torch
 from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, OutOfOrder, UnknownWorker
 from ps_server.core.commands import Commit, PushKind, SharedBucket
 from ps_server.core.partition import JobPartition
-from tests.server.test_partition import running, work
 from tests.simulation.simulator import HELD, image, job_spec, payload, push, stage
+from tests.tools.partitions import running, work
 
 
 def commit(

@@ -40,8 +40,7 @@ from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import Session
 from ps_worker.cluster import coordinator, rounds
 from ps_worker.strategies import collectives
-from tests.cluster.test_rejoin import LEASE, live, lose, session_at
-from tests.tools.cable import Cable
+from tests.tools.cable import LEASE, Cable, live, lose, session_at
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, until
 from tests.tools.counting import BATCH, BUCKET_BYTES, PASSES, SAMPLES, Cells, Indices, optimizer_for
 from tests.tools.raw_worker import RawWorker, vector_job
