@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from google.protobuf import json_format
+
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import HyperParameters, HyperValue, JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec
@@ -81,6 +83,19 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
         gradient_wire=_WIRE_FORMAT_NUMBERS[spec.gradient_wire],
         weight_wire=_WIRE_FORMAT_NUMBERS[spec.weight_wire],
     )
+
+
+def job_spec_data(spec: JobSpec) -> dict[str, Any]:
+    """A job's spec as plain data for a file: the JSON form of its message."""
+    return json_format.MessageToDict(job_spec_message(spec), preserving_proto_field_name=True)
+
+
+def job_spec_from_data(data: Any) -> JobSpec:
+    """The spec that a file holds. Raises InvalidRequest if it holds none."""
+    try:
+        return job_spec(json_format.ParseDict(data, job_pb2.JobSpec()))
+    except json_format.ParseError as error:
+        raise InvalidRequest(f"no job's spec: {error}") from None
 
 
 def _parameter(message: job_pb2.ParameterSpec, of_group: Sequence[int]) -> ParameterSpec:

@@ -34,7 +34,7 @@ Sample = tuple[tuple[str, ...], float]  # the values of its labels, and the numb
 S = TypeVar("S")
 
 
-class StatisticsGauges(Collector, Generic[S]):
+class Gauges(Collector, Generic[S]):
     """Metrics that are read from statistics at each scrape: once for all of them, so that they fit together.
 
     gauges: (name, help, label names, function that lists the samples that the statistics have); names that end in
@@ -63,16 +63,6 @@ class StatisticsGauges(Collector, Generic[S]):
     def describe(self) -> Iterable[Metric]:
         """Nothing: so that registering does not read them."""
         return []
-
-
-class Gauges(StatisticsGauges[None]):
-    """Metrics that are read one by one at each scrape; see StatisticsGauges."""
-
-    def __init__(self, gauges: list[tuple[str, str, tuple[str, ...], Callable[[], Iterable[Sample]]]]) -> None:
-        def alone(read: Callable[[], Iterable[Sample]]) -> Callable[[None], Iterable[Sample]]:
-            return lambda _: read()
-
-        super().__init__(lambda: None, [(name, text, labels, alone(read)) for name, text, labels, read in gauges])
 
 
 class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):

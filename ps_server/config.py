@@ -25,6 +25,7 @@ from ps_runtime.settings import (
     whole_number,
 )
 from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.timing import DEFAULT_TIMING, Timing
 from ps_server.core.limits import DEFAULTS, Limits
 
 DEFAULT_METRICS_PORT = 9100
@@ -50,6 +51,7 @@ class ServerConfig:
     checkpoint_every: `100steps` or `60s`; None: only when asked to, at a job's end, and when the server stops
     keep:        how many checkpoints of a job are kept
     restore:     jobs go on from what is in checkpoint_dir; resume: those that ran when the coordinator ended
+    timing:      how often the coordinator looks, and how long it waits for what
     """
 
     shard_count: int | None = None
@@ -73,6 +75,7 @@ class ServerConfig:
     keep: int = CheckpointPolicy.keep
     restore: bool = False
     resume: bool = False
+    timing: Timing = DEFAULT_TIMING
 
     def checkpoint_policy(self) -> CheckpointPolicy | None:
         """Returns when the coordinator makes checkpoints; None if it makes none. Raises InvalidRequest if it cannot."""

@@ -32,6 +32,7 @@ from ps_server.rpc.data_service import DATA_SERVICE, DataService
 from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.job_service import JobService
 from ps_server.rpc.registration import Registration
+from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -123,7 +124,14 @@ class Server:
     def _make_coordinator(self) -> Coordinator:
         config = self._config
         assert config.shard_count is not None
-        return Coordinator(config.shard_count, config.lease, self._access, config.limits, config.checkpoint_policy())
+
+        def connect(index: int, address: str) -> ShardClient:
+            return ShardClient(index, address, self._access)
+
+        policy = config.checkpoint_policy()
+        coordinator = Coordinator(config.shard_count, connect, config.lease, config.limits, policy, config.timing)
+        coordinator.start()
+        return coordinator
 
     def _serve_metrics(self, config: ServerConfig) -> str:
         coordinator = self.coordinator

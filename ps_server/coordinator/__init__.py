@@ -1,18 +1,18 @@
 """Which workers take part in a job, and which shard holds which bucket.
 
-admitting.py    Having the shards count a worker that joins, in two rounds, so that each counts it from the same clock
-checkpoints.py  Checkpoints of one job, from the coordinator's side: when, at which clock, and what belongs to each
-coordinator.py  The coordinator: jobs, who takes part in them, and where their buckets are
-data.py         The leased data of one job, on the coordinator: the rules of core.data_leases with a lock, and the
-job.py          A job and its shards, as the coordinator holds them
-keeping.py      What a coordinator keeps on disk, and what it makes of it when it comes back: checkpoints, and its own
-launches.py     What a launch is told that asks for places which workers of another launch hold
-leasing.py      Leasing a job's data: what core.data_leases needs to hear from its membership and its shards
-orphans.py      Drops jobs that a shard holds and no coordinator knows: a CreateJob may arrive after the DropJob that
+coordinator.py  The coordinator: its jobs, and where each begins and ends
+job.py          A job, as its coordinator knows it: all that happens to it is a method of it
+members.py      The live workers of one job, and which of them each shard counts
+data.py         The leased data of one job: the rules of core.data_leases with a lock, and the shards to ask
+rounds.py       The rounds of one job: the rules of core.rounds with a lock, and the streams of the workers that wait
+checkpoints.py  The checkpoints of one job: when one is made, at which clock, and what belongs to it
+recovery.py     Rolling a job back to its last checkpoint, after a shard lost what it held
+shards.py       The shards as the coordinator knows them: what it asks of one, and which process serves which
+refusals.py     The error that a launch gets when workers of another launch hold the ranks it asks for
+cluster.py      What all jobs of a coordinator share: the shards, the limits, the checkpoints, and the time
 policy.py       When checkpoints are made, where they go, and how many are kept
-recovery.py     Setting a job back to its last checkpoint, after a shard lost what it held
-retiring.py     Having the shards stop counting a worker, however long one of them takes to hear it
-rounds.py       The rounds of one job on the coordinator: the rules of core.rounds with a lock, and the streams of those
-shards.py       Which process serves which shard of the cluster
+saved_job.py    A job as a coordinator saves it, and as the next one resumes it
 state_file.py   What a coordinator needs to come back after its death, in one small file beside the checkpoints
+timing.py       The clock that a coordinator goes by, and how long it waits for what
+background.py   The threads of a coordinator, all started there
 """

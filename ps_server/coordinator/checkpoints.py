@@ -1,8 +1,16 @@
-"""Checkpoints of one job, from the coordinator's side: when, at which clock, and what belongs to each.
+"""The checkpoints of one job: when one is made, at which clock, and what belongs to it.
 
-In sync every bucket of every shard, and every worker, is caught at one clock, which has to lie ahead of all of them
-when it is named: the shards are asked, and if one is past it already, a later one is named. In ssp and async there is
-no common clock: each shard copies its buckets at once, and the manifest says how far each was.
+1. wait until one is due: by steps, by seconds, or because somebody asks
+2. name a clock that lies ahead of all shards, and have each take its part there
+3. wait for the parts, and for the state of each live worker
+4. write the workers' states and the manifest, and remove old checkpoints
+
+In sync every bucket of every shard, and every worker, is captured at one clock. It has to lie ahead of all of them when
+it is named: the shards are asked, and if one is past it already, a later one is named. In ssp and async there is no
+common clock: each shard copies its buckets at once, and the manifest says how far each was.
+
+The phases are written as one generator, which yields the seconds that it waits for: a thread runs it in a server
+(`run`), and a test or a simulation takes its steps by `advance`.
 """
 
 from __future__ import annotations
@@ -10,100 +18,90 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping
+from concurrent.futures import Future
 from functools import reduce
+from typing import TypeVar
 
 import torch
 
+from ps_protocol.convert import job_spec_data
 from ps_protocol.errors import CheckpointFailed, NotFound, OutOfOrder, PSError, TryLater
-from ps_protocol.job import JobSpec
-from ps_server.coordinator.policy import CheckpointPolicy
-from ps_server.core.snapshot import VersionRange
+from ps_server.coordinator.cluster import Checkpointing, Cluster
+from ps_server.coordinator.members import JobMembers
+from ps_server.coordinator.shards import call_all
+from ps_server.core.placement import PlacedJob
+from ps_server.core.snapshot import ShardSnapshot, VersionRange
+from ps_server.core.statistics import CheckpointStatistics
 from ps_server.failpoints import failpoint
-from ps_server.rpc import convert
-from ps_server.rpc.shard_client import ShardClient, call_all
-from ps_server.shard.snapshots import ShardSnapshot
-from ps_server.storage.checkpoints import CheckpointStore, Manifest, WorkerPart
+from ps_server.storage.checkpoints import Manifest, WorkerPart
 
 log = logging.getLogger("ps_server")
 
-LOOK_SECONDS = 0.25
-BEGIN_SECONDS = 0.05
-# Parts are on disk, and some worker has not sent its state: it may be evaluating. After this it is left out.
-STATE_SECONDS = 60.0
-# Without a common clock an older state will do: it is not waited for that long.
-ANY_STATE_SECONDS = 10.0
-LAST_SECONDS = 10.0
-# Somebody waits for a checkpoint, and nothing moves: if all buckets are at one version, they are taken as they are.
-STALL_SECONDS = 3.0
+T = TypeVar("T")
+# What takes time: yields the seconds after which it looks again, or sooner if something changes.
+Steps = Generator[float, None, T]
+# By rank, the clock of a worker's state and the state.
+States = Mapping[int, tuple[int, bytes]]
 
-
-@dataclass(frozen=True)
-class JobView:
-    """What checkpoints need to know of a job while it runs.
-
-    live: by rank, the clock of each live worker as last heard
-    """
-
-    spec: JobSpec
-    run: Callable[[], str]
-    placement: Callable[[], list[int]]
-    clients: Callable[[], list[ShardClient]]
-    live: Callable[[], Mapping[int, int]]
-    counts: Callable[[], tuple[int, int]]  # last incarnation, restore count
+MANY_SECONDS = 3600.0
 
 
 class JobCheckpoints:
-    """Makes the checkpoints of one job in a thread of its own, from its making to `stop`."""
+    """Makes the checkpoints of one job, until `stop`. Methods may be called from any thread, `advance` from one."""
 
-    def __init__(
-        self,
-        job: JobView,
-        store: CheckpointStore,
-        policy: CheckpointPolicy,
-        shard_count: int,
-    ) -> None:
-        self.last: Manifest | None = None
-        self.complete, self.failed = 0, 0
-        self.last_seconds, self.last_held_up = 0.0, 0.0
-        self.last_at = time.monotonic()
-        self._job, self._store, self._policy = job, store, policy
-        # Its calls wait for the shards' disks; those for one that was given up may be waiting still.
-        self._pool = ThreadPoolExecutor(2 * shard_count, "checkpoints")
-        self._aggregate = job.spec.consistency.aggregate
-        self._number = int(store.next_name(job.spec.name)) - 1
+    def __init__(self, placed: PlacedJob, members: JobMembers, cluster: Cluster, checkpointing: Checkpointing) -> None:
+        self._placed, self._spec, self._members = placed, placed.spec, members
+        self._shards, self._timing, self._clock = cluster.shards, cluster.timing, cluster.clock
+        self._store, self._policy = checkpointing.store, checkpointing.policy
+        # Its calls wait for the shards' disks, and those for an abandoned checkpoint may be waiting still.
+        self._pool = cluster.make_executor(2 * cluster.shards.count, "checkpoints")
+        self._aggregate = placed.spec.consistency.aggregate
+        self._number = int(self._store.next_name(placed.spec.name)) - 1
+        self._progress = _Progress(self._clock.now())
         self._states: dict[int, tuple[int, bytes]] = {}  # by rank, what came last
         self._kept: dict[int, tuple[int, bytes]] = {}  # by rank, what the last checkpoint has
-        self._reached = 0  # the highest version or clock known
         self._changed = threading.Condition()
-        self._asked, self._answered = 0, 0  # checkpoints that somebody waits for
-        self._error: PSError | None = None  # why the last one that was asked for failed
-        self._generation = 0  # rises when the job is set back: what is being taken is void
-        self._final = False
+        self._changes = 0  # rises with every notice
+        self._requests = _Requests()
+        self._generation = 0  # rises with a rollback: what is being made then is void
         self._committing = threading.Lock()  # held while a manifest is written: it is there, or never will be
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
+        self._stopping, self._running = False, False
+        self._work = self._make_all()
 
-    @property
-    def last_clock(self) -> int:
-        """The clock of the last checkpoint; 0 before the first."""
-        return self.last.clock if self.last is not None else 0
+    # -- what makes it work ------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begins."""
-        self._thread.start()
+    def run(self) -> None:
+        """Makes checkpoints until `stop`: what a thread calls."""
+        with self._changed:
+            self._running = True
+        try:
+            while not self._stopping:
+                seen = self._changes
+                seconds = self.advance()
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopping or self._changes != seen, seconds)  # noqa: B023
+        finally:
+            with self._changed:
+                self._running = False
+                self._changed.notify_all()
+
+    def advance(self) -> float:
+        """Does what can be done now; returns the seconds until there may be more to do, if nothing changes."""
+        return next(self._work)
 
     def stop(self) -> None:
-        """Gives up what is being taken, and ends the thread."""
+        """Abandons the checkpoint that is being made, and waits until `run` has returned."""
         with self._changed:
             self._stopping = True
-            self._changed.notify_all()
-        if self._thread.is_alive():
-            self._thread.join()
+            self._notify()
+            self._changed.wait_for(lambda: not self._running)
         self._pool.shutdown(wait=False)
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
 
     # -- what workers and others bring -------------------------------------------------------------------------------
 
@@ -111,119 +109,147 @@ class JobCheckpoints:
         """Takes a worker's own part."""
         with self._changed:
             self._states[rank] = clock, state
-            self._changed.notify_all()
+            self._notify()
 
     def state_of(self, rank: int) -> tuple[int, bytes] | None:
-        """What the last checkpoint has of a worker: its clock then, and the state."""
+        """Returns what the last checkpoint has of a worker: its clock then, and the state."""
         with self._changed:
             return self._kept.get(rank)
 
-    def give_up(self) -> None:
-        """The job is about to be set back: what is being taken is void, and completed now or never."""
+    def abandon(self) -> None:
+        """Makes void what is being made: its manifest is written now or never."""
         with self._committing, self._changed:
             self._generation += 1
 
-    def set_back(self, manifest: Manifest | None, states: Mapping[int, tuple[int, bytes]]) -> None:
-        """The job goes on from a checkpoint: what is being taken is void, and the next one comes in its time."""
+    def rolled_back(self, manifest: Manifest, states: States) -> None:
+        """Notes that the job continues from a checkpoint: what is being made is void, the next one comes in time."""
         with self._changed:
             self._generation += 1
-            self.last, self._kept, self._states = manifest, dict(states), {}
-            self._reached = manifest.clock if manifest is not None else 0
-            self._changed.notify_all()
+            self._kept, self._states = dict(states), {}
+            self._progress.last, self._progress.reached = manifest, manifest.clock
+            self._notify()
 
-    def request(self, seconds: float, final: bool = False) -> Manifest:
-        """Makes a checkpoint as soon as can be and waits for it. Raises CheckpointFailed, TryLater after `seconds`.
+    def request(self, seconds: float, standing: bool = False) -> Manifest:
+        """Has a checkpoint made as soon as can be, and waits for it. Raises CheckpointFailed, TryLater after `seconds`.
 
-        final: nobody trains any more
+        standing: no worker trains any more
         """
         with self._changed:
-            self._final = final
-            self._asked += 1
-            mine = self._asked
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._answered >= mine or self._stopping, seconds)
-            if self._answered < mine:
-                raise TryLater(f"job {self._job.spec.name!r}: the checkpoint is not complete after {seconds:g} s")
-            if self._error is not None:
-                raise self._error
-            assert self.last is not None
-            return self.last
+            number = self._requests.ask(standing)
+            self._notify()
+            self._clock.wait(self._changed, lambda: self._requests.answered >= number or self._stopping, seconds)
+            if self._requests.answered < number:
+                raise TryLater(f"job {self._spec.name!r}: the checkpoint is not complete after {seconds:g} s")
+            if self._requests.error is not None:
+                raise self._requests.error
+            assert self._progress.last is not None
+            return self._progress.last
 
-    def last_one(self, seconds: float = LAST_SECONDS, standing: bool = True) -> None:
-        """Makes the last checkpoint before the job or its servers end, if training went on since the one before.
+    def request_last(self, seconds: float, standing: bool = True) -> None:
+        """Has the last checkpoint made before the job or its servers end, if training went on since the one before.
 
-        standing: nobody trains any more
+        standing: no worker trains any more
         """
-        if self.last is not None and self._aggregate and self.last.clock == self._progress():
+        last = self._progress.last
+        if last is not None and self._aggregate and last.clock == self._look():
             return
         try:
-            self.request(seconds, final=standing)
+            self.request(seconds, standing)
         except PSError as error:
-            log.warning("job %s: ends without a last checkpoint: %s", self._job.spec.name, error)
+            log.warning("job %s: ends without a last checkpoint: %s", self._spec.name, error)
 
-    # -- the thread --------------------------------------------------------------------------------------------------
+    def statistics(self) -> CheckpointStatistics:
+        """Returns how many checkpoints there were, and what the last one is."""
+        with self._changed:
+            progress, last = self._progress, self._progress.last
+            return CheckpointStatistics(
+                complete=progress.complete,
+                failed=progress.failed,
+                name=last.name if last is not None else None,
+                clock=last.clock if last is not None else 0,
+                seconds=progress.seconds,
+                held_up_seconds=progress.held_up,
+                age_seconds=self._clock.now() - progress.at,
+            )
 
-    def _run(self) -> None:
-        while not self._stopping:
-            self._await_due()
-            if self._stopping:
-                return
-            started, asked = time.monotonic(), self._asked
+    # -- 1. wait until one is due ------------------------------------------------------------------------------------
+
+    def _make_all(self) -> Generator[float, None, None]:
+        while True:
+            yield from self._await_due()
+            started, asked = self._clock.now(), self._requests.asked
             error: PSError | None = None
             try:
-                self._take()
-                self.last_seconds, self.last_at = time.monotonic() - started, time.monotonic()
+                yield from self._make()
+                self._progress.seconds, self._progress.at = self._clock.now() - started, self._clock.now()
             except _Void:
+                if self._stopping:
+                    yield MANY_SECONDS
                 continue
-            except PSError as found:
-                error = found
-                self.failed += 1
-                log.warning("job %s: no checkpoint: %s", self._job.spec.name, found)
-                self._pause(LOOK_SECONDS * 4)
+            except PSError as failure:
+                error = failure
+                self._progress.failed += 1
+                log.warning("job %s: no checkpoint: %s", self._spec.name, failure)
+                yield from self._pause(self._timing.checkpoint_look * 4)
             with self._changed:
-                self._answered, self._error = max(self._answered, asked), error
-                self._changed.notify_all()
+                self._requests.answer(asked, error)
+                self._notify()
 
-    def _await_due(self) -> None:
-        """Returns when a checkpoint is to be begun. One at a clock that lies ahead is begun long before that."""
+    def _await_due(self) -> Steps[None]:
+        """Ends when a checkpoint is to be begun. One at a clock that lies ahead is begun long before that."""
         policy = self._policy
-        while not self._stopping and self._asked == self._answered:
-            if self.last is None and (policy.steps or policy.seconds):
+        while not self._requests.open:
+            if self._progress.last is None and (policy.steps or policy.seconds):
                 return  # the first at once: from then on, there is one to go back to
-            if policy.steps and (self._aggregate or self._progress() >= self._reached + policy.steps):
+            if policy.steps and (self._aggregate or self._look() >= self._progress.reached + policy.steps):
                 return
-            if policy.seconds and time.monotonic() >= self.last_at + policy.seconds:
+            if policy.seconds and self._clock.now() >= self._progress.at + policy.seconds:
                 return
-            self._pause(LOOK_SECONDS)
+            yield self._timing.checkpoint_look
 
-    def _progress(self) -> int:
-        """The highest version in sync, else the highest clock, on any shard that answers."""
-        found = 0
-        for client in self._job.clients():
+    def _pause(self, seconds: float) -> Steps[None]:
+        """Waits, but no longer than until a checkpoint is asked for."""
+        until, asked = self._clock.now() + seconds, self._requests.asked
+        while not self._stopping and self._requests.asked == asked and (left := until - self._clock.now()) > 0:
+            yield left
+
+    def _look(self) -> int:
+        """Returns the highest version in sync, otherwise the highest clock, on any shard that answers."""
+        highest = 0
+        for shard in self._shards.all():
             with contextlib.suppress(PSError):
-                found = max(found, convert.progress(client.status(), self._job.spec.name, self._aggregate))
-        return found
+                highest = max(highest, shard.api.statistics().progress(self._spec.name, self._aggregate))
+        return highest
 
-    def _pause(self, seconds: float) -> None:
-        with self._changed:
-            asked = self._asked
-            self._changed.wait_for(lambda: self._stopping or self._asked > asked, seconds)
+    # -- 2. name a clock ---------------------------------------------------------------------------------------------
 
-    def _take(self) -> None:
-        """One checkpoint, from its beginning to its manifest."""
+    def _make(self) -> Steps[None]:
+        """Makes one checkpoint."""
         generation = self._generation
-        if self._final:
-            self._take_where_it_stands(generation)
+        if self._requests.standing:
+            yield from self._make_standing(generation)
             return
-        name, clock = self._begin(generation)
-        parts = self._await_parts(name, clock, generation)
+        name, clock = yield from self._begin(generation)
+        parts = yield from self._await_parts(name, clock, generation)
         if parts is None:
-            self._take_where_it_stands(generation)
+            yield from self._make_standing(generation)
         else:
-            states = self._await_states(clock, generation)
+            states = yield from self._await_states(clock, generation)
             self._commit(name, parts, states, generation)
 
-    def _begin(self, generation: int) -> tuple[str, int | None]:
+    def _make_standing(self, generation: int) -> Steps[None]:
+        """Takes each bucket as it is, which will do in sync if all are at one version: then training stands still."""
+        name = self._begin_now(generation)
+        parts = yield from self._await_parts(name, None, generation)
+        assert parts is not None
+        reached = _union(parts)
+        if self._aggregate and reached.version_min != reached.version_max:
+            self._store.discard(self._spec.name, name)
+            raise TryLater(f"the shards are between two clocks, {reached.version_min} and {reached.version_max}")
+        standing = reached.version_max if self._aggregate else None
+        self._commit(name, parts, self._states_at(standing), generation)
+
+    def _begin(self, generation: int) -> Steps[tuple[str, int | None]]:
         """Names a clock that all shards can still meet; in ssp and async there is none to name."""
         attempt = 0
         name, clock = self._fresh_name(), self._next_clock(attempt) if self._aggregate else None
@@ -232,113 +258,104 @@ class JobCheckpoints:
             try:
                 # Asked for once more, because an answer was lost, it may be complete by now: what workers have sent for
                 # it meanwhile stays.
-                self._on_all(name, clock)
+                self._begin_on_shards(name, clock)
                 return name, clock
             except OutOfOrder:
                 attempt += 1
-                self._look(generation)
+                reached = self._look()
+                with self._changed:
+                    if self._generation == generation:  # otherwise that was before a rollback
+                        self._progress.reached = max(self._progress.reached, reached)
                 name, clock = self._fresh_name(), self._next_clock(attempt)
             except (TryLater, NotFound):
-                self._pause(BEGIN_SECONDS)  # the job has no weights yet, or a shard is away
-
-    def _fresh_name(self) -> str:
-        with self._changed:
-            self._states = {}
-        return self._next_name()
-
-    def _on_all(self, name: str, clock: int | None) -> None:
-        call_all(self._pool, self._job.clients(), lambda c: c.begin_checkpoint(self._job.spec.name, name, clock))
-
-    def _next_name(self) -> str:
-        self._number += 1
-        return f"{self._number:06d}"
-
-    def _look(self, generation: int) -> None:
-        """Finds out how far training is, unless the job is set back meanwhile: then it has been further."""
-        found = self._progress()
-        with self._changed:
-            if self._generation == generation:
-                self._reached = max(self._reached, found)
-
-    def _next_clock(self, attempt: int) -> int:
-        """The clock to try: further ahead at each attempt, because training goes on meanwhile."""
-        ahead: int = 2**attempt
-        if self.last is None or self._policy.steps is None or self._asked > self._answered:
-            return self._reached + ahead
-        return (self._reached // self._policy.steps + ahead) * self._policy.steps
-
-    def _await_parts(self, name: str, clock: int | None, generation: int) -> list[ShardSnapshot] | None:
-        """Every shard's part. None if somebody waits for the checkpoint and training stands still."""
-        since, asked, wanted = time.monotonic(), self._asked, self._asked > self._answered
-        reached = self._reached
-        found: dict[int, ShardSnapshot] = {}
-        waiting: dict[int, Future[ShardSnapshot]] = {}
-        while True:
-            self._check_void(generation)
-            clients = self._job.clients()
-            for client in clients:
-                if client.index not in found.keys() | waiting.keys():
-                    call = self._pool.submit(client.await_checkpoint, self._job.spec.name, name)
-                    waiting[client.index] = call
-            wait(waiting.values(), LOOK_SECONDS)  # and no longer: somebody may want something else meanwhile
-            for index in [index for index, call in waiting.items() if call.done()]:
-                try:
-                    found[index] = waiting.pop(index).result()
-                except TryLater:
-                    self._pause(LOOK_SECONDS)
-                except NotFound:
-                    raise _Void from None
-            if len(found) == len(clients):
-                return [found[index] for index in sorted(found)]
-            if self._asked > asked and not wanted:
-                raise _Void  # somebody wants one now, and this one lies far ahead
-            if wanted and clock is not None and time.monotonic() > since + STALL_SECONDS:
-                since, before, reached = time.monotonic(), reached, self._progress()
-                if reached == before < clock:
-                    return None
-
-    def _take_where_it_stands(self, generation: int) -> None:
-        """Takes each bucket as it is, which will do in sync if all are at one version: then training stands still."""
-        name = self._begin_now(generation)
-        parts = self._await_parts(name, None, generation)
-        assert parts is not None
-        reached = _union(parts)
-        if self._aggregate and reached.version_min != reached.version_max:
-            self._store.discard(self._job.spec.name, name)
-            raise TryLater(f"the shards are between two clocks, {reached.version_min} and {reached.version_max}")
-        standing = reached.version_max if self._aggregate else None
-        states = {rank: state for rank, state in self._states.items() if standing in (None, state[0])}
-        self._commit(name, parts, states, generation)
+                yield from self._pause(self._timing.checkpoint_begin)  # no weights yet, or a shard is away
 
     def _begin_now(self, generation: int) -> str:
         while True:
             self._check_void(generation)
             name = self._next_name()
             with contextlib.suppress(OutOfOrder):  # an earlier coordinator has begun one of that name
-                self._on_all(name, None)
+                self._begin_on_shards(name, None)
                 return name
 
-    def _await_states(self, clock: int | None, generation: int) -> dict[int, tuple[int, bytes]]:
-        """What each live worker needs besides the weights; a worker that is gone, or sends nothing, is left out."""
-        until = time.monotonic() + (STATE_SECONDS if self._aggregate else ANY_STATE_SECONDS)
+    def _begin_on_shards(self, name: str, clock: int | None) -> None:
+        job = self._spec.name
+        call_all(self._pool, self._shards.all(), lambda shard: shard.api.begin_checkpoint(job, name, clock))
 
-        def come() -> dict[int, tuple[int, bytes]]:
+    def _fresh_name(self) -> str:
+        with self._changed:
+            self._states = {}
+        return self._next_name()
+
+    def _next_name(self) -> str:
+        self._number += 1
+        return f"{self._number:06d}"
+
+    def _next_clock(self, attempt: int) -> int:
+        """Returns the clock to try: further ahead at each attempt, because training goes on meanwhile."""
+        ahead: int = 2**attempt
+        reached, steps = self._progress.reached, self._policy.steps
+        if self._progress.last is None or steps is None or self._requests.open:
+            return reached + ahead
+        return (reached // steps + ahead) * steps
+
+    # -- 3. wait for parts and states --------------------------------------------------------------------------------
+
+    def _await_parts(self, name: str, clock: int | None, generation: int) -> Steps[list[ShardSnapshot] | None]:
+        """Returns every shard's part; None if the checkpoint was asked for, and training stands still."""
+        since, asked, wanted = self._clock.now(), self._requests.asked, self._requests.open
+        reached = self._progress.reached
+        parts: dict[int, ShardSnapshot] = {}
+        waiting: dict[int, Future[ShardSnapshot]] = {}
+        while True:
+            self._check_void(generation)
+            shards = self._shards.all()
+            for shard in shards:
+                if shard.index not in parts.keys() | waiting.keys():
+                    call = self._pool.submit(shard.api.await_checkpoint, self._spec.name, name)
+                    waiting[shard.index] = call
+                    call.add_done_callback(lambda _: self._notify())
+            if not all(call.done() for call in waiting.values()):
+                yield self._timing.checkpoint_look  # and no longer: another may be asked for meanwhile
+            for index in [index for index, call in waiting.items() if call.done()]:
+                try:
+                    parts[index] = waiting.pop(index).result()
+                except TryLater:
+                    yield from self._pause(self._timing.checkpoint_look)
+                except NotFound:
+                    raise _Void from None
+            if len(parts) == len(shards):
+                return [parts[index] for index in sorted(parts)]
+            if self._requests.asked > asked and not wanted:
+                raise _Void  # one is asked for now, and this one lies far ahead
+            if wanted and clock is not None and self._clock.now() > since + self._timing.stall:
+                since, before, reached = self._clock.now(), reached, self._look()
+                if reached == before < clock:
+                    return None
+
+    def _await_states(self, clock: int | None, generation: int) -> Steps[States]:
+        """Returns the states of the live workers; a worker that is gone, or sends nothing, is left out."""
+        until = self._clock.now() + (self._timing.state if self._aggregate else self._timing.any_state)
+        while True:
+            self._check_void(generation)
+            states = self._states_at(clock)
+            late = sorted({member.rank for member in self._members.all()} - states.keys())
+            if not late or self._clock.now() >= until:
+                break
+            yield self._timing.checkpoint_look
+        if late:
+            log.warning("job %s: the checkpoint is without the state of workers %s", self._spec.name, late)
+        return states if self._aggregate else {**self._kept, **states}
+
+    def _states_at(self, clock: int | None) -> States:
+        """Returns the states that workers sent at a clock, or at any."""
+        with self._changed:
             return {rank: state for rank, state in self._states.items() if clock in (None, state[0])}
 
-        with self._changed:
-            while self._job.live().keys() - come().keys() and time.monotonic() < until:
-                self._check_void(generation)
-                self._changed.wait(LOOK_SECONDS)
-            self._check_void(generation)
-            late = sorted(self._job.live().keys() - come().keys())
-            if late:
-                log.warning("job %s: the checkpoint is without the state of workers %s", self._job.spec.name, late)
-            return come() if self._aggregate else {**self._kept, **come()}
+    # -- 4. write ----------------------------------------------------------------------------------------------------
 
-    def _commit(
-        self, name: str, parts: list[ShardSnapshot], states: Mapping[int, tuple[int, bytes]], generation: int
-    ) -> None:
-        job, store = self._job.spec.name, self._store
+    def _commit(self, name: str, parts: list[ShardSnapshot], states: States, generation: int) -> None:
+        job, store = self._spec.name, self._store
         try:
             workers = {
                 rank: WorkerPart(store.write_worker(job, name, rank, state), clock)
@@ -350,13 +367,11 @@ class JobCheckpoints:
                 self._check_void(generation)
                 store.commit(job, manifest)
                 with self._changed:
-                    self.last, self._kept = manifest, dict(states)
-                    self._reached = max(self._reached, manifest.clock)
+                    self._kept = dict(states)
+                    self._progress.committed(manifest, max(part.held_up for part in parts))
         except CheckpointFailed:
             store.discard(job, name)
             raise
-        self.complete += 1
-        self.last_held_up = max(captured.held_up for captured in parts)
         store.prune(job, self._policy.keep)
         log.info("job %s: checkpoint %s at clock %d, %d bytes", job, name, manifest.clock, manifest.bytes)
 
@@ -364,17 +379,17 @@ class JobCheckpoints:
         reached = _union(parts)
         return Manifest(
             name=name,
-            job=convert.job_spec_data(self._job.spec),
-            run=self._job.run(),
-            mode=str(self._job.spec.consistency),
+            job=job_spec_data(self._spec),
+            run=self._placed.run,
+            mode=str(self._spec.consistency),
             clock=reached.version_max if self._aggregate else max(reached.clocks.values(), default=0),
-            placement=tuple(self._job.placement()),
-            shards={index: captured.part for index, captured in enumerate(parts)},
+            placement=self._placed.placement,
+            shards={index: snapshot.part for index, snapshot in enumerate(parts)},
             workers=workers,
             versions=(reached.version_min, reached.version_max),
             clocks=dict(reached.clocks),
-            last_incarnation=self._job.counts()[0],
-            restore_count=self._job.counts()[1],
+            last_incarnation=self._members.last_incarnation(),
+            restore_count=self._members.restore_count,
             written_by={"torch": torch.__version__.split("+")[0]},
         )
 
@@ -383,10 +398,56 @@ class JobCheckpoints:
             raise _Void
 
 
+class _Progress:
+    """How far the checkpoints of a job are.
+
+    last:    the manifest of the last one; at: when it was complete
+    reached: the highest version or clock known of the job
+    seconds, held_up: how long the last one took, and for how long it held up the shard that it held up most
+    """
+
+    def __init__(self, now: float) -> None:
+        self.last: Manifest | None = None
+        self.at = now
+        self.reached = 0
+        self.complete, self.failed = 0, 0
+        self.seconds, self.held_up = 0.0, 0.0
+
+    def committed(self, manifest: Manifest, held_up: float) -> None:
+        """Notes a checkpoint that is complete."""
+        self.last, self.held_up = manifest, held_up
+        self.reached = max(self.reached, manifest.clock)
+        self.complete += 1
+
+
+class _Requests:
+    """The checkpoints that were asked for, by number, and how the last one ended. standing: no worker trains."""
+
+    def __init__(self) -> None:
+        self.asked, self.answered = 0, 0
+        self.standing = False
+        self.error: PSError | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether a caller waits for one."""
+        return self.asked > self.answered
+
+    def ask(self, standing: bool) -> int:
+        """Returns the number of a new request."""
+        self.standing = standing
+        self.asked += 1
+        return self.asked
+
+    def answer(self, number: int, error: PSError | None) -> None:
+        """Answers all requests up to a number."""
+        self.answered, self.error = max(self.answered, number), error
+
+
 class _Void(Exception):
-    """What was being taken is given up: the job was set back, or ends, or somebody wants one sooner."""
+    """The checkpoint is abandoned: the job was rolled back, or ends, or one is asked for sooner."""
 
 
 def _union(parts: list[ShardSnapshot]) -> VersionRange:
-    found = [captured.extent for captured in parts if captured.extent.clocks]  # a shard may train no bucket at all
-    return reduce(VersionRange.union, found, found[0]) if found else VersionRange()
+    ranges = [snapshot.extent for snapshot in parts if snapshot.extent.clocks]  # a shard may train no bucket at all
+    return reduce(VersionRange.union, ranges, ranges[0]) if ranges else VersionRange()

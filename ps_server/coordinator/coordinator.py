@@ -1,6 +1,14 @@
-"""The coordinator: jobs, who takes part in them, and where their buckets are.
+"""The coordinator: its jobs, and where each begins and ends.
 
 It is not on the data path: workers reach the shards by themselves once they have the shard map.
+
+    a cluster comes up:       register_shard, shards
+    a job begins:             register_job: made, or continued from a checkpoint
+    what happens to a job:    coordinator.job, which this finds by its name
+    in the background:        expire_workers, recover_jobs, look_at_rounds, drop_orphaned_jobs
+    it ends, and is followed: drain, stop; the next one resumes the jobs from the state file
+
+Nothing here starts a thread but `start`: without it, what goes on in the background is done when it is called.
 """
 
 from __future__ import annotations
@@ -9,446 +17,290 @@ import contextlib
 import logging
 import secrets
 import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 
-from ps_protocol.data import BatchLease, LeaseRequest
-from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater
+from ps_protocol.convert import job_spec_from_data
+from ps_protocol.errors import JobMismatch, LimitExceeded, NotFound, PSError, TryLater
 from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference
-from ps_runtime.credentials import PLAINTEXT, Access
-from ps_server.coordinator.admitting import admit
-from ps_server.coordinator.job import CoordinatedJob, RegisteredShard, Watcher, make_job
-from ps_server.coordinator.keeping import Keeping
-from ps_server.coordinator.launches import refusal
-from ps_server.coordinator.leasing import lease_data
-from ps_server.coordinator.orphans import drop_strays
+from ps_server.coordinator.background import Background
+from ps_server.coordinator.cluster import Checkpointing, Cluster, MakeExecutor
+from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.policy import CheckpointPolicy
-from ps_server.coordinator.retiring import retire, retire_ghosts
-from ps_server.coordinator.rounds import LOOK_SECONDS, ExchangeRequest, Listener, Terms, Wait
-from ps_server.coordinator.shards import ShardDirectory
+from ps_server.coordinator.recovery import Recovery
+from ps_server.coordinator.saved_job import resumed, saved
+from ps_server.coordinator.shards import Connect, RegisteredShard, Shards
+from ps_server.coordinator.state_file import StateFile
+from ps_server.coordinator.timing import DEFAULT_TIMING, Clock, Timing
 from ps_server.core.bucket_sizes import sized
-from ps_server.core.data_leases import Who
 from ps_server.core.limits import DEFAULTS, Limits
-from ps_server.core.membership import JoinRequest, JoinResult, Member, check_key
+from ps_server.core.membership import JoinRequest, JoinResult, Membership
+from ps_server.core.placement import place_job
+from ps_server.core.statistics import CoordinatorStatistics
 from ps_server.core.validation import check_address, check_host, check_job_spec, check_launch
 from ps_server.failpoints import failpoint
-from ps_server.rpc import convert
-from ps_server.rpc.shard_client import ShardClient, call_all
-from ps_server.storage.checkpoints import Manifest
+from ps_server.storage.checkpoints import CheckpointStore
 
 log = logging.getLogger("ps_server")
 
 DEFAULT_LEASE_SECONDS = 10.0
-LEASE_KEY_BYTES = 16
-CHECKPOINT_SECONDS = 300.0
-RECOVERY_LOOK_SECONDS = 0.25
-STRAYS_LOOK_SECONDS = 5.0
 REASONS_KEPT = 64
 
 
 class Coordinator:
     """All jobs of a cluster. Methods may be called from any thread and raise PSError.
 
-    lease:  seconds for which a worker counts as live without a heartbeat
-    access: what the shards are called with
-    policy: where checkpoints go and when they are made; None: there are none
+    connect:  makes the ShardApi of a shard from its index and address
+    lease:    seconds for which a worker counts as live without a heartbeat
+    policy:   where checkpoints go and when they are made; None: there are none
+    make_executor: makes what calls to shards run in
     """
 
     def __init__(
         self,
         shard_count: int,
+        connect: Connect,
         lease: float = DEFAULT_LEASE_SECONDS,
-        access: Access = PLAINTEXT,
         limits: Limits = DEFAULTS,
         policy: CheckpointPolicy | None = None,
+        timing: Timing = DEFAULT_TIMING,
+        clock: Clock | None = None,
+        make_executor: MakeExecutor = ThreadPoolExecutor,
     ) -> None:
-        self.shard_count = shard_count
-        self.lease = lease
-        self._directory = ShardDirectory(shard_count, access)
-        self._limits = limits
+        self.shard_count, self.lease = shard_count, lease
+        clock = clock or Clock()
+        self._pool: Executor = make_executor(max(4, shard_count), "shards")
+        shards = Shards(shard_count, connect, self._pool, timing, clock)
+        checkpointing = Checkpointing(CheckpointStore(policy.directory), policy) if policy is not None else None
+        self._cluster = Cluster(shards, lease, limits, checkpointing, timing, clock, make_executor)
+        self._recovery = Recovery(checkpointing, shards) if checkpointing is not None else None
+        self._state_file = StateFile(policy.directory) if policy is not None else None
         self._jobs: dict[str, CoordinatedJob] = {}
         self._lock = threading.Lock()
         self._registering = threading.Lock()
-        self._pool = ThreadPoolExecutor(max(4, shard_count), "shards")
-        self.keeping = Keeping(policy, self._directory, self._pool, lease, limits) if policy is not None else None
         self._why_ended: dict[str, str] = {}  # of the last jobs that ended otherwise than by their workers' leaving
         self._draining = False
-        self._stopping = threading.Event()
-        if self.keeping is not None:
-            self._jobs = self.keeping.take_up()
-        self._threads = [
-            threading.Thread(target=run, name=name, daemon=True)
-            for name, run in (
-                ("leases", self._sweep),
-                ("recovery", self._watch_shards),
-                ("strays", self._drop_strays),
-                ("rounds", self._watch_rounds),
-            )
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._background = Background()
+        if policy is not None and (policy.restore or policy.resume):
+            self._resume_jobs()
+
+    # -- what goes on in the background ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the threads that do what goes on in the background."""
+        timing, lease = self._cluster.timing, self._cluster.lease
+        self._background.start()
+        self._background.repeat("leases", min(0.5, lease / 10), self.expire_workers)
+        self._background.repeat("recovery", timing.recovery_look, self.recover_jobs)
+        self._background.repeat("rounds", timing.round_look, self.look_at_rounds)
+        self._background.repeat("orphans", timing.orphans_look, self.drop_orphaned_jobs)
+        for job in self.jobs().values():
+            self._run_checkpoints(job)
+
+    def stop(self) -> None:
+        """Ends the threads and tells watchers that nothing more comes."""
+        self._background.stop()
+        for job in self.jobs().values():
+            job.stop()
+        self._pool.shutdown(wait=True)
+        self._cluster.shards.close()
 
     @property
     def stopping(self) -> bool:
         """True once `stop` was called."""
-        return self._stopping.is_set()
+        return self._background.stopping
 
-    def stop(self) -> None:
-        """Ends the threads and tells watchers that nothing more comes."""
-        self._stopping.set()
-        for thread in self._threads:
-            thread.join()
+    def _run_checkpoints(self, job: CoordinatedJob) -> None:
+        if job.checkpoints is not None:
+            self._background.run("checkpoints", job.checkpoints.run)
+
+    def expire_workers(self) -> None:
+        """Takes off workers whose lease ran out, so that no worker waits for them."""
+        for job in self.jobs().values():
+            job.expire()
+
+    def recover_jobs(self) -> None:
+        """Rolls back the jobs of which a shard lost its part, as soon as all shards are there."""
+        if len(self.shards()) == self.shard_count:
+            for job in self.jobs().values():
+                job.recover(self._recovery)
+
+    def look_at_rounds(self) -> None:
+        """Tells workers in rounds which others these wait for."""
+        for job in self.jobs().values():
+            job.look_at_rounds()
+
+    def drop_orphaned_jobs(self) -> None:
+        """Drops jobs that shards hold and that are none of these."""
+        self._cluster.shards.drop_orphaned_jobs(self.jobs, self._registering)
+
+    def make_checkpoints(self) -> None:
+        """Does what can be done now for the checkpoints of all jobs; with `start`, each job has a thread for it."""
         for job in self.jobs().values():
             if job.checkpoints is not None:
-                job.checkpoints.stop()
-            for watcher in list(job.watchers):
-                watcher(None)
-            job.rounds.end(TryLater("the coordinator stops"))
-        self._pool.shutdown(wait=True)
-        self._directory.close()
+                job.checkpoints.advance()
 
     # -- shards ------------------------------------------------------------------------------------------------------
 
     def register_shard(self, index: int, address: str, metrics_address: str, pid: int, process: int) -> None:
         """Makes a shard known, or renews it."""
-        self._directory.register(index, address, metrics_address, pid, process)
+        self._cluster.shards.register(index, address, metrics_address, pid, process)
 
     def shards(self) -> dict[int, RegisteredShard]:
-        """The shards that have called in, by index."""
-        return self._directory.known()
+        """Returns the shards that have called in, by index."""
+        return self._cluster.shards.known()
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
-    def register_job(self, spec: JobSpec) -> tuple[CoordinatedJob, bool]:
-        """The job with this spec, and whether this call made it. Raises JobMismatch naming what differs.
-
-        Where the spec leaves the size of buckets open, it is that of the job, of its checkpoint, or chosen here.
-        """
-        check_job_spec(replace(spec, bucket_bytes=spec.bucket_bytes or MAX_BUCKET_BYTES), self._limits)
-        clients = self._directory.clients()
-        chosen = sized(spec, self._directory.on_one_machine(), self._limits.buckets)
-        self._check_open()
-        with self._registering:
-            known = self._jobs.get(spec.name)
-            if known is not None:
-                spec = spec if spec.bucket_bytes else replace(spec, bucket_bytes=known.spec.bucket_bytes)
-                found = difference(known.spec, spec)
-                if found is not None:
-                    raise JobMismatch(f"job {spec.name!r} exists and differs: {found}")
-                return known, False
-            if len(self._jobs) >= self._limits.jobs:
-                raise LimitExceeded(f"there are {self._limits.jobs} jobs already: that is the limit max-jobs")
-            job = self.keeping.go_on(spec, chosen) if self.keeping is not None else None
-            job = job or self._new_job(chosen, clients)
-            with self._lock:
-                self._jobs[spec.name] = job
-            self._why_ended.pop(spec.name, None)
-            self._save()
-        log.info("job %s: %s, %d bytes in %d buckets", spec.name, spec.consistency, job.bytes, len(job.placement))
-        return job, True
-
-    def _new_job(self, spec: JobSpec, clients: list[ShardClient]) -> CoordinatedJob:
-        check_job_spec(spec, self._limits)  # with as many buckets as it has now
-        job = make_job(spec, self.shards(), self.shard_count, self.lease, secrets.token_hex(8))
-        checkpoints = self.keeping.checkpoints_of(job) if self.keeping is not None else None
-        try:
-            call_all(self._pool, clients, lambda client: client.create_job(spec, job.buckets_of(client.index)))
-        except PSError:
-            # All or none: what some shards made room for would be nobody's.
-            with contextlib.suppress(PSError):
-                call_all(self._pool, clients, lambda client: client.drop_job(spec.name))
-            raise
-        if checkpoints is not None:
-            job.checkpoints = checkpoints
-            checkpoints.start()
-        return job
-
-    def end_job(self, name: str) -> None:
-        """Ends a job whoever takes part, and gives its memory back on every shard."""
-        job = self._job(name)
-        with job.lock:
-            self._end(job)
-
-    def checkpoint_job(self, name: str) -> Manifest:
-        """Makes a checkpoint now; see JobCheckpoints.request."""
-        checkpoints = self._job(name).checkpoints
-        if checkpoints is None:
-            raise NoCheckpoints("these servers were started without --checkpoint-dir")
-        return checkpoints.request(CHECKPOINT_SECONDS)
-
-    def save_worker_state(self, name: str, rank: int, incarnation: int, key: bytes, clock: int, state: bytes) -> None:
-        """Keeps a live worker's own part of a checkpoint."""
-        job = self._job(name)
-        if len(state) > self._limits.state_bytes:
-            raise LimitExceeded(f"max-state-bytes is {self._limits.state_bytes}, got a worker's state of {len(state)}")
-        with job.guard:
-            job.membership.check(rank, incarnation, key)
-        if job.checkpoints is not None:
-            job.checkpoints.save_state(rank, clock, state)
-
-    def drain(self, seconds: float) -> None:
-        """Admits no job and no worker any more, and makes a last checkpoint of each job."""
-        self._draining = True
-        failpoint("drain-begun")
-        checkpoints = [job.checkpoints for job in self.jobs().values() if job.checkpoints is not None]
-        with ThreadPoolExecutor(max(1, len(checkpoints)), "drain") as pool:
-            for each in checkpoints:
-                pool.submit(each.last_one, seconds, standing=False)
-
-    def _check_open(self) -> None:
-        if self._draining:
-            raise TryLater("the cluster is stopping")
-
-    def _end(self, job: CoordinatedJob, why: str = "") -> None:
-        if job.ended:
-            return
-        job.ended = True
-        if job.checkpoints is not None:
-            job.checkpoints.stop()
-        if why:
-            self._why_ended[job.spec.name] = why
-            while len(self._why_ended) > REASONS_KEPT:
-                del self._why_ended[next(iter(self._why_ended))]
-        try:
-            call_all(self._pool, self._directory.clients(), lambda client: client.drop_job(job.spec.name))
-        except PSError as error:
-            log.warning("job %s: ended, but not everywhere: %s", job.spec.name, error)
-        with self._lock:
-            self._jobs.pop(job.spec.name, None)
-        self._save()
-        for watcher in job.watchers:
-            watcher(None)
-        job.rounds.end(NotFound(f"job {job.spec.name!r} ended{f': {why}' if why else ''}"))
-        log.info("job %s: ended%s", job.spec.name, f": {why}" if why else "")
-
     def jobs(self) -> dict[str, CoordinatedJob]:
-        """The jobs, by name."""
+        """Returns the jobs, by name."""
         with self._lock:
             return dict(self._jobs)
 
-    def _job(self, name: str) -> CoordinatedJob:
+    def job(self, name: str) -> CoordinatedJob:
+        """Returns a job. Raises NotFound, saying why it ended if that is known."""
         job = self._jobs.get(name)
         if job is None:
             why = self._why_ended.get(name)
             raise NotFound(f"job {name!r} ended: {why}" if why else f"no job {name!r} here")
         return job
 
+    def statistics(self) -> CoordinatorStatistics:
+        """Returns how all jobs are."""
+        return CoordinatorStatistics(
+            shards=len(self.shards()),
+            jobs={name: job.statistics() for name, job in self.jobs().items()},
+            recovery=self._recovery.statistics() if self._recovery is not None else None,
+        )
+
+    def register_job(self, spec: JobSpec) -> tuple[CoordinatedJob, bool]:
+        """Returns the job with this spec, and whether this call made it. Raises JobMismatch naming what differs.
+
+        Where the spec leaves the size of buckets open, it is that of the job, of its checkpoint, or chosen here.
+        """
+        limits, shards = self._cluster.limits, self._cluster.shards
+        check_job_spec(replace(spec, bucket_bytes=spec.bucket_bytes or MAX_BUCKET_BYTES), limits)
+        shards.all()  # or it is too early
+        chosen = sized(spec, shards.on_one_machine(), limits.buckets)
+        self._check_not_draining()
+        with self._registering:
+            known = self._jobs.get(spec.name)
+            if known is not None:
+                spec = spec if spec.bucket_bytes else replace(spec, bucket_bytes=known.spec.bucket_bytes)
+                differs = difference(known.spec, spec)
+                if differs is not None:
+                    raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
+                return known, False
+            if len(self._jobs) >= limits.jobs:
+                raise LimitExceeded(f"there are {limits.jobs} jobs already: that is the limit max-jobs")
+            if self._recovery is not None and self._recovery.restorable(spec):
+                job = self._restored_job(self._recovery, spec, chosen)
+            else:
+                job = self._new_job(chosen)
+            with self._lock:
+                self._jobs[spec.name] = job
+            self._why_ended.pop(spec.name, None)
+            self.save()
+        self._run_checkpoints(job)
+        size, buckets = job.placed.nbytes, len(job.placed.placement)
+        log.info("job %s: %s, %d bytes in %d buckets", spec.name, spec.consistency, size, buckets)
+        return job, True
+
+    def _new_job(self, spec: JobSpec) -> CoordinatedJob:
+        check_job_spec(spec, self._cluster.limits)  # with as many buckets as it has now
+        shards, placed = self._cluster.shards, place_job(spec, self.shard_count, secrets.token_hex(8))
+        held_by = {index: shard.process for index, shard in self.shards().items()}
+        job = CoordinatedJob(placed, held_by, self._cluster, self)
+        try:
+            shards.call_all(lambda shard: shard.api.create_job(spec, placed.buckets_of(shard.index)))
+        except PSError:
+            # All or none: what some shards made room for would belong to no job.
+            with contextlib.suppress(PSError):
+                shards.call_all(lambda shard: shard.api.drop_job(spec.name))
+            raise
+        return job
+
+    def _restored_job(self, recovery: Recovery, spec: JobSpec, chosen: JobSpec) -> CoordinatedJob:
+        """Returns the job as the last checkpoint of its name has it. chosen: the same with a size of buckets.
+
+        Raises JobMismatch if it is another job, NoCheckpoints if not one of its checkpoints is whole.
+        """
+        if not spec.bucket_bytes:
+            spec = replace(chosen, bucket_bytes=recovery.last_bucket_bytes(spec) or chosen.bucket_bytes)
+            check_job_spec(spec, self._cluster.limits)
+        shards, placed = self.shards(), place_job(spec, self.shard_count, secrets.token_hex(8))
+        restored = recovery.restore(placed, list(shards.values()), last_incarnation=0, any_run=True)
+        manifest = restored.manifest
+        membership = Membership(spec.world_size, self.lease, last_incarnation=restored.last_incarnation)
+        job = CoordinatedJob(
+            replace(placed, run=manifest.run),
+            {},
+            self._cluster,
+            self,
+            membership,
+            restore_count=manifest.restore_count + 1,
+        )
+        job.continue_from(restored, shards)
+        log.warning("job %s: continues from checkpoint %s, clock %d", spec.name, manifest.name, manifest.clock)
+        return job
+
+    def _resume_jobs(self) -> None:
+        """Resumes the jobs that ran when a coordinator with this directory ended."""
+        assert self._state_file is not None
+        for name, found in self._state_file.load().items():
+            try:
+                spec = job_spec_from_data(found.spec)
+                check_job_spec(spec, self._cluster.limits)
+                job = self._jobs[name] = resumed(found, spec, self._cluster, self)
+            except PSError as error:
+                log.error("job %s: cannot be resumed: %s", name, error)
+            else:
+                log.info("job %s: resumed, with %d workers", name, len(job.members.all()))
+
+    def drain(self, seconds: float) -> None:
+        """Takes no job and no worker any more, and makes a last checkpoint of each job."""
+        self._draining = True
+        failpoint("drain-begun")
+        jobs = [job.checkpoints for job in self.jobs().values() if job.checkpoints is not None]
+        with self._cluster.make_executor(max(1, len(jobs)), "drain") as pool:
+            for checkpoints in jobs:
+                pool.submit(checkpoints.request_last, seconds, standing=False)
+
+    def _check_not_draining(self) -> None:
+        if self._draining:
+            raise TryLater("the cluster is stopping")
+
+    # -- what jobs tell it: coordinator.cluster.Registry -------------------------------------------------------------
+
+    def save(self) -> None:
+        """Keeps what a coordinator after this one needs."""
+        if self._state_file is not None:
+            self._state_file.save(lambda: {name: saved(job) for name, job in self.jobs().items()})
+
+    def forget(self, name: str, why: str) -> None:
+        """Drops a job that has ended, and frees its name."""
+        if why:
+            self._why_ended[name] = why
+            while len(self._why_ended) > REASONS_KEPT:
+                del self._why_ended[next(iter(self._why_ended))]
+        with self._lock:
+            self._jobs.pop(name, None)
+        self.save()
+
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def join(self, name: str, rank: int | None, newcomer: JoinRequest) -> JoinResult:
-        """Makes the caller a live worker; answers with its place and the clock it starts from.
-
-        Raises JobInUse where live workers of another launch are in the way, TryLater while it is not clear whether they
-        are still live; see Membership.rivals.
-        """
-        check_host(newcomer.host)
-        check_launch(newcomer.launch)
-        if newcomer.metrics_address:
-            check_address(newcomer.metrics_address, "where metrics are served")
-        self._check_open()
-        job = self._job(name)
-        self._directory.clients()  # all are there, or it is too early
-        with job.lock:
-            if job.ended:
-                self._job(name)
-                raise NotFound(f"job {name!r} ended")
-            self._check_whole(job)
-            with job.guard:
-                seated = job.membership.seated(newcomer.attempt, time.monotonic())
-            if seated is not None:  # a repeat: the answer to the first call was lost, or is on its way
-                return self._seat(job, seated)
-            with job.guard:
-                rank = job.membership.claim(rank, newcomer)
-                rivals = job.membership.rivals(rank, newcomer, time.monotonic())
-                if rivals is not None:
-                    raise refusal(name, rivals, newcomer, self.lease)
-                older = job.membership.members.get(rank)
-                # Shards remember every rank that there ever was, so that a repeat is known: there must be a last one.
-                if rank >= self._limits.workers:
-                    raise LimitExceeded(f"a rank must be below max-workers, {self._limits.workers}, got {rank}")
-                others = len(job.membership.members.keys() - {rank})
-                if others >= self._limits.workers:
-                    raise LimitExceeded(f"job {name!r} has {others} workers already: that is the limit max-workers")
-                incarnation, key = job.membership.next_incarnation(), secrets.token_bytes(LEASE_KEY_BYTES)
-            job.joining = rank, incarnation  # the shards may count it from now on, whoever coordinates then
-            self._save()
-            clock = admit(job, rank, incarnation, key, self._directory, self._pool)
-            where = newcomer.pid, newcomer.host, newcomer.metrics_address
-            known = rank, incarnation, time.monotonic() + self.lease, clock, *where, key, newcomer.attempt
-            member = Member(*known, launch=newcomer.launch, since=time.time())
-            with job.guard:
-                job.membership.join(member)
-            job.data.gone(rank, incarnation - 1)
-            job.joining = None
-            job.joined(rank, clock, None if newcomer.previous is None else newcomer.clock)
-            self._save()
-            job.announce()
-        if older is not None and newcomer.take_over and older.launch != newcomer.launch:
-            log.warning(
-                "job %s: worker %d (pid %d on %s) is replaced: another launch takes over",
-                name,
-                rank,
-                older.pid,
-                older.host,
-            )
-        log.info(
-            "job %s: worker %d joins at clock %d (incarnation %d), metrics at %s",
-            *(name, rank, clock, incarnation, newcomer.metrics_address or "no address"),
-        )
-        return self._seat(job, member)
-
-    def _seat(self, job: CoordinatedJob, member: Member) -> JoinResult:
-        state = job.checkpoints.state_of(member.rank) if job.checkpoints is not None else None
-        return JoinResult(member, member.clock, job.placement, job.restore_count, state)
-
-    def heartbeat(self, name: str, rank: int, incarnation: int, clock: int, key: bytes = b"") -> int:
-        """Renews a lease; answers with the number of live workers."""
-        job = self._job(name)
-        with job.guard:
-            job.membership.heartbeat(rank, incarnation, clock, time.monotonic(), key)
-            return len(job.membership.members)
-
-    def lease_data(self, name: str, who: Who, key: bytes, ask: LeaseRequest) -> BatchLease:
-        """Gives a worker batches of an elastic job's data; see DataLeases.lease."""
-        return lease_data(self._job(name), who, key, ask, self._limits, self._directory, self._pool)
-
-    def exchange(self, name: str, ask: ExchangeRequest, listener: Listener) -> Callable[[], None]:
-        """Takes a worker's value for a round; see JobRounds.exchange."""
-        job = self._job(name)
-
-        def check() -> None:
-            with job.guard:
-                job.membership.check(ask.rank, ask.incarnation, ask.key)
-            if job.ended:
-                raise NotFound(f"job {name!r} ended")
-
-        return job.rounds.exchange(ask, Terms(self._limits.round_bytes, check, self._save), listener)
+    def join(self, name: str, rank: int | None, request: JoinRequest) -> JoinResult:
+        """Makes the caller a live worker of a job; see CoordinatedJob.join."""
+        check_host(request.host)
+        check_launch(request.launch)
+        if request.metrics_address:
+            check_address(request.metrics_address, "where metrics are served")
+        self._check_not_draining()
+        job = self.job(name)
+        self._cluster.shards.all()  # or it is too early
+        return job.join(rank, request)
 
     def leave(self, name: str, rank: int, incarnation: int, key: bytes = b"") -> bool:
-        """Takes a worker off; True when it was the last one and the job ended."""
+        """Takes a worker off. Returns True when it was the last one and the job ended, or had ended before."""
         job = self._jobs.get(name)
-        if job is None:
-            return True
-        with job.lock:
-            with job.guard:
-                member = job.membership.members.get(rank)
-                if member is not None and member.incarnation == incarnation:
-                    check_key(rank, key, member.key)
-                left = job.membership.leave(rank, incarnation)
-                empty = not job.membership.members and not job.membership.awaited
-            if not left:
-                return job.ended
-            log.info("job %s: worker %d leaves", name, rank)
-            if empty:
-                if job.checkpoints is not None:
-                    job.checkpoints.last_one()
-                self._end(job)
-                return True
-            retire(job, rank, incarnation, self.shards())
-            self._save()
-            job.announce()
-        return False
-
-    def watch(self, name: str, watcher: Watcher) -> Callable[[], None]:
-        """Calls back with the roster now and after every change, and with None at the end. Returns how to stop it."""
-        job = self._job(name)
-        with job.lock:
-            if job.ended:
-                raise NotFound(f"job {name!r} ended")
-            return job.watch(watcher)
-
-    def _sweep(self) -> None:
-        """Retires workers whose lease ran out: nobody waits for the dead."""
-        while not self._stopping.wait(min(0.5, self.lease / 10)):
-            for job in self.jobs().values():
-                # A job in the middle of a join is looked at next time: it must not keep the others waiting.
-                if job.lock.acquire(blocking=False):
-                    try:
-                        self._retire_expired(job)
-                    finally:
-                        job.lock.release()
-
-    def _retire_expired(self, job: CoordinatedJob) -> None:
-        with job.guard:
-            late = job.membership.give_up(time.monotonic())
-        if late:
-            log.warning("job %s: goes on without workers %s, which did not come back", job.spec.name, late)
-            for rank in late:
-                job.give_up(rank)
-            job.announce()
-        with job.guard:
-            expired = job.membership.expired(time.monotonic())
-            for member in expired:
-                job.membership.leave(member.rank, member.incarnation)
-        for member in expired:
-            log.warning(
-                "job %s: worker %d (pid %d on %s) is gone: no sign of life for %g s",
-                *(job.spec.name, member.rank, member.pid, member.host, self.lease),
-            )
-            retire(job, member.rank, member.incarnation, self.shards())
-            job.announce()
-        if job.ghosts and not expired:
-            retire_ghosts(job, self.shards())
-        if expired:
-            self._save()
-
-    def _watch_rounds(self) -> None:
-        """Tells workers in a round whom it waits for, and whether one of those waits for their steps."""
-        while not self._stopping.wait(LOOK_SECONDS):
-            for job in self.jobs().values():
-                if job.rounds.waiting():
-                    job.rounds.look(self._waits(job))
-
-    def _waits(self, job: CoordinatedJob) -> list[Wait]:
-        """The workers of a job that wait on a shard, where there may be some and it is time to look."""
-        if job.spec.consistency.max_staleness is None or not job.rounds.look_due():
-            return []
-        try:
-            found = call_all(self._pool, self._directory.clients(), lambda client: client.status())
-        except PSError:
-            return []  # a shard is away: the next look is soon
-        return [wait for one in found for wait in convert.waits(one, job.spec.name)]
-
-    def _drop_strays(self) -> None:
-        while not self._stopping.wait(STRAYS_LOOK_SECONDS):
-            drop_strays(self.shards(), self.jobs, self._registering)
-
-    # -- coming back -------------------------------------------------------------------------------------------------
-
-    def _save(self) -> None:
-        if self.keeping is not None:
-            self.keeping.save(self.jobs())
-
-    def _check_whole(self, job: CoordinatedJob) -> None:
-        lost = job.lost(self.shards())
-        if lost:
-            raise TryLater(f"job {job.spec.name!r} is being set back to a checkpoint: shard {lost[0]} was started anew")
-
-    def _watch_shards(self) -> None:
-        """Sets jobs back of which a shard lost its part, as soon as all shards are there."""
-        while not self._stopping.wait(RECOVERY_LOOK_SECONDS):
-            if len(self.shards()) == self.shard_count:
-                for job in self.jobs().values():
-                    lost = job.lost(self.shards())
-                    if lost:
-                        with job.lock:
-                            self._set_back(job, lost)
-
-    def _set_back(self, job: CoordinatedJob, lost: list[int]) -> None:
-        shards = self.shards()
-        try:
-            if self.keeping is None:
-                raise NoCheckpoints("these servers were started without --checkpoint-dir")
-            self.keeping.recovery.restore(job, shards, lost, any_run=False)
-        except (NoCheckpoints, JobMismatch) as error:
-            names = ", ".join(map(str, lost))
-            self._end(job, f"shard {names} was started anew and lost its part of the job; {error}")
-            return
-        except PSError as error:
-            log.warning("job %s: not set back yet: %s", job.spec.name, error)
-            return
-        retire_ghosts(job, self.shards())
-        self._save()
-        job.announce()
+        return job is None or job.leave(rank, incarnation, key)

@@ -1,14 +1,15 @@
-"""The leased data of one job, on the coordinator: the rules of core.data_leases with a lock, and the shards to ask."""
+"""The leased data of one job: the rules of core.data_leases with a lock, and the shards to ask."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Set
-from dataclasses import dataclass
 
 from ps_protocol.data import BatchLease, LeaseReport, LeaseRequest
-from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError
+from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, TryLater
+from ps_protocol.job import JobSpec
+from ps_server.coordinator.cluster import Cluster
+from ps_server.coordinator.members import JobMembers
 from ps_server.core.data_commits import MAX_LOADERS, Committed
 from ps_server.core.data_leases import DataLeases, Progress, Who
 from ps_server.core.limits import Limits
@@ -16,91 +17,97 @@ from ps_server.core.limits import Limits
 log = logging.getLogger("ps_server")
 
 
-@dataclass(frozen=True)
-class JobFace:
-    """What leasing needs of the job.
-
-    live:      how many workers are live; raises if the one that asks is not
-    ghosts:    who is gone while not every shard knows it yet: something may still come from them
-    committed: what every shard has committed; raises if one does not answer
-    """
-
-    limits: Limits
-    live: Callable[[], int]
-    ghosts: Callable[[], Set[Who]]
-    committed: Callable[[], list[Committed]]
-
-
 class JobData:
     """All loaders of one job. Methods may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: JobSpec, members: JobMembers, cluster: Cluster) -> None:
+        self._spec, self._members, self._shards, self._limits = spec, members, cluster.shards, cluster.limits
         self._lock = threading.Lock()
         self._loaders: dict[int, DataLeases] = {}
         self._looks = 0  # begun so far
 
-    def lease(self, who: Who, ask: LeaseRequest, job: JobFace) -> BatchLease:
-        """Gives a worker batches; see DataLeases.lease."""
-        _check(ask, job.limits)
+    def lease(self, who: Who, key: bytes, request: LeaseRequest) -> BatchLease:
+        """Gives a live worker batches; see DataLeases.lease. Raises InvalidRequest for a job with a world size."""
+        if self._spec.world_size:
+            raise InvalidRequest(
+                f"job {self._spec.name!r} has a world size: its workers divide the data by their ranks"
+            )
+        _check(request, self._limits)
         looks = self._looks
         with self._lock:
-            workers = job.live()  # in here, so that nobody is given anything once `gone` was called for it
-            leases = self._loader(ask, job.limits)
-            settled = leases.doubtful - job.ghosts()
+            # Checked in here, so that no worker is given anything once `gone` was called for it.
+            workers = self._members.check(*who, key)
+            leases = self._loader(request)
+            settled = self._settled(leases)
             if leases.stale or settled:
-                self._look(leases, settled, job)
-            lease = leases.lease(who, ask.pass_number, ask.count, workers, ask.report)
-            # Nothing is left: the shards know best what is done. A look that others began since will do.
-            if ask.count and not lease.ranges and not lease.complete:
+                self._look(leases, settled)
+            lease = leases.lease(who, request.pass_number, request.count, workers, request.report)
+            # Nothing is left: the shards know best what is done. A look that another call began since will do.
+            if request.count and not lease.ranges and not lease.complete:
                 if self._looks == looks:
-                    self._look(leases, leases.doubtful - job.ghosts(), job)
-                lease = leases.lease(who, ask.pass_number, ask.count, workers, LeaseReport(held=ask.report.held))
+                    self._look(leases, self._settled(leases))
+                held = LeaseReport(held=request.report.held)
+                lease = leases.lease(who, request.pass_number, request.count, workers, held)
             return lease
 
-    def _loader(self, ask: LeaseRequest, limits: Limits) -> DataLeases:
-        leases = self._loaders.get(ask.loader.loader)
+    def _loader(self, request: LeaseRequest) -> DataLeases:
+        spec = request.loader
+        leases = self._loaders.get(spec.loader)
         if leases is None:
-            leases = self._loaders[ask.loader.loader] = DataLeases(ask.loader, limits.leases)
-        leases.agree(ask.loader)
+            leases = self._loaders[spec.loader] = DataLeases(spec, self._limits.leases)
+        leases.agree(spec)
         return leases
 
-    def _look(self, leases: DataLeases, gone: Set[Who], job: JobFace) -> None:
+    def _settled(self, leases: DataLeases) -> set[Who]:
+        """Returns the workers that are gone, that had leased something, and from which no shard accepts anything."""
+        return leases.doubtful - self._members.half_gone()
+
+    def _committed(self) -> list[Committed]:
+        """Returns what every shard has committed. Raises PSError if one does not answer."""
+        name = self._spec.name
+        try:
+            answers = self._shards.call_all(lambda shard: shard.api.committed(name))
+        except NotFound:
+            raise TryLater(f"a shard was started anew: job {name!r} is being rolled back to a checkpoint") from None
+        return [committed for committed in answers if committed is not None]
+
+    def _look(self, leases: DataLeases, gone: set[Who]) -> None:
         self._looks += 1
         try:
-            committed = job.committed()
+            committed = self._committed()
         except PSError as error:
             if leases.stale:
                 raise
-            log.info("what is committed is not known yet: %s", error)
+            log.info("job %s: the committed data is not known yet: %s", self._spec.name, error)
         else:
             leases.settle(committed, gone)
 
     def gone(self, rank: int, incarnation: int) -> None:
-        """A worker takes no part any more, nor does any older one of its rank."""
+        """Notes that a worker takes no part any more, nor does any older one of its rank."""
         with self._lock:
             for leases in self._loaders.values():
                 leases.gone(rank, incarnation)
 
-    def restored(self) -> None:
-        """Shards were set back to a checkpoint: they are asked before anything else is given out."""
+    def rolled_back(self) -> None:
+        """Has the shards asked before anything else is given out: some were rolled back to a checkpoint."""
         with self._lock:
             for leases in self._loaders.values():
                 leases.stale = True
 
     def progress(self) -> dict[int, Progress]:
-        """How far each loader's data is."""
+        """Returns how far each loader's data is."""
         with self._lock:
             return {number: leases.progress for number, leases in sorted(self._loaders.items())}
 
 
-def _check(ask: LeaseRequest, limits: Limits) -> None:
-    loader = ask.loader
+def _check(request: LeaseRequest, limits: Limits) -> None:
+    loader = request.loader
     if loader.loader >= MAX_LOADERS:
         raise LimitExceeded(f"a job leases the data of at most {MAX_LOADERS} loaders, got loader {loader.loader}")
     if loader.batch_size < 1:
         raise InvalidRequest(f"a batch has at least one sample, got batch_size {loader.batch_size}")
     if loader.size > limits.samples:
         raise LimitExceeded(f"max-samples is {limits.samples}, got a loader of {loader.size}")
-    most = max(len(ask.report.held), len(ask.report.committed), len(ask.report.returned))
+    most = max(len(request.report.held), len(request.report.committed), len(request.report.returned))
     if most > limits.leases:
         raise LimitExceeded(f"max-leases is {limits.leases}, got a report of {most}")

@@ -1,228 +1,383 @@
-"""A job and its shards, as the coordinator holds them."""
+"""A job, as its coordinator knows it. All that happens to it is a method here, under the job's own lock.
+
+    workers come and go:        join, leave, expire
+    while they train:           members.heartbeat, data.lease, rounds.exchange, look_at_rounds, save_worker_state
+                                checkpoint
+    a shard loses its part:     lost, recover
+    the job ends:               end
+
+A job is made of parts, each an object that guards itself: members, leased data, rounds, checkpoints. The job's lock
+serialises what takes round trips to the shards: joins, departures and rollbacks. Heartbeats, leases and rounds do not
+wait for it. Locks are taken in this order: the job's, its data's or its rounds', its members'.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
+from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import bucket_layout
 from ps_server.coordinator.checkpoints import JobCheckpoints
+from ps_server.coordinator.cluster import Cluster, Registry
 from ps_server.coordinator.data import JobData
-from ps_server.coordinator.rounds import JobRounds
-from ps_server.coordinator.state_file import DurableRound, DurableWorker, SavedJob
-from ps_server.core.membership import Member, Membership
-from ps_server.core.placement import imbalance, place
-from ps_server.core.rounds import Round, newest
-from ps_server.rpc.convert import job_spec_data
-from ps_server.rpc.shard_client import ShardClient
+from ps_server.coordinator.members import JobMembers, Removal, Reservation, Roster
+from ps_server.coordinator.recovery import Recovery, Restored
+from ps_server.coordinator.rounds import JobRounds, Wait
+from ps_server.coordinator.shards import RegisteredShard
+from ps_server.core.accounting import StepAccounting
+from ps_server.core.membership import JoinRequest, JoinResult, Member, Membership
+from ps_server.core.placement import PlacedJob
+from ps_server.core.statistics import JobStatistics, WorkerStatistics
+from ps_server.storage.checkpoints import Manifest
 
-Roster = tuple[list[int], int, bool]
-ROUND_BYTES_ON_DISK = 2**20  # what is kept of past rounds there: it is written anew with each
-SKIPS_KEPT = 32  # one that is forgotten counts as lost, where it is not: too many, rather than too few
+log = logging.getLogger("ps_server")
+
 Watcher = Callable[[Roster | None], None]
 
 
-@dataclass(frozen=True)
-class RegisteredShard:
-    """A shard that has called in."""
-
-    client: ShardClient
-    metrics_address: str
-    pid: int
-    process: int
-    seen: float
-
-
-@dataclass
 class CoordinatedJob:
-    """A job, as the coordinator holds it.
+    """One job. Methods may be called from any thread and raise PSError; so may those of its parts.
 
-    lock:  serialises joins and departures, which take round trips to the shards
-    guard: guards `membership` for the moment of a look or a change, so that heartbeats never wait for a join
-    run:   tells this job from earlier ones of its name
-    held_by: by shard, the process that holds the job's part; where another process has the shard now, the part is lost
-    restore_count: how many times the whole job was set back to a checkpoint
-    unaccounted:   after a shard was set back: by rank, the clock that it still has of the worker, and the one that was
-                   heard last. What the worker had done since is lost there; how much, it says when it comes back.
-    began:         by rank, the clock at which a worker of that rank joined first
-    skipped:       by rank, spans of clocks that it never made, because it came back at a later one; the last few
-    joining: rank and incarnation of who takes a place at this moment
-    lost_steps, redone_steps: by workers, of which a shard lost the updates (ssp, async); that are made again (sync)
+    members, data, rounds, accounting: its parts
+    checkpoints: what makes them; None where there are none
+    placed:    the job, and which shard holds which bucket
+    held_by:   by shard, the process that holds the job's part; if another one serves the shard now, the part is lost
+    The others are what an earlier coordinator, or a checkpoint, has left of the job; by default it is new.
     """
 
-    spec: JobSpec
-    placement: list[int]
-    bytes: int
-    imbalance: float
-    membership: Membership
-    run: str
-    held_by: dict[int, int]
-    restore_count: int = 0
-    unaccounted: dict[int, tuple[int, int]] = field(default_factory=dict)
-    began: dict[int, int] = field(default_factory=dict)
-    skipped: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    lost_steps: int = 0
-    redone_steps: int = 0
-    joining: tuple[int, int] | None = None
-    checkpoints: JobCheckpoints | None = None
-    data: JobData = field(default_factory=JobData)
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    guard: threading.Lock = field(default_factory=threading.Lock)
-    ghosts: set[tuple[int, int, int]] = field(default_factory=set)  # (shard, rank, incarnation) still to be retired
-    watchers: list[Watcher] = field(default_factory=list)
-    ended: bool = False
-    rounds: JobRounds = field(init=False)
+    def __init__(
+        self,
+        placed: PlacedJob,
+        held_by: Mapping[int, int],
+        cluster: Cluster,
+        registry: Registry,
+        membership: Membership | None = None,
+        pending_removals: frozenset[Removal] = frozenset(),
+        restore_count: int = 0,
+        accounting: StepAccounting | None = None,
+    ) -> None:
+        spec = placed.spec
+        self.placed, self._held_by = placed, dict(held_by)
+        self._cluster, self._registry = cluster, registry
+        self.members = JobMembers(
+            spec.name,
+            membership or Membership(spec.world_size, cluster.lease),
+            cluster,
+            pending_removals,
+            restore_count,
+        )
+        self.accounting = accounting or StepAccounting(spec.consistency.aggregate)
+        self.data = JobData(spec, self.members, cluster)
+        self.rounds = JobRounds(self.members, cluster, registry.save)
+        checkpointing = cluster.checkpointing
+        self.checkpoints = (
+            JobCheckpoints(placed, self.members, cluster, checkpointing) if checkpointing is not None else None
+        )
+        self._lock = threading.RLock()
+        self._watchers: list[Watcher] = []
+        self._ended: NotFound | None = None
 
-    def __post_init__(self) -> None:
-        self.rounds = JobRounds(self.spec.world_size, self.live)
+    # -- looks -------------------------------------------------------------------------------------------------------
 
-    def live(self) -> tuple[dict[int, int], bool]:
-        """The incarnation of each live worker, by rank, and whether training has started."""
-        with self.guard:
-            found = {rank: member.incarnation for rank, member in self.membership.members.items()}
-            return found, self.membership.started
+    @property
+    def spec(self) -> JobSpec:
+        """What the job is."""
+        return self.placed.spec
 
-    def roster(self) -> Roster:
-        """Live ranks, declared world size, whether training has started."""
-        with self.guard:
-            return sorted(self.membership.members), self.spec.world_size, self.membership.started
+    @property
+    def held_by(self) -> Mapping[int, int]:
+        """By shard, the process that holds the job's part."""
+        return self._held_by
 
-    def members(self) -> list[Member]:
-        """The live workers, by rank."""
-        with self.guard:
-            return sorted(self.membership.members.values(), key=lambda member: member.rank)
+    def lost(self) -> list[int]:
+        """Returns the shards that are served by another process than the one that held their part of the job."""
+        shards = self._cluster.shards.known()
+        return [index for index, shard in shards.items() if self._held_by.get(index) != shard.process]
+
+    def statistics(self) -> JobStatistics:
+        """Returns how the job is."""
+        _, world_size, started = self.members.roster()
+        now = self._cluster.clock.now()
+        return JobStatistics(
+            name=self.spec.name,
+            mode=str(self.spec.consistency),
+            world_size=world_size,
+            started=started,
+            parameter_bytes=self.placed.nbytes,
+            buckets=len(self.placed.placement),
+            imbalance=self.placed.imbalance,
+            restore_count=self.members.restore_count,
+            lost_steps=self.accounting.lost_steps,
+            redone_steps=self.accounting.redone_steps,
+            rejoining=self.members.rejoining(),
+            rounds=self.rounds.done()[0],
+            in_round=self.rounds.waiting(),
+            workers=tuple(_worker_statistics(member, now) for member in self.members.all()),
+            loaders=self.data.progress(),
+            checkpoints=self.checkpoints.statistics() if self.checkpoints is not None else None,
+        )
 
     def watch(self, watcher: Watcher) -> Callable[[], None]:
-        """Calls back with the roster now and after every change. Returns how to stop it. The caller holds the lock."""
-        self.watchers.append(watcher)
-        watcher(self.roster())
+        """Calls back with the roster now and after every change, and with None at the end. Returns how to stop it."""
+        with self._lock:
+            self._check_not_ended()
+            self._watchers.append(watcher)
+            watcher(self.members.roster())
 
         def stop() -> None:
-            with self.lock:
-                if watcher in self.watchers:
-                    self.watchers.remove(watcher)
+            with self._lock:
+                if watcher in self._watchers:
+                    self._watchers.remove(watcher)
 
         return stop
 
-    def announce(self) -> None:
-        """Tells the watchers who takes part now, and those in a round. The caller holds the lock."""
-        for watcher in self.watchers:
-            watcher(self.roster())
+    def _announce(self) -> None:
+        """Tells the watchers, and the workers in a round, which workers are live now."""
+        for watcher in self._watchers:
+            watcher(self.members.roster())
         self.rounds.changed()
 
-    def lost(self, shards: Mapping[int, RegisteredShard]) -> list[int]:
-        """The shards that are served by another process than the one that held their part of the job."""
-        return [index for index, shard in shards.items() if self.held_by.get(index) != shard.process]
+    def _check_not_ended(self) -> None:
+        if self._ended is not None:
+            raise self._ended
 
-    def buckets_of(self, shard: int) -> list[int]:
-        """The buckets that a shard holds."""
-        return [bucket for bucket, index in enumerate(self.placement) if index == shard]
+    # -- workers come and go -----------------------------------------------------------------------------------------
 
-    def counts(self) -> tuple[int, int]:
-        """The last incarnation that was given out, and how many times the job was set back."""
-        with self.guard:
-            return self.membership.last_incarnation, self.restore_count
+    def join(self, rank: int | None, request: JoinRequest) -> JoinResult:
+        """Makes the caller a live worker; returns its place and the clock it starts from.
 
-    def account(self, rank: int, clock: int | None = None) -> None:
-        """Books what a worker had done, and a shard that was set back has not: lost, or to be made again.
-
-        clock: how far it was, as it says itself, come back; None: nobody knows more than was heard of it
+        Raises JobInUse where live workers of another launch are in the way, TryLater while it is not clear whether they
+        are still live; see Membership.rivals.
         """
-        if rank not in self.unaccounted:
-            return
-        restored, heard = self.unaccounted.pop(rank)
-        clock = heard if clock is None else clock
-        lost = max(0, clock - restored)
-        lost -= sum(max(0, min(end, clock) - max(start, restored)) for start, end in self.skipped.get(rank, []))
-        if self.spec.consistency.aggregate:
-            self.redone_steps += lost
-        else:
-            self.lost_steps += lost
+        with self._lock:
+            self._check_not_ended()
+            lost = self.lost()
+            if lost:
+                raise TryLater(
+                    f"job {self.spec.name!r} is being rolled back to a checkpoint: shard {lost[0]} was started anew"
+                )
+            repeated = self.members.repeated(request)
+            if repeated is not None:
+                return self._result(repeated)
+            reservation = self.members.reserve(rank, request)
+            self._registry.save()
+            member = self._add(reservation, request)
+            before = None if request.previous is None else request.clock
+            self.accounting.joined(member.rank, member.clock, before)
+            self._registry.save()
+            self._announce()
+        self._log_join(member, reservation.older, request)
+        return self._result(member)
 
-    def joined(self, rank: int, clock: int, before: int | None) -> None:
-        """Books that a worker joined at a clock. before: how far it was, if it comes back; None: a new process."""
-        self.account(rank, before)
-        self.began.setdefault(rank, clock)
-        if before is not None and before < clock:
-            self.skipped[rank] = [*self.skipped.get(rank, []), (before, clock)][-SKIPS_KEPT:]
+    def _add(self, reservation: Reservation, request: JoinRequest) -> Member:
+        try:
+            member = self.members.add(reservation, request)
+        except PSError:
+            self.members.abort_join(reservation)
+            self.data.gone(reservation.rank, reservation.incarnation)
+            if reservation.older is not None:
+                self._announce()
+            raise
+        self.data.gone(member.rank, member.incarnation - 1)
+        return member
 
-    def give_up(self, rank: int) -> None:
-        """Books what was heard of a worker that did not come back; what it did beyond that, if it comes after all."""
-        if rank in self.unaccounted:
-            restored, heard = self.unaccounted[rank]
-            self.account(rank)
-            self.unaccounted[rank] = max(restored, heard), heard
-
-    def durable(self) -> SavedJob:
-        """What is kept of it on disk."""
-        workers = tuple(
-            DurableWorker(
-                *(m.rank, m.incarnation, m.clock, m.pid, m.host, m.metrics_address, m.key.hex(), m.attempt),
-                *(m.launch, m.since, m.replaced),
+    def _log_join(self, member: Member, older: Member | None, request: JoinRequest) -> None:
+        name, rank = self.spec.name, member.rank
+        if older is not None and request.take_over and older.launch != request.launch:
+            log.warning(
+                "job %s: worker %d (pid %d on %s) is replaced: another launch takes over",
+                *(name, rank, older.pid, older.host),
             )
-            for m in self.members()
-        )
-        last_incarnation, restore_count = self.counts()
-        completed, kept = self.rounds.done
-        joining = {(shard, *self.joining) for shard in self.held_by} if self.joining is not None else set()
-        return SavedJob(
-            spec=job_spec_data(self.spec),
-            run=self.run,
-            placement=tuple(self.placement),
-            held_by=dict(self.held_by),
-            last_incarnation=last_incarnation,
-            restore_count=restore_count,
-            started=self.membership.started,
-            workers=workers,
-            lost_steps=self.lost_steps,
-            redone_steps=self.redone_steps,
-            unaccounted=dict(self.unaccounted),
-            began=dict(self.began),
-            skipped={rank: tuple(spans) for rank, spans in self.skipped.items()},
-            awaited=tuple(sorted(self.membership.awaited)),
-            ghosts=tuple(sorted(self.ghosts | joining)),
-            rounds_completed=completed,
-            rounds=tuple(
-                DurableRound(one.number, one.clock, tuple((r, v.hex()) for r, v in one.values), one.refused)
-                for one in newest(kept, ROUND_BYTES_ON_DISK)
-            ),
+        log.info(
+            "job %s: worker %d joins at clock %d (incarnation %d), metrics at %s",
+            *(name, rank, member.clock, member.incarnation, request.metrics_address or "no address"),
         )
 
+    def _result(self, member: Member) -> JoinResult:
+        state = self.checkpoints.state_of(member.rank) if self.checkpoints is not None else None
+        return JoinResult(member, member.clock, list(self.placed.placement), self.members.restore_count, state)
 
-def make_job(
-    spec: JobSpec, shards: Mapping[int, RegisteredShard], shard_count: int, lease: float, run: str
-) -> CoordinatedJob:
-    """A job with its buckets placed, of which no shard holds anything yet."""
-    layout = bucket_layout(spec.parameters, spec.bucket_bytes)
-    sizes = [bucket.nbytes for bucket in layout.buckets]
-    placement = place(sizes, shard_count)
-    held_by = {index: shard.process for index, shard in shards.items()}
-    uneven = imbalance(sizes, placement, shard_count)
-    return CoordinatedJob(spec, placement, layout.nbytes, uneven, Membership(spec.world_size, lease), run, held_by)
+    def leave(self, rank: int, incarnation: int, key: bytes) -> bool:
+        """Takes a worker off. Returns True when it was the last one and the job ended."""
+        with self._lock:
+            if not self.members.leave(rank, incarnation, key):
+                return self._ended is not None
+            log.info("job %s: worker %d leaves", self.spec.name, rank)
+            if self.members.empty():
+                if self.checkpoints is not None:
+                    self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
+                self.end()
+                return True
+            self._remove(rank, incarnation)
+            self._registry.save()
+        return False
+
+    def _remove(self, rank: int, incarnation: int) -> None:
+        self.members.remove(rank, incarnation)
+        self.data.gone(rank, incarnation)
+        self._announce()
+
+    def expire(self) -> None:
+        """Takes off the workers whose lease ran out, and stops waiting for those that did not come back in time.
+
+        Does nothing in the middle of a join: one job must not keep the others waiting.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            late = self.members.stop_waiting()
+            if late:
+                log.warning("job %s: continues without workers %s, which did not come back", self.spec.name, late)
+                for rank in late:
+                    self.accounting.give_up(rank)
+                self._announce()
+            expired = self.members.take_expired()
+            for member in expired:
+                log.warning(
+                    "job %s: worker %d (pid %d on %s) is gone: no sign of life for %g s",
+                    *(self.spec.name, member.rank, member.pid, member.host, self._cluster.lease),
+                )
+                self._remove(member.rank, member.incarnation)
+            if expired:
+                self._registry.save()
+            else:
+                self.members.retry_removals()
+        finally:
+            self._lock.release()
+
+    # -- while they train --------------------------------------------------------------------------------------------
+
+    def look_at_rounds(self) -> None:
+        """Tells workers in a round which others it waits for, and whether one of those waits for their steps."""
+        if self.rounds.waiting():
+            self.rounds.look(self._waits())
+
+    def _waits(self) -> list[Wait]:
+        """Returns the workers that wait on a shard, where there may be some and it is time to look."""
+        if self.spec.consistency.max_staleness is None or not self.rounds.look_due():
+            return []
+        try:
+            answers = self._cluster.shards.call_all(lambda shard: shard.api.statistics())
+        except PSError:
+            return []  # a shard is away: the next look is soon
+        hosted = [shard.jobs[self.spec.name] for shard in answers if self.spec.name in shard.jobs]
+        return [Wait(wait.rank, wait.clock, frozenset(wait.waiting_for)) for each in hosted for wait in each.waits]
+
+    def save_worker_state(self, rank: int, incarnation: int, key: bytes, clock: int, state: bytes) -> None:
+        """Keeps a live worker's own part of a checkpoint. Raises LimitExceeded if it is too large."""
+        limit = self._cluster.limits.state_bytes
+        if len(state) > limit:
+            raise LimitExceeded(f"max-state-bytes is {limit}, got a worker's state of {len(state)}")
+        self.members.check(rank, incarnation, key)
+        if self.checkpoints is not None:
+            self.checkpoints.save_state(rank, clock, state)
+
+    def checkpoint(self) -> Manifest:
+        """Makes a checkpoint now; see JobCheckpoints.request. Raises NoCheckpoints where there are none."""
+        if self.checkpoints is None:
+            raise NoCheckpoints("these servers were started without --checkpoint-dir")
+        return self.checkpoints.request(self._cluster.timing.asked_checkpoint)
+
+    # -- a shard loses its part --------------------------------------------------------------------------------------
+
+    def recover(self, recovery: Recovery | None) -> None:
+        """Rolls the job back to its last checkpoint if a shard lost its part of it, and ends it if there is none."""
+        if not self.lost():
+            return
+        with self._lock:
+            lost = self.lost()
+            if not lost or self._ended is not None:
+                return
+            try:
+                if recovery is None:
+                    raise NoCheckpoints("these servers were started without --checkpoint-dir")
+                self._rollback(recovery, lost)
+            except (NoCheckpoints, JobMismatch) as error:
+                names = ", ".join(map(str, lost))
+                self.end(f"shard {names} was started anew and lost its part of the job; {error}")
+            except PSError as error:
+                log.warning("job %s: not rolled back yet: %s", self.spec.name, error)
+            else:
+                self.members.retry_removals()
+                self._registry.save()
+                self._announce()
+
+    def _rollback(self, recovery: Recovery, lost: list[int]) -> None:
+        """Changes nothing for workers if it raises, or all are fenced: the same call may be made again."""
+        if self.checkpoints is not None:
+            self.checkpoints.abandon()
+        everywhere, shards = self.spec.consistency.aggregate, self._cluster.shards.known()
+        keep = [] if everywhere else [shard for index, shard in shards.items() if index not in lost]
+        heard = self._heard(keep)
+        back = [shard for shard in shards.values() if shard not in keep]
+        restored = recovery.restore(self.placed, back, self.members.last_incarnation())
+        members = self.members.rollback(everywhere, restored.last_incarnation)
+        self.accounting.rolled_back(restored.reached, heard)
+        self.continue_from(restored, shards)
+        log.warning(
+            "job %s: rolled back to checkpoint %s, clock %d; %d workers are to join again",
+            *(self.spec.name, restored.manifest.name, restored.manifest.clock, len(members)),
+        )
+
+    def _heard(self, shards: list[RegisteredShard]) -> dict[int, int]:
+        """Returns, by rank, how far each live worker is: as it said last, or as shards that keep theirs know better."""
+        heard = {member.rank: member.clock for member in self.members.all()}
+        for shard in shards:
+            with contextlib.suppress(PSError):
+                clocks = shard.api.statistics().clocks(self.spec.name)
+                heard = {rank: max(clock, clocks.get(rank, 0)) for rank, clock in heard.items()}
+        return heard
+
+    def continue_from(self, restored: Restored, shards: Mapping[int, RegisteredShard]) -> None:
+        """Notes that shards hold the job as a checkpoint has it."""
+        self._held_by = {index: shard.process for index, shard in shards.items()}
+        self.data.rolled_back()
+        if self.checkpoints is not None:
+            self.checkpoints.rolled_back(restored.manifest, restored.states)
+
+    # -- the job ends ------------------------------------------------------------------------------------------------
+
+    def end(self, why: str = "") -> None:
+        """Ends the job, also if workers take part, and gives its memory back on every shard."""
+        name = self.spec.name
+        reason = f": {why}" if why else ""
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = NotFound(f"job {name!r} ended{reason}")
+            if self.checkpoints is not None:
+                self.checkpoints.stop()
+            try:
+                self._cluster.shards.call_all(lambda shard: shard.api.drop_job(name))
+            except PSError as error:
+                log.warning("job %s: ended, but not everywhere: %s", name, error)
+            self._registry.forget(name, why)
+            for watcher in self._watchers:
+                watcher(None)
+            self.rounds.end(self._ended)
+        log.info("job %s: ended%s", name, reason)
+
+    def stop(self) -> None:
+        """Ends the streams of workers: the coordinator stops, and the job goes on."""
+        if self.checkpoints is not None:
+            self.checkpoints.stop()
+        for watcher in list(self._watchers):
+            watcher(None)
+        self.rounds.end(TryLater("the coordinator stops"))
 
 
-def job_that_ran(kept: SavedJob, spec: JobSpec, shard_count: int, lease: float, now: float) -> CoordinatedJob:
-    """A job as its coordinator left it: its workers may be training, and have two leases to say so."""
-    job = make_job(spec, {}, shard_count, lease, kept.run)
-    membership = job.membership
-    membership.last_incarnation, job.restore_count = kept.last_incarnation, kept.restore_count
-    job.lost_steps, job.redone_steps, job.unaccounted = kept.lost_steps, kept.redone_steps, dict(kept.unaccounted)
-    job.began, job.skipped = dict(kept.began), {rank: list(spans) for rank, spans in kept.skipped.items()}
-    for worker in kept.workers:
-        key = bytes.fromhex(worker.key)
-        place_of = worker.pid, worker.host, worker.metrics_address
-        known = worker.rank, worker.incarnation, now + 2 * lease, worker.clock, *place_of, key, worker.attempt
-        membership.join(Member(*known, worker.launch, worker.since, replaced=worker.replaced))
-    membership.started = kept.started
-    membership.awaited = dict.fromkeys(kept.awaited, now + 2 * lease)
-    job.ghosts = set(kept.ghosts)
-    past = [
-        Round(one.number, one.clock, tuple((r, bytes.fromhex(v)) for r, v in one.values), one.refused)
-        for one in kept.rounds
-    ]
-    job.rounds.take_up(kept.rounds_completed, past)
-    if len(kept.held_by) == shard_count and all(shard < shard_count for shard in kept.placement):
-        job.placement, job.held_by = list(kept.placement), dict(kept.held_by)
-    return job
+def _worker_statistics(member: Member, now: float) -> WorkerStatistics:
+    return WorkerStatistics(
+        rank=member.rank,
+        incarnation=member.incarnation,
+        clock=member.clock,
+        pid=member.pid,
+        host=member.host,
+        metrics_address=member.metrics_address,
+        launch=member.launch,
+        since=member.since,
+        lease_left=max(0.0, member.expires - now),
+    )

@@ -1,4 +1,4 @@
-"""Setting a job back to its last checkpoint, after a shard lost what it held.
+"""Rolling a job back to its last checkpoint, after a shard lost what it held.
 
 In sync every shard goes back to the one clock that the checkpoint has, so that the job ends with the weights that it
 would have had. In ssp and async the shard that lost its part goes back alone: the others keep what they have, and what
@@ -10,153 +10,112 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from ps_protocol.errors import CheckpointDamaged, JobMismatch, NoCheckpoints, PSError
-from ps_protocol.job import difference
-from ps_server.coordinator.job import CoordinatedJob, RegisteredShard
+from ps_protocol.convert import job_spec_from_data
+from ps_protocol.errors import CheckpointDamaged, JobMismatch, NoCheckpoints
+from ps_protocol.job import JobSpec, difference
+from ps_server.coordinator.cluster import Checkpointing
+from ps_server.coordinator.shards import RegisteredShard, Shards
+from ps_server.core.placement import PlacedJob
 from ps_server.core.snapshot import VersionRange
+from ps_server.core.statistics import RecoveryStatistics
 from ps_server.failpoints import failpoint
-from ps_server.rpc import convert
-from ps_server.rpc.shard_client import ShardClient, call_all
-from ps_server.storage.checkpoints import CheckpointStore, Manifest
+from ps_server.storage.checkpoints import Manifest
 
 log = logging.getLogger("ps_server")
 
-States = Mapping[int, tuple[int, bytes]]
+
+@dataclass(frozen=True)
+class Restored:
+    """What shards hold after a rollback.
+
+    states:           by rank, the clock of a worker in the checkpoint and its state
+    reached:          of each shard that went back, how far its buckets are
+    last_incarnation: the highest that any worker of the job may have had
+    """
+
+    manifest: Manifest
+    states: Mapping[int, tuple[int, bytes]]
+    reached: list[VersionRange]
+    last_incarnation: int
 
 
 class Recovery:
-    """Sets jobs back.
+    """Restores jobs from checkpoints, and counts these."""
 
-    Counts checkpoints: `restored`, those gone back to; `damaged`, those that could not be used; `unfinished`, those
-    that were begun after the one gone back to, and whose writing was cut short.
-    """
+    def __init__(self, checkpointing: Checkpointing, shards: Shards) -> None:
+        self._store, self._policy, self._shards = checkpointing.store, checkpointing.policy, shards
+        self._counts = RecoveryStatistics()
 
-    def __init__(self, store: CheckpointStore, pool: ThreadPoolExecutor) -> None:
-        self.damaged = 0
-        self.restored = 0
-        self.unfinished = 0
-        self._store = store
-        self._pool = pool
+    def statistics(self) -> RecoveryStatistics:
+        """Returns how many checkpoints were restored, and how many passed over."""
+        return self._counts
+
+    def restorable(self, spec: JobSpec) -> bool:
+        """Whether a job that is registered is to continue from a checkpoint of its name."""
+        return self._policy.restore and bool(self._store.names(spec.name))
+
+    def last_bucket_bytes(self, spec: JobSpec) -> int | None:
+        """Returns the size of buckets in the job's last checkpoint that can be read; None if there is none."""
+        for name in reversed(self._store.names(spec.name)):
+            with contextlib.suppress(CheckpointDamaged):
+                return job_spec_from_data(self._store.manifest(spec.name, name).job).bucket_bytes
+        return None
 
     def restore(
-        self,
-        job: CoordinatedJob,
-        shards: Mapping[int, RegisteredShard],
-        lost: Iterable[int],
-        any_run: bool = False,
-    ) -> Manifest:
-        """Sets a job back to its last checkpoint that is whole. The caller holds the job's lock.
+        self, job: PlacedJob, shards: list[RegisteredShard], last_incarnation: int, any_run: bool = False
+    ) -> Restored:
+        """Has shards hold a job as its last checkpoint has it that is whole.
 
-        lost:    the shards that hold nothing of it
         any_run: a checkpoint of an earlier job of its name will do, if it is the same job
-        Raises JobMismatch if it is not, naming the difference.
-
-        Raises NoCheckpoints if there is none, TryLater if a shard does not answer; then nothing has changed for
-        workers, or all are fenced: the same call may be made again.
+        Raises JobMismatch if it is not, naming the difference; NoCheckpoints if there is none; TryLater if a shard does
+        not answer: the same call may be made again.
         """
-        if job.checkpoints is not None:
-            job.checkpoints.give_up()
-        everything = job.spec.consistency.aggregate
-        back = [shard.client for index, shard in shards.items() if everything or index in set(lost)]
-        last = job.membership.last_incarnation
+        name = job.spec.name
         for manifest in self._candidates(job, any_run):
-            incarnation = max(last, manifest.last_incarnation)
-
+            incarnation = max(last_incarnation, manifest.last_incarnation)
             try:
-                heard = self._heard(job, shards, lost)
-                reached = self._go_back(job, back, manifest.name, incarnation)
-                states = self._states(job, manifest)
+                reached = self._restore_shards(job, shards, manifest.name, incarnation)
+                states = {
+                    rank: (worker.clock, self._store.read_worker(name, manifest.name, worker.part))
+                    for rank, worker in manifest.workers.items()
+                }
                 failpoint("restore-half-done")
             except CheckpointDamaged as error:
-                self._say(job, manifest.name, error)
+                self._pass_over(name, manifest.name, error)
                 continue
-            for name in self._store.unfinished(job.spec.name, manifest.name):
-                self.unfinished += 1
-                log.warning("job %s: checkpoint %s was not completed: it has no manifest", job.spec.name, name)
-            self._set_back(job, shards, manifest, states, incarnation)
-            self._book(job, reached, heard)
-            return manifest
-        raise NoCheckpoints(f"job {job.spec.name!r}: there is no checkpoint that can be used")
+            for unfinished in self._store.unfinished(name, manifest.name):
+                self._counts = replace(self._counts, unfinished=self._counts.unfinished + 1)
+                log.warning("job %s: checkpoint %s was not completed: it has no manifest", name, unfinished)
+            self._counts = replace(self._counts, restored=self._counts.restored + 1)
+            return Restored(manifest, states, reached, incarnation)
+        raise NoCheckpoints(f"job {name!r}: there is no checkpoint that can be used")
 
-    def _go_back(
-        self, job: CoordinatedJob, shards: list[ShardClient], name: str, incarnation: int
+    def _restore_shards(
+        self, job: PlacedJob, shards: list[RegisteredShard], name: str, incarnation: int
     ) -> list[VersionRange]:
-        def one(shard: ShardClient) -> VersionRange:
-            return shard.restore_job(job.spec, job.buckets_of(shard.index), name, incarnation)
+        def restore(shard: RegisteredShard) -> VersionRange:
+            return shard.api.restore_job(job.spec, job.buckets_of(shard.index), name, incarnation)
 
-        return call_all(self._pool, shards, one)
+        return self._shards.call(shards, restore)
 
-    def _heard(self, job: CoordinatedJob, shards: Mapping[int, RegisteredShard], lost: Iterable[int]) -> dict[int, int]:
-        """By rank, how far each live worker is: as it said last, or as the shards that keep theirs know better."""
-        heard = {member.rank: member.clock for member in job.members()}
-        for index in set() if job.spec.consistency.aggregate else shards.keys() - set(lost):
-            with contextlib.suppress(PSError):
-                clocks = convert.live_clocks(shards[index].client.status(), job.spec.name)
-                heard = {rank: max(clock, clocks.get(rank, 0)) for rank, clock in heard.items()}
-        return heard
-
-    def _book(self, job: CoordinatedJob, reached: list[VersionRange], heard: Mapping[int, int]) -> None:
-        """Keeps in mind, of each worker, how far it was and how far the shards that were set back are now."""
-        reached = [extent for extent in reached if extent.clocks]  # a shard that trains no bucket has nothing to lose
-        for rank in heard.keys() | job.unaccounted.keys() if reached else ():
-            known = [extent.clocks[rank] for extent in reached if rank in extent.clocks]
-            restored = min(known, default=job.began.get(rank, 0))
-            before, clock = (restored, heard[rank]) if rank in heard else job.unaccounted[rank]
-            if rank in heard or before < clock:  # else it did not come back the time before, and that is booked
-                job.unaccounted[rank] = min(before, restored), clock
-
-    def _candidates(self, job: CoordinatedJob, any_run: bool) -> Iterable[Manifest]:
+    def _candidates(self, job: PlacedJob, any_run: bool) -> Iterator[Manifest]:
+        """Yields the job's checkpoints, the last one first."""
         for name in reversed(self._store.names(job.spec.name)):
             try:
                 manifest = self._store.manifest(job.spec.name, name)
             except CheckpointDamaged as error:
-                self._say(job, name, error)
+                self._pass_over(job.spec.name, name, error)
                 continue
             if not any_run and manifest.run != job.run:
                 continue
-            found = difference(convert.job_spec_from_data(manifest.job), job.spec)
-            if found is not None:
-                raise JobMismatch(f"job {job.spec.name!r} differs from its checkpoint {name}: {found}")
+            differs = difference(job_spec_from_data(manifest.job), job.spec)
+            if differs is not None:
+                raise JobMismatch(f"job {job.spec.name!r} differs from its checkpoint {name}: {differs}")
             yield manifest
 
-    def _say(self, job: CoordinatedJob, name: str, error: CheckpointDamaged) -> None:
-        self.damaged += 1
-        log.error("job %s: checkpoint %s cannot be used, trying the one before: %s", job.spec.name, name, error)
-
-    def _states(self, job: CoordinatedJob, manifest: Manifest) -> States:
-        return {
-            rank: (worker.clock, self._store.read_worker(job.spec.name, manifest.name, worker.part))
-            for rank, worker in manifest.workers.items()
-        }
-
-    def _set_back(
-        self,
-        job: CoordinatedJob,
-        shards: Mapping[int, RegisteredShard],
-        manifest: Manifest,
-        states: States,
-        incarnation: int,
-    ) -> None:
-        self.restored += 1
-        with job.guard:
-            members = job.membership.set_back(time.monotonic())
-            job.membership.last_incarnation = incarnation
-        for member in members:
-            job.account(member.rank)  # of an earlier time: it never came back
-        if job.spec.consistency.aggregate:
-            job.restore_count += 1
-            job.ghosts.clear()
-        else:  # the shards that kept theirs still count them
-            job.ghosts |= {(index, member.rank, member.incarnation) for index in shards for member in members}
-        job.data.restored()
-        job.held_by = {index: shard.process for index, shard in shards.items()}
-        if job.checkpoints is not None:
-            job.checkpoints.set_back(manifest, states)
-        log.warning(
-            "job %s: set back to checkpoint %s, clock %d; %d workers are to join again",
-            *(job.spec.name, manifest.name, manifest.clock, len(members)),
-        )
+    def _pass_over(self, job: str, name: str, error: CheckpointDamaged) -> None:
+        self._counts = replace(self._counts, damaged=self._counts.damaged + 1)
+        log.error("job %s: checkpoint %s cannot be used, trying the one before: %s", job, name, error)

@@ -1,4 +1,4 @@
-"""The rounds of one job on the coordinator: the rules of core.rounds with a lock, and the streams of those who wait.
+"""The rounds of one job: the rules of core.rounds with a lock, and the streams of the workers that wait.
 
 A worker that waits holds no thread. It is told whom it waits for, and whether one of those waits for it: in sync and
 ssp a worker may be in a step that cannot go on without the step of one that is in a round already.
@@ -7,20 +7,14 @@ ssp a worker may be in a step that cannot go on without the step of one that is 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ps_protocol.errors import NotFound, PSError, TryLater, UnknownWorker
+from ps_server.coordinator.cluster import Cluster
+from ps_server.coordinator.members import JobMembers
 from ps_server.core.rounds import Given, Round, Rounds
-
-# How often those who wait are looked after; after how long they are told again whom they wait for, and to ask again.
-LOOK_SECONDS = 0.25
-NOTICE_SECONDS = 2.0
-HOLD_SECONDS = 10.0
-
-Live = Callable[[], tuple[Mapping[int, int], bool]]
 
 
 @dataclass(frozen=True)
@@ -34,11 +28,11 @@ class Wait:
 
 @dataclass(frozen=True)
 class Standing:
-    """How a round stands for one that asked.
+    """How a round stands for a worker that asked.
 
     found:       the round, if it is complete
     waiting_for: ranks that have not given their value
-    step_wanted: one of them waits for a step of the one that asked
+    step_wanted: one of them waits for a step of the worker that asked
     """
 
     number: int
@@ -59,22 +53,8 @@ class ExchangeRequest:
     key: bytes = field(default=b"", repr=False)
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What a round needs of the coordinator.
-
-    limit: bytes of all values of the open round, and of those that are kept
-    check: raises unless the worker that asks is live, and who it says
-    save:  keeps what is complete on disk, before any worker is told
-    """
-
-    limit: int
-    check: Callable[[], object]
-    save: Callable[[], None]
-
-
 class Listener(Protocol):
-    """The stream of one that asked. Its methods do not wait."""
+    """The stream of a worker that asked. Its methods do not wait."""
 
     def tell(self, standing: Standing) -> None:
         """Says how the round stands; nothing more comes if it is complete."""
@@ -99,117 +79,121 @@ class _Waiter:
 class JobRounds:
     """All rounds of one job. Methods may be called from any thread.
 
-    world_size: how many workers the job declares; 0: elastic
-    live:       the incarnation of each live worker, by rank, and whether all declared ones have joined
+    save: keeps a complete round on disk, before any worker is told
     """
 
-    def __init__(self, world_size: int, live: Live) -> None:
-        self._rounds = Rounds(0)
-        self._world_size = world_size
-        self._live = live
+    def __init__(self, members: JobMembers, cluster: Cluster, save: Callable[[], object]) -> None:
+        self._rounds = Rounds(cluster.limits.round_bytes)
+        self._members, self._save, self._timing, self._clock = members, save, cluster.timing, cluster.clock
         self._lock = threading.RLock()
         self._waiters: list[_Waiter] = []
-        self.done: tuple[int, tuple[Round, ...]] = (0, ())  # the last complete round, and those kept
-        self._save = _nothing
+        self._done: tuple[int, tuple[Round, ...]] = (0, ())  # the last complete round, and those kept
+        self._over: NotFound | TryLater | None = None
         self._looked = 0.0
 
-    def take_up(self, completed: int, kept: Sequence[Round]) -> None:
-        """Goes on from what an earlier coordinator had kept."""
+    def resume(self, completed: int, kept: Sequence[Round]) -> None:
+        """Continues from what an earlier coordinator had kept."""
         with self._lock:
             self._rounds.completed, self._rounds.kept = completed, tuple(kept)
             self._rounds.behind = True
-            self.done = completed, self._rounds.kept
+            self._done = completed, self._rounds.kept
 
-    def exchange(self, ask: ExchangeRequest, terms: Terms, listener: Listener) -> Callable[[], None]:
+    def done(self) -> tuple[int, tuple[Round, ...]]:
+        """Returns the number of the last complete round, and the rounds that are kept. Waits for nothing."""
+        return self._done
+
+    def exchange(self, request: ExchangeRequest, listener: Listener) -> Callable[[], None]:
         """Takes a worker's value, and tells it how the round stands until it is complete. Returns how to stop that."""
         with self._lock:
-            terms.check()
-            self._rounds.limit, self._save = terms.limit, terms.save
-            if not ask.number:
-                listener.tell(Standing(self._rounds.following(ask.clock)))
+            self._members.check(request.rank, request.incarnation, request.key)
+            if self._over is not None:
+                raise self._over
+            if not request.number:
+                listener.tell(Standing(self._rounds.following(request.clock)))
                 listener.finish()
                 return _nothing
-            given = Given(ask.incarnation, ask.clock, ask.value)
+            given = Given(request.incarnation, request.clock, request.value)
             before = self._rounds.completed
-            live, started = self._live()
-            found = self._rounds.contribute(ask.rank, ask.number, given, live, started)
-            now = time.monotonic()
-            if found is None:
-                waiter = _Waiter(ask.rank, ask.incarnation, ask.clock, listener, now, now)
+            live, started = self._members.live()
+            complete = self._rounds.contribute(request.rank, request.number, given, live, started)
+            now = self._clock.now()
+            if complete is None:
+                waiter = _Waiter(request.rank, request.incarnation, request.clock, listener, now, now)
                 self._waiters.append(waiter)
-                listener.tell(Standing(ask.number, waiting_for=self._missing(live)))
+                listener.tell(Standing(request.number, waiting_for=self._missing(live)))
                 return lambda: self._drop(waiter)
             if self._rounds.completed > before:
-                self._publish(found)
-            listener.tell(Standing(found.number, found))
+                self._publish(complete)
+            listener.tell(Standing(complete.number, complete))
             return _nothing
 
     def changed(self) -> None:
-        """Somebody joined, left, or is gone: it is not waited for, and where it waits itself it learns of it."""
+        """Notes that a worker joined or is gone: a gone one is not waited for, and if it waits itself it is told."""
         with self._lock:
-            live, started = self._live()
+            live, started = self._members.live()
             lost = [waiter for waiter in self._waiters if live.get(waiter.rank) != waiter.incarnation]
             self._waiters = [waiter for waiter in self._waiters if waiter not in lost]
             for waiter in lost:
                 waiter.listener.fail(UnknownWorker(f"worker {waiter.rank} lost its place in the job: join again"))
-            found = self._rounds.settle(live, started)
-            if found is not None:
-                self._publish(found)
+            complete = self._rounds.settle(live, started)
+            if complete is not None:
+                self._publish(complete)
 
     def end(self, error: NotFound | TryLater) -> None:
-        """The job is over, or the coordinator stops: whoever waits is told."""
+        """Ends all rounds with an error, because the job is over or the coordinator stops."""
         with self._lock:
+            self._over = error
             waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter.listener.fail(error)
 
-    def waiting(self) -> bool:
-        """Whether a worker waits."""
-        return bool(self._waiters)
+    def waiting(self) -> int:
+        """Returns how many workers wait."""
+        return len(self._waiters)
 
     def look_due(self) -> bool:
-        """Whether it is time to ask the shards who waits there; seldom where those who wait have done so for long."""
+        """Whether it is time to ask the shards for waiting workers: the longer a round lasts, the less often."""
         with self._lock:
-            now = time.monotonic()
+            now = self._clock.now()
             waited = min((now - waiter.since for waiter in self._waiters), default=0.0)
-            if waited < LOOK_SECONDS or now - self._looked < min(NOTICE_SECONDS, waited / 4):
+            if waited < self._timing.round_look or now - self._looked < min(self._timing.round_notice, waited / 4):
                 return False
             self._looked = now
             return True
 
     def look(self, waits: Collection[Wait]) -> None:
-        """Tells those who wait how the round stands, as often as it is due.
+        """Tells the workers that wait how the round stands, as often as it is due.
 
-        waits: of workers on shards, found since
+        waits: of workers on shards
         """
         with self._lock:
-            live, _ = self._live()
-            missing, now = self._missing(live), time.monotonic()
+            live, _ = self._members.live()
+            missing, now = self._missing(live), self._clock.now()
             number = self._rounds.completed + 1
             for waiter in list(self._waiters):
-                # One that is behind in steps, and in this round already, will not make the step that is waited for.
+                # A worker that is behind in steps, and in this round already, does not make the step.
                 wanted = any(
                     wait.rank in missing and waiter.rank in wait.others and wait.clock > waiter.clock for wait in waits
                 )
-                if wanted or now - waiter.since >= HOLD_SECONDS:
+                if wanted or now - waiter.since >= self._timing.round_hold:
                     self._waiters.remove(waiter)
                     waiter.listener.tell(Standing(number, None, missing, wanted))
                     waiter.listener.finish()
-                elif now - waiter.told >= NOTICE_SECONDS:
+                elif now - waiter.told >= self._timing.round_notice:
                     waiter.told = now
                     waiter.listener.tell(Standing(number, None, missing))
 
     def _missing(self, live: Mapping[int, int]) -> tuple[int, ...]:
-        _, started = self._live()
-        ranks = set(live) if started else {*live, *range(self._world_size)}
+        _, world_size, started = self._members.roster()
+        ranks = set(live) if started else {*live, *range(world_size)}
         return tuple(sorted(ranks - self._rounds.given.keys()))
 
-    def _publish(self, found: Round) -> None:
-        self.done = self._rounds.completed, self._rounds.kept
+    def _publish(self, complete: Round) -> None:
+        self._done = self._rounds.completed, self._rounds.kept
         self._save()
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
-            waiter.listener.tell(Standing(found.number, found))
+            waiter.listener.tell(Standing(complete.number, complete))
 
     def _drop(self, waiter: _Waiter) -> None:
         with self._lock:

@@ -1,31 +1,99 @@
-"""Which process serves which shard of the cluster."""
+"""The shards as the coordinator knows them: what it asks of one, and which process serves which.
+
+ShardApi   what a coordinator asks of one shard; over gRPC in a cluster (rpc.shard_client), by a call in one process
+Shards     the shards that have called in: calls all of them, and drops jobs that no coordinator knows
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-from ps_protocol.errors import InvalidRequest, TryLater
-from ps_runtime.credentials import Access, is_loopback
-from ps_server.coordinator.job import RegisteredShard
+from ps_protocol.errors import InvalidRequest, PSError, TryLater
+from ps_protocol.job import JobSpec
+from ps_runtime.credentials import is_loopback
+from ps_server.coordinator.timing import DEFAULT_TIMING, Clock, Timing
+from ps_server.core.data_commits import Committed
+from ps_server.core.snapshot import ShardSnapshot, VersionRange
+from ps_server.core.statistics import ShardStatistics
 from ps_server.core.validation import check_address
-from ps_server.rpc.shard_client import ShardClient
 
 log = logging.getLogger("ps_server")
 
-# A shard calls in every SHARD_CALL_SECONDS; one that was silent for SHARD_LOST_SECONDS may be replaced.
-SHARD_CALL_SECONDS = 2.0
-SHARD_LOST_SECONDS = 10.0
+T = TypeVar("T")
+
+SHARD_CALL_SECONDS = 2.0  # a shard calls in so often
 
 
-class ShardDirectory:
-    """The shards that have called in. Methods may be called from any thread."""
+class ShardApi(Protocol):
+    """What a coordinator asks of one shard. Methods raise PSError; all are safe to repeat."""
 
-    def __init__(self, count: int, access: Access) -> None:
+    def create_job(self, spec: JobSpec, buckets: list[int]) -> None:
+        """Makes room for a job's buckets."""
+
+    def drop_job(self, job: str) -> None:
+        """Forgets a job."""
+
+    def add_worker(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes) -> int:
+        """Counts a worker as live; returns the shard's frontier."""
+
+    def remove_worker(self, job: str, rank: int, incarnation: int) -> None:
+        """Stops counting a worker as live."""
+
+    def committed(self, job: str) -> Committed | None:
+        """Returns the leased data that every bucket that trains there has had; None if there is no such bucket."""
+
+    def begin_checkpoint(self, job: str, name: str, clock: int | None) -> None:
+        """Has the shard take its part of a checkpoint: at a clock, or now."""
+
+    def await_checkpoint(self, job: str, name: str) -> ShardSnapshot:
+        """Returns the shard's part, once it is on disk. Raises TryLater while it is not."""
+
+    def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int) -> VersionRange:
+        """Has the shard hold a job as a checkpoint has it."""
+
+    def statistics(self) -> ShardStatistics:
+        """Returns what the shard holds."""
+
+    def close(self) -> None:
+        """Closes the connection."""
+
+
+# Makes the ShardApi of a shard from its index and address.
+Connect = Callable[[int, str], ShardApi]
+
+
+@dataclass(frozen=True)
+class RegisteredShard:
+    """A shard that has called in. `process` is a number that no other process of a shard has; `seen`: when, last."""
+
+    index: int
+    address: str
+    api: ShardApi
+    metrics_address: str
+    pid: int
+    process: int
+    seen: float
+
+
+class Shards:
+    """The shards that have called in. Methods may be called from any thread.
+
+    pool: what calls to several shards run in
+    """
+
+    def __init__(
+        self, count: int, connect: Connect, pool: Executor, timing: Timing = DEFAULT_TIMING, clock: Clock | None = None
+    ) -> None:
         self.count = count
-        self._access = access
-        self._shards: dict[int, RegisteredShard] = {}
+        self._connect, self._pool = connect, pool
+        self._lost_after, self._clock = timing.shard_lost, clock or Clock()
+        self._known: dict[int, RegisteredShard] = {}
         self._lock = threading.Lock()
 
     def register(self, index: int, address: str, metrics_address: str, pid: int, process: int) -> None:
@@ -35,37 +103,70 @@ class ShardDirectory:
         check_address(address, "a shard's address")
         if metrics_address:
             check_address(metrics_address, "where metrics are served")
-        now = time.monotonic()
+        now = self._clock.now()
         with self._lock:
-            known = self._shards.get(index)
+            known = self._known.get(index)
             if known is not None and known.process == process:
-                client = known.client
+                address, api = known.address, known.api
             else:
-                # Nobody else can listen where a live process does: at the same address it is the shard, started again.
-                if known is not None and known.client.address != address and now - known.seen < SHARD_LOST_SECONDS:
-                    raise TryLater(f"shard {index} is already served by process {known.pid} at {known.client.address}")
+                # Only one process can listen at an address: at the same one it is the shard, started again.
+                if known is not None and known.address != address and now - known.seen < self._lost_after:
+                    raise TryLater(f"shard {index} is already served by process {known.pid} at {known.address}")
                 log.info("shard %d at %s", index, address)
-                client = ShardClient(index, address, self._access)
-            self._shards[index] = RegisteredShard(client, metrics_address, pid, process, now)
+                api = self._connect(index, address)
+            self._known[index] = RegisteredShard(index, address, api, metrics_address, pid, process, now)
 
     def known(self) -> dict[int, RegisteredShard]:
-        """The shards that have called in, by index."""
+        """Returns the shards that have called in, by index."""
         with self._lock:
-            return dict(self._shards)
+            return dict(self._known)
+
+    def all(self) -> list[RegisteredShard]:
+        """Returns every shard of the cluster, by index. Raises TryLater naming those that have not called in yet."""
+        known = self.known()
+        missing = [index for index in range(self.count) if index not in known]
+        if missing:
+            raise TryLater(f"waiting for shards {', '.join(map(str, missing))} of {self.count} to start")
+        return [known[index] for index in range(self.count)]
 
     def on_one_machine(self) -> bool:
         """Whether only this machine can reach the shards: then their workers are on it too."""
-        return all(is_loopback(shard.client.address.rpartition(":")[0]) for shard in self.known().values())
+        return all(is_loopback(shard.address.rpartition(":")[0]) for shard in self.known().values())
 
-    def clients(self) -> list[ShardClient]:
-        """How to call each shard, by index. Raises TryLater naming those that have not called in yet."""
-        shards = self.known()
-        missing = [index for index in range(self.count) if index not in shards]
-        if missing:
-            raise TryLater(f"waiting for shards {', '.join(map(str, missing))} of {self.count} to start")
-        return [shards[index].client for index in range(self.count)]
+    def call_all(self, call: Callable[[RegisteredShard], T]) -> list[T]:
+        """Calls every shard of the cluster, as the function `call_all`. Raises TryLater while one is missing."""
+        return call_all(self._pool, self.all(), call)
+
+    def call(self, shards: Iterable[RegisteredShard], call: Callable[[RegisteredShard], T]) -> list[T]:
+        """Calls some shards, as the function `call_all`."""
+        return call_all(self._pool, shards, call)
+
+    def drop_orphaned_jobs(self, known: Callable[[], Collection[str]], registering: threading.Lock) -> None:
+        """Drops jobs that a shard holds and no coordinator knows: a CreateJob may arrive after the DropJob behind it.
+
+        known:       returns the names of the jobs that there are
+        registering: held while a job is made, until it is one of them
+        """
+        for index, shard in self.known().items():
+            with contextlib.suppress(PSError):  # it is asked again soon
+                held = shard.api.statistics().jobs.keys()
+                if held <= set(known()):
+                    continue
+                with registering:
+                    for name in sorted(held - set(known())):
+                        shard.api.drop_job(name)
+                        log.warning("job %s: orphaned on shard %d: dropped", name, index)
 
     def close(self) -> None:
         """Closes the connections."""
         for shard in self.known().values():
-            shard.client.close()
+            shard.api.close()
+
+
+def call_all(pool: Executor, shards: Iterable[RegisteredShard], call: Callable[[RegisteredShard], T]) -> list[T]:
+    """Calls shards at the same time, and returns their answers. Raises the first error after all have answered."""
+    futures = [pool.submit(call, shard) for shard in shards]
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]

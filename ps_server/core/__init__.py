@@ -1,5 +1,6 @@
 """The rules, without sockets, clocks, threads, environment or messages: time and data come in as arguments.
 
+accounting.py    Steps that workers lost, or made again, because shards were rolled back to a checkpoint
 bucket_sizes.py  How large a job's buckets are where its workers do not say
 budget.py        How many bytes may wait on a shard, by job and by principal
 checking.py      What a push contributes: checks it against the job and makes the command that stages it
@@ -16,6 +17,6 @@ placement.py     Which shard holds which bucket: by bytes, largest first
 requests.py      What workers push and pull, as it came over the wire: nothing in it is checked yet
 rounds.py        Rounds: values that all live workers of a job exchange, one round after the other
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
-statistics.py    What a shard can say of itself, as values
+statistics.py    What a shard or a coordinator says about itself: frozen records
 validation.py    What comes over the wire is looked at here before a coordinator or a shard makes anything of it
 """

@@ -1,4 +1,4 @@
-"""Who takes part in a job, and until when: the coordinator's side. Times are seconds on the caller's clock."""
+"""The live workers of a job: leases, incarnations, ranks. Times are seconds on the caller's clock."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, UnknownWorker
 
 DELAYED_PER_LEASE = 16  # part of a lease: a heartbeat may lie so long in a queue before it is seen, its sender dead
-# After a rollback live workers come back at once. So long, in seconds, no other launch gets their ranks; it may be that
-# they are all dead, and the other launch is their user's next try.
+# After a rollback live workers come back at once. For so many seconds no other launch gets their ranks. No longer: they
+# may all be dead, and the other launch is their user's next try.
 AWAY_SECONDS = 5.0
 REPLACED_KEPT = 16  # launches that one after the other took a rank over; the first are forgotten
 
@@ -19,15 +19,15 @@ REPLACED_KEPT = 16  # launches that one after the other took a rank over; the fi
 class Member:
     """One live worker.
 
-    incarnation: rises with every join in the job, and fences whoever held the rank before
+    incarnation: rises with every join in the job, and fences the process that held the rank before
     expires:     when its lease runs out unless a heartbeat comes
     clock:       steps finished, as last heard
     key:         the secret that proves the incarnation: numbers can be guessed
     attempt:     the number of the call that took the place; 0 for none
     launch:      the launch that started it; empty: not known
     since:       when a worker of that launch took the rank, for people to read: seconds since 1970
-    heard:       when the last heartbeat came; minus infinity: none yet. A join says nothing of who is there now: it may
-                 be carried out when its caller is dead
+    heard:       when the last heartbeat came; minus infinity: none yet. A join is no sign of life: it may be carried
+                 out when its caller is dead
     replaced:    the launches that this one took the rank from, each with the incarnation of its last worker there
     """
 
@@ -48,7 +48,7 @@ class Member:
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """Who asks to join.
+    """A process that asks to join.
 
     previous:     for a worker that comes back, its incarnation before
     clock:        how many steps it had finished then
@@ -71,16 +71,16 @@ class JoinRequest:
     launch_ranks: range = range(0)
 
 
-NOBODY = JoinRequest()
+UNKNOWN = JoinRequest()
 
 
 @dataclass(frozen=True)
 class Rivals:
-    """The workers of other launches that stand in a newcomer's way.
+    """The workers of other launches that stand in the way of a join.
 
     members: by rank; at least one
-    live:    one of them has shown since the newcomer began to wait that it is there. Else all may be dead: what is
-             left of a launch that was killed looks live until its leases are over
+    live:    one of them has sent a heartbeat since the caller began to wait. Otherwise all may be dead: the workers of
+             a launch that was killed look live until their leases are over
     seconds: until the last of their leases is over
     """
 
@@ -91,11 +91,11 @@ class Rivals:
 
 @dataclass(frozen=True)
 class JoinResult:
-    """What who joined gets.
+    """What a worker that joined gets.
 
-    clock:         that it starts from
+    clock:         the clock that it starts from
     placement:     for each bucket, the index of its shard
-    restore_count: how many times the job was set back to a checkpoint
+    restore_count: how many times the job was rolled back to a checkpoint
     state:         what a worker of its rank had saved for the last checkpoint, and at which clock
     """
 
@@ -110,12 +110,12 @@ class JoinResult:
 class Membership:
     """The live workers of one job.
 
-    world_size: how many the job declares; 0 is elastic.
+    world_size: how many workers the job declares; 0 is elastic
     started:    true from the moment that all declared workers had joined (at once for an elastic job). A worker that
-                dies later does not undo it: training goes on with who is left.
-    awaited:    after the job was set back: by rank, until when the others wait for it to come again; for ever, as long
+                dies later does not undo it: training goes on with the others
+    rejoining:  after a rollback: by rank, until when the others wait for the worker to join again; for ever, as long
                 as there are no others
-    away:       those who were live when the job was set back: for AWAY_SECONDS no other launch gets their rank
+    away:       the workers that were live at the rollback: for AWAY_SECONDS no other launch gets their rank
     """
 
     world_size: int
@@ -124,103 +124,99 @@ class Membership:
     last_incarnation: int = 0
     started: bool = False
     ever_joined: bool = False
-    awaited: dict[int, float] = field(default_factory=dict)
+    rejoining: dict[int, float] = field(default_factory=dict)
     away: dict[int, Member] = field(default_factory=dict)
 
-    def claim(self, rank: int | None, newcomer: JoinRequest = NOBODY) -> int:
-        """The rank that a newcomer gets: the one asked for, or the lowest free one. Changes nothing.
+    def claim(self, rank: int | None, request: JoinRequest = UNKNOWN) -> int:
+        """Returns the rank that a worker gets: the one asked for, or the lowest free one. Changes nothing.
 
-        Raises Fenced for one that comes back to a rank that another process holds now.
+        Raises Fenced for a worker that comes back to a rank that another process holds now.
         """
         live = self.members.get(rank) if rank is not None else None
         # The same process asks again where the answer to its first call was lost.
-        repeats = live is not None and (live.pid, live.host) == (newcomer.pid, newcomer.host)
-        if newcomer.previous is not None and live is not None and live.incarnation > newcomer.previous and not repeats:
+        repeats = live is not None and (live.pid, live.host) == (request.pid, request.host)
+        if request.previous is not None and live is not None and live.incarnation > request.previous and not repeats:
             raise Fenced(
                 f"worker {rank} was replaced by another process: incarnation {live.incarnation} is live"
-                f"{_other_launch(live) if _strangers(live.launch, newcomer.launch) else ''}"
+                f"{_other_launch(live) if _strangers(live.launch, request.launch) else ''}"
             )
         if rank is None:
-            taken = self.members.keys() | self.awaited.keys()
+            taken = self.members.keys() | self.rejoining.keys()
             rank = next(r for r in range(len(taken) + 1) if r not in taken)
         if self.world_size and rank >= self.world_size:
             raise InvalidRequest(f"rank must be below the job's world_size {self.world_size}, got {rank}")
         return rank
 
-    def rivals(self, rank: int, newcomer: JoinRequest, now: float) -> Rivals | None:
-        """The live workers of other launches because of which a newcomer may not take a rank now; None: it may.
+    def rivals(self, rank: int, request: JoinRequest, now: float) -> Rivals | None:
+        """Returns the live workers of other launches because of which a rank may not be taken now; None: it may.
 
         A rank that is free, or held by a worker of the same launch (which starts it again), may always be taken, and so
         may one of which either launch is not known. A new launch is refused as a whole: in the way is each worker that
         holds one of `launch_ranks`. A launch that a rank was taken over from does not take it over in turn.
         """
-        if not newcomer.launch or newcomer.previous is not None:
+        if not request.launch or request.previous is not None:
             return None
-        held = {r: member for r, member in self.away.items() if member.expires > now} | self.members
-        found = [
+        taken = {r: member for r, member in self.away.items() if member.expires > now} | self.members
+        rivals = [
             member
-            for _, member in sorted(held.items())
-            if (member.rank == rank or member.rank in newcomer.launch_ranks)
-            and _strangers(member.launch, newcomer.launch)
-            and not (newcomer.take_over and all(launch != newcomer.launch for launch, _ in member.replaced))
+            for _, member in sorted(taken.items())
+            if (member.rank == rank or member.rank in request.launch_ranks)
+            and _strangers(member.launch, request.launch)
+            and not (request.take_over and all(launch != request.launch for launch, _ in member.replaced))
         ]
-        if not found:
+        if not rivals:
             return None
-        since = now - newcomer.waited + self.lease / DELAYED_PER_LEASE
-        live = bool(newcomer.waited) and any(member.heard > since for member in found)
-        return Rivals(tuple(found), live, max(0.0, max(member.expires for member in found) - now))
+        since = now - request.waited + self.lease / DELAYED_PER_LEASE
+        live = bool(request.waited) and any(member.heard > since for member in rivals)
+        return Rivals(tuple(rivals), live, max(0.0, max(member.expires for member in rivals) - now))
 
-    def seated(self, attempt: int, now: float) -> Member | None:
-        """Who took a place with this attempt, and has it still: its lease begins anew. None for 0, or if nobody did."""
+    def repeated(self, attempt: int, now: float) -> Member | None:
+        """Returns the live worker that joined with this attempt, and renews its lease; None if there is none."""
         member = next((m for m in self.members.values() if attempt and m.attempt == attempt), None)
         if member is not None:
             member = self.members[member.rank] = replace(member, expires=now + self.lease)
         return member
 
     def next_incarnation(self) -> int:
-        """A number that no worker of this job has had."""
+        """Returns a number that no worker of this job has had."""
         self.last_incarnation += 1
         return self.last_incarnation
 
     def join(self, member: Member) -> None:
         """Counts a worker as live, in place of an earlier one of its rank."""
-        if not self.members:  # the first to come back waits no longer for the rest than any other does
-            self.awaited = {r: member.expires if until == math.inf else until for r, until in self.awaited.items()}
+        if not self.members:  # the first to rejoin waits no longer for the others than a lease
+            self.rejoining = {r: member.expires if until == math.inf else until for r, until in self.rejoining.items()}
         older = self.members.get(member.rank)
         self.members[member.rank] = member if older is None else _after(member, older)
         self.away.pop(member.rank, None)
         self.ever_joined = True
-        if self.awaited.pop(member.rank, None) is not None:
-            self.started = not self.awaited
-        elif not self.awaited:
+        if self.rejoining.pop(member.rank, None) is not None:
+            self.started = not self.rejoining
+        elif not self.rejoining:
             self.started = self.started or len(self.members) >= self.world_size
 
-    def set_back(self, now: float) -> list[Member]:
-        """Nobody is live any more; who was, is awaited for one lease. Training that had started does so again then.
-
-        Returns who was live.
-        """
+    def rollback(self, now: float) -> list[Member]:
+        """Takes all workers off, and expects those of a job that had started to rejoin within a lease. Returns them."""
         before, self.members = list(self.members.values()), {}
         until = now + min(self.lease, AWAY_SECONDS)
         self.away |= {m.rank: replace(m, expires=until, heard=-math.inf) for m in before}
-        if self.started or self.awaited:
-            self.awaited = dict.fromkeys([*self.awaited, *(member.rank for member in before)], now + self.lease)
-            self.started = self.ever_joined and not self.awaited
+        if self.started or self.rejoining:
+            self.rejoining = dict.fromkeys([*self.rejoining, *(member.rank for member in before)], now + self.lease)
+            self.started = self.ever_joined and not self.rejoining
         return before
 
-    def give_up(self, now: float) -> list[int]:
-        """The ranks that were awaited too long: training starts without them.
+    def stop_waiting(self, now: float) -> list[int]:
+        """Drops the workers that did not rejoin in time: training starts without them. Returns their ranks.
 
-        Where none came at all, nobody was kept waiting: the lease for which the rest is waited for begins when the
-        first of them is back.
+        As long as none has come back at all, none is kept waiting: the lease for the others begins with the first.
         """
-        late = [rank for rank, until in self.awaited.items() if until <= now]
+        late = [rank for rank, until in self.rejoining.items() if until <= now]
         if not self.members:
-            self.awaited |= dict.fromkeys(late, math.inf)
+            self.rejoining |= dict.fromkeys(late, math.inf)
             return []
         for rank in late:
-            del self.awaited[rank]
-        if late and not self.awaited:
+            del self.rejoining[rank]
+        if late and not self.rejoining:
             self.started = True
         return late
 
@@ -230,7 +226,7 @@ class Membership:
         self.members[rank] = replace(member, expires=now + self.lease, clock=max(clock, member.clock), heard=now)
 
     def leave(self, rank: int, incarnation: int) -> bool:
-        """Takes a worker off; False if it was not there any more."""
+        """Takes a worker off. Returns False if it was not there any more."""
         member = self.members.get(rank)
         if member is None or member.incarnation != incarnation:
             return False
@@ -238,11 +234,11 @@ class Membership:
         return True
 
     def expired(self, now: float) -> list[Member]:
-        """Whose lease has run out."""
+        """Returns the workers whose lease has run out."""
         return [member for member in self.members.values() if member.expires <= now]
 
     def check(self, rank: int, incarnation: int, key: bytes = b"") -> Member:
-        """The live worker with this rank, incarnation and key. Raises UnknownWorker, Fenced or Forbidden."""
+        """Returns the live worker with this rank, incarnation and key. Raises UnknownWorker, Fenced or Forbidden."""
         member = self.members.get(rank)
         if member is not None and any(incarnation == last for _, last in member.replaced):
             raise Fenced(
@@ -271,7 +267,7 @@ def _after(member: Member, older: Member) -> Member:
 
 
 def _other_launch(member: Member) -> str:
-    """What a worker that was replaced is told of the launch that did it."""
+    """What a worker that was replaced is told of the launch that took over."""
     return f"; another launch took over: pid {member.pid} on host {member.host or '?'}"
 
 

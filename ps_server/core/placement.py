@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import bucket_layout
 
 
 def place(sizes: Sequence[int], shard_count: int) -> list[int]:
@@ -27,3 +31,32 @@ def imbalance(sizes: Sequence[int], placement: Sequence[int], shard_count: int) 
     for size, shard in zip(sizes, placement, strict=True):
         loads[shard] += size
     return max(loads) * shard_count / sum(loads) if sum(loads) else 1.0
+
+
+@dataclass(frozen=True)
+class PlacedJob:
+    """A job with its buckets placed.
+
+    run:       tells this job from earlier ones of its name
+    placement: for each bucket, the index of its shard
+    nbytes:    bytes of all buckets
+    imbalance: most bytes on a shard over the mean of all shards
+    """
+
+    spec: JobSpec
+    run: str
+    placement: tuple[int, ...]
+    nbytes: int
+    imbalance: float
+
+    def buckets_of(self, shard: int) -> list[int]:
+        """Returns the buckets that a shard holds."""
+        return [bucket for bucket, index in enumerate(self.placement) if index == shard]
+
+
+def place_job(spec: JobSpec, shard_count: int, run: str) -> PlacedJob:
+    """Returns a job with each of its buckets on a shard."""
+    layout = bucket_layout(spec.parameters, spec.bucket_bytes)
+    sizes = [bucket.nbytes for bucket in layout.buckets]
+    placement = place(sizes, shard_count)
+    return PlacedJob(spec, run, tuple(placement), layout.nbytes, imbalance(sizes, placement, shard_count))

@@ -67,6 +67,24 @@ class VersionRange:
         return VersionRange(low, high, clocks)
 
 
+@dataclass(frozen=True)
+class Part:
+    """One file of a checkpoint."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ShardSnapshot:
+    """A shard's part on disk: the file, how far its buckets are, and seconds for which copying held up training."""
+
+    part: Part
+    extent: VersionRange
+    held_up: float
+
+
 def extent(buckets: Iterable[tuple[int, Mapping[int, int]]]) -> VersionRange:
     """The extent of buckets that train, each given as its version and its clocks."""
     each = [VersionRange(version, version, clocks) for version, clocks in buckets]

@@ -1,9 +1,11 @@
-"""What a shard can say of itself, as values: metrics, status and pages read these and nothing else."""
+"""What a shard or a coordinator says about itself: frozen records, read by metrics, RPC, `status` and tests alike."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from ps_server.core.data_leases import Progress
 
 
 @dataclass(frozen=True)
@@ -47,3 +49,104 @@ class ShardStatistics:
     """A shard, by the names of its jobs."""
 
     jobs: Mapping[str, ShardJobStatistics]
+
+    def progress(self, job: str, aggregate: bool) -> int:
+        """How far a job is here: its highest version with `aggregate` (sync), otherwise its highest clock."""
+        hosted = self.jobs.get(job)
+        if hosted is None:
+            return 0
+        return hosted.version_max if aggregate else max(hosted.clocks.values(), default=0)
+
+    def clocks(self, job: str) -> Mapping[int, int]:
+        """By rank, the steps of a job's live workers that are applied here."""
+        hosted = self.jobs.get(job)
+        return hosted.clocks if hosted is not None else {}
+
+
+@dataclass(frozen=True)
+class WorkerStatistics:
+    """A live worker of a job; see core.membership.Member. lease_left: seconds until its lease runs out."""
+
+    rank: int
+    incarnation: int
+    clock: int
+    pid: int
+    host: str
+    metrics_address: str
+    launch: str
+    since: float
+    lease_left: float
+
+
+@dataclass(frozen=True)
+class CheckpointStatistics:
+    """The checkpoints of a job since this coordinator coordinates it.
+
+    complete, failed: how many there were
+    name, clock:      of the last one; None and 0 before the first
+    seconds:          how long it took
+    held_up_seconds:  for how long it held up the shard that it held up most
+    age_seconds:      since it was complete
+    """
+
+    complete: int
+    failed: int
+    name: str | None
+    clock: int
+    seconds: float
+    held_up_seconds: float
+    age_seconds: float
+
+
+@dataclass(frozen=True)
+class JobStatistics:
+    """One job, as its coordinator knows it.
+
+    started:      whether all declared workers have joined
+    imbalance:    most bytes on a shard over the mean of all shards
+    restore_count: how many times the whole job was rolled back to a checkpoint
+    lost_steps, redone_steps: of all workers; see core.accounting
+    rejoining:    ranks that are expected to join again after a rollback
+    rounds:       the number of the last complete round
+    in_round:     how many workers wait in the open round
+    loaders:      the leased data, by loader
+    checkpoints:  None where no checkpoints are made
+    """
+
+    name: str
+    mode: str
+    world_size: int
+    started: bool
+    parameter_bytes: int
+    buckets: int
+    imbalance: float
+    restore_count: int
+    lost_steps: int
+    redone_steps: int
+    rejoining: tuple[int, ...]
+    rounds: int
+    in_round: int
+    workers: tuple[WorkerStatistics, ...]
+    loaders: Mapping[int, Progress]
+    checkpoints: CheckpointStatistics | None
+
+
+@dataclass(frozen=True)
+class RecoveryStatistics:
+    """Checkpoints that jobs were rolled back to, and those passed over: damaged ones, and ones never completed."""
+
+    restored: int = 0
+    damaged: int = 0
+    unfinished: int = 0
+
+
+@dataclass(frozen=True)
+class CoordinatorStatistics:
+    """What a coordinator coordinates: how many shards have called in, and its jobs by name.
+
+    recovery: None where there are no checkpoints
+    """
+
+    shards: int
+    jobs: Mapping[str, JobStatistics]
+    recovery: RecoveryStatistics | None

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
-from ps_runtime.metrics import Gauges, Sample, StatisticsGauges
-from ps_server.coordinator.checkpoints import JobCheckpoints
+from ps_runtime.metrics import Gauges, Sample
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.core.statistics import ShardJobStatistics, ShardStatistics
+from ps_server.core.statistics import (
+    CheckpointStatistics,
+    CoordinatorStatistics,
+    JobStatistics,
+    ShardJobStatistics,
+    ShardStatistics,
+)
 from ps_server.rpc.call_limits import CallLimits
 from ps_server.shard.shard import Shard
 
 
-def shard_gauges(shard: Shard) -> StatisticsGauges[ShardStatistics]:
+def shard_gauges(shard: Shard) -> Gauges[ShardStatistics]:
     """What a shard has, how far it is, and how many pulls wait."""
 
     def each_job(read: Callable[[ShardJobStatistics], float]) -> Callable[[ShardStatistics], Iterable[Sample]]:
@@ -30,7 +35,7 @@ def shard_gauges(shard: Shard) -> StatisticsGauges[ShardStatistics]:
         for name, job in statistics.jobs.items():
             yield from (((name, str(rank)), clock) for rank, clock in job.clocks.items())
 
-    return StatisticsGauges(
+    return Gauges(
         shard.statistics,
         [
             ("ps_job_bytes", "Bytes held, by kind.", ("job", "kind"), sizes),
@@ -44,69 +49,66 @@ def shard_gauges(shard: Shard) -> StatisticsGauges[ShardStatistics]:
     )
 
 
-def coordinator_gauges(coordinator: Coordinator) -> Gauges:
-    """Who takes part, and how evenly the buckets lie."""
+def coordinator_gauges(coordinator: Coordinator) -> Gauges[CoordinatorStatistics]:
+    """Who takes part, how evenly the buckets lie, and what checkpoints and rollbacks there were."""
 
-    def clocks() -> Iterable[Sample]:
-        for name, job in coordinator.jobs().items():
-            yield from (((name, str(member.rank)), member.clock) for member in job.members())
+    def each_job(read: Callable[[JobStatistics], float]) -> Callable[[CoordinatorStatistics], Iterable[Sample]]:
+        return lambda statistics: [((name,), read(job)) for name, job in statistics.jobs.items()]
 
-    def each_job(read: Callable[[Any], float]) -> Callable[[], Iterable[Sample]]:
-        return lambda: [((name,), read(job)) for name, job in coordinator.jobs().items()]
-
-    def samples() -> Iterable[Sample]:
-        for name, job in coordinator.jobs().items():
-            for loader, how in job.data.progress().items():
-                yield (name, str(loader), "committed"), how.committed
-                yield (name, str(loader), "leased"), how.leased
-                yield (name, str(loader), "returned"), how.returned
-
-    def passes() -> Iterable[Sample]:
-        for name, job in coordinator.jobs().items():
-            yield from (((name, str(loader)), how.pass_number) for loader, how in job.data.progress().items())
-
-    def each_kept(read: Callable[[JobCheckpoints], float]) -> Callable[[], Iterable[Sample]]:
-        return lambda: [
-            ((name,), read(job.checkpoints)) for name, job in coordinator.jobs().items() if job.checkpoints is not None
+    def each_kept(read: Callable[[CheckpointStatistics], float]) -> Callable[[CoordinatorStatistics], Iterable[Sample]]:
+        return lambda statistics: [
+            ((name,), read(job.checkpoints)) for name, job in statistics.jobs.items() if job.checkpoints is not None
         ]
 
-    keeping = coordinator.keeping
+    def clocks(statistics: CoordinatorStatistics) -> Iterable[Sample]:
+        for name, job in statistics.jobs.items():
+            yield from (((name, str(worker.rank)), worker.clock) for worker in job.workers)
 
-    def restores() -> Iterable[Sample]:
-        if keeping is not None:
-            yield ("restored",), keeping.recovery.restored
-            yield ("damaged",), keeping.recovery.damaged
-            yield ("unfinished",), keeping.recovery.unfinished
+    def samples(statistics: CoordinatorStatistics) -> Iterable[Sample]:
+        for name, job in statistics.jobs.items():
+            for loader, progress in job.loaders.items():
+                yield (name, str(loader), "committed"), progress.committed
+                yield (name, str(loader), "leased"), progress.leased
+                yield (name, str(loader), "returned"), progress.returned
+
+    def passes(statistics: CoordinatorStatistics) -> Iterable[Sample]:
+        for name, job in statistics.jobs.items():
+            yield from (((name, str(loader)), progress.pass_number) for loader, progress in job.loaders.items())
+
+    def restores(statistics: CoordinatorStatistics) -> Iterable[Sample]:
+        counts = asdict(statistics.recovery) if statistics.recovery is not None else {}
+        return [((result,), count) for result, count in counts.items()]
 
     return Gauges(
+        coordinator.statistics,
         [
             ("ps_checkpoints_total", "Checkpoints completed.", ("job",), each_kept(lambda c: c.complete)),
-            ("ps_checkpoints_failed_total", "Checkpoints not completed.", ("job",), each_kept(lambda c: c.failed)),
             (
-                "ps_checkpoint_clock",
-                "Clock of the last one.",
+                "ps_checkpoints_failed_total",
+                "Checkpoints not completed.",
                 ("job",),
-                each_kept(lambda c: c.last.clock if c.last else 0),
+                each_kept(lambda c: c.failed),
             ),
-            ("ps_checkpoint_seconds", "How long the last one took.", ("job",), each_kept(lambda c: c.last_seconds)),
+            ("ps_checkpoint_clock", "Clock of the last one.", ("job",), each_kept(lambda c: c.clock)),
+            ("ps_checkpoint_seconds", "How long the last one took.", ("job",), each_kept(lambda c: c.seconds)),
             (
                 "ps_checkpoint_held_up_seconds",
                 "For how long the last one held up the shard that it held up most.",
                 ("job",),
-                each_kept(lambda c: c.last_held_up),
+                each_kept(lambda c: c.held_up_seconds),
             ),
             (
                 "ps_checkpoint_age_seconds",
                 "How old the last one is.",
                 ("job",),
-                each_kept(lambda c: time.monotonic() - c.last_at),
+                each_kept(lambda c: c.age_seconds),
             ),
-            ("ps_restores_total", "Checkpoints that were to be gone back to.", ("result",), restores),
+            ("ps_restores_total", "Checkpoints that a rollback considered, by result.", ("result",), restores),
             ("ps_lost_steps_total", "Workers' steps lost with a shard.", ("job",), each_job(lambda j: j.lost_steps)),
             ("ps_redone_steps_total", "Workers' steps made again.", ("job",), each_job(lambda j: j.redone_steps)),
-            ("ps_shards", "Shards that have called in.", (), lambda: [((), len(coordinator.shards()))]),
-            ("ps_jobs", "Jobs that run.", (), lambda: [((), len(coordinator.jobs()))]),
-            ("ps_workers", "Live workers.", ("job",), each_job(lambda j: len(j.members()))),
+            ("ps_shards", "Shards that have called in.", (), lambda statistics: [((), statistics.shards)]),
+            ("ps_jobs", "Jobs that run.", (), lambda statistics: [((), len(statistics.jobs))]),
+            ("ps_workers", "Live workers.", ("job",), each_job(lambda j: len(j.workers))),
             ("ps_data_samples", "Leased data of the pass, by state.", ("job", "loader", "state"), samples),
             ("ps_data_pass", "The pass over a loader's data, from 0.", ("job", "loader"), passes),
             ("ps_worker_clock", "Steps finished, as last heard.", ("job", "rank"), clocks),
@@ -116,20 +118,21 @@ def coordinator_gauges(coordinator: Coordinator) -> Gauges:
                 ("job",),
                 each_job(lambda j: j.imbalance),
             ),
-        ]
+        ],
     )
 
 
-def security_gauges(call_limits: CallLimits, exposed: bool, encrypted: bool, asks: bool) -> Gauges:
+def security_gauges(call_limits: CallLimits, exposed: bool, encrypted: bool, asks: bool) -> Gauges[dict[str, int]]:
     """What this process is open to, and what its callers have in flight."""
 
-    def flag(value: bool) -> Callable[[], Iterable[Sample]]:
-        return lambda: [((), float(value))]
+    def flag(value: bool) -> Callable[[dict[str, int]], Iterable[Sample]]:
+        return lambda _: [((), float(value))]
 
-    def count(name: str) -> Callable[[], Iterable[Sample]]:
-        return lambda: [((), call_limits.statistics()[name])]
+    def count(name: str) -> Callable[[dict[str, int]], Iterable[Sample]]:
+        return lambda statistics: [((), statistics[name])]
 
     return Gauges(
+        call_limits.statistics,
         [
             ("ps_insecure", "1: plaintext is served beyond this machine, as --insecure says.", (), flag(exposed)),
             ("ps_tls", "1: connections are encrypted.", (), flag(encrypted)),
@@ -137,7 +140,7 @@ def security_gauges(call_limits: CallLimits, exposed: bool, encrypted: bool, ask
             ("ps_calls_in_flight", "Calls in flight.", (), count("calls")),
             ("ps_callers", "Callers with calls in flight.", (), count("callers")),
             ("ps_slow_peer_waits", "Waits for a peer to send or to read.", (), count("waits")),
-        ]
+        ],
     )
 
 
@@ -149,13 +152,13 @@ def service_discovery(coordinator: Coordinator, encrypted: bool = False) -> byte
         for index, shard in sorted(coordinator.shards().items())
         if shard.metrics_address
     ]
-    for name, job in sorted(coordinator.jobs().items()):
+    for name, job in sorted(coordinator.statistics().jobs.items()):
         targets += [
             {
-                "targets": [m.metrics_address],
-                "labels": {"role": "worker", "job_name": name, "rank": str(m.rank)} | scheme,
+                "targets": [worker.metrics_address],
+                "labels": {"role": "worker", "job_name": name, "rank": str(worker.rank)} | scheme,
             }
-            for m in job.members()
-            if m.metrics_address
+            for worker in job.workers
+            if worker.metrics_address
         ]
     return json.dumps(targets).encode()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import grpc
@@ -15,8 +13,9 @@ from grpc_reflection.v1alpha import reflection
 from ps_protocol.errors import PSError
 from ps_protocol.v1 import control_pb2, control_pb2_grpc
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.coordinator.job import CoordinatedJob
-from ps_server.rpc import lease_messages
+from ps_server.coordinator.shards import RegisteredShard
+from ps_server.core.statistics import ShardStatistics
+from ps_server.rpc import convert
 from ps_server.rpc.call_limits import may_see
 
 CONTROL_SERVICES = {name: service.full_name for name, service in control_pb2.DESCRIPTOR.services_by_name.items()}
@@ -45,67 +44,36 @@ class ClusterService(control_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
 
     def GetStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         shards = sorted(self._coordinator.shards().items())
-        answers = list(self._pool.map(lambda item: _ask_status(*item), shards))
-        for shard in answers:  # the shards have told the coordinator, which may see everything
-            seen = [job for job in shard.jobs if may_see(job.job)]
-            del shard.jobs[:]
-            shard.jobs.extend(seen)
+        jobs = self._coordinator.statistics().jobs
+        answers = self._pool.map(_ask_statistics, (shard for _, shard in shards))
         return control_pb2.GetStatusResponse(
             address=self._address,
             metrics_address=self._metrics_address,
             pid=os.getpid(),
             shard_count=self._coordinator.shard_count,
-            shards=answers,
-            jobs=[_job_status(job) for name, job in sorted(self._coordinator.jobs().items()) if may_see(name)],
+            shards=[_shard_status(*answer) for answer in answers],
+            jobs=[convert.job_status(job) for name, job in sorted(jobs.items()) if may_see(name)],
         )
 
 
-def _ask_status(index: int, shard: Any) -> Any:
-    status = control_pb2.ShardStatus(
-        index=index, address=shard.client.address, metrics_address=shard.metrics_address, pid=shard.pid
-    )
+def _ask_statistics(shard: RegisteredShard) -> tuple[RegisteredShard, ShardStatistics | None]:
     try:
-        status.jobs.extend(shard.client.status().jobs)
-        status.reachable = True
+        return shard, shard.api.statistics()
     except PSError:
-        status.reachable = False
-    return status
+        return shard, None
 
 
-def _job_status(job: CoordinatedJob) -> Any:
-    _, world_size, started = job.roster()
-    status = control_pb2.JobStatus(
-        name=job.spec.name,
-        mode=str(job.spec.consistency),
-        world_size=world_size,
-        started=started,
-        parameter_bytes=job.bytes,
-        bucket_count=len(job.placement),
-        imbalance=job.imbalance,
-        restore_count=job.restore_count,
-        lost_steps=job.lost_steps,
-        redone_steps=job.redone_steps,
-        awaited=sorted(job.membership.awaited),
+def _shard_status(shard: RegisteredShard, statistics: ShardStatistics | None) -> Any:
+    """A shard's status for the caller: shards tell the coordinator of all jobs, and it may not see each of them."""
+    jobs = statistics.jobs if statistics is not None else {}
+    return control_pb2.ShardStatus(
+        index=shard.index,
+        address=shard.address,
+        metrics_address=shard.metrics_address,
+        pid=shard.pid,
+        reachable=statistics is not None,
+        jobs=[convert.shard_job_status(name, job) for name, job in sorted(jobs.items()) if may_see(name)],
     )
-    last = job.checkpoints.last if job.checkpoints is not None else None
-    if last is not None:
-        status.checkpoint, status.checkpoint_clock = last.name, last.clock
-    now = time.monotonic()
-    for member in job.members():
-        worker = status.workers.add(
-            rank=member.rank,
-            incarnation=member.incarnation,
-            clock=member.clock,
-            pid=member.pid,
-            host=member.host,
-            metrics_address=member.metrics_address,
-            launch=member.launch,
-        )
-        if member.since:
-            worker.since.FromMilliseconds(int(member.since * 1e3))
-        worker.lease_left.FromTimedelta(timedelta(seconds=max(0.0, member.expires - now)))
-    status.loaders.extend(lease_messages.loader_status(loader, how) for loader, how in job.data.progress().items())
-    return status
 
 
 def add_health(server: grpc.Server, pool: ThreadPoolExecutor, services: list[str]) -> health.HealthServicer:

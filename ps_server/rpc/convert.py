@@ -3,22 +3,17 @@ or knows the generated classes, but for the stubs and servicers that carry them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from google.protobuf import json_format
-
-from ps_protocol.convert import job_spec, job_spec_message
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.convert import job_spec_message
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import control_pb2, job_pb2
-from ps_server.coordinator.rounds import ExchangeRequest, Standing, Wait
+from ps_server.coordinator.rounds import ExchangeRequest, Standing
 from ps_server.core.membership import JoinRequest, JoinResult
-from ps_server.core.snapshot import VersionRange
-from ps_server.core.statistics import ShardJobStatistics
-from ps_server.rpc.lease_messages import loader_data
-from ps_server.shard.snapshots import ShardSnapshot
-from ps_server.storage.checkpoints import Part
+from ps_server.core.snapshot import Part, ShardSnapshot, VersionRange
+from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait, WorkerStatistics
+from ps_server.rpc.lease_messages import loader_data, loader_status
 
 VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave may be more than a message may have
 
@@ -93,16 +88,6 @@ def exchange_responses(standing: Standing) -> Iterator[control_pb2.ExchangeValue
     if standing.found is not None:
         response.complete, response.refused = True, standing.found.refused
     yield response
-
-
-def waits(response: control_pb2.GetShardStatusResponse, name: str) -> list[Wait]:
-    """The workers of a job that wait on a shard, and for whom."""
-    return [
-        Wait(wait.rank, wait.clock, frozenset(wait.waiting_for))
-        for job in response.jobs
-        if job.job == name
-        for wait in job.waits
-    ]
 
 
 def begin_checkpoint_request(job: str, name: str, clock: int | None) -> control_pb2.BeginCheckpointRequest:
@@ -182,37 +167,39 @@ def restored(response: control_pb2.RestoreJobResponse) -> VersionRange:
     return VersionRange(response.version_min, response.version_max, dict(response.clocks))
 
 
-def progress(response: control_pb2.GetShardStatusResponse, name: str, aggregate: bool) -> int:
-    """How far a job is on a shard: its highest version in sync, else its highest clock."""
-    found = (
-        max([job.version_max] if aggregate else job.clocks.values(), default=0)
-        for job in response.jobs
-        if job.job == name
+def shard_statistics(response: control_pb2.GetShardStatusResponse) -> ShardStatistics:
+    """What a shard holds."""
+    return ShardStatistics({job.job: _shard_job(job) for job in response.jobs})
+
+
+def _shard_job(status: control_pb2.ShardJobStatus) -> ShardJobStatistics:
+    waits = tuple(
+        Wait(
+            wait.rank,
+            wait.clock,
+            wait.bucket_count,
+            frozenset(wait.waiting_for),
+            wait.reason,
+            wait.waited.ToNanoseconds() / 1e9,
+        )
+        for wait in status.waits
     )
-    return max(found, default=0)
-
-
-def live_clocks(response: control_pb2.GetShardStatusResponse, name: str) -> dict[int, int]:
-    """By rank, the steps of a job's live workers that a shard has applied."""
-    return {rank: clock for job in response.jobs if job.job == name for rank, clock in job.clocks.items()}
+    return ShardJobStatistics(
+        bucket_count=status.bucket_count,
+        parameter_bytes=status.parameter_bytes,
+        optimizer_bytes=status.optimizer_bytes,
+        staged_bytes=status.staged_bytes,
+        version_min=status.version_min,
+        version_max=status.version_max,
+        clocks=dict(status.clocks),
+        waits=waits,
+        waiting_pulls=sum(wait.bucket_count for wait in waits),
+    )
 
 
 def checkpoint_job_request(job: str) -> control_pb2.CheckpointJobRequest:
     """Asks the coordinator for a checkpoint."""
     return control_pb2.CheckpointJobRequest(job=job)
-
-
-def job_spec_data(spec: JobSpec) -> dict[str, Any]:
-    """A job's spec as plain data for a file."""
-    return json_format.MessageToDict(job_spec_message(spec), preserving_proto_field_name=True)
-
-
-def job_spec_from_data(data: Any) -> JobSpec:
-    """The spec that a file holds. Raises InvalidRequest if it holds none."""
-    try:
-        return job_spec(json_format.ParseDict(data, job_pb2.JobSpec()))
-    except json_format.ParseError as error:
-        raise InvalidRequest(f"no job's spec: {error}") from None
 
 
 def drop_job_request(job: str) -> control_pb2.DropJobRequest:
@@ -234,12 +221,50 @@ def watch_response(ranks: list[int], world_size: int, started: bool) -> control_
     return control_pb2.WatchJobResponse(ranks=ranks, world_size=world_size, started=started)
 
 
-def shard_map(addresses: dict[int, str], placement: list[int]) -> job_pb2.ShardMap:
+def shard_map(addresses: dict[int, str], placement: Sequence[int]) -> job_pb2.ShardMap:
     """Where the shards are, and which bucket is on which."""
     return job_pb2.ShardMap(
         shards=[job_pb2.ShardInfo(index=index, address=address) for index, address in sorted(addresses.items())],
         bucket_shards=placement,
     )
+
+
+def job_status(job: JobStatistics) -> control_pb2.JobStatus:
+    """How a job is."""
+    status = control_pb2.JobStatus(
+        name=job.name,
+        mode=job.mode,
+        world_size=job.world_size,
+        started=job.started,
+        parameter_bytes=job.parameter_bytes,
+        bucket_count=job.buckets,
+        imbalance=job.imbalance,
+        restore_count=job.restore_count,
+        lost_steps=job.lost_steps,
+        redone_steps=job.redone_steps,
+        awaited=job.rejoining,
+        workers=[_worker_status(worker) for worker in job.workers],
+        loaders=[loader_status(loader, progress) for loader, progress in job.loaders.items()],
+    )
+    if job.checkpoints is not None and job.checkpoints.name is not None:
+        status.checkpoint, status.checkpoint_clock = job.checkpoints.name, job.checkpoints.clock
+    return status
+
+
+def _worker_status(worker: WorkerStatistics) -> control_pb2.WorkerStatus:
+    status = control_pb2.WorkerStatus(
+        rank=worker.rank,
+        incarnation=worker.incarnation,
+        clock=worker.clock,
+        pid=worker.pid,
+        host=worker.host,
+        metrics_address=worker.metrics_address,
+        launch=worker.launch,
+    )
+    if worker.since:
+        status.since.FromMilliseconds(int(worker.since * 1e3))
+    status.lease_left.FromNanoseconds(int(worker.lease_left * 1e9))
+    return status
 
 
 def shard_status_request() -> control_pb2.GetShardStatusRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,7 +11,7 @@ import grpc
 from ps_protocol.convert import job_spec
 from ps_protocol.v1 import control_pb2, control_pb2_grpc
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.coordinator.job import Roster
+from ps_server.coordinator.members import Roster
 from ps_server.coordinator.rounds import Standing
 from ps_server.rpc import convert, lease_messages
 from ps_server.rpc.call_limits import check_job, in_pool
@@ -33,11 +34,11 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
     def RegisterJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.spec.name)
         job, created = self._coordinator.register_job(job_spec(request.spec))
-        shard_map, size = self._shard_map(job.placement), job.spec.bucket_bytes
+        shard_map, size = self._shard_map(job.placed.placement), job.spec.bucket_bytes
         return control_pb2.RegisterJobResponse(shard_map=shard_map, created=created, bucket_bytes=size)
 
-    def _shard_map(self, placement: list[int]) -> Any:
-        addresses = {index: shard.client.address for index, shard in self._coordinator.shards().items()}
+    def _shard_map(self, placement: Sequence[int]) -> Any:
+        addresses = {index: shard.address for index, shard in self._coordinator.shards().items()}
         return convert.shard_map(addresses, placement)
 
     def JoinJob(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -57,12 +58,12 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
             else:
                 outbox.put(lambda: convert.watch_response(*roster))
 
-        outbox.on_close(self._coordinator.watch(request.job, changed))
+        outbox.on_close(self._coordinator.job(request.job).watch(changed))
 
     def Heartbeat(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.job)
         who = request.rank, request.incarnation
-        live = self._coordinator.heartbeat(request.job, *who, request.clock, request.lease_key)
+        live = self._coordinator.job(request.job).members.heartbeat(*who, request.clock, request.lease_key)
         return control_pb2.HeartbeatResponse(live_count=live)
 
     def LeaveJob(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -73,31 +74,31 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
     def LeaseData(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.job)
         who, ask = (request.rank, request.incarnation), lease_messages.lease_request(request)
-        return lease_messages.lease_response(self._coordinator.lease_data(request.job, who, request.lease_key, ask))
+        return lease_messages.lease_response(self._coordinator.job(request.job).data.lease(who, request.lease_key, ask))
 
     def _exchange(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
         check_job(request.job)
         outbox = Outbox(send, context, self._senders)
         ask = convert.exchange_request(request)
-        outbox.on_close(self._coordinator.exchange(request.job, ask, _RoundListener(outbox)))
+        outbox.on_close(self._coordinator.job(request.job).rounds.exchange(ask, _RoundListener(outbox)))
 
     def SaveWorkerState(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.job)
         who = request.rank, request.incarnation, request.lease_key
-        self._coordinator.save_worker_state(request.job, *who, request.clock, request.state)
+        self._coordinator.job(request.job).save_worker_state(*who, request.clock, request.state)
         return control_pb2.SaveWorkerStateResponse()
 
     def CheckpointJob(self, request: Any, context: grpc.ServicerContext) -> Any:
-        made = self._coordinator.checkpoint_job(request.job)
+        made = self._coordinator.job(request.job).checkpoint()
         return control_pb2.CheckpointJobResponse(name=made.name, clock=made.clock, bytes=made.bytes)
 
     def EndJob(self, request: Any, context: grpc.ServicerContext) -> Any:
-        self._coordinator.end_job(request.job)
+        self._coordinator.job(request.job).end()
         return control_pb2.EndJobResponse()
 
 
 class _RoundListener:
-    """Tells a worker over its stream how a round stands; see exchanging.Listener."""
+    """Tells a worker over its stream how a round stands; see rounds.Listener."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox

@@ -1,10 +1,9 @@
-"""How the coordinator calls the shards."""
+"""Calls a shard over gRPC, for the coordinator."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
@@ -14,11 +13,9 @@ from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.status import error_from
 from ps_server.core.data_commits import Committed
-from ps_server.core.snapshot import VersionRange
+from ps_server.core.snapshot import ShardSnapshot, VersionRange
+from ps_server.core.statistics import ShardStatistics
 from ps_server.rpc import convert, lease_messages
-from ps_server.shard.snapshots import ShardSnapshot
-
-T = TypeVar("T")
 
 CALL_SECONDS = 10.0
 STATUS_SECONDS = 2.0
@@ -26,7 +23,7 @@ RESTORE_SECONDS = 300.0  # reading and checking a large shard's files takes a wh
 
 
 class ShardClient:
-    """One shard, from the coordinator's side. Methods raise PSError; all are safe to repeat."""
+    """One shard over gRPC; see coordinator.shards.ShardApi."""
 
     def __init__(self, index: int, address: str, access: Access = PLAINTEXT) -> None:
         self.index = index
@@ -42,16 +39,12 @@ class ShardClient:
         """Forgets a job."""
         self._call(self._stub.DropJob, convert.drop_job_request(job))
 
-    def jobs(self) -> set[str]:
-        """The names of the jobs that it holds."""
-        return {job.job for job in self.status().jobs}
-
-    def admit(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes) -> int:
+    def add_worker(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes) -> int:
         """Counts a worker as live; answers with the shard's frontier."""
         request = convert.admit_request(job, rank, incarnation, clock, key)
         return int(self._call(self._stub.AdmitWorker, request).frontier)
 
-    def retire(self, job: str, rank: int, incarnation: int) -> None:
+    def remove_worker(self, job: str, rank: int, incarnation: int) -> None:
         """Stops counting a worker as live."""
         self._call(self._stub.RetireWorker, convert.retire_request(job, rank, incarnation))
 
@@ -73,9 +66,10 @@ class ShardClient:
         request = convert.restore_job_request(spec, buckets, name, last_incarnation)
         return convert.restored(self._call(self._stub.RestoreJob, request, RESTORE_SECONDS))
 
-    def status(self) -> Any:
-        """What the shard holds, as its GetShardStatusResponse."""
-        return self._call(self._stub.GetShardStatus, convert.shard_status_request(), STATUS_SECONDS)
+    def statistics(self) -> ShardStatistics:
+        """Returns what the shard holds."""
+        response = self._call(self._stub.GetShardStatus, convert.shard_status_request(), STATUS_SECONDS)
+        return convert.shard_statistics(response)
 
     def close(self) -> None:
         """Closes the connection."""
@@ -86,12 +80,3 @@ class ShardClient:
             return method(request, timeout=seconds)
         except grpc.RpcError as error:
             raise error_from(error, f"shard {self.index} at {self.address}") from None
-
-
-def call_all(pool: ThreadPoolExecutor, clients: list[ShardClient], call: Callable[[ShardClient], T]) -> list[T]:
-    """Calls every shard at the same time; raises the first error after all have answered."""
-    futures = [pool.submit(call, client) for client in clients]
-    errors = [error for error in (future.exception() for future in futures) if error is not None]
-    if errors:
-        raise errors[0]
-    return [future.result() for future in futures]

@@ -29,7 +29,7 @@ from ps_server.core.commands import AddWorker, RemoveWorker, RestoreSnapshot, St
 from ps_server.core.data_commits import Committed
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import PullCall, Push, SharedPush
-from ps_server.core.snapshot import BucketSnapshot, VersionRange
+from ps_server.core.snapshot import BucketSnapshot, Part, ShardSnapshot, VersionRange
 from ps_server.core.statistics import ShardStatistics
 from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
@@ -38,10 +38,10 @@ from ps_server.shard.memory import free_bytes
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes
-from ps_server.shard.snapshots import ShardSnapshot, SnapshotTask
+from ps_server.shard.snapshots import SnapshotTask
 from ps_server.shard.threads import OwnThreads, Threads
 from ps_server.shard.waiting import Outbox
-from ps_server.storage.checkpoints import CheckpointStore, Part
+from ps_server.storage.checkpoints import CheckpointStore
 
 log = logging.getLogger("ps_server")
 

@@ -10,30 +10,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
 from ps_protocol.layout import BucketSpec
 from ps_server.core.consistency import UpdateRule
 from ps_server.core.dense import Gradient
-from ps_server.core.snapshot import BucketSnapshot, VersionRange, extent
+from ps_server.core.snapshot import BucketSnapshot, Part, ShardSnapshot, extent
 from ps_server.failpoints import failpoint
 from ps_server.shard.threads import Threads
-from ps_server.storage.checkpoints import Part
 
 log = logging.getLogger("ps_server")
 
 # Writes the snapshots of a checkpoint's part and describes the file.
 Write = Callable[[str, list[BucketSnapshot]], Part]
-
-
-@dataclass(frozen=True)
-class ShardSnapshot:
-    """A shard's part on disk: the file, how far its buckets are, and seconds for which copying held up training."""
-
-    part: Part
-    extent: VersionRange
-    held_up: float
 
 
 class SnapshotTask:

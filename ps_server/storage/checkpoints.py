@@ -32,7 +32,7 @@ from ps_protocol.job import HyperParameters
 from ps_protocol.layout import BucketSpec
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.data_commits import Committed
-from ps_server.core.snapshot import BucketSnapshot
+from ps_server.core.snapshot import BucketSnapshot, Part
 from ps_server.failpoints import failpoint
 
 FORMAT = 1
@@ -41,15 +41,6 @@ _NAME = re.compile(r"\d{6,12}")
 _PART = re.compile(r"(shard|worker)-\d{1,6}\.(safetensors|state)")
 _STATE_NAME = re.compile(r"[a-z_]{1,64}")
 _READ_BYTES = 2**20
-
-
-@dataclass(frozen=True)
-class Part:
-    """One file of a checkpoint."""
-
-    file: str
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)

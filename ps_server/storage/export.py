@@ -16,12 +16,12 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import HELD, BucketSpec, bucket_layout
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.snapshot import BucketSnapshot
-from ps_server.rpc.convert import job_spec_from_data
 from ps_server.storage.checkpoints import CheckpointStore, Manifest
 
 

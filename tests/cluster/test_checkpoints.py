@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ps_protocol.convert import job_spec_message
+from ps_protocol.convert import job_spec_data, job_spec_message
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints, TryLater
 from ps_protocol.job import HyperParameters, JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
@@ -30,13 +30,13 @@ from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.v1 import control_pb2
 from ps_server.config import parse_every
 from ps_server.coordinator.checkpoints import JobCheckpoints
+from ps_server.coordinator.timing import Timing
 from ps_server.core.commands import RestoreSnapshot
 from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.dense import DenseBucket, Gradient, Scratch
 from ps_server.core.partition import Bucket, JobPartition
-from ps_server.core.snapshot import BucketSnapshot, VersionRange, extent
-from ps_server.rpc.convert import job_spec_data
-from ps_server.storage.checkpoints import CheckpointStore, Manifest, Part, WorkerPart
+from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, extent
+from ps_server.storage.checkpoints import CheckpointStore, Manifest, WorkerPart
 from ps_server.storage.export import export, optimizer_state_dict
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.launching import END_SECONDS, Command
@@ -334,8 +334,7 @@ def test_a_checkpoint_beside_training_is_of_one_version_in_sync_and_whole_in_eve
 def test_a_checkpoint_that_takes_long_to_write_is_not_taken_for_training_that_stands_still(
     make_cluster: MakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ps_server.coordinator.checkpoints.STALL_SECONDS", 0.1)
-    written, looked, write, look = threading.Event(), [], CheckpointStore.write_shard, JobCheckpoints._progress
+    written, looked, write, look = threading.Event(), [], CheckpointStore.write_shard, JobCheckpoints._look
 
     def slowly(*arguments: Any) -> Part:
         assert written.wait(30)
@@ -346,8 +345,8 @@ def test_a_checkpoint_that_takes_long_to_write_is_not_taken_for_training_that_st
         return looked[-1]
 
     monkeypatch.setattr(CheckpointStore, "write_shard", slowly)
-    monkeypatch.setattr(JobCheckpoints, "_progress", noting)
-    cluster = make_cluster(checkpoint_dir=tmp_path)
+    monkeypatch.setattr(JobCheckpoints, "_look", noting)
+    cluster = make_cluster(checkpoint_dir=tmp_path, timing=Timing(stall=0.1))
     with RawWorker(cluster.address, vector_job("job", "sync", 64, 1), 0) as worker, ThreadPoolExecutor(1) as pool:
         worker.initialise()
         asked = pool.submit(cluster.coordinator.jobs()["job"].checkpoints.request, 30)  # type: ignore[union-attr]
@@ -368,7 +367,7 @@ def test_what_checkpoints_do_is_in_the_metrics(make_cluster: MakeCluster, tmp_pa
         worker.initialise()
         worker.step(torch.zeros(64))
         worker.pull()
-        cluster.coordinator.jobs()["job"].checkpoints.request(30, final=True)  # type: ignore[union-attr]
+        cluster.coordinator.jobs()["job"].checkpoints.request(30, standing=True)  # type: ignore[union-attr]
         found = scrape(cluster.servers[0].metrics_address)
         assert found['ps_checkpoints_total{job="job"}'] == 1
         assert found['ps_checkpoint_clock{job="job"}'] == 1
@@ -376,7 +375,7 @@ def test_what_checkpoints_do_is_in_the_metrics(make_cluster: MakeCluster, tmp_pa
         shutil.rmtree(tmp_path / "job")
         (tmp_path / "job").write_text("in the way")
         with pytest.raises(CheckpointFailed, match="cannot be written"):
-            cluster.coordinator.jobs()["job"].checkpoints.request(30, final=True)  # type: ignore[union-attr]
+            cluster.coordinator.jobs()["job"].checkpoints.request(30, standing=True)  # type: ignore[union-attr]
         found = scrape(cluster.servers[0].metrics_address)
         assert found['ps_checkpoints_failed_total{job="job"}'] == 1
         worker.step(torch.zeros(64))
@@ -431,7 +430,7 @@ def test_what_training_changes_besides_the_weights_is_exported_too(make_cluster:
     session = cluster.connect("sync", job="job")
     net, steps = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     made: list[Manifest] = []
-    asked = threading.Thread(target=lambda: made.append(cluster.coordinator.checkpoint_job("job")))
+    asked = threading.Thread(target=lambda: made.append(cluster.coordinator.job("job").checkpoint()))
     asked.start()
     while asked.is_alive():
         net(torch.randn(8, 4)).pow(2).sum().backward()

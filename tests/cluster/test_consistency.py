@@ -223,7 +223,7 @@ def test_a_push_that_came_before_its_worker_died_is_in_the_mean(make_cluster: Ca
 
         def gone() -> bool:
             live.heartbeat()
-            return [m.rank for m in cluster.coordinator.jobs()["default"].members()] == [0]
+            return [m.rank for m in cluster.coordinator.jobs()["default"].members.all()] == [0]
 
         until(gone)
         assert live.pull().tolist() == [2.0] * 16 + [1.0] * 16

@@ -198,7 +198,7 @@ def test_a_checkpoint_whose_writing_is_cut_short_is_left_for_the_one_before_it(
     assert ended.found == []
     assert same(ended.weights, undisturbed)
     log = servers.log.read_text()
-    back = [line for line in log.splitlines() if "set back to checkpoint" in line]
+    back = [line for line in log.splitlines() if "rolled back to checkpoint" in line]
     cut = [line for line in log.splitlines() if "was not completed: it has no manifest" in line]
     assert len(back) == len(cut) == 1
     assert word_after("checkpoint", cut[0]) > word_after("checkpoint", back[0]), "the one before is used"
@@ -214,7 +214,7 @@ def test_a_server_that_dies_while_it_removes_an_old_checkpoint_leaves_none_that_
     check_deaths(servers, "checkpoint-half-removed", ["shard 0"])
     assert ended.found == []
     assert same(ended.weights, undisturbed)
-    [back] = [line for line in servers.log.read_text().splitlines() if "set back to checkpoint" in line]
+    [back] = [line for line in servers.log.read_text().splitlines() if "rolled back to checkpoint" in line]
     assert word_after("checkpoint", back) == "000002,"
     assert not (servers.checkpoints / "default" / "000001").exists(), "what was left is removed with the next"
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ps_protocol.errors import OutOfOrder
+from ps_server.core.snapshot import Part
 from ps_server.ops import status
-from ps_server.storage.checkpoints import CheckpointStore, Part
+from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import Cluster, until
 from tests.tools.raw_worker import RawWorker, vector_job
 from tests.tools.rollbacks import CELLS, join_again, make_checkpoint, train
@@ -144,7 +145,7 @@ def test_a_checkpoint_that_is_all_written_when_its_job_is_set_back_is_none(
         if not given_up:
             checkpoints = cluster.coordinator.jobs()["job"].checkpoints
             assert checkpoints is not None
-            checkpoints.give_up()
+            checkpoints.abandon()
             given_up.append(name)
         return write(store, job, name, rank, state)
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from ps_protocol.errors import CheckpointDamaged, Fenced, JobMismatch, NoCheckpoints, NotFound, TryLater, UnknownWorker
-from ps_server.coordinator import state_file
-from ps_server.coordinator.job import make_job
+from ps_server.coordinator.saved_job import SavedJob
+from ps_server.coordinator.state_file import StateFile
 from ps_server.core.membership import JoinRequest
+from ps_server.core.statistics import RecoveryStatistics
 from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import Cluster, in_parallel, until
@@ -129,7 +130,7 @@ def test_a_job_without_checkpoints_ends_with_a_shard_and_says_why(make_cluster: 
         worker.initialise()
         train(worker, 1)
         with pytest.raises(NoCheckpoints):
-            cluster.coordinator.checkpoint_job("job")
+            cluster.coordinator.job("job").checkpoint()
         cluster.start_again(1)
         until(lambda: not cluster.coordinator.jobs(), "the job's end")
         with pytest.raises(NotFound, match="started without --checkpoint-dir"):
@@ -146,10 +147,10 @@ def test_the_workers_wait_for_each_other_after_the_job_was_set_back(make_cluster
         cluster.start_again(1)
         join_again(zero)
         job = cluster.coordinator.jobs()["job"]
-        assert job.roster() == ([0], 2, False), "one of two is back"
+        assert job.members.roster() == ([0], 2, False), "one of two is back"
         assert "waits for workers 1 to join again" in status.table(status.fetch(cluster.address))
         join_again(one)
-        assert job.roster() == ([0, 1], 2, True)
+        assert job.members.roster() == ([0, 1], 2, True)
 
 
 def test_a_worker_that_does_not_come_back_is_waited_for_no_longer_than_its_lease(
@@ -167,7 +168,7 @@ def test_a_worker_that_does_not_come_back_is_waited_for_no_longer_than_its_lease
 
         def alone() -> bool:
             zero.heartbeat()
-            return job.roster() == ([0], 2, True)
+            return job.members.roster() == ([0], 2, True)
 
         until(alone, "going on alone")
         assert torch.equal(step(zero), torch.full((CELLS,), 2.0))
@@ -211,7 +212,7 @@ def test_the_coordinator_comes_back_and_its_workers_notice_nothing(make_cluster:
 
             until(heard, "an answer to a heartbeat")
             assert torch.equal(step(worker), torch.full((CELLS,), 3.0))
-            assert [m.rank for m in alone.coordinator.jobs()["job"].members()] == [0]  # type: ignore[union-attr]
+            assert [m.rank for m in alone.coordinator.jobs()["job"].members.all()] == [0]  # type: ignore[union-attr]
             assert (directory / ".coordinator.json").stat().st_mode & 0o777 == 0o600, "it holds the workers' keys"
     finally:
         shard.stop()
@@ -237,9 +238,8 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before_it_and_that_is_said_and
         assert worker.clock == 2
         assert f"checkpoint {last} cannot be used, trying the one before" in caplog.text
         assert "SHA-256" in caplog.text
-        keeping = cluster.coordinator.keeping
-        assert keeping is not None
-        assert (keeping.recovery.damaged, keeping.recovery.restored) == (1, 1)
+        recovery = cluster.coordinator.statistics().recovery
+        assert recovery == RecoveryStatistics(restored=1, damaged=1)
 
 
 def test_pushes_of_before_reach_nothing_after_the_job_was_set_back(make_cluster: MakeCluster, tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_checkpoint_that_is_damaged_everywhere_is_an_error(tmp_path: Path) -> 
 
 
 def test_what_a_set_back_has_cost_is_still_known_after_the_coordinator_died(tmp_path: Path) -> None:
-    kept = state_file.SavedJob(
+    kept = SavedJob(
         spec={},
         run="a run",
         placement=(0, 1),
@@ -284,41 +284,8 @@ def test_what_a_set_back_has_cost_is_still_known_after_the_coordinator_died(tmp_
         awaited=(1,),
         ghosts=((0, 1, 4), (1, 1, 4)),
     )
-    state_file.save(tmp_path, {"job": kept})
-    assert state_file.load(tmp_path) == {"job": kept}
-
-
-def test_a_new_process_does_not_make_what_its_rank_had_done_uncounted() -> None:
-    spec = vector_job("job", "async", CELLS, 1)
-    job = make_job(spec, {}, 1, 10.0, "a run")
-    job.unaccounted = {0: (40, 44), 1: (40, 44)}
-    job.account(0, 46)  # the same process comes back, and knows better than what was heard of it last
-    job.account(1)
-    job.account(1, 90)  # each is booked once
-    assert (job.lost_steps, job.redone_steps) == (6 + 4, 0)
-
-
-def test_clocks_that_a_worker_skipped_when_it_came_back_are_not_lost() -> None:
-    job = make_job(vector_job("job", "async", CELLS, 1), {}, 1, 10.0, "a run")
-    job.joined(0, 0, None)
-    job.joined(0, 20, 15)  # it was away, and the others went on
-    job.unaccounted = {0: (10, 24)}
-    job.joined(0, 30, 25)
-    assert job.lost_steps == 5 + 5
-    job.unaccounted = {0: (18, 31)}
-    job.joined(0, 31, 31)
-    assert job.lost_steps == 10 + (31 - 18) - 2 - 5
-
-
-def test_what_a_worker_that_does_not_come_back_had_done_is_counted_and_the_rest_if_it_does() -> None:
-    job = make_job(vector_job("job", "async", CELLS, 1), {}, 1, 10.0, "a run")
-    job.unaccounted = {0: (40, 44)}
-    job.give_up(0)
-    assert job.lost_steps == 4
-    job.account(0, 45)
-    assert job.lost_steps == 5
-    job.account(0, 60)
-    assert job.lost_steps == 5
+    StateFile(tmp_path).save(lambda: {"job": kept})
+    assert StateFile(tmp_path).load() == {"job": kept}
 
 
 def test_who_joins_when_a_shard_has_just_been_started_anew_is_told_to_try_again(

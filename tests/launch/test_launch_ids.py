@@ -19,6 +19,8 @@ from torch import nn
 from ps_protocol.errors import Fenced, InvalidRequest, JobInUse
 from ps_runtime import launch_id
 from ps_server.coordinator import state_file
+from ps_server.coordinator.saved_job import SavedJob, SavedWorker
+from ps_server.coordinator.state_file import StateFile
 from ps_server.core.membership import JoinRequest
 from ps_server.ops import status
 from ps_worker import Session
@@ -396,17 +398,17 @@ def test_a_launchs_name_that_is_none_is_refused(shared: Cluster, job: str) -> No
 
 
 def test_files_of_coordinators_that_knew_no_launches_are_read(tmp_path: Path) -> None:
-    worker = state_file.DurableWorker(0, 1, 5, 12, "host", "", "00", 7, "a", 3.0, (("b", 1),))
-    job = state_file.SavedJob({}, "run", (0,), {0: 1}, 1, 0, True, (worker,))
-    state_file.save(tmp_path, {"job": job})
-    assert state_file.load(tmp_path)["job"].workers == (worker,)
+    worker = SavedWorker(0, 1, 5, 12, "host", "", "00", 7, "a", 3.0, (("b", 1),))
+    job = SavedJob({}, "run", (0,), {0: 1}, 1, 0, True, (worker,))
+    StateFile(tmp_path).save(lambda: {"job": job})
+    assert StateFile(tmp_path).load()["job"].workers == (worker,)
     kept = json.loads((tmp_path / state_file.FILE).read_text())
     for known in kept["jobs"]["job"]["workers"]:
         for name in ("launch", "since", "replaced"):
             del known[name]
     del kept["seal"]
     (tmp_path / state_file.FILE).write_text(json.dumps({**kept, "seal": state_file._seal(kept)}))
-    [found] = state_file.load(tmp_path)["job"].workers
+    [found] = StateFile(tmp_path).load()["job"].workers
     assert (found.launch, found.replaced, found.attempt) == ("", (), 7)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +20,11 @@ from ps_protocol.layout import DEFAULT_BUCKET_BYTES, ParameterSpec
 from ps_protocol.modes import Consistency, parse_mode
 from ps_protocol.optimizers import hyper_parameters
 from ps_protocol.v1 import control_pb2
-from ps_runtime.credentials import PLAINTEXT
-from ps_server.coordinator.shards import ShardDirectory
+from ps_server.coordinator.shards import Shards
 from ps_server.core.bucket_sizes import MOST_BUCKETS, sized
 from ps_server.core.limits import Limits
 from ps_server.core.validation import check_job_spec
+from ps_server.rpc.shard_client import ShardClient
 from tests.tools.cluster import Cluster
 from tests.tools.raw_worker import RawWorker, vector_job
 
@@ -103,11 +104,12 @@ def test_what_large_buckets_would_fit_into_a_servers_limit_is_never_refused(
     ],
 )
 def test_shards_are_on_one_machine_if_all_their_addresses_are_loopback(addresses: list[str], one_machine: bool) -> None:
-    directory = ShardDirectory(len(addresses), PLAINTEXT)
-    for index, address in enumerate(addresses):
-        directory.register(index, address, "", 1, 1)
-    assert directory.on_one_machine() is one_machine
-    directory.close()
+    with ThreadPoolExecutor(1) as pool:
+        shards = Shards(len(addresses), ShardClient, pool)
+        for index, address in enumerate(addresses):
+            shards.register(index, address, "", 1, 1)
+        assert shards.on_one_machine() is one_machine
+        shards.close()
 
 
 def open_job(server: str, spec: JobSpec) -> int:

@@ -113,23 +113,23 @@ def test_a_repeated_join_gets_the_place_that_was_given_already() -> None:
     first = Member(0, membership.next_incarnation(), expires=10.0, attempt=77)
     membership.join(first)
     membership.join(Member(1, membership.next_incarnation(), expires=10.0))
-    assert membership.seated(77, now=4.0) == replace(first, expires=14.0), "and its lease begins anew"
-    assert membership.seated(78, now=4.0) is None
-    assert membership.seated(0, now=4.0) is None, "no number is nobody's"
+    assert membership.repeated(77, now=4.0) == replace(first, expires=14.0), "and its lease begins anew"
+    assert membership.repeated(78, now=4.0) is None
+    assert membership.repeated(0, now=4.0) is None, "no number is nobody's"
     membership.leave(0, first.incarnation)
-    assert membership.seated(77, now=4.0) is None
+    assert membership.repeated(77, now=4.0) is None
 
 
-def test_after_it_was_set_back_a_job_starts_with_those_who_came_back_in_time() -> None:
+def test_after_a_rollback_a_job_starts_with_those_who_came_back_in_time() -> None:
     membership = Membership(world_size=2, lease=LEASE)
     join(membership)
     join(membership)
-    membership.set_back(now=100.0)
+    membership.rollback(now=100.0)
     assert not membership.started
     join(membership, 0)
-    assert membership.give_up(now=105.0) == []
+    assert membership.stop_waiting(now=105.0) == []
     assert not membership.started
-    assert membership.give_up(now=110.0) == [1]
+    assert membership.stop_waiting(now=110.0) == [1]
     assert membership.started
 
 
@@ -138,14 +138,14 @@ def test_if_nobody_came_back_in_time_the_rest_is_waited_for_from_the_first_one_o
     membership = Membership(world_size=3, lease=LEASE)
     for _ in range(3):
         join(membership)
-    membership.set_back(now=100.0)
-    assert membership.give_up(now=500.0) == []
+    membership.rollback(now=100.0)
+    assert membership.stop_waiting(now=500.0) == []
     assert not membership.started
     join(membership, 0, now=600.0)
     assert not membership.started
     join(membership, 1, now=605.0)
-    assert membership.give_up(now=609.0) == []
-    assert membership.give_up(now=610.0) == [2]
+    assert membership.stop_waiting(now=609.0) == []
+    assert membership.stop_waiting(now=610.0) == [2]
     assert membership.started
 
 
@@ -153,8 +153,8 @@ def test_an_elastic_job_whose_workers_were_all_late_waits_for_the_rest_too() -> 
     membership = Membership(world_size=0, lease=LEASE)
     join(membership)
     join(membership)
-    membership.set_back(now=100.0)
-    assert membership.give_up(now=110.0) == []
+    membership.rollback(now=100.0)
+    assert membership.stop_waiting(now=110.0) == []
     assert membership.claim(None) == 2, "their ranks are kept for them"
     join(membership, 1, now=200.0)
     assert not membership.started
@@ -250,10 +250,10 @@ def test_a_launch_that_was_taken_over_does_not_take_over_in_turn() -> None:
         assert in_the_way(membership.rivals(0, newcomer, now=1.0)) == kept_out, launch
 
 
-def test_while_a_job_is_set_back_its_ranks_are_kept_for_the_launch_that_had_them() -> None:
+def test_while_a_job_is_rolled_back_its_ranks_are_kept_for_the_launch_that_had_them() -> None:
     membership = Membership(world_size=1, lease=LEASE)
     launched(membership, "a", 0)
-    membership.set_back(now=5.0)
+    membership.rollback(now=5.0)
     newcomer = JoinRequest(launch="b", waited=20.0)
     found = membership.rivals(0, newcomer, now=6.0)
     assert found is not None

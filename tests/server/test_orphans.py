@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 
-from ps_server.coordinator import coordinator
+from ps_server.coordinator.timing import Timing
 from tests.tools.cluster import Cluster, until
 from tests.tools.raw_worker import RawWorker, vector_job
 
@@ -15,11 +14,10 @@ CELLS = 64
 
 
 def test_a_job_that_is_made_after_it_was_dropped_does_not_stay(
-    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+    make_cluster: Callable[..., Cluster],
 ) -> None:
     """As where the call to make it was on its way for longer than the coordinator waited."""
-    monkeypatch.setattr(coordinator, "STRAYS_LOOK_SECONDS", 0.02)
-    cluster = make_cluster()
+    cluster = make_cluster(timing=Timing(orphans_look=0.02))
     kept, late = vector_job("kept", "sync", CELLS, 1), vector_job("late", "sync", CELLS, 1)
     with RawWorker(cluster.address, kept, 0) as worker:
         worker.initialise()

@@ -214,7 +214,7 @@ class Coordinator(Host):
         for member in disk.members:
             self.members.join(dataclasses.replace(member, expires=self.world.now + 2 * LEASE, heard=-math.inf))
         self.members.started = disk.started
-        self.members.awaited = dict.fromkeys(disk.awaited, self.world.now + 2 * LEASE)
+        self.members.rejoining = dict.fromkeys(disk.awaited, self.world.now + 2 * LEASE)
         self._shards: dict[int, int] = {}
         self._ghosts = set(disk.ghosts)
         self._joining: set[tuple[int, int, int]] = set()
@@ -256,9 +256,9 @@ class Coordinator(Host):
     def _join(self, rank: int, newcomer: JoinRequest) -> Steps:
         yield from self._lock()
         try:
-            seated = self.members.seated(newcomer.attempt, self.world.now)
-            if seated is not None:
-                return seated
+            repeated = self.members.repeated(newcomer.attempt, self.world.now)
+            if repeated is not None:
+                return repeated
             if len(self._shards) < SHARDS or self._lost():
                 raise TryLater("not all shards are there, or the job is being set back")
             self.members.claim(rank, newcomer)
@@ -299,7 +299,7 @@ class Coordinator(Host):
     def _sweep(self) -> Steps:
         while True:
             yield LEASE / 10
-            self.members.give_up(self.world.now)
+            self.members.stop_waiting(self.world.now)
             for member in self.members.expired(self.world.now):
                 self.members.leave(member.rank, member.incarnation)
                 self._retire(member.rank, member.incarnation)
@@ -317,7 +317,7 @@ class Coordinator(Host):
     def _save(self) -> None:
         disk, members = self.cluster.disk, self.members
         disk.members, disk.last_incarnation = list(members.members.values()), members.last_incarnation
-        disk.started, disk.awaited = members.started, list(members.awaited)
+        disk.started, disk.awaited = members.started, list(members.rejoining)
         disk.ghosts = self._ghosts | self._joining
 
     # -- checkpoints and set-backs
@@ -373,7 +373,7 @@ class Coordinator(Host):
         for index in range(SHARDS) if averaged else lost:
             mine = {bucket: images[bucket] for bucket in self.cluster.placement(index)}
             yield self.call(self.cluster.shards[index], "restore", self.cluster.spec, mine, last, timeout=3.0)
-        before = self.members.set_back(self.world.now)
+        before = self.members.rollback(self.world.now)
         self._ghosts.clear()
         if not averaged:
             for member in before:

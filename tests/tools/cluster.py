@@ -73,7 +73,7 @@ class Cluster:
         known = self.coordinator.jobs().get(job)
         found: dict[str, object] = {"known": known is not None}
         if known is not None:
-            found["members"] = [(m.rank, m.incarnation) for m in known.members()]
+            found["members"] = [(m.rank, m.incarnation) for m in known.members.all()]
         for index, shard in enumerate(self.shards):
             running = shard.jobs().get(job)
             if running is None:

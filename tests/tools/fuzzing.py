@@ -32,6 +32,7 @@ from ps_server.rpc import convert
 from ps_server.rpc.cluster_service import ClusterService
 from ps_server.rpc.data_service import DataService
 from ps_server.rpc.job_service import JobService
+from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -98,7 +99,7 @@ class Target:
         self.store = CheckpointStore(Path(self._files.name))
         # Without threads: nothing changes between two inputs.
         self.shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), checkpoints=self.store)
-        self.coordinator = Coordinator(1)
+        self.coordinator = Coordinator(1, ShardClient)
         self._fill()
         data = DataService(self.shard)
         data.senders = _Inline()  # type: ignore[assignment]

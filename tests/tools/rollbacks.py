@@ -16,7 +16,7 @@ CELLS = 64  # four buckets of 16, on two shards
 def make_checkpoint(cluster: Cluster, *workers: RawWorker) -> int:
     """Has a checkpoint made while these workers do nothing but send their state; its clock."""
     with ThreadPoolExecutor(1) as pool:
-        made = pool.submit(cluster.coordinator.checkpoint_job, workers[0].spec.name)
+        made = pool.submit(cluster.coordinator.job(workers[0].spec.name).checkpoint)
 
         def done() -> bool:
             for worker in workers:

@@ -84,7 +84,7 @@ def busy(pool: str) -> list[str]:
 def in_round(cluster: Cluster, job: str, count: int = 1) -> bool:
     """Whether so many workers wait in a round."""
     known = cluster.coordinator.jobs().get(job)
-    return known is not None and len(known.rounds._waiters) >= count
+    return known is not None and known.rounds.waiting() >= count
 
 
 # -- what comes of it ------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_bad_arguments_are_refused_before_anything_is_sent(shared: Cluster, job:
                 session.gather(x)
         with pytest.raises(InvalidRequest, match="a source is a rank"):
             session.broadcast(1, source=-1)
-        assert shared.coordinator.jobs()[job].rounds.done[0] == 0, "no round was begun"
+        assert shared.coordinator.jobs()[job].rounds.done()[0] == 0, "no round was begun"
     with elastic(shared, "async", job) as session, pytest.raises(InvalidRequest, match="call prepare first"):
         assert session.is_main
 
@@ -265,7 +265,7 @@ def test_only_a_live_worker_may_give_a_value_and_only_for_the_open_round(shared:
         for error, fields in refused:
             with pytest.raises(error):
                 raw_exchange(worker, **fields)
-        assert shared.coordinator.jobs()[job].rounds.done == (0, ())
+        assert shared.coordinator.jobs()[job].rounds.done() == (0, ())
         [answer] = raw_exchange(worker, number=0, clock=9)
         assert (answer.number, answer.complete) == (1, False)
         [answer] = raw_exchange(worker, value=b"mine")
@@ -589,7 +589,7 @@ def test_a_round_in_which_a_job_was_set_back_ends_where_others_repeat_steps_that
             else:
                 until(lambda: in_round(cluster, "default"))
                 cluster.start_again(1)
-                until(lambda: cluster.coordinator.jobs()["default"].restore_count == 1)
+                until(lambda: cluster.coordinator.job("default").members.restore_count == 1)
                 worker.step(2)
                 assert session.mean(2) == 2.0, "the other is not there any more"
 

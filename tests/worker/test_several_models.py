@@ -150,10 +150,10 @@ def test_a_gan_comes_back_from_a_checkpoint_with_both_models(make_cluster: Any, 
         g, d = _generator(), _critic()
         g, d, opt_g, opt_d = session.prepare(g, d, _adam(g), _rms(d), bucket_bytes=64)
         _wgan(g, d, opt_g, opt_d, rounds=1)
-        name = cluster.coordinator.checkpoint_job("gan").name
+        name = cluster.coordinator.job("gan").checkpoint().name
         before = [parameter.detach().clone() for parameter in (*g.parameters(), *d.parameters())]
         cluster.start_again(1)
-        until(lambda: not cluster.coordinator.jobs()["gan"].lost(cluster.coordinator.shards()), "the job is whole")
+        until(lambda: not cluster.coordinator.job("gan").lost(), "the job is whole")
         opt_d.zero_grad()
         opt_d.step()  # finds its place lost, and goes back to the checkpoint
         assert session.clock == 4
@@ -176,7 +176,7 @@ def test_after_a_rollback_the_rest_of_a_batchs_steps_is_left_out(make_cluster: A
             g, d, opt_g, opt_d, data = session.prepare(g, d, _adam(g), _rms(d), data, bucket_bytes=64)
             for (real,) in data:
                 if disturbed and (not asked or (asked[-1].done() and asked[-1].result().clock % 2)):
-                    asked.append(pool.submit(cluster.coordinator.checkpoint_job, job))  # at a clock still to come
+                    asked.append(pool.submit(cluster.coordinator.job(job).checkpoint))  # at a clock still to come
                 elif disturbed and asked[-1].done():
                     cluster.start_again(1)
                     disturbed = False

@@ -1,4 +1,4 @@
-"""What a launch is told that asks for places which workers of another launch hold."""
+"""The error that a launch gets when workers of another launch hold the ranks it asks for."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ ASK_AGAIN_PER_LEASE = 16  # four times as often as a heartbeat comes
 LONGEST_ASK_AGAIN_SECONDS = 1.0
 
 
-def refusal(job: str, rivals: Rivals, newcomer: JoinRequest, lease: float) -> PSError:
-    """JobInUse where a rival is known to be live; TryLater, with when to ask again, while none is."""
-    who = f"job {job!r} is in use: {_described(rivals.members)}"
+def refusal(job: str, rivals: Rivals, request: JoinRequest, lease: float) -> PSError:
+    """Returns JobInUse if a rival is known to be live; otherwise TryLater, with when to ask again."""
+    in_use = f"job {job!r} is in use: {_described(rivals.members)}"
     if not rivals.live:
         later = TryLater(
-            f"{who}. Waiting for a sign of life from there, or for the end of the lease, {rivals.seconds:.1f} s at most"
+            f"{in_use}. Waiting for a sign of life from there, or for the end of the lease, "
+            f"{rivals.seconds:.1f} s at most"
         )
         later.retry_after = min(LONGEST_ASK_AGAIN_SECONDS, lease / ASK_AGAIN_PER_LEASE)
         return later
-    if newcomer.take_over:
-        return JobInUse(f"{who}. That launch took over from this one, which therefore does not take over in turn")
+    if request.take_over:
+        return JobInUse(f"{in_use}. That launch took over from this one, which therefore does not take over in turn")
     return JobInUse(
-        f"{who}. Either give this job another name: --job NAME (PS_JOB, connect(job=...)); "
+        f"{in_use}. Either give this job another name: --job NAME (PS_JOB, connect(job=...)); "
         "or replace those workers: --take-over (PS_TAKE_OVER=1, connect(take_over=True))"
     )
 

@@ -1,0 +1,53 @@
+"""What all jobs of a coordinator share: the shards, the limits, the directory of checkpoints, and the time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Protocol
+
+from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.shards import Shards
+from ps_server.coordinator.timing import Clock, Timing
+from ps_server.core.limits import Limits
+from ps_server.storage.checkpoints import CheckpointStore
+
+# Makes what calls to shards run in, from a number of threads and a name: ThreadPoolExecutor, or one that runs each call
+# at once.
+MakeExecutor = Callable[[int, str], Executor]
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Where checkpoints are, and when they are made."""
+
+    store: CheckpointStore
+    policy: CheckpointPolicy
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The cluster, as its jobs see it.
+
+    lease:         seconds for which a worker counts as live without a heartbeat
+    checkpointing: None: there are no checkpoints
+    """
+
+    shards: Shards
+    lease: float
+    limits: Limits
+    checkpointing: Checkpointing | None
+    timing: Timing
+    clock: Clock
+    make_executor: MakeExecutor
+
+
+class Registry(Protocol):
+    """What a job tells its coordinator."""
+
+    def save(self) -> None:
+        """Keeps all jobs on disk, as they are now."""
+
+    def forget(self, name: str, why: str) -> None:
+        """Drops a job that has ended, and frees its name. why: in words; empty where its workers have left."""

@@ -1,0 +1,62 @@
+"""The clock that a coordinator goes by, and how long it waits for what. Tests and simulations hand in their own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+class Clock:
+    """The time of this machine."""
+
+    def now(self) -> float:
+        """Returns seconds that never go backwards, from an arbitrary zero."""
+        return time.monotonic()
+
+    def since_1970(self) -> float:
+        """Returns the date, for people to read, in seconds."""
+        return time.time()
+
+    def wait(self, changed: threading.Condition, holds: Callable[[], bool], seconds: float) -> bool:
+        """Waits until `holds`, which is looked at after each notice, or for `seconds`. The caller holds `changed`."""
+        return changed.wait_for(holds, seconds)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How often a coordinator looks, and how long it waits, in seconds.
+
+    recovery_look:   between looks for shards that lost their part of a job
+    orphans_look:    between looks for jobs that a shard holds and no coordinator knows
+    shard_lost:      after so long without a call, a shard may be replaced by a process at another address
+    round_look:      between looks at the workers that wait in a round
+    round_notice:    between notices to such a worker that say whom it waits for
+    round_hold:      after so long such a worker is told to ask again
+    checkpoint_look: between looks at a checkpoint that is being made
+    checkpoint_begin: between attempts to begin one while a shard cannot
+    stall:           a checkpoint was asked for, and no shard moves: buckets at one version are taken as they are
+    state:           all parts are on disk, and a worker has not sent its state, because it evaluates perhaps: it is
+                     left out after this
+    any_state:       the same without a common clock: there an older state will do
+    last_checkpoint: for the checkpoint at the end of a job
+    asked_checkpoint: for one that an operator asks for
+    """
+
+    recovery_look: float = 0.25
+    orphans_look: float = 5.0
+    shard_lost: float = 10.0
+    round_look: float = 0.25
+    round_notice: float = 2.0
+    round_hold: float = 10.0
+    checkpoint_look: float = 0.25
+    checkpoint_begin: float = 0.05
+    stall: float = 3.0
+    state: float = 60.0
+    any_state: float = 10.0
+    last_checkpoint: float = 10.0
+    asked_checkpoint: float = 300.0
+
+
+DEFAULT_TIMING = Timing()

@@ -1,0 +1,135 @@
+"""A coordinator and two shards in one process: no gRPC, no thread of the coordinator's, and no time but the test's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ps_protocol.errors import NotFound, TryLater, UnknownWorker
+from ps_server.core.membership import JoinRequest
+from tests.tools.one_process import DirectWorker, OneProcess
+from tests.tools.raw_worker import vector_job
+
+CELLS = 64  # four buckets of 16, on two shards
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[OneProcess]:
+    cluster = OneProcess(tmp_path)
+    yield cluster
+    cluster.stop()
+
+
+def workers(cluster: OneProcess, mode: str, count: int = 2) -> list[DirectWorker]:
+    joined = [DirectWorker(cluster, vector_job("job", mode, CELLS, count), rank) for rank in range(count)]
+    joined[0].initialise()
+    return joined
+
+
+def train(each: list[DirectWorker]) -> torch.Tensor:
+    """One step of all workers, after which each sends its state if that belongs to a checkpoint."""
+    for worker in each:
+        worker.push()
+    weights = [worker.pull() for worker in each]
+    assert all(torch.equal(other, weights[0]) for other in weights)
+    for worker in each:
+        if worker.in_checkpoint:
+            worker.save_state()
+    return weights[0]
+
+
+def while_waiting(cluster: OneProcess, work: Callable[[], object]) -> None:
+    """Has the cluster do this, and the coordinator make checkpoints, whenever the coordinator waits."""
+
+    def meanwhile() -> None:
+        cluster.coordinator.make_checkpoints()
+        work()
+
+    cluster.clock.meanwhile = meanwhile
+
+
+def nothing() -> None:
+    pass
+
+
+def test_workers_join_train_and_leave(cluster: OneProcess) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    each = workers(cluster, "sync")
+    assert torch.equal(train(each), torch.ones(CELLS))
+    assert torch.equal(train(each), torch.full((CELLS,), 2.0))
+    for worker in each:
+        member = worker.place.member
+        cluster.coordinator.job("job").members.heartbeat(worker.rank, member.incarnation, worker.clock, member.key)
+    statistics = cluster.coordinator.job("job").statistics()
+    assert [(worker.rank, worker.clock) for worker in statistics.workers] == [(0, 2), (1, 2)]
+    assert (statistics.started, statistics.buckets, statistics.lost_steps) == (True, 4, 0)
+    assert not each[0].leave()
+    while_waiting(cluster, nothing)
+    assert each[1].leave(), "the last one ends the job"
+    assert cluster.coordinator.jobs() == {}
+    assert all(shard.jobs() == {} for shard in cluster.shards.values())
+    with pytest.raises(NotFound):
+        cluster.coordinator.join("job", 0, JoinRequest())
+    ours = {"leases", "recovery", "rounds", "orphans", "checkpoints", "shards"}
+    started = {thread.name for thread in threading.enumerate()} - before
+    assert not {name for name in started if name.partition("_")[0] in ours}
+
+
+def test_a_worker_whose_lease_runs_out_is_not_waited_for(cluster: OneProcess) -> None:
+    each = workers(cluster, "sync")
+    train(each)
+    cluster.clock.seconds += 9.0
+    member = each[0].place.member
+    cluster.coordinator.job("job").members.heartbeat(0, member.incarnation, 1, member.key)
+    cluster.coordinator.expire_workers()
+    assert cluster.coordinator.job("job").members.roster() == ([0, 1], 2, True)
+    cluster.clock.seconds += 2.0
+    cluster.coordinator.expire_workers()
+    assert cluster.coordinator.job("job").members.roster() == ([0], 2, True)
+    assert torch.equal(train(each[:1]), torch.full((CELLS,), 2.0))
+    with pytest.raises(UnknownWorker):
+        each[1].push()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_shard_that_dies_comes_back_from_a_checkpoint(cluster: OneProcess, mode: str) -> None:
+    [worker] = workers(cluster, mode, 1)
+    train([worker])
+    while_waiting(cluster, lambda: train([worker]))
+    manifest = cluster.coordinator.job("job").checkpoint()
+    while_waiting(cluster, nothing)
+    assert sorted(manifest.workers) == [0]
+    if mode == "sync":
+        assert manifest.versions == (manifest.clock, manifest.clock)
+    train([worker])
+    before = worker.clock
+    cluster.start_shard(1)
+    with pytest.raises(TryLater, match="rolled back to a checkpoint"):
+        worker.rejoin()
+    cluster.coordinator.recover_jobs()
+    with pytest.raises(UnknownWorker):
+        worker.push()
+    worker.clock = before  # the push that was refused was no step
+    place = worker.rejoin()
+    statistics = cluster.coordinator.job("job").statistics()
+    if mode == "sync":
+        assert place.state == (manifest.clock, b"state at %d" % manifest.clock)
+        assert torch.equal(worker.pull(), torch.full((CELLS,), float(manifest.clock)))
+        assert (statistics.restore_count, statistics.redone_steps) == (1, before - manifest.clock)
+    else:
+        assert worker.pull().max() == before, "the shard that lived keeps what it had"
+        assert (statistics.restore_count, statistics.lost_steps) == (0, before - manifest.clocks[0])
+    train([worker])
+
+
+def test_a_job_without_a_checkpoint_ends_with_its_shard(cluster: OneProcess) -> None:
+    [worker] = workers(cluster, "sync", 1)
+    train([worker])
+    cluster.start_shard(0)
+    cluster.coordinator.recover_jobs()
+    with pytest.raises(NotFound, match="shard 0 was started anew and lost its part of the job"):
+        worker.rejoin()

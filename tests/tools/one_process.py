@@ -1,0 +1,249 @@
+"""A coordinator and its shards in one process: calls instead of gRPC, and a clock that moves when somebody waits."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from ps_protocol.errors import PSError
+from ps_protocol.framing import Buffer
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import bucket_layout
+from ps_protocol.tensors import bytes_of
+from ps_server.coordinator.coordinator import Coordinator
+from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.timing import Clock
+from ps_server.core.data_commits import Committed
+from ps_server.core.membership import JoinRequest, JoinResult
+from ps_server.core.requests import PullCall, Push, PushKind
+from ps_server.core.snapshot import ShardSnapshot, VersionRange
+from ps_server.core.statistics import HostedJobStatistics, ShardStatistics
+from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.pulls import Writers
+from ps_server.shard.shard import Shard
+from ps_server.storage.checkpoints import CheckpointStore
+
+PULL_SECONDS = 20.0
+_HEADER = struct.Struct("<I?")
+
+
+class AtOnce(Executor):
+    """Runs each call when it is submitted, in the thread that does."""
+
+    def __init__(self, workers: int = 1, name: str = "") -> None:
+        pass
+
+    def submit(self, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(call(*arguments, **named))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class VirtualClock(Clock):
+    """Time that passes where the coordinator waits. meanwhile: what the rest of the cluster does then."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def now(self) -> float:
+        return self.seconds
+
+    def since_1970(self) -> float:
+        return self.seconds
+
+    def wait(self, changed: threading.Condition, holds: Callable[[], bool], seconds: float) -> bool:
+        until = self.seconds + seconds
+        while not holds() and self.seconds < until:
+            self.seconds += 0.01
+            self.meanwhile()
+        return holds()
+
+
+class DirectShard:
+    """A shard in this process as the coordinator asks it: coordinator.shards.ShardApi."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+
+    def create_job(self, spec: JobSpec, buckets: list[int]) -> None:
+        self.shard.create_job(spec, buckets)
+
+    def drop_job(self, job: str) -> None:
+        self.shard.drop_job(job)
+
+    def add_worker(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes) -> int:
+        return self.shard.admit(job, rank, incarnation, clock, key)
+
+    def remove_worker(self, job: str, rank: int, incarnation: int) -> None:
+        self.shard.retire(job, rank, incarnation)
+
+    def committed(self, job: str) -> Committed | None:
+        committed, has_say = self.shard.committed(job)
+        return committed if has_say else None
+
+    def begin_checkpoint(self, job: str, name: str, clock: int | None) -> None:
+        self.shard.begin_checkpoint(job, name, clock)
+
+    def await_checkpoint(self, job: str, name: str) -> ShardSnapshot:
+        return self.shard.await_checkpoint(job, name, 0.0)
+
+    def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int) -> VersionRange:
+        return self.shard.restore_job(spec, buckets, name, last_incarnation)
+
+    def statistics(self) -> ShardStatistics:
+        return ShardStatistics({name: self._of_job(name) for name in self.shard.jobs()})
+
+    def _of_job(self, name: str) -> HostedJobStatistics:
+        job = self.shard.jobs()[name]
+        with job.lock:
+            state = job.state
+            sizes = len(job.buckets), state.parameter_bytes, state.optimizer_bytes, state.staged_bytes
+            return HostedJobStatistics(name, *sizes, *state.versions(), state.clocks())
+
+    def close(self) -> None:
+        pass
+
+
+class OneProcess:
+    """A coordinator without threads, and its shards."""
+
+    def __init__(self, directory: Path, shards: int = 2, lease: float = 10.0) -> None:
+        self._store, self._processes = CheckpointStore(directory), 0
+        self._at: dict[str, Shard] = {}  # every shard there ever was, by its address
+        self.shards: dict[int, Shard] = {}
+        self.clock = VirtualClock()
+        self.coordinator = Coordinator(
+            shards,
+            lambda index, address: DirectShard(self._at[address]),
+            lease,
+            policy=CheckpointPolicy(directory),
+            clock=self.clock,
+            make_executor=AtOnce,
+        )
+        for index in range(shards):
+            self.start_shard(index)
+
+    def start_shard(self, index: int) -> None:
+        """Starts a shard, in place of one that died."""
+        if index in self.shards:
+            self.shards[index].stop()
+        self._processes += 1
+        address = f"127.0.0.1:{self._processes}"
+        shard = Shard(ShardMetrics(CollectorRegistry()), _WRITERS, checkpoints=self._store, index=index)
+        self.shards[index] = self._at[address] = shard
+        self.clock.seconds += 60  # the one before is lost by now
+        self.coordinator.register_shard(index, address, "", 1, self._processes)
+
+    def stop(self) -> None:
+        self.coordinator.stop()
+        for shard in self.shards.values():
+            shard.stop()
+
+
+class DirectWorker:
+    """A worker that trains a job of one vector, with a step of minus one in each of its cells."""
+
+    def __init__(self, cluster: OneProcess, spec: JobSpec, rank: int) -> None:
+        self.cluster, self.spec, self.rank = cluster, spec, rank
+        self.layout = bucket_layout(spec.parameters, spec.bucket_bytes)
+        self.clock, self.in_checkpoint = 0, False
+        cluster.coordinator.register_job(spec)
+        self.place = self.join(JoinRequest(host="here"))
+
+    def join(self, request: JoinRequest) -> JoinResult:
+        self.place = self.cluster.coordinator.join(self.spec.name, self.rank, request)
+        self.clock = self.place.clock
+        return self.place
+
+    def rejoin(self) -> JoinResult:
+        return self.join(JoinRequest(host="here", previous=self.place.member.incarnation, clock=self.clock))
+
+    def leave(self) -> bool:
+        member = self.place.member
+        return self.cluster.coordinator.leave(self.spec.name, self.rank, member.incarnation, member.key)
+
+    def initialise(self) -> None:
+        for bucket in self.layout.buckets:
+            self._push(bucket.index, 0, PushKind.INITIAL_VALUE, torch.zeros(bucket.numel))
+
+    def push(self) -> None:
+        """The next step."""
+        self.clock += 1
+        for bucket in self.layout.buckets:
+            self._push(bucket.index, self.clock, PushKind.GRADIENT, -torch.ones(bucket.numel))
+
+    def _push(self, bucket: int, clock: int, kind: PushKind, values: torch.Tensor) -> None:
+        member = self.place.member
+        push = Push(self.spec.name, self.rank, member.incarnation, bucket, clock, kind, bytes(bytes_of(values)))
+        self._shard(bucket).push(Push(**{**vars(push), "key": member.key}))
+
+    def pull(self) -> torch.Tensor:
+        """The weights after the last step of all workers. Notes whether this one is to save its state."""
+        weights, self.in_checkpoint = {}, False
+        for bucket in self.layout.buckets:
+            member, outbox = self.place.member, _Outbox()
+            who = self.spec.name, self.rank, member.incarnation, self.clock
+            self._shard(bucket.index).pull(PullCall(*who, (bucket.index,), member.key), outbox)  # type: ignore[arg-type]
+            for index, save_state, payload in outbox.buckets():
+                weights[index] = payload
+                self.in_checkpoint |= save_state
+        return torch.cat([torch.frombuffer(weights[index], dtype=torch.float32) for index in sorted(weights)])
+
+    def save_state(self) -> None:
+        member, state = self.place.member, b"state at %d" % self.clock
+        job = self.cluster.coordinator.job(self.spec.name)
+        job.save_worker_state(self.rank, member.incarnation, member.key, self.clock, state)
+
+    def _shard(self, bucket: int) -> Shard:
+        return self.cluster.shards[self.place.placement[bucket]]
+
+
+class _Outbox:
+    """What comes of a pull. The threads of a shard put it here."""
+
+    def __init__(self) -> None:
+        self._messages: list[Buffer] = []
+        self._error: PSError | None = None
+        self._over = threading.Event()
+
+    def put(self, write: Callable[[], bytes]) -> None:
+        self._messages.append(write())
+
+    def finish(self) -> None:
+        self._over.set()
+
+    def fail(self, error: PSError) -> None:
+        self._error = error
+        self._over.set()
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        pass
+
+    def buckets(self) -> list[tuple[int, bool, bytearray]]:
+        """Waits for the end: each bucket, whether it is in a checkpoint for which to save the state, its weights."""
+        assert self._over.wait(PULL_SECONDS), "the pull is not answered"
+        if self._error is not None:
+            raise self._error
+        return [
+            (*_HEADER.unpack_from(message), bytearray(memoryview(message)[_HEADER.size :]))
+            for message in self._messages
+        ]
+
+
+def _written(bucket: int, version: int, *rest: Any) -> bytes:
+    _, _, payload, save_state = rest
+    return _HEADER.pack(bucket, save_state) + bytes(payload)
+
+
+_WRITERS = Writers(_written, _written, lambda seconds: b"")
