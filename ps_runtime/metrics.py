@@ -9,10 +9,12 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.credentials import Tls
@@ -24,6 +26,53 @@ _POLL_SECONDS = 0.05
 CONNECTION_SECONDS = 10.0
 MAX_CONNECTIONS = 64
 MAX_CONNECTIONS_OF_A_HOST = 16  # so that no one host keeps the scraper out
+
+# Half a millisecond doubling up to half a minute: a bucket's apply is at one end, a wait for a straggler at the other.
+LATENCY_BUCKETS = tuple(0.0005 * 2**k for k in range(17))
+
+Sample = tuple[tuple[str, ...], float]  # the values of its labels, and the number
+S = TypeVar("S")
+
+
+class StatisticsGauges(Collector, Generic[S]):
+    """Metrics that are read from statistics at each scrape: once for all of them, so that they fit together.
+
+    gauges: (name, help, label names, function that lists the samples that the statistics have); names that end in
+            `_total` are counters
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], S],
+        gauges: list[tuple[str, str, tuple[str, ...], Callable[[S], Iterable[Sample]]]],
+    ) -> None:
+        self._read = read
+        self._gauges = gauges
+
+    def collect(self) -> Iterable[Metric]:
+        """Reads every gauge."""
+        statistics = self._read()
+        for name, text, labels, samples in self._gauges:
+            # What only grows says so by its name; the suffix is put back when the family is written.
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(name, text, labels=labels)
+            for values, number in samples(statistics):
+                family.add_metric(values, number)
+            yield family
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: so that registering does not read them."""
+        return []
+
+
+class Gauges(StatisticsGauges[None]):
+    """Metrics that are read one by one at each scrape; see StatisticsGauges."""
+
+    def __init__(self, gauges: list[tuple[str, str, tuple[str, ...], Callable[[], Iterable[Sample]]]]) -> None:
+        def alone(read: Callable[[], Iterable[Sample]]) -> Callable[[None], Iterable[Sample]]:
+            return lambda _: read()
+
+        super().__init__(lambda: None, [(name, text, labels, alone(read)) for name, text, labels, read in gauges])
 
 
 class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):

@@ -34,7 +34,7 @@ from ps_server.coordinator.shards import SHARD_CALL_SECONDS
 from ps_server.coordinator.timing import DEFAULT_TIMING, Timing
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.ops.gauges import coordinator_gauges, security_gauges, service_discovery, shard_gauges
-from ps_server.rpc import convert, data_messages
+from ps_server.rpc import convert
 from ps_server.rpc.auth import Callers
 from ps_server.rpc.call_limits import CALL_THREADS, Gate
 from ps_server.rpc.cluster_service import CONTROL_SERVICES, ClusterService, add_health
@@ -45,6 +45,7 @@ from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
+from ps_server.shard.threads import OwnThreads
 from ps_server.storage.checkpoints import CheckpointStore
 
 log = logging.getLogger("ps_server")
@@ -216,14 +217,13 @@ class Server:
     def _add_shard(self) -> list[str]:
         shard = Shard(
             ShardMetrics(self._registry),
-            data_messages.WRITERS,
-            self._config.apply_threads,
-            self._config.shared_directory,
-            self._config.limits.staged_bytes,
-            CheckpointStore(self._config.checkpoint_dir) if self._config.checkpoint_dir is not None else None,
-            self._config.index or 0,
+            OwnThreads(self._config.apply_threads),
+            shared_directory=self._config.shared_directory,
+            staged_limit=self._config.limits.staged_bytes,
+            checkpoints=CheckpointStore(self._config.checkpoint_dir) if self._config.checkpoint_dir else None,
+            index=self._config.index or 0,
             norm_limit=self._config.limits.push_norm,
-            caller_limit=self._config.limits.caller_bytes,
+            principal_limit=self._config.limits.caller_bytes,
         )
         self.shard = shard
         data = DataService(shard)

@@ -17,9 +17,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ps_runtime.credentials import Tls
-from ps_runtime.metrics import serve_metrics
+from ps_runtime.metrics import LATENCY_BUCKETS, serve_metrics
 
-LATENCY_BUCKETS = tuple(0.0005 * 2**k for k in range(17))
 PHASES = ("data", "forward", "backward", "push", "pull", "wait")
 
 

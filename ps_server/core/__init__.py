@@ -2,8 +2,9 @@
 
 accounting.py    Steps that workers lost, or made again, because shards were rolled back to a checkpoint
 bucket_sizes.py  How large a job's buckets are where its workers do not say
-budget.py        How many bytes are staged and wait for other workers, without walking over all buckets at each push
-commands.py      What workers push and ask for, as it came, and what they are told
+budget.py        How many bytes may wait on a shard, by job and by principal
+checking.py      What a push contributes: checks it against the job and makes the command that stages it
+commands.py      Everything that changes a partition, as values
 consistency.py   One bucket's protocol: what may be staged, what is applied next, and which pull is admitted
 data_commits.py  Which samples each bucket of a shard has had: each exactly once, whoever brings them
 data_leases.py   One loader's data, as the coordinator gives it out: batch by batch, each to one worker
@@ -11,8 +12,9 @@ dense.py         One bucket's tensors: its weights, its optimizer, and the gradi
 intervals.py     Sets of whole numbers that mostly lie together: kept as the intervals they form, however many numbers
 limits.py        How much anyone may take: every limit of a server by name, with its default
 membership.py    Who takes part in a job, and until when: the coordinator's side
-partition.py     One job's buckets on one shard: roster, protocol and weights put together
+partition.py     One job's buckets on one shard: roster, rules and weights, changed by commands alone
 placement.py     Which shard holds which bucket: by bytes, largest first
+requests.py      What workers push and pull, as it came over the wire: nothing in it is checked yet
 rounds.py        Rounds: values that all live workers of a job exchange, one round after the other
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
 statistics.py    What a shard or a coordinator says about itself: frozen records

@@ -1,42 +1,121 @@
-"""How many bytes are staged and wait for other workers, without walking over all buckets at each push."""
+"""How many bytes may wait on a shard, by job and by principal: reserved when they come, released when they are used.
+
+A job has a budget for each thing that bytes wait for: contributions for their update, drafts for their commit,
+assignments for the contribution of their clock. What a principal has reserved counts over all jobs of the shard.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
+
+from ps_protocol.errors import Backlogged
 
 
-class Held:
-    """What was staged of one job, by bucket and rank.
+class PrincipalBudget:
+    """Bytes by principal. Not thread-safe.
 
-    is_waiting: whether a bucket still holds what a rank pushed at a clock. Only asked when room is needed; until then
-                what was added counts too.
+    limit: bytes of one principal
     """
 
-    def __init__(self, is_waiting: Callable[[int, int, int], bool]) -> None:
-        self.bytes = 0
-        self._is_waiting = is_waiting
-        self._sizes: dict[tuple[int, int], tuple[int, int]] = {}  # clock and bytes
+    def __init__(self, limit: float = math.inf) -> None:
+        self.limit = limit
+        self._bytes: dict[str, int] = {}
 
-    def take(self, bucket: int, rank: int, clock: int, size: int, limit: int, always: bool) -> bool:
-        """Counts a contribution in if there is room for it, nothing else is held, or it must be let in always."""
-        if self.bytes + size > limit:
-            self.forget()
-        _, before = self._sizes.get((bucket, rank), (0, 0))
-        if self.bytes > before and self.bytes - before + size > limit and not always:
+    def bytes_of(self, principal: str) -> int:
+        """Bytes that a principal has reserved now."""
+        return self._bytes.get(principal, 0)
+
+    def reserve(self, principal: str, size: int, instead_of: int = 0, always: bool = False) -> bool:
+        """Reserves bytes in place of others; false, and nothing is changed, past the limit.
+
+        A principal that has nothing else here may reserve any size; and `always` is never refused.
+        """
+        others = self._bytes.get(principal, 0) - instead_of
+        if others and others + size > self.limit and not always:
             return False
-        self._sizes[bucket, rank] = clock, size
-        self.bytes += size - before
+        self._set(principal, others + size)
         return True
 
-    def is_all_of(self, rank: int) -> bool:
-        """Whether no other rank's is held."""
-        self.forget()
-        return all(other == rank for _, other in self._sizes)
+    def release(self, principal: str, size: int) -> None:
+        """Gives bytes back."""
+        self._set(principal, self._bytes[principal] - size)
 
-    def forget(self) -> None:
-        """Counts only what still waits."""
-        self._sizes = {key: found for key, found in self._sizes.items() if self._is_waiting(*key, found[0])}
-        self.bytes = sum(size for _, size in self._sizes.values())
+    def _set(self, principal: str, size: int) -> None:
+        if size:
+            self._bytes[principal] = size
+        else:
+            self._bytes.pop(principal, None)  # or principals that are gone would add up
+
+
+class _Reservation(NamedTuple):
+    size: int
+    principal: str
+    charge: int
+
+
+_NOTHING = _Reservation(0, "", 0)
+
+
+class StagingBudget:
+    """Bytes of one job that wait for one thing, by bucket and rank: at most one contribution each. Not thread-safe."""
+
+    def __init__(self, principals: PrincipalBudget) -> None:
+        self.bytes = 0
+        self._principals = principals
+        self._reserved: dict[tuple[int, int], _Reservation] = {}
+
+    def reserve(
+        self,
+        bucket: int,
+        rank: int,
+        size: int,
+        limit: float,
+        *,
+        principal: str = "",
+        charge: int = 0,
+        always: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Reserves `size` bytes of the job and `charge` of a principal, in place of what this rank has reserved for the
+        bucket. False, and nothing is changed, if that is past the job's limit and others have something here; raises
+        Backlogged if it is past the principal's. `always` is asked where there is no room: true, and it is let in.
+        """
+        before = self._reserved.get((bucket, rank), _NOTHING)
+        others = self.bytes - before.size
+        if others and others + size > limit and not always():
+            return False
+        if charge or before.charge:
+            instead_of = before.charge if before.principal == principal else 0
+            if not self._principals.reserve(principal, charge, instead_of) and not (
+                always() and self._principals.reserve(principal, charge, instead_of, always=True)
+            ):
+                raise Backlogged(
+                    f"worker {rank}: whom it pushes for has more bytes staged that are not applied yet, "
+                    "over all workers, than max-caller-bytes lets it"
+                )
+            if before.charge and before.principal != principal:
+                self._principals.release(before.principal, before.charge)
+        self._reserved[bucket, rank] = _Reservation(size, principal, charge)
+        self.bytes = others + size
+        return True
+
+    def release(self, bucket: int, rank: int) -> None:
+        """Gives back what a rank has reserved for a bucket, if anything."""
+        before = self._reserved.pop((bucket, rank), None)
+        if before is not None:
+            self.bytes -= before.size
+            if before.charge:
+                self._principals.release(before.principal, before.charge)
+
+    def release_all(self) -> None:
+        """Gives everything back."""
+        for bucket, rank in list(self._reserved):
+            self.release(bucket, rank)
+
+    def is_all_of(self, rank: int) -> bool:
+        """Whether no other rank has reserved anything."""
+        return all(other == rank for _, other in self._reserved)
 
 
 def derived_limit(weights: int, bucket: int, workers: int) -> int:

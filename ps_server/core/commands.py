@@ -1,95 +1,26 @@
-"""What workers push and ask for, as it came, and what they are told."""
+"""Everything that changes a partition, as values: what a log carries to a replica, which executes the same in the same
+order and is the same afterwards. What is applied to the weights follows from them, and is no command of its own.
+"""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-from ps_protocol.framing import Buffer
+import torch
+
+from ps_protocol.errors import PSError
 from ps_protocol.job import HyperParameters
 from ps_server.core.data_commits import UNUSED, DataRange, Use
+from ps_server.core.dense import Assignment, Gradient
+from ps_server.core.snapshot import BucketSnapshot
+
+R = TypeVar("R")
 
 
-class PushKind(enum.Enum):
-    """What a push carries."""
-
-    GRADIENT = "gradient"
-    INITIAL_VALUE = "initial_value"
-    SKIP = "skip"
-    ASSIGN = "assign"
-    ASSIGN_STATE = "assign_state"
-
-
-@dataclass(frozen=True)
-class Push:
-    """One bucket from a worker, as it came."""
-
-    job: str
-    rank: int
-    incarnation: int
-    bucket: int
-    clock: int
-    kind: PushKind
-    payload: Buffer  # in the job's wire format for gradients; initial values in the bucket's own type
-    absent: frozenset[int] = frozenset()
-    groups: Mapping[int, HyperParameters] | None = None
-    borrowed: bool = False
-    key: bytes = field(default=b"", repr=False)
-    caller: str = ""  # whose bytes they are, where callers are known
-    finite: bool = False  # nobody need look for infinities and NaNs
-    ranges: tuple[DataRange, ...] = ()  # of leased data, that the step used
-    draft: bool = False  # it may still change: kept until its commit
-    state: str = ""  # the optimizer state that is assigned
-
-
-@dataclass(frozen=True)
-class SharedBucket:
-    """One bucket of a SharedPush; `skip` when this step has no gradient for it; `finite` if its worker has looked."""
-
-    index: int
-    skip: bool
-    absent: frozenset[int]
-    finite: bool = False
-
-
-@dataclass(frozen=True)
-class SharedPush:
-    """Several buckets from a worker, whose gradients lie in its segment."""
-
-    job: str
-    rank: int
-    incarnation: int
-    clock: int
-    buckets: tuple[SharedBucket, ...]
-    groups: Mapping[int, HyperParameters]
-    key: bytes = field(default=b"", repr=False)
-    caller: str = ""
-    ranges: tuple[DataRange, ...] = ()
-
-
-@dataclass(frozen=True)
-class Commit:
-    """What counts as pushed with a pull: drafts of its clock, and buckets without a gradient (`skip`)."""
-
-    buckets: tuple[SharedBucket, ...]
-    groups: Mapping[int, HyperParameters]
-    ranges: tuple[DataRange, ...] = ()
-
-
-@dataclass(frozen=True)
-class PullCall:
-    """Which buckets a worker wants, at which clock of its own. `word_bytes`: into its segment, and it is told of them
-    once they make so many bytes, or all are there; 0: only then. `commit`: what counts as pushed before."""
-
-    job: str
-    rank: int
-    incarnation: int
-    clock: int
-    buckets: tuple[int, ...]
-    key: bytes = field(default=b"", repr=False)
-    word_bytes: int = 0
-    commit: Commit | None = None
+class Command(Generic[R]):
+    """A change of a partition. Executing it answers with an R."""
 
 
 @dataclass(frozen=True)
@@ -105,3 +36,121 @@ class Staged:
     skipped: bool = False
     use: Use = UNUSED
     kept: bool = False
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it counts from now on: there may be something to apply."""
+        return not (self.duplicate or self.kept)
+
+
+# -- of the whole partition --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AddWorker(Command[int]):
+    """Counts a worker as live from `clock` on (None: from this shard's frontier on); answers with the frontier.
+
+    An older incarnation of the rank is fenced at once. Repeating it changes nothing. Raises Fenced for an incarnation
+    that was removed already (the coordinator had given up on it): it would never be removed again.
+    """
+
+    rank: int
+    incarnation: int
+    clock: int | None
+    key: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True)
+class RemoveWorker(Command[None]):
+    """Stops counting a worker as live, for good; a newer incarnation is left alone.
+
+    What it had staged stays staged, in memory of this process: from here on the worker may write its own again.
+    """
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class RestoreSnapshot(Command[None]):
+    """Goes on from snapshots of all buckets, in a partition that has had no push. No worker is live; those of before,
+    up to `last_incarnation`, have to join again.
+
+    Raises InvalidRequest if there is a bucket without a snapshot, before anything is changed.
+    """
+
+    snapshots: Mapping[int, BucketSnapshot]
+    last_incarnation: int
+
+
+@dataclass(frozen=True)
+class Close(Command[None]):
+    """Ends the partition: from here on every command of a worker raises `reason`, and nothing is reserved any more."""
+
+    reason: PSError
+
+
+# -- of a worker, for one bucket ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BucketCommand(Command[Staged]):
+    """What a worker does to one bucket."""
+
+    rank: int
+    incarnation: int
+    key: bytes = field(repr=False)
+    bucket: int
+
+
+@dataclass(frozen=True)
+class Initialise(BucketCommand):
+    """A bucket's first weights, [numel] in the bucket's dtype; or optimizer state that goes with them and comes before.
+
+    Raises InvalidRequest if they are from another rank than 0. The first weights count, later ones are repeats.
+    """
+
+    value: torch.Tensor | Assignment
+
+
+@dataclass(frozen=True)
+class Stage(BucketCommand):
+    """A worker's contribution at its next clock.
+
+    principal: whose bytes they are, where principals are known
+    Changes nothing if it raises UnknownWorker, Fenced, OutOfOrder or Backlogged.
+    """
+
+    clock: int
+    gradient: Gradient
+    ranges: tuple[DataRange, ...] = ()
+    principal: str = ""
+
+
+@dataclass(frozen=True)
+class Draft(BucketCommand):
+    """A contribution that may still change: kept until the commit of its clock. Raises as Stage."""
+
+    clock: int
+    gradient: Gradient
+    principal: str = ""
+
+
+@dataclass(frozen=True)
+class Assign(BucketCommand):
+    """What a worker's script has set itself, kept until the contribution of its clock. Raises as Stage."""
+
+    clock: int
+    assignment: Assignment
+
+
+@dataclass(frozen=True)
+class Commit(BucketCommand):
+    """Makes the draft of a clock count, now or when it comes. Raises as Stage.
+
+    groups, ranges: of the whole step, in place of the draft's
+    """
+
+    clock: int
+    groups: Mapping[int, HyperParameters]
+    ranges: tuple[DataRange, ...] = ()

@@ -84,7 +84,7 @@ class UpdateRule(Generic[T]):
     waiting: dict[int, Add[T]] = field(default_factory=dict)
     added: list[Add[None]] = field(default_factory=list)
 
-    def admit_worker(self, rank: int, clock: int) -> None:
+    def add_worker(self, rank: int, clock: int) -> None:
         """A worker takes part from `clock` on: what came before counts as done by it."""
         self.staged[rank] = self.applied[rank] = clock
 

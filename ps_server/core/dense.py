@@ -50,8 +50,6 @@ class Gradient:
             step was left out, none
     groups: hyper-parameters to use from this update on, by group
     borrowed: the values lie in the worker's own memory, which it may write again once it is told that it was fenced
-    ticket: counts the bytes for as long as it is held
-    within: they are no more than the caller may have staged, over all of its workers
     assignment: what the worker's script has set before this step
     """
 
@@ -59,8 +57,6 @@ class Gradient:
     absent: frozenset[int] = frozenset()
     groups: Mapping[int, HyperParameters] | None = None
     borrowed: bool = False
-    ticket: object = field(default=None, repr=False, compare=False)
-    within: bool = True
     assignment: Assignment | None = None
 
     def owned(self) -> Gradient:

@@ -1,4 +1,4 @@
-"""What a shard or a coordinator says about itself: frozen records, read by metrics, RPC, `status` and tests alike."""
+"""What a shard or a coordinator says of itself, as values: metrics, status and pages read these and nothing else."""
 
 from __future__ import annotations
 
@@ -9,49 +9,46 @@ from ps_server.core.data_leases import Progress
 
 
 @dataclass(frozen=True)
-class WaitStatistics:
-    """A worker whose pull waits on a shard.
+class Wait:
+    """What one worker waits for on a shard: so many buckets at a clock of its own, for these ranks, for so long.
 
-    buckets:     how many buckets it waits for
-    waiting_for: the ranks that it waits for
-    reason:      why, in words
-    seconds:     for how long already
+    reason: why, in words, for one of the buckets
     """
 
     rank: int
     clock: int
-    buckets: int
-    waiting_for: tuple[int, ...]
+    bucket_count: int
+    waiting_for: frozenset[int]
     reason: str
     seconds: float
 
 
 @dataclass(frozen=True)
-class HostedJobStatistics:
-    """One job on one shard.
+class ShardJobStatistics:
+    """A job on one shard.
 
-    staged_bytes: bytes staged and not yet applied
-    version_min, version_max: the lowest and highest version of its buckets
-    clocks:       by rank of a live worker, the lowest clock over its buckets
-    waits:        the workers that wait, by rank
+    *_bytes: of the weights, of the optimizer's state, and of what is staged and not yet part of an update
+    version_min, version_max: of the buckets that train
+    clocks:  by live rank, the steps that every bucket here has applied
+    waits:   by rank; waiting_pulls: buckets of pulls, of all of them
     """
 
-    name: str
-    buckets: int
+    bucket_count: int
     parameter_bytes: int
     optimizer_bytes: int
     staged_bytes: int
     version_min: int
     version_max: int
     clocks: Mapping[int, int]
-    waits: tuple[WaitStatistics, ...] = ()
+    waits: tuple[Wait, ...]
+    waiting_pulls: int
 
 
 @dataclass(frozen=True)
 class ShardStatistics:
-    """What one shard holds, by the job's name."""
+    """A shard, by the names of its jobs."""
 
-    jobs: Mapping[str, HostedJobStatistics]
+    jobs: Mapping[str, ShardJobStatistics]
 
     def progress(self, job: str, aggregate: bool) -> int:
         """How far a job is here: its highest version with `aggregate` (sync), otherwise its highest clock."""

@@ -7,78 +7,82 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
+from ps_runtime.metrics import Gauges, Sample, StatisticsGauges
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.core.statistics import CheckpointStatistics, JobStatistics
+from ps_server.core.statistics import (
+    CheckpointStatistics,
+    CoordinatorStatistics,
+    JobStatistics,
+    ShardJobStatistics,
+    ShardStatistics,
+)
 from ps_server.rpc.call_limits import Gate
-from ps_server.shard.metrics import Gauges, Sample
 from ps_server.shard.shard import Shard
 
 
-def shard_gauges(shard: Shard) -> Gauges:
-    """What a shard holds, how far it is, and how many wait."""
+def shard_gauges(shard: Shard) -> StatisticsGauges[ShardStatistics]:
+    """What a shard has, how far it is, and how many pulls wait."""
 
-    def each_job(read: Callable[[Any], float]) -> Callable[[], Iterable[Sample]]:
-        return lambda: [((name,), read(job)) for name, job in shard.jobs().items()]
+    def each_job(read: Callable[[ShardJobStatistics], float]) -> Callable[[ShardStatistics], Iterable[Sample]]:
+        return lambda statistics: [((name,), read(job)) for name, job in statistics.jobs.items()]
 
-    def sizes() -> Iterable[Sample]:
-        for name, job in shard.jobs().items():
-            yield (name, "parameters"), job.state.parameter_bytes
-            yield (name, "optimizer"), job.state.optimizer_bytes
+    def sizes(statistics: ShardStatistics) -> Iterable[Sample]:
+        for name, job in statistics.jobs.items():
+            yield (name, "parameters"), job.parameter_bytes
+            yield (name, "optimizer"), job.optimizer_bytes
 
-    def clocks() -> Iterable[Sample]:
-        for name, job in shard.jobs().items():
-            with job.lock:
-                found = job.state.clocks()
-            yield from (((name, str(rank)), clock) for rank, clock in found.items())
+    def clocks(statistics: ShardStatistics) -> Iterable[Sample]:
+        for name, job in statistics.jobs.items():
+            yield from (((name, str(rank)), clock) for rank, clock in job.clocks.items())
 
-    return Gauges(
+    return StatisticsGauges(
+        shard.statistics,
         [
             ("ps_job_bytes", "Bytes held, by kind.", ("job", "kind"), sizes),
-            ("ps_staged_bytes", "Bytes staged, not yet applied.", ("job",), each_job(lambda j: j.state.staged_bytes)),
-            ("ps_buckets", "Buckets held.", ("job",), each_job(lambda j: len(j.buckets))),
-            ("ps_bucket_version_min", "Lowest version here.", ("job",), each_job(lambda j: j.state.versions()[0])),
-            ("ps_bucket_version_max", "Highest version here.", ("job",), each_job(lambda j: j.state.versions()[1])),
-            (
-                "ps_waiting_pulls",
-                "Bucket pulls that wait.",
-                ("job",),
-                each_job(lambda j: sum(len(bucket.waiters) for bucket in j.buckets.values())),
-            ),
+            ("ps_staged_bytes", "Bytes staged, not yet applied.", ("job",), each_job(lambda j: j.staged_bytes)),
+            ("ps_buckets", "Buckets held.", ("job",), each_job(lambda j: j.bucket_count)),
+            ("ps_bucket_version_min", "Lowest version here.", ("job",), each_job(lambda j: j.version_min)),
+            ("ps_bucket_version_max", "Highest version here.", ("job",), each_job(lambda j: j.version_max)),
+            ("ps_waiting_pulls", "Bucket pulls that wait.", ("job",), each_job(lambda j: j.waiting_pulls)),
             ("ps_shard_clock", "Steps of each live worker applied here.", ("job", "rank"), clocks),
-        ]
+        ],
     )
 
 
-def coordinator_gauges(coordinator: Coordinator) -> Gauges:
-    """Who takes part, how evenly the buckets lie, and what checkpoints and rollbacks there were."""
+def coordinator_gauges(coordinator: Coordinator) -> StatisticsGauges[CoordinatorStatistics]:
+    """Which workers take part, how evenly the buckets lie, and what checkpoints and rollbacks there were."""
 
-    def jobs() -> Iterable[JobStatistics]:
-        return coordinator.statistics().jobs.values()
+    Read = Callable[[CoordinatorStatistics], Iterable[Sample]]
 
-    def each_job(read: Callable[[JobStatistics], float]) -> Callable[[], Iterable[Sample]]:
-        return lambda: [((job.name,), read(job)) for job in jobs()]
+    def each_job(read: Callable[[JobStatistics], float]) -> Read:
+        return lambda statistics: [((name,), read(job)) for name, job in statistics.jobs.items()]
 
-    def each_kept(read: Callable[[CheckpointStatistics], float]) -> Callable[[], Iterable[Sample]]:
-        return lambda: [((job.name,), read(job.checkpoints)) for job in jobs() if job.checkpoints is not None]
+    def each_kept(read: Callable[[CheckpointStatistics], float]) -> Read:
+        return lambda statistics: [
+            ((name,), read(job.checkpoints)) for name, job in statistics.jobs.items() if job.checkpoints is not None
+        ]
 
-    def clocks() -> Iterable[Sample]:
-        return [((job.name, str(worker.rank)), worker.clock) for job in jobs() for worker in job.workers]
+    def clocks(statistics: CoordinatorStatistics) -> Iterable[Sample]:
+        for name, job in statistics.jobs.items():
+            yield from (((name, str(worker.rank)), worker.clock) for worker in job.workers)
 
-    def samples() -> Iterable[Sample]:
-        for job in jobs():
+    def samples(statistics: CoordinatorStatistics) -> Iterable[Sample]:
+        for name, job in statistics.jobs.items():
             for loader, progress in job.loaders.items():
-                yield (job.name, str(loader), "committed"), progress.committed
-                yield (job.name, str(loader), "leased"), progress.leased
-                yield (job.name, str(loader), "returned"), progress.returned
+                yield (name, str(loader), "committed"), progress.committed
+                yield (name, str(loader), "leased"), progress.leased
+                yield (name, str(loader), "returned"), progress.returned
 
-    def passes() -> Iterable[Sample]:
-        return [((job.name, str(loader)), how.pass_number) for job in jobs() for loader, how in job.loaders.items()]
+    def passes(statistics: CoordinatorStatistics) -> Iterable[Sample]:
+        for name, job in statistics.jobs.items():
+            yield from (((name, str(loader)), progress.pass_number) for loader, progress in job.loaders.items())
 
-    def restores() -> Iterable[Sample]:
-        recovery = coordinator.statistics().recovery
+    def restores(statistics: CoordinatorStatistics) -> Iterable[Sample]:
+        recovery = statistics.recovery
         return [((result,), count) for result, count in asdict(recovery).items()] if recovery is not None else []
 
-    return Gauges(
+    return StatisticsGauges(
+        coordinator.statistics,
         [
             ("ps_checkpoints_total", "Checkpoints completed.", ("job",), each_kept(lambda c: c.complete)),
             (
@@ -104,8 +108,8 @@ def coordinator_gauges(coordinator: Coordinator) -> Gauges:
             ("ps_restores_total", "Checkpoints that were to be gone back to.", ("result",), restores),
             ("ps_lost_steps_total", "Workers' steps lost with a shard.", ("job",), each_job(lambda j: j.lost_steps)),
             ("ps_redone_steps_total", "Workers' steps made again.", ("job",), each_job(lambda j: j.redone_steps)),
-            ("ps_shards", "Shards that have called in.", (), lambda: [((), coordinator.statistics().shards)]),
-            ("ps_jobs", "Jobs that run.", (), lambda: [((), len(coordinator.jobs()))]),
+            ("ps_shards", "Shards that have called in.", (), lambda s: [((), s.shards)]),
+            ("ps_jobs", "Jobs that run.", (), lambda s: [((), len(s.jobs))]),
             ("ps_workers", "Live workers.", ("job",), each_job(lambda j: len(j.workers))),
             ("ps_data_samples", "Leased data of the pass, by state.", ("job", "loader", "state"), samples),
             ("ps_data_pass", "The pass over a loader's data, from 0.", ("job", "loader"), passes),
@@ -116,7 +120,7 @@ def coordinator_gauges(coordinator: Coordinator) -> Gauges:
                 ("job",),
                 each_job(lambda j: j.imbalance),
             ),
-        ]
+        ],
     )
 
 

@@ -68,7 +68,7 @@ def _shard_status(shard: RegisteredShard, statistics: ShardStatistics | None) ->
         metrics_address=shard.metrics_address,
         pid=shard.pid,
         reachable=statistics is not None,
-        jobs=[convert.shard_job_status(job) for name, job in sorted(jobs.items()) if may_see(name)],
+        jobs=[convert.shard_job_status(name, job) for name, job in sorted(jobs.items()) if may_see(name)],
     )
 
 

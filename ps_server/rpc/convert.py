@@ -13,10 +13,10 @@ from ps_server.coordinator.rounds import ExchangeRequest, Standing
 from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.snapshot import Part, ShardSnapshot, VersionRange
 from ps_server.core.statistics import (
-    HostedJobStatistics,
     JobStatistics,
+    ShardJobStatistics,
     ShardStatistics,
-    WaitStatistics,
+    Wait,
     WorkerStatistics,
 )
 from ps_server.rpc.lease_messages import loader_data, loader_status
@@ -128,6 +128,30 @@ def captured(response: control_pb2.AwaitCheckpointResponse) -> ShardSnapshot:
     return ShardSnapshot(part, reached, response.held_up.ToNanoseconds() / 1e9)
 
 
+def shard_job_status(name: str, job: ShardJobStatistics) -> control_pb2.ShardJobStatus:
+    """How a job is on a shard."""
+    status = control_pb2.ShardJobStatus(
+        job=name,
+        bucket_count=job.bucket_count,
+        parameter_bytes=job.parameter_bytes,
+        optimizer_bytes=job.optimizer_bytes,
+        staged_bytes=job.staged_bytes,
+        version_min=job.version_min,
+        version_max=job.version_max,
+        clocks=job.clocks,
+    )
+    for wait in job.waits:
+        message = status.waits.add(
+            rank=wait.rank,
+            clock=wait.clock,
+            bucket_count=wait.bucket_count,
+            waiting_for=sorted(wait.waiting_for),
+            reason=wait.reason,
+        )
+        message.waited.FromNanoseconds(int(wait.seconds * 1e9))
+    return status
+
+
 def restore_job_request(
     spec: JobSpec, buckets: list[int], name: str, last_incarnation: int
 ) -> control_pb2.RestoreJobRequest:
@@ -151,55 +175,32 @@ def restored(response: control_pb2.RestoreJobResponse) -> VersionRange:
 
 def shard_statistics(response: control_pb2.GetShardStatusResponse) -> ShardStatistics:
     """What a shard holds."""
-    return ShardStatistics({job.job: _hosted_job(job) for job in response.jobs})
+    return ShardStatistics({job.job: _shard_job(job) for job in response.jobs})
 
 
-def _hosted_job(status: control_pb2.ShardJobStatus) -> HostedJobStatistics:
-    return HostedJobStatistics(
-        name=status.job,
-        buckets=status.bucket_count,
+def _shard_job(status: control_pb2.ShardJobStatus) -> ShardJobStatistics:
+    waits = tuple(
+        Wait(
+            wait.rank,
+            wait.clock,
+            wait.bucket_count,
+            frozenset(wait.waiting_for),
+            wait.reason,
+            wait.waited.ToNanoseconds() / 1e9,
+        )
+        for wait in status.waits
+    )
+    return ShardJobStatistics(
+        bucket_count=status.bucket_count,
         parameter_bytes=status.parameter_bytes,
         optimizer_bytes=status.optimizer_bytes,
         staged_bytes=status.staged_bytes,
         version_min=status.version_min,
         version_max=status.version_max,
         clocks=dict(status.clocks),
-        waits=tuple(
-            WaitStatistics(
-                wait.rank,
-                wait.clock,
-                wait.bucket_count,
-                tuple(wait.waiting_for),
-                wait.reason,
-                wait.waited.ToNanoseconds() / 1e9,
-            )
-            for wait in status.waits
-        ),
+        waits=waits,
+        waiting_pulls=sum(wait.bucket_count for wait in waits),
     )
-
-
-def shard_job_status(job: HostedJobStatistics) -> control_pb2.ShardJobStatus:
-    """What a shard holds of one job."""
-    status = control_pb2.ShardJobStatus(
-        job=job.name,
-        bucket_count=job.buckets,
-        parameter_bytes=job.parameter_bytes,
-        optimizer_bytes=job.optimizer_bytes,
-        staged_bytes=job.staged_bytes,
-        version_min=job.version_min,
-        version_max=job.version_max,
-        clocks=job.clocks,
-    )
-    for wait in job.waits:
-        message = status.waits.add(
-            rank=wait.rank,
-            clock=wait.clock,
-            bucket_count=wait.buckets,
-            waiting_for=wait.waiting_for,
-            reason=wait.reason,
-        )
-        message.waited.FromNanoseconds(int(wait.seconds * 1e9))
-    return status
 
 
 def checkpoint_job_request(job: str) -> control_pb2.CheckpointJobRequest:

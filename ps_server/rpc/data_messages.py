@@ -12,10 +12,10 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import read_message, write_message
 from ps_protocol.job import HyperParameters
 from ps_protocol.v1 import data_pb2
-from ps_server.core.commands import Commit, PullCall, Push, PushKind, SharedBucket, SharedPush, Staged
-from ps_server.core.consistency import Admission
+from ps_server.core.commands import Staged
+from ps_server.core.requests import PullCall, Push, PushKind, SharedBucket, SharedPush, StepCommit
 from ps_server.rpc.lease_messages import ranges_of
-from ps_server.shard.pulls import Writers
+from ps_server.shard.waiting import Notice, PulledBucket, PulledState
 
 _PUSH_KINDS: dict[int, PushKind] = {
     data_pb2.PUSH_KIND_GRADIENT: PushKind.GRADIENT,
@@ -111,7 +111,7 @@ def pull(data: bytes) -> PullCall:
     if not request.HasField("commit"):
         return call
     found = request.commit
-    commit = Commit(_buckets(found.buckets), _group_updates(found.groups), ranges_of(found.ranges))
+    commit = StepCommit(_buckets(found.buckets), _group_updates(found.groups), ranges_of(found.ranges))
     return replace(call, commit=commit)
 
 
@@ -123,10 +123,12 @@ def pull_state(data: bytes) -> PullCall:
     return PullCall(worker.job, worker.rank, worker.incarnation, 0, tuple(request.buckets), worker.lease_key)
 
 
-def pull_state_response(bucket: int, version: int, state: str, absent: frozenset[int], payload: memoryview) -> bytes:
+def pull_state_response(state: PulledState) -> bytes:
     """The bytes of a PullStateResponse."""
-    header = data_pb2.StateHeader(bucket=bucket, version=version, state=state, absent_segments=sorted(absent))
-    return write_message(header, payload)
+    header = data_pb2.StateHeader(
+        bucket=state.bucket, version=state.version, state=state.name, absent_segments=sorted(state.absent)
+    )
+    return write_message(header, state.payload)
 
 
 def _pull(
@@ -136,42 +138,24 @@ def _pull(
     return PullCall(*who, clock, tuple(request.buckets), worker.lease_key, request.word_bytes)
 
 
-def pull_response(
-    bucket: int,
-    version: int,
-    waited: float,
-    waiting: Admission | None,
-    payload: memoryview | None,
-    checkpoint: bool = False,
-) -> bytes:
-    """The bytes of one message of a pull's stream: a bucket, or the word that it is not admitted yet."""
-    return write_message(_pull_header(bucket, version, waited, waiting, checkpoint), payload)
+def pull_response(bucket: PulledBucket) -> bytes:
+    """The bytes of one message of a pull's stream: a bucket, or why it is not admitted yet."""
+    return write_message(_pull_header(bucket), bucket.payload)
 
 
-def shared_pull_response(
-    bucket: int,
-    version: int,
-    waited: float,
-    waiting: Admission | None,
-    payload: memoryview | None,
-    checkpoint: bool = False,
-) -> bytes:
-    """A PullSharedResponse with one header. Joined bytes of several are one response with all of their headers."""
-    header = _pull_header(bucket, version, waited, waiting, checkpoint)
-    return data_pb2.PullSharedResponse(headers=[header]).SerializeToString()
+def pull_shared_response(notice: Notice) -> bytes:
+    """The bytes of a PullSharedResponse."""
+    return data_pb2.PullSharedResponse(
+        headers=[_pull_header(bucket) for bucket in notice.buckets], staged_seconds=notice.staged_seconds
+    ).SerializeToString()
 
 
-def staged_response(seconds: float) -> bytes:
-    """A PullSharedResponse that says for how long the pushes that came with a pull have been staged."""
-    return data_pb2.PullSharedResponse(staged_seconds=seconds).SerializeToString()
-
-
-def _pull_header(
-    bucket: int, version: int, waited: float, waiting: Admission | None, checkpoint: bool
-) -> data_pb2.PullHeader:
-    header = data_pb2.PullHeader(bucket=bucket, version=version, waited_seconds=waited, checkpoint=checkpoint)
-    if waiting is not None:
-        header.waiting.CopyFrom(data_pb2.WaitNotice(ranks=waiting.waiting_for, reason=waiting.reason))
+def _pull_header(bucket: PulledBucket) -> data_pb2.PullHeader:
+    header = data_pb2.PullHeader(
+        bucket=bucket.bucket, version=bucket.version, waited_seconds=bucket.waited, checkpoint=bucket.save_state
+    )
+    if bucket.waiting is not None:
+        header.waiting.CopyFrom(data_pb2.WaitNotice(ranks=bucket.waiting.waiting_for, reason=bucket.waiting.reason))
     return header
 
 
@@ -180,6 +164,3 @@ def _parse(message: Any, raw: bytes | memoryview) -> None:
         message.ParseFromString(bytes(raw))
     except DecodeError as error:
         raise InvalidRequest(f"the bytes are no {message.DESCRIPTOR.name}") from error
-
-
-WRITERS = Writers(pull_response, shared_pull_response, staged_response)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import grpc
 
 from ps_protocol.v1 import data_pb2
 from ps_server.rpc import data_messages
 from ps_server.rpc.call_limits import CALL_THREADS, caller_name, check_job, in_pool
-from ps_server.rpc.streams import Outbox, Send
+from ps_server.rpc.streams import PullStream, Send
 from ps_server.shard.shard import Shard
 
 DATA_SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
@@ -53,7 +52,7 @@ class DataService:
     def _push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         push = data_messages.push(request)
         check_job(push.job)
-        return data_messages.push_response(self._shard.push(replace(push, caller=caller_name())))
+        return data_messages.push_response(self._shard.push(push, caller_name()))
 
     def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         found = data_messages.attach_request(request)
@@ -64,28 +63,27 @@ class DataService:
     def _push_shared(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         push = data_messages.shared_push(request)
         check_job(push.job)
-        return data_messages.shared_push_response(self._shard.push_shared(replace(push, caller=caller_name())))
+        return data_messages.shared_push_response(self._shard.push_shared(push, caller_name()))
 
     def _pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
-        # What is ready at the same time goes in one message: a header is not worth a message of its own.
         call = data_messages.pull(request)
         check_job(call.job)
-        outbox = Outbox(send, context, self.senders, join=True)
+        outbox = PullStream(send, context, self.senders, data_messages.pull_shared_response)
         self._shard.pull(call, outbox, shared=True)
 
     def _push_pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         push, pull = data_messages.push_pull(request)
         check_job(push.job)
-        outbox = Outbox(send, context, self.senders, join=True)
-        self._shard.push_pull_shared(replace(push, caller=caller_name()), pull, outbox)
+        outbox = PullStream(send, context, self.senders, data_messages.pull_shared_response)
+        self._shard.push_pull_shared(push, pull, outbox, caller_name())
 
     def _pull(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull(request)
         check_job(call.job)
-        outbox = Outbox(send, context, self.senders)
+        outbox = PullStream(send, context, self.senders, data_messages.pull_response)
         self._shard.pull(call, outbox)
 
     def _pull_state(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull_state(request)
         check_job(call.job)
-        self._shard.pull_state(call, data_messages.pull_state_response, Outbox(send, context, self.senders))
+        self._shard.pull_state(call, PullStream(send, context, self.senders, data_messages.pull_state_response))

@@ -12,10 +12,10 @@ from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from ps_protocol.errors import InvalidRequest, PSError, Unsupported
+from ps_runtime.metrics import LATENCY_BUCKETS
 from ps_server.rpc.call_limits import Gate
 from ps_server.rpc.permissions import Principal
 from ps_server.rpc.streams import set_error
-from ps_server.shard.metrics import LATENCY_BUCKETS
 
 log = logging.getLogger("ps_server")
 

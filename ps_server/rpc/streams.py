@@ -8,17 +8,18 @@ returns at once; its messages are sent later by a pool of senders. (This is how 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import grpc
 
 from ps_protocol.errors import PSError, status_of
+from ps_server.shard.waiting import Answer
 
 log = logging.getLogger("ps_server")
 
@@ -35,11 +36,7 @@ def set_error(context: grpc.ServicerContext, error: PSError) -> None:
 class Outbox:
     """One server stream: messages are put by any thread without waiting, and sent one after the other by the pool."""
 
-    def __init__(
-        self, send: Send, context: grpc.ServicerContext, senders: ThreadPoolExecutor, join: bool = False
-    ) -> None:
-        """join: messages are bytes of which several, joined, are one message; those queued together are sent so."""
-        self._join = join
+    def __init__(self, send: Send, context: grpc.ServicerContext, senders: ThreadPoolExecutor) -> None:
         self._send = send
         self._context = context
         self._senders = senders
@@ -87,23 +84,15 @@ class Outbox:
                 if self.closed or not self._queue:
                     self._draining = False
                     return
-                makes = [self._queue.popleft()]
-                if self._join:
-                    makes += self._queue
-                    self._queue.clear()
+                make = self._queue.popleft()
             try:
-                # None is the end of the stream; what came behind it, another reason to end, is nobody's any more.
-                found = list(itertools.takewhile(lambda made: made is not None, (make() for make in makes)))
-                ended = len(found) < len(makes)
-                message = b"".join(found) if self._join else found[0] if found else None
+                message = make()
             except Exception:
                 log.exception("a message of a stream cannot be made")
                 set_error(self._context, PSError("internal error; the server's log says more"))
-                message, ended = None, True
-            if message or not ended:
-                self._send(message)
-            if ended:
-                self._send(None)
+                message = None
+            self._send(message)
+            if message is None:  # the end of the stream: another reason to end, queued behind it, is dropped
                 self._closed()
 
     def _closed(self) -> None:
@@ -119,6 +108,36 @@ class Outbox:
     def _submit(self, task: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the pool is shut down: the server is stopping, and nobody is left
             self._senders.submit(task)
+
+
+class PullStream(Outbox):
+    """The answers to one pull, as a shard hands them over.
+
+    write: what makes a message of an answer
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        context: grpc.ServicerContext,
+        senders: ThreadPoolExecutor,
+        write: Callable[[Any], bytes],
+    ) -> None:
+        super().__init__(send, context, senders)
+        self._write = write
+
+    def tell(self, answer: Answer) -> None:
+        """Queues an answer."""
+        self.put(lambda: self._write(answer))
+
+    def lend(self, lent: Callable[[], AbstractContextManager[Answer]]) -> None:
+        """Queues an answer that is made when its turn has come: its payload is copied once, into the message."""
+
+        def make() -> bytes:
+            with lent() as answer:
+                return self._write(answer)
+
+        self.put(make)
 
 
 def _nothing() -> None:

@@ -1,12 +1,14 @@
 """A shard at work: locks and threads around `core`. Knows no coordinator and no gRPC.
 
-apply.py      The threads that add gradients and step optimizers, and others that lend them a hand
+apply.py      Applies what is staged: adds contributions and steps optimizers
 job.py        What a shard holds while it runs: the state of `core`, with the locks, segments and waiting pulls beside
-ledger.py     Limits the bytes that one caller may have staged on this shard, over all its workers and jobs
-memory.py     How much memory this process may still take: a job that is larger is refused, or the kernel would kill the
-metrics.py    What a server process tells Prometheus
-pulls.py      Pulls: those that are admitted are sent, those that are not wait without a thread and can always say for
+memory.py     How much memory this process may still take
+metrics.py    What a shard tells Prometheus
+pulls.py      Pulls: sent as soon as they are admitted; the others wait without a thread
+pushes.py     Pushes: each is checked, then staged, then its bucket is scheduled
 segments.py   Mapping a worker's segment, without trusting what it says
-shard.py      The shard at work: locks, threads and waiting pulls around the pure rules of `core`
+shard.py      A shard: the jobs that it has, and what is asked of it
 snapshots.py  Taking a checkpoint of a job on one shard, beside training
+threads.py    The threads of a shard: they apply updates, write checkpoints, and tick. A shard can do without
+waiting.py    A pull while it is under way: what was asked for, where the answers go, which of its buckets wait
 """

@@ -1,59 +1,85 @@
-"""The threads that add gradients and step optimizers, and others that lend them a hand.
+"""Applies what is staged: adds contributions and steps optimizers, one bucket in order, several buckets in parallel.
 
-To hand a bucket to another thread and be told of it costs as much as adding one up (measured). A thread that has just
-staged what completes an update, and whose caller waits for nothing else, does the work itself.
+What comes next on a bucket is the rule's to say (core/consistency.py). A bucket is `busy` for as long as a thread is at
+it; that thread goes on until nothing comes next.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+import logging
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-Task = Callable[[], None]
+from ps_protocol.errors import PSError
+from ps_server.core.consistency import Add, Step
+from ps_server.failpoints import failpoint
+from ps_server.shard.job import HostedBucket, HostedJob
+from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.pulls import Pulls
+from ps_server.shard.threads import Task, Threads
+
+log = logging.getLogger("ps_server")
 
 
-class ApplyThreads:
-    """Runs tasks in the order in which they came, at most `count` at a time, whoever runs them. Tasks do not raise."""
+class Updates:
+    """Applies updates on a shard's threads. All methods may be called from any thread."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._threads = ThreadPoolExecutor(count, "apply")
-        self._changed = threading.Condition()
-        self._tasks: deque[Task] = deque()
-        self._running = 0
-
-    def submit(self, task: Task) -> None:
-        """Has a thread of its own run the task."""
-        if self._enters([task]):
-            self._threads.submit(self._run)
-
-    def lend(self, tasks: Iterable[Task]) -> None:
-        """As `submit`, but the calling thread runs what there is, unless enough are at it already."""
-        if self._enters(tasks):
-            self._run()
+    def __init__(self, threads: Threads, pulls: Pulls, metrics: ShardMetrics, clock: Callable[[], float]) -> None:
+        self._threads = threads
+        self._pulls = pulls
+        self._metrics = metrics
+        self._clock = clock
+        self._stopping = False
 
     def stop(self) -> None:
-        """Returns when everything has been run, and ends the threads."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running)
-        self._threads.shutdown(wait=True)
+        """Begins nothing more. What is begun is ended by the threads."""
+        self._stopping = True
 
-    def _enters(self, tasks: Iterable[Task]) -> bool:
-        """Queues tasks; whether one more is to run them."""
-        with self._changed:
-            self._tasks.extend(tasks)
-            enters = bool(self._tasks) and self._running < self._count
-            self._running += enters
-            return enters
+    def schedule(self, job: HostedJob, buckets: Iterable[int]) -> None:
+        """Has what comes next on these buckets applied."""
+        for index in buckets:
+            task = self._due(job, index)
+            if task is not None:
+                self._threads.submit(task)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._tasks:
-                    self._running -= 1
-                    self._changed.notify_all()
-                    return
-                task = self._tasks.popleft()
-            task()
+    def lend(self, job: HostedJob, buckets: Iterable[int]) -> None:
+        """As `schedule`, but the calling thread applies what there is, unless enough threads are at it already."""
+        self._threads.lend([task for index in buckets if (task := self._due(job, index)) is not None])
+
+    def _due(self, job: HostedJob, index: int) -> Task | None:
+        """What comes next on a bucket; None where nothing does, or a thread is at it."""
+        bucket = job.buckets[index]
+        with job.lock:
+            if bucket.busy or self._stopping or bucket.rule.next() is None:
+                return None
+            bucket.busy = True
+        return partial(self._apply, job, bucket)
+
+    def _apply(self, job: HostedJob, bucket: HostedBucket) -> None:
+        """Does what comes next on one bucket, until nothing does."""
+        try:
+            while True:
+                with job.lock:
+                    work = bucket.rule.next()
+                    if work is None:
+                        bucket.busy = False
+                        return
+                with bucket.tensors:
+                    started = self._clock()
+                    if isinstance(work, Add):
+                        bucket.weights.add(work.contribution)
+                        failpoint("contribution-added")
+                    else:
+                        bucket.weights.step()
+                        failpoint("update-stepped")
+                    self._metrics.applied(job.name, work, self._clock() - started)
+                    with job.lock:
+                        job.state.done(bucket.spec.index, work)
+                    if job.snapshot_task is not None and isinstance(work, Step):
+                        job.snapshot_task.look(bucket.spec, bucket.rule.version)
+                if isinstance(work, Step):
+                    self._pulls.release(job, bucket)
+        except Exception:
+            log.exception("job %s: bucket %d cannot be applied", job.name, bucket.spec.index)
+            job.failure = PSError(f"job {job.name!r} failed on this shard; its log says why")
+            self._pulls.fail(job, job.failure)

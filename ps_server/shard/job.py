@@ -6,26 +6,25 @@ weights while they are stepped or copied out. Where both are needed, `tensors` i
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from ps_protocol.errors import NotShared, PSError
 from ps_protocol.job import JobSpec
+from ps_protocol.layout import BucketSpec
 from ps_protocol.segment_layout import SegmentMap, segment_plan
 from ps_protocol.tensors import TORCH_DTYPES
-from ps_server.core.consistency import Admission
-from ps_server.core.partition import BucketPartition, JobPartition
-from ps_server.rpc.streams import Outbox
-
-if TYPE_CHECKING:
-    from ps_server.shard.snapshots import SnapshotTask
-
+from ps_server.core.commands import Close
+from ps_server.core.consistency import UpdateRule
+from ps_server.core.dense import DenseBucket, Gradient
+from ps_server.core.partition import JobPartition
+from ps_server.core.snapshot import BucketSnapshot
+from ps_server.core.statistics import ShardJobStatistics, Wait
+from ps_server.shard.snapshots import SnapshotTask
+from ps_server.shard.waiting import Waiter
 
 NARROWED_BUCKETS = 4  # that a job keeps
 
@@ -38,49 +37,13 @@ class Attached:
     segment: SegmentMap
 
 
-@dataclass
-class Pull:
-    """One Pull call: who asks, how many of its buckets are still to be sent, and where to if not over the network."""
-
-    rank: int
-    incarnation: int
-    clock: int
-    outbox: Outbox
-    left: int
-    since: float
-    segment: SegmentMap | None = None
-    notified: float = 0.0
-    words: list[bytes] = field(default_factory=list)  # of buckets in the segment, not sent yet
-    unsaid: int = 0  # the bytes of those buckets
-    word_bytes: int = 0  # see PullCall
-    with_pushes: bool = False  # came with pushes, and was not told yet that they are staged
-
-    def said(self, word: bytes, size: int) -> bytes:
-        """Keeps the word of a bucket of `size` bytes; returns all that are kept once they are enough, or the last."""
-        self.words.append(word)
-        self.unsaid += size
-        if self.left and not 0 < self.word_bytes <= self.unsaid:
-            return b""
-        words = b"".join(self.words)
-        self.words, self.unsaid = [], 0
-        return words
-
-
-@dataclass
-class Waiter:
-    """One bucket of a pull that is not admitted: why, since when for that reason, and how long for others so far."""
-
-    pull: Pull
-    verdict: Admission
-    since: float
-    waited: float = 0.0
-
-
-@dataclass
+@dataclass(eq=False)
 class HostedBucket:
-    """A bucket with its lock, its waiting pulls, and whether an apply thread is at it."""
+    """A bucket with the lock of its weights, its waiting pulls, and whether a thread is applying its updates."""
 
-    state: BucketPartition
+    spec: BucketSpec
+    rule: UpdateRule[Gradient]
+    weights: DenseBucket
     tensors: threading.Lock = field(default_factory=threading.Lock)
     waiters: list[Waiter] = field(default_factory=list)
     busy: bool = False
@@ -112,18 +75,19 @@ class Narrowed:
 class HostedJob:
     """A job on this shard."""
 
-    def __init__(
-        self, spec: JobSpec, buckets: Iterable[int], staged_limit: int | None = None, norm_limit: float = math.inf
-    ) -> None:
-        self.state = JobPartition(spec, buckets, staged_limit, norm_limit)
+    def __init__(self, spec: JobSpec, state: JobPartition) -> None:
+        self.name = spec.name
+        self.state = state
         self.mode = str(spec.consistency)
         self.lock = threading.Lock()
-        self.buckets = {index: HostedBucket(state) for index, state in self.state.buckets.items()}
+        self.buckets = {
+            index: HostedBucket(bucket.spec, bucket.rule, bucket.weights) for index, bucket in state.buckets.items()
+        }
         self.segments: dict[int, Attached] = {}
-        self.plan = segment_plan(spec, self.state.layout)
+        self.plan = segment_plan(spec, state.layout)
         self.narrowed = Narrowed()
         self.failure: PSError | None = None
-        self.capture: SnapshotTask | None = None  # the checkpoint that is being taken, or was taken last
+        self.snapshot_task: SnapshotTask | None = None  # the one under way, or the last
 
     def segment(self, rank: int, incarnation: int, key: bytes = b"") -> SegmentMap:
         """The segment of a live worker. Raises NotShared if it has attached none, UnknownWorker if it is not live."""
@@ -133,3 +97,77 @@ class HostedJob:
         if attached is None or attached.incarnation != incarnation:
             raise NotShared(f"worker {rank} has attached no segment here")
         return attached.segment
+
+    def detach(self, rank: int, before: int) -> None:
+        """Lets go of the segment of a worker of an incarnation before this one, and of what updates borrowed of it."""
+        with self.lock:
+            attached = self.segments.get(rank)
+            if attached is None or attached.incarnation >= before:
+                return
+            del self.segments[rank]
+        for bucket in self.buckets.values():
+            with bucket.tensors:
+                bucket.weights.own()
+
+    def snapshot(self, index: int) -> BucketSnapshot:
+        """A copy of a bucket, with the leased data in it. The caller holds the bucket's `tensors` lock."""
+        with self.lock:
+            committed = self.state.committed(index)
+        return self.state.buckets[index].snapshot(committed)
+
+    def begin_snapshot(self, task: SnapshotTask) -> None:
+        """Begins a snapshot in place of the last, unless that one is the same already. Raises as SnapshotTask.check."""
+        with self.lock:
+            if self.snapshot_task is not None and self.snapshot_task.is_at_least(task):
+                return
+            for bucket in self.buckets.values():
+                task.check(bucket.spec, bucket.rule)
+            before, self.snapshot_task = self.snapshot_task, task
+        if before is not None:
+            before.abandon()
+        task.begin()
+        for bucket in self.buckets.values():
+            with bucket.tensors:
+                task.look(bucket.spec, bucket.rule.version)
+
+    def statistics(self, now: float) -> ShardJobStatistics:
+        """How the job is on this shard."""
+        with self.lock:
+            waiters = [waiter for bucket in self.buckets.values() for waiter in bucket.waiters]
+            low, high = self.state.versions()
+            clocks = self.state.clocks()
+        return ShardJobStatistics(
+            bucket_count=len(self.buckets),
+            parameter_bytes=self.state.parameter_bytes,
+            optimizer_bytes=self.state.optimizer_bytes,
+            staged_bytes=self.state.staged_bytes,
+            version_min=low,
+            version_max=high,
+            clocks=clocks,
+            waits=_waits(waiters, now),
+            waiting_pulls=len(waiters),
+        )
+
+    def close(self, reason: PSError) -> None:
+        """Ends the job here: its pushes are refused, and what it has staged counts no more."""
+        with self.lock:
+            self.state.execute(Close(reason))
+
+
+def _waits(waiters: list[Waiter], now: float) -> tuple[Wait, ...]:
+    """What each worker waits for, by rank."""
+    ranks: dict[int, list[Waiter]] = {}
+    for waiter in waiters:
+        ranks.setdefault(waiter.pull.rank, []).append(waiter)
+    return tuple(
+        Wait(
+            rank,
+            clock=last.pull.clock,
+            bucket_count=len(each),
+            waiting_for=frozenset(other for waiter in each for other in waiter.admission.waiting_for),
+            reason=last.admission.reason,
+            seconds=now - last.pull.since,
+        )
+        for rank, each in sorted(ranks.items())
+        for last in each[-1:]
+    )

@@ -1,25 +1,22 @@
-"""What a server process tells Prometheus.
+"""What a shard tells Prometheus of its pushes, pulls and updates.
 
-Counters and histograms are kept as things happen; gauges are read from the state itself when somebody scrapes. Labels
-are bounded: job, rank, mode, result, kind, method; never an address, a tensor's name or an error's text.
+Counters and histograms are kept as things happen; gauges are read when a scraper asks (ops/gauges.py). Labels are
+bounded: job, rank, mode, result, kind, method; never an address, a tensor's name or an error's text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from ps_protocol.errors import PSError
+from ps_runtime.metrics import LATENCY_BUCKETS
 from ps_server.core.commands import Staged
 from ps_server.core.consistency import Add, Step
 from ps_server.core.dense import Gradient
 
-# Half a millisecond doubling up to half a minute: a bucket's apply is at one end, a wait for a straggler at the other.
-LATENCY_BUCKETS = tuple(0.0005 * 2**k for k in range(17))
 STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
@@ -107,30 +104,3 @@ class ShardMetrics:
         """Drops the series of an ended job, so that a cluster that runs many jobs does not grow."""
         for metric, labels in self._series.pop(job, {}):
             metric.remove(job, *labels)
-
-
-Sample = tuple[tuple[str, ...], float]
-
-
-class Gauges(Collector):
-    """Reads metrics at each scrape: (name, help, label names, function that lists the samples).
-
-    Names that end in `_total` are counters; all others are gauges.
-    """
-
-    def __init__(self, gauges: list[tuple[str, str, tuple[str, ...], Callable[[], Iterable[Sample]]]]) -> None:
-        self._gauges = gauges
-
-    def collect(self) -> Iterable[Metric]:
-        """Reads every gauge."""
-        for name, text, labels, read in self._gauges:
-            # What only grows says so by its name; the suffix is put back when the family is written.
-            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            family = kind(name, text, labels=labels)
-            for values, number in read():
-                family.add_metric(values, number)
-            yield family
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: so that registering does not read them."""
-        return []

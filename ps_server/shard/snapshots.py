@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor
 
 from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
+from ps_protocol.layout import BucketSpec
+from ps_server.core.consistency import UpdateRule
+from ps_server.core.dense import Gradient
 from ps_server.core.snapshot import BucketSnapshot, Part, ShardSnapshot, extent
 from ps_server.failpoints import failpoint
-from ps_server.shard.job import HostedBucket, HostedJob, Pull
+from ps_server.shard.threads import Threads
 
 log = logging.getLogger("ps_server")
 
-# Writes the images of a checkpoint's part and describes the file.
+# Writes the snapshots of a checkpoint's part and describes the file.
 Write = Callable[[str, list[BucketSnapshot]], Part]
 
 
@@ -28,18 +29,29 @@ class SnapshotTask:
     """One checkpoint of one job on this shard.
 
     clock: the version at which each bucket is copied; None: now
+    copy:  copies a bucket, with the leased data that is committed in it
     """
 
-    def __init__(self, name: str, clock: int | None, job: HostedJob, write: Write, writer: Executor) -> None:
+    def __init__(
+        self,
+        name: str,
+        clock: int | None,
+        buckets: Iterable[BucketSpec],
+        copy: Callable[[int], BucketSnapshot],
+        write: Write,
+        threads: Threads,
+        now: Callable[[], float],
+    ) -> None:
         self.name = name
-        self._job = job
         self.clock = clock
+        self._copy = copy
         self._write = write
-        self._writer = writer
+        self._threads = threads
+        self._now = now
         self._changed = threading.Condition()
-        buckets = list(job.buckets.values())
-        self._trained = {bucket.state.layout.index for bucket in buckets if not bucket.state.layout.held}
-        self._wanted = {bucket.state.layout.index for bucket in buckets}
+        specs = list(buckets)
+        self._trained = {spec.index for spec in specs if not spec.held}
+        self._wanted = {spec.index for spec in specs}
         self._images: list[BucketSnapshot] = []
         self._held_up = 0.0
         self._captured: ShardSnapshot | None = None
@@ -55,38 +67,30 @@ class SnapshotTask:
             raise OutOfOrder(f"checkpoint {self.name} was begun already, and checkpoint {other.name} is asked for")
         return False
 
-    def check(self, buckets: Iterable[HostedBucket]) -> None:
-        """Raises OutOfOrder if a bucket is at the clock already or past it, TryLater if one has no weights yet."""
-        for bucket in buckets:
-            protocol = bucket.state.protocol
-            if not protocol.initialised:
-                raise TryLater("the job has no initial weights yet")
-            if self.clock is not None and not bucket.state.layout.held and protocol.version >= self.clock:
-                raise OutOfOrder(
-                    f"bucket {bucket.state.layout.index} is at version {protocol.version}, "
-                    f"and the checkpoint is of {self.clock}"
-                )
+    def check(self, spec: BucketSpec, rule: UpdateRule[Gradient]) -> None:
+        """Raises OutOfOrder if a bucket is at the clock already or past it, TryLater if it has no weights yet."""
+        if not rule.initialised:
+            raise TryLater("the job has no initial weights yet")
+        if self.clock is not None and not spec.held and rule.version >= self.clock:
+            raise OutOfOrder(f"bucket {spec.index} is at version {rule.version}, and the checkpoint is of {self.clock}")
 
     def begin(self) -> None:
         """A shard that holds no bucket of the job has its part already: a file with nothing in it."""
         if not self._wanted:
-            self._writer.submit(self._finish)
+            self._threads.write(self._finish)
 
-    def look(self, bucket: HostedBucket) -> None:
+    def look(self, spec: BucketSpec, version: int) -> None:
         """Copies a bucket if its moment is now. The caller holds the bucket's `tensors` lock."""
-        index, now = bucket.state.layout.index, bucket.state.protocol.version == self.clock
-        if index not in self._wanted or not (now or self.clock is None or bucket.state.layout.held):
+        if spec.index not in self._wanted or not (version == self.clock or self.clock is None or spec.held):
             return
-        started = time.perf_counter()
-        with self._job.lock:
-            committed = self._job.state.committed(index)
-        image = bucket.state.image(committed)
+        started = self._now()
+        image = self._copy(spec.index)
         with self._changed:
-            self._held_up += time.perf_counter() - started
+            self._held_up += self._now() - started
             self._images.append(image)
-            self._wanted.discard(index)
+            self._wanted.discard(spec.index)
             if not self._wanted:
-                self._writer.submit(self._finish)
+                self._threads.write(self._finish)
 
     def _finish(self) -> None:
         images, self._images = sorted(self._images, key=lambda image: image.index), []
@@ -127,11 +131,11 @@ class SnapshotTask:
                 raise TryLater(f"checkpoint {self.name}: {len(self._wanted)} buckets are not at clock {self.clock} yet")
             return self._captured
 
-    def tells(self, pull: Pull, version: int) -> bool:
-        """Whether a worker that gets this version by this pull is to save its own state.
+    def tells(self, rank: int, clock: int, version: int) -> bool:
+        """Whether a worker that gets this version by a pull at `clock` is to save its own state.
 
         At one clock each; but at any pull of that clock: the answer to the first may be lost.
         """
         if self.clock is not None:
-            return version == self.clock == pull.clock
-        return self._told.setdefault(pull.rank, pull.clock) == pull.clock
+            return version == self.clock == clock
+        return self._told.setdefault(rank, clock) == clock

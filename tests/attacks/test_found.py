@@ -18,9 +18,10 @@ from ps_protocol.v1 import control_pb2, data_pb2
 from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub, ShardServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access
-from ps_server.core.commands import Push, PushKind
+from ps_server.core.commands import AddWorker
 from ps_server.core.limits import Limits
 from ps_server.core.partition import JobPartition
+from ps_server.core.requests import Push, PushKind
 from ps_server.server import Server, ServerConfig
 from tests.tools.cluster import Cluster
 from tests.tools.fuzzing import JOB, KEY, SPEC, WORKER, Target
@@ -151,18 +152,18 @@ def test_bytes_that_are_no_request_of_reflection_kept_a_server_from_ever_stoppin
 
 def test_a_worker_could_stage_as_much_as_the_whole_model_whatever_the_shard_can_hold() -> None:
     job = JobPartition(SPEC, [0, 1], staged_limit=64)
-    job.admit(0, 1, 0)
-    job.admit(1, 2, 0)
+    job.execute(AddWorker(0, 1, 0))
+    job.execute(AddWorker(1, 2, 0))
     for index in (0, 1):
-        job.bucket(index).protocol.initialised = True
+        job.bucket(index).rule.initialised = True
 
     def push(index: int, size: int) -> None:
         one = Push(JOB, 1, 2, index, 1, PushKind.GRADIENT, bytes(size))
-        job.stage(one, job.check(one))
+        job.execute(job.check(one))
 
     push(0, 64)
     with pytest.raises(Backlogged, match="max-staged-bytes is 64"):
-        push(1, 32 if job.bucket(1).layout.nbytes == 32 else job.bucket(1).layout.nbytes)
+        push(1, 32 if job.bucket(1).spec.nbytes == 32 else job.bucket(1).spec.nbytes)
 
 
 @pytest.mark.parametrize("name", ["\x1b[2Jowned", "w\nps-server: all is well", "\u202eevil"])

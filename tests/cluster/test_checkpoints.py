@@ -31,9 +31,10 @@ from ps_protocol.v1 import control_pb2
 from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.policy import parse_every
 from ps_server.coordinator.timing import Timing
-from ps_server.core.consistency import Live
-from ps_server.core.dense import Gradient, Scratch
-from ps_server.core.partition import BucketPartition, JobPartition
+from ps_server.core.commands import RestoreSnapshot
+from ps_server.core.consistency import Live, UpdateRule
+from ps_server.core.dense import DenseBucket, Gradient, Scratch
+from ps_server.core.partition import Bucket, JobPartition
 from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, extent
 from ps_server.storage.checkpoints import CheckpointStore, Manifest, WorkerPart
 from ps_server.storage.export import export, optimizer_state_dict
@@ -57,22 +58,25 @@ def spec_of(optimizer: str = "AdamW", values: HyperParameters | None = None) -> 
     return JobSpec("job", parameters, optimizer, groups, Consistency(0, aggregate=True), 128, 1)
 
 
-def buckets_of(spec: JobSpec) -> list[BucketPartition]:
+def buckets_of(spec: JobSpec) -> list[Bucket]:
     scratch = Scratch()
     layout = bucket_layout(spec.parameters, spec.bucket_bytes)
-    return [BucketPartition(spec, bucket, ROSTER, scratch) for bucket in layout.buckets]
+    return [
+        Bucket(bucket, UpdateRule(spec.consistency, ROSTER), DenseBucket(spec, bucket, scratch))
+        for bucket in layout.buckets
+    ]
 
 
-def train(buckets: list[BucketPartition], steps: int, seed: int = 0) -> None:
+def train(buckets: list[Bucket], steps: int, seed: int = 0) -> None:
     """Steps every bucket; as many steps from the same seed are the same steps."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for bucket in buckets:
-            if not bucket.layout.held:
-                bucket.weights.add(Gradient(torch.randn(bucket.layout.numel, generator=generator)))
+            if not bucket.spec.held:
+                bucket.weights.add(Gradient(torch.randn(bucket.spec.numel, generator=generator)))
                 bucket.weights.step()
-                bucket.protocol.version += 1
-                bucket.protocol.applied[0] = bucket.protocol.staged[0] = bucket.protocol.version
+                bucket.rule.version += 1
+                bucket.rule.applied[0] = bucket.rule.staged[0] = bucket.rule.version
 
 
 def write(store: CheckpointStore, images: list[BucketSnapshot], spec: JobSpec, name: str = "000001") -> Manifest:
@@ -106,24 +110,24 @@ def test_a_bucket_goes_on_from_its_file_as_if_it_had_never_stopped(optimizer: st
     there = buckets_of(spec)
     train(there, 3)
     store = CheckpointStore(tmp_path)
-    manifest = write(store, [bucket.image() for bucket in there], spec)
-    images = store.read_buckets("job", manifest, [bucket.layout for bucket in there])
+    manifest = write(store, [bucket.snapshot() for bucket in there], spec)
+    images = store.read_buckets("job", manifest, [bucket.spec for bucket in there])
     back = buckets_of(spec)
     for bucket in back:
-        bucket.restore(images[bucket.layout.index])
+        bucket.restore(images[bucket.spec.index])
     train(there, 3, seed=1)
     train(back, 3, seed=1)
     for one, other in zip(there, back, strict=True):
         assert torch.equal(one.weights.flat, other.weights.flat)
-        assert one.protocol.version == other.protocol.version
-        assert one.protocol.applied == other.protocol.applied
+        assert one.rule.version == other.rule.version
+        assert one.rule.applied == other.rule.applied
         assert one.weights.optimizer_bytes == other.weights.optimizer_bytes
 
 
 def test_an_image_stays_what_it_was_while_training_goes_on() -> None:
     there = buckets_of(spec_of())
     train(there, 2)
-    before = [bucket.image() for bucket in there]
+    before = [bucket.snapshot() for bucket in there]
     kept = [(image.weights.clone(), image.state[0]["exp_avg"].clone()) for image in before if image.state]
     train(there, 2)
     for image, (weights, average) in zip((i for i in before if i.state), kept, strict=True):
@@ -137,10 +141,10 @@ def test_a_job_takes_no_image_for_another_and_changes_nothing() -> None:
     there = buckets_of(spec)
     train(there, 1)
     job = JobPartition(spec, range(len(there)))
-    images = {bucket.layout.index: bucket.image() for bucket in there[:-1]}
+    images = {bucket.spec.index: bucket.snapshot() for bucket in there[:-1]}
     with pytest.raises(InvalidRequest, match="an image of each bucket, got none of"):
-        job.restore(images, 7)
-    assert not any(bucket.protocol.initialised for bucket in job.buckets.values())
+        job.execute(RestoreSnapshot(images, 7))
+    assert not any(bucket.rule.initialised for bucket in job.buckets.values())
 
 
 def test_extents_say_the_least_of_what_every_bucket_has() -> None:
@@ -154,7 +158,7 @@ def test_extents_say_the_least_of_what_every_bucket_has() -> None:
 
 def test_a_checkpoint_without_its_manifest_is_none(tmp_path: Path) -> None:
     store, spec = CheckpointStore(tmp_path), spec_of()
-    images = [bucket.image() for bucket in buckets_of(spec)]
+    images = [bucket.snapshot() for bucket in buckets_of(spec)]
     store.write_shard("job", "000001", 0, images)
     assert store.names("job") == []
     assert store.jobs() == []
@@ -166,7 +170,7 @@ def test_a_checkpoint_without_its_manifest_is_none(tmp_path: Path) -> None:
 
 def test_as_many_are_kept_as_was_said_and_what_never_came_to_an_end_goes_too(tmp_path: Path) -> None:
     store, spec = CheckpointStore(tmp_path), spec_of()
-    images = [bucket.image() for bucket in buckets_of(spec)]
+    images = [bucket.snapshot() for bucket in buckets_of(spec)]
     for number in range(1, 6):
         if number == 2:
             store.write_shard("job", "000002", 0, images)
@@ -208,15 +212,15 @@ def damages() -> dict[str, Callable[[Path], object]]:
 def test_what_is_not_what_was_written_is_not_read(damage: str, tmp_path: Path) -> None:
     store, spec = CheckpointStore(tmp_path), spec_of()
     there = buckets_of(spec)
-    write(store, [bucket.image() for bucket in there], spec)
+    write(store, [bucket.snapshot() for bucket in there], spec)
     damages()[damage](tmp_path / "job" / "000001")
     with pytest.raises(CheckpointDamaged, match=str(tmp_path)):
-        store.read_buckets("job", store.manifest("job", "000001"), [bucket.layout for bucket in there])
+        store.read_buckets("job", store.manifest("job", "000001"), [bucket.spec for bucket in there])
 
 
 def test_a_part_of_another_name_is_refused_even_if_the_manifest_says_so(tmp_path: Path) -> None:
     store, spec = CheckpointStore(tmp_path), spec_of()
-    write(store, [bucket.image() for bucket in buckets_of(spec)], spec)
+    write(store, [bucket.snapshot() for bucket in buckets_of(spec)], spec)
     secret = tmp_path / "secret"
     secret.write_bytes(b"x")
     with pytest.raises(CheckpointDamaged, match="no name of a part"):
@@ -237,7 +241,7 @@ def test_no_name_leads_out_of_the_directory(name: str, tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_other_shapes_is_damaged(tmp_path: Path) -> None:
     store, spec = CheckpointStore(tmp_path), spec_of()
-    manifest = write(store, [bucket.image() for bucket in buckets_of(spec)], spec)
+    manifest = write(store, [bucket.snapshot() for bucket in buckets_of(spec)], spec)
     other = JobSpec(**{**spec.__dict__, "bucket_bytes": 64})
     layout = bucket_layout(other.parameters, other.bucket_bytes)
     with pytest.raises(CheckpointDamaged, match=r"expected 16 x float32, found \(32,\)"):
@@ -254,11 +258,11 @@ def test_a_full_disk_leaves_nothing_behind_and_the_one_before_as_it_was(tmp_path
         from ps_protocol.errors import CheckpointFailed
         from ps_server.storage.checkpoints import CheckpointStore
         store, there = CheckpointStore(pathlib.Path(sys.argv[1])), buckets_of(spec_of())
-        write(store, [bucket.image() for bucket in there], spec_of())
+        write(store, [bucket.snapshot() for bucket in there], spec_of())
         train(there, 1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))
         try:
-            store.write_shard("job", "000002", 0, [bucket.image() for bucket in there])
+            store.write_shard("job", "000002", 0, [bucket.snapshot() for bucket in there])
         except CheckpointFailed as error:
             print(error)
     """

@@ -80,7 +80,7 @@ class Workers:
 
 def begun(cluster: Cluster) -> set[int | None]:
     """The clocks of the checkpoints that the shards have begun last."""
-    captures = [shard.jobs()["default"].capture for shard in cluster.shards]
+    captures = [shard.jobs()["default"].snapshot_task for shard in cluster.shards]
     return {capture.clock if capture is not None else None for capture in captures}
 
 

@@ -50,7 +50,7 @@ def fences_nobody(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_retires(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(JobPartition, "retire", lambda self, rank, incarnation: None)
+    patch.setattr(JobPartition, "_remove_worker", lambda self, command: None)
 
 
 def refuses_whoever_does_not_wait(patch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,11 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import read_message, write_message
 from ps_protocol.layout import BucketSpec
 from ps_protocol.v1 import data_pb2
-from ps_server.core.commands import PullCall, PushKind, Staged
+from ps_server.core.commands import Staged
 from ps_server.core.consistency import Admission
+from ps_server.core.requests import PullCall, PushKind
 from ps_server.rpc import data_messages
+from ps_server.shard.waiting import Notice, PulledBucket
 from ps_worker.cluster import convert as worker_messages
 from ps_worker.cluster.convert import BucketPush, Identity
 
@@ -216,7 +218,7 @@ def test_a_pull_that_comes_with_pushes_is_of_the_same_worker_at_the_same_clock()
 
 
 def test_a_pulled_bucket_is_read_as_it_was_sent_by_hand_and_by_the_generated_class() -> None:
-    data = data_messages.pull_response(7, 40, 0.25, None, memoryview(b"weights!"))
+    data = data_messages.pull_response(PulledBucket(7, 40, 0.25, payload=memoryview(b"weights!")))
     found = worker_messages.pulled(data)
     assert (found.bucket, found.version, found.waited, found.waiting) == (7, 40, 0.25, None)
     assert bytes(found.payload) == b"weights!"
@@ -225,9 +227,9 @@ def test_a_pulled_bucket_is_read_as_it_was_sent_by_hand_and_by_the_generated_cla
     assert worker_messages.pulled(message.SerializeToString()) == found
 
 
-def test_the_word_that_a_bucket_is_not_admitted_says_whom_it_waits_for_and_why() -> None:
-    verdict = Admission(False, (1, 4), "worker 1 is at clock 3")
-    data = data_messages.pull_response(7, 0, 0.0, verdict, None)
+def test_the_notice_that_a_bucket_is_not_admitted_says_whom_it_waits_for_and_why() -> None:
+    admission = Admission(False, (1, 4), "worker 1 is at clock 3")
+    data = data_messages.pull_response(PulledBucket(7, waiting=admission))
     assert worker_messages.pulled(data).waiting == ((1, 4), "worker 1 is at clock 3")
     assert data_pb2.PullResponse.FromString(data).header.HasField("waiting")
 
@@ -257,7 +259,13 @@ def test_a_header_that_is_no_header_is_refused_by_name() -> None:
         data_messages.pull(b"\x0a\x05")
 
 
-def test_responses_of_several_shared_buckets_joined_are_one_response() -> None:
-    parts = [data_messages.shared_pull_response(index, 3, 0.0, None, None) for index in (4, 2)]
-    joined = data_pb2.PullSharedResponse.FromString(b"".join(parts))
-    assert [header.bucket for header in joined.headers] == [4, 2]
+def test_a_notice_says_which_buckets_are_there_and_how_long_pushes_have_been_staged() -> None:
+    notice = Notice((PulledBucket(4, 3), PulledBucket(2, 5, save_state=True)))
+    response = data_pb2.PullSharedResponse.FromString(data_messages.pull_shared_response(notice))
+    assert [(header.bucket, header.version, header.checkpoint) for header in response.headers] == [
+        (4, 3, False),
+        (2, 5, True),
+    ]
+    assert not response.HasField("staged_seconds")
+    response = data_pb2.PullSharedResponse.FromString(data_messages.pull_shared_response(Notice((), 0.5)))
+    assert (len(response.headers), response.staged_seconds) == (0, 0.5)

@@ -365,7 +365,7 @@ def waiting_rank_0(shared: Cluster, job: str) -> Iterator[None]:
     thread.start()
     until(lambda: job in shared.coordinator.jobs() and shared.coordinator.jobs()[job].members())
     buckets = [bucket for shard in shared.shards for bucket in shard.jobs()[job].buckets.values()]
-    until(lambda: all(bucket.state.protocol.initialised and not bucket.waiters for bucket in buckets))
+    until(lambda: all(bucket.rule.initialised and not bucket.waiters for bucket in buckets))
     yield
     session.close()
     thread.join(20)

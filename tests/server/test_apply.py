@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ps_server.shard.apply import ApplyThreads
+from ps_server.shard.threads import ApplyThreads
 
 SECONDS = 20.0
 

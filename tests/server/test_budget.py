@@ -17,10 +17,11 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import parse_mode
 from ps_server.core.budget import derived_limit
-from ps_server.core.commands import Push, PushKind
+from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.consistency import Add
 from ps_server.core.limits import Limits
 from ps_server.core.partition import JobPartition
+from ps_server.core.requests import Push, PushKind
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.raw_worker import RawWorker, vector_job
 
@@ -43,9 +44,9 @@ def job(mode: str, workers: int, limit: int | None, start: int = 0) -> JobPartit
     )
     found = JobPartition(spec, range(BUCKETS), limit)
     for rank in range(workers):
-        found.admit(rank, rank + 1, start)
+        found.execute(AddWorker(rank, rank + 1, start))
     for bucket in found.buckets.values():
-        bucket.protocol.initialised = True
+        bucket.rule.initialised = True
     return found
 
 
@@ -53,7 +54,7 @@ def push(found: JobPartition, rank: int, clock: int, index: int) -> bool:
     """Pushes; False if there is no room."""
     one = Push("budget", rank, rank + 1, index, clock, PushKind.GRADIENT, bytes(SIZE))
     try:
-        found.stage(one, found.check(one))
+        found.execute(found.check(one))
     except Backlogged:
         return False
     return True
@@ -62,14 +63,14 @@ def push(found: JobPartition, rank: int, clock: int, index: int) -> bool:
 def apply(found: JobPartition, index: int) -> bool:
     """One thing that comes next on a bucket; False if nothing does."""
     bucket = found.bucket(index)
-    work = bucket.protocol.next()
+    work = bucket.rule.next()
     if work is None:
         return False
     if isinstance(work, Add):
         bucket.weights.add(work.contribution)
     else:
         bucket.weights.step()
-    bucket.protocol.done(work)
+    found.done(index, work)
     return True
 
 
@@ -97,7 +98,7 @@ def test_with_any_budget_all_get_on_in_every_mode(
         victim = pick.randrange(workers)
         for index in left.pop(victim)[: pick.randrange(BUCKETS)]:
             push(found, victim, start + 1, index)
-        found.retire(victim, victim + 1)
+        found.execute(RemoveWorker(victim, victim + 1))
     while any(clock[rank] <= last for rank in left):
         moved = False
         for rank in pick.sample(sorted(left), len(left)):
@@ -111,7 +112,7 @@ def test_with_any_budget_all_get_on_in_every_mode(
                 left[rank] = pick.sample(range(BUCKETS), BUCKETS)
                 moved = True
                 if clock[rank] > last:
-                    found.retire(rank, rank + 1)
+                    found.execute(RemoveWorker(rank, rank + 1))
         # Beyond the limit there is at most what comes next, one a bucket; and what has shown that updates were empty.
         assert found.staged_bytes <= found.staged_limit + (1 + (start > 0)) * BUCKETS * SIZE
         for index in pick.sample(range(BUCKETS), BUCKETS):

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ps_protocol.errors import Fenced, InvalidRequest, JobMismatch, LimitExceeded, UnknownWorker
-from ps_server.core.commands import PushKind
+from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.consistency import Add
 from ps_server.core.data_commits import MAX_RANGES, Committed, DataCommits, DataRange, common
 from ps_server.core.data_leases import DataLeases, LoaderSpec, Report
 from ps_server.core.intervals import Intervals
 from ps_server.core.partition import JobPartition
+from ps_server.core.requests import PushKind
 from tests.simulation.simulator import HELD, image, initial, job_spec, push, stage
 
 NUMBERS = st.integers(0, 30)
@@ -81,20 +82,20 @@ def test_a_snapshot_has_no_sample_that_is_not_in_the_weights_yet() -> None:
     for clock, span in ((1, (0, 4)), (2, (4, 8))):
         stage(job, push(0, clock, ranges=(one(*span),)))
         assert job.committed(0) == {0: (0, [(0, 4)] if clock == 2 else [])}
-        work = job.buckets[0].protocol.next()
+        work = job.buckets[0].rule.next()
         assert isinstance(work, Add)
-        job.buckets[0].protocol.done(work)
+        job.done(0, work)
         assert job.committed(0) == {0: (0, [(0, 4)] if clock == 2 else [])}, "added, but no step was made yet"
-        step = job.buckets[0].protocol.next()
+        step = job.buckets[0].rule.next()
         assert step is not None
-        job.buckets[0].protocol.done(step)
+        job.done(0, step)
     assert job.committed(0) == {0: (0, [(0, 8)])}
 
 
 def admitted(mode: str) -> JobPartition:
     """A shard with all buckets, one worker, and initial weights."""
     job = JobPartition(job_spec(mode), [0, 1, HELD])
-    job.admit(0, 1, 0)
+    job.execute(AddWorker(0, 1, 0))
     for bucket in (0, 1, HELD):
         stage(job, initial(bucket))
     return job
@@ -106,10 +107,10 @@ def test_a_repeat_or_a_fenced_worker_commits_nothing(mode: str) -> None:
     stage(job, push(0, 1, ranges=(one(0, 4),)))
     before = job.data.of(0)
     assert stage(job, push(0, 1, ranges=(one(4, 8),))), "a repeat, whatever it names"
-    job.admit(0, 2, 1)
+    job.execute(AddWorker(0, 2, 1))
     with pytest.raises(Fenced):
         stage(job, push(0, 2, ranges=(one(4, 8),)))
-    job.retire(0, 2)
+    job.execute(RemoveWorker(0, 2))
     with pytest.raises(UnknownWorker):
         stage(job, push(0, 2, incarnation=2, ranges=(one(4, 8),)))
     assert job.data.of(0) == before
@@ -120,9 +121,9 @@ def test_a_spent_push_counts_for_the_clock_and_brings_no_gradient(kind: PushKind
     job = admitted("async")
     job.data.use(0, [one(0, 4)])
     found = push(0, 1, kind=kind, ranges=(one(0, 4),), **({"payload": b""} if kind is PushKind.SKIP else {}))
-    staged = job.stage(found, job.check(found))
+    staged = job.execute(job.check(found))
     assert (staged.use.spent, staged.skipped) == (True, True)
-    waiting = job.buckets[0].protocol.waiting[0]
+    waiting = job.buckets[0].rule.waiting[0]
     assert (waiting.clock, waiting.contribution.values) == (1, None)
     assert waiting.contribution.absent == frozenset(), "left out of the mean, not a term of zeros in it"
 

@@ -13,9 +13,10 @@ from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotFou
 from ps_protocol.job import HyperParameters, NonFinite
 from ps_protocol.layout import bucket_layout
 from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, hyper_parameter_names
-from ps_server.core.commands import Push, PushKind
+from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.consistency import Add
 from ps_server.core.partition import JobPartition
+from ps_server.core.requests import Push, PushKind
 from tests.simulation.simulator import HELD, TRAINED, WHOLE, Simulation, image, initial, job_spec, payload, push, stage
 
 NAN, INF = float("nan"), float("inf")
@@ -24,19 +25,19 @@ NAN, INF = float("nan"), float("inf")
 def work(job: JobPartition, index: int) -> None:
     """Does everything there is to do on one bucket."""
     bucket = job.buckets[index]
-    while (item := bucket.protocol.next()) is not None:
+    while (item := bucket.rule.next()) is not None:
         if isinstance(item, Add):
             bucket.weights.add(item.contribution)
         else:
             bucket.weights.step()
-        bucket.protocol.done(item)
+        job.done(index, item)
 
 
 def running(mode: str = "sync", workers: int = 1, **more: object) -> JobPartition:
     """A job on one shard, with its initial weights, and workers 0 .. workers - 1 with incarnations from 1."""
     job = JobPartition(job_spec(mode, **more), [0, 1, 2])  # type: ignore[arg-type]
     for rank in range(workers):
-        job.admit(rank, rank + 1, 0)
+        job.execute(AddWorker(rank, rank + 1, 0))
     for index in job.buckets:
         stage(job, initial(index))
     return job
@@ -85,7 +86,7 @@ def test_a_push_from_before_the_worker_joined_is_not_taken_for_a_repeat() -> Non
     for clock in (1, 2):
         stage(job, push(0, clock))
         work(job, 0)
-    job.admit(1, 9, None)
+    job.execute(AddWorker(1, 9, None))
     with pytest.raises(OutOfOrder, match="worker 1 joined at clock 2, and a push of clock 1 came"):
         stage(job, push(0, 1, rank=1, incarnation=9))
     assert not stage(job, push(0, 3, rank=1, incarnation=9))
@@ -140,22 +141,22 @@ def test_whatever_hyper_parameters_are_let_in_can_be_stepped_with(found: tuple[s
     except InvalidRequest:
         return
     job = JobPartition(replace(job_spec("async"), optimizer=optimizer, groups=(first,)), [0])
-    job.admit(0, 1, 0)
+    job.execute(AddWorker(0, 1, 0))
     stage(job, initial(0))
     for clock, values in enumerate([{}, *later], 1):
         one = push(0, clock, groups={0: values})
         try:
-            gradient = job.check(one)
+            command = job.check(one)
         except InvalidRequest:
-            gradient = job.check(push(0, clock))
-        job.stage(one, gradient)
+            command = job.check(push(0, clock))
+        job.execute(command)
         work(job, 0)
-    assert job.buckets[0].protocol.version == 3
+    assert job.buckets[0].rule.version == 3
 
 
 def test_a_gradient_before_the_initial_weights_is_refused() -> None:
     job = JobPartition(job_spec(), [0])
-    job.admit(0, 1, 0)
+    job.execute(AddWorker(0, 1, 0))
     with pytest.raises(InvalidRequest, match="has no initial value yet"):
         stage(job, push(0))
 
@@ -177,13 +178,13 @@ def test_a_repeated_push_is_acknowledged_and_not_applied_again(kind: str) -> Non
     assert stage(job, push(0))
     work(job, 0)
     assert job.buckets[0].weights.flat.tolist() == [-1.0] * 32
-    assert job.buckets[0].protocol.version == 1
+    assert job.buckets[0].rule.version == 1
 
 
 def test_a_non_finite_gradient_can_be_declared_to_be_skipped() -> None:
     job = running("async", non_finite=NonFinite.SKIP)
     bad = push(0, payload=payload(INF))
-    assert job.stage(bad, job.check(bad)).skipped
+    assert job.execute(job.check(bad)).skipped
     work(job, 0)
     assert job.buckets[0].weights.flat.tolist() == [0.0] * 32
     assert job.clocks() == {0: 0}  # bucket 1 has not had this clock yet
@@ -219,11 +220,11 @@ def test_a_gradient_whose_sum_overflows_is_still_finite() -> None:
 
 def test_a_newer_incarnation_fences_the_older_one_at_once() -> None:
     job = running("async")
-    job.admit(0, 5, None)
+    job.execute(AddWorker(0, 5, None))
     with pytest.raises(Fenced):
         stage(job, push(0))
     with pytest.raises(Fenced):
-        job.admit(0, 1, None)
+        job.execute(AddWorker(0, 1, None))
     assert not stage(job, push(0, incarnation=5))
 
 
@@ -231,26 +232,26 @@ def test_admitting_twice_changes_nothing() -> None:
     job = running("async")
     stage(job, push(0))
     before = image(job)
-    job.admit(0, 1, None)
-    job.admit(0, 1, 0)
+    job.execute(AddWorker(0, 1, None))
+    job.execute(AddWorker(0, 1, 0))
     assert image(job) == before
 
 
 def test_retiring_leaves_a_newer_incarnation_alone() -> None:
     job = running("async")
-    job.admit(0, 5, 0)
-    job.retire(0, 1)
+    job.execute(AddWorker(0, 5, 0))
+    job.execute(RemoveWorker(0, 1))
     assert job.roster[0].incarnation == 5
 
 
 def test_a_call_that_comes_late_does_not_bring_the_dead_back() -> None:
     """A join that the coordinator gave up on is retired; its AdmitWorker may reach the shard after that."""
     job = running("sync")
-    job.retire(3, 7)
+    job.execute(RemoveWorker(3, 7))
     for clock in (None, 0):
         with pytest.raises(Fenced):
-            job.admit(3, 7, clock)
-    job.admit(3, 8, None)
+            job.execute(AddWorker(3, 7, clock))
+    job.execute(AddWorker(3, 8, None))
     assert set(job.roster) == {0, 3}
 
 
@@ -260,9 +261,9 @@ def test_what_a_lost_worker_lent_is_copied_before_it_may_write_there_again(end: 
     lent = bytearray(payload(3.0))
     stage(job, push(0, rank=1, incarnation=2, payload=lent, borrowed=True))
     if end == "retired":
-        job.retire(1, 2)
+        job.execute(RemoveWorker(1, 2))
     else:
-        job.admit(1, 9, None)
+        job.execute(AddWorker(1, 9, None))
     lent[:] = payload(100.0)
     stage(job, push(0))
     work(job, 0)
@@ -274,13 +275,13 @@ def test_the_frontier_is_the_highest_clock_of_any_bucket_that_trains() -> None:
     for clock in (1, 2):
         stage(job, push(1, clock))
         work(job, 1)
-    assert job.admit(2, 9, None) == 2
+    assert job.execute(AddWorker(2, 9, None)) == 2
     assert job.roster[2].start == 2
 
 
 def test_a_buffer_is_sent_at_any_clock_once_it_is_there() -> None:
     job = JobPartition(job_spec("sync"), [0, HELD])
-    job.admit(0, 1, 0)
+    job.execute(AddWorker(0, 1, 0))
     assert not job.admits(HELD, 0, 4).admitted
     stage(job, initial(HELD))
     assert job.admits(HELD, 0, 4).admitted
@@ -310,7 +311,7 @@ def test_no_interleaving_breaks_a_promise_or_stops_the_living(mode: str) -> None
         simulation.settle()
         for index in TRAINED:
             bucket = simulation.home[index].buckets[index]
-            assert not bucket.protocol.waiting, "nothing staged is left behind"
+            assert not bucket.rule.waiting, "nothing staged is left behind"
             assert torch.equal(bucket.weights.flat, simulation.expected[index])
 
 
@@ -334,7 +335,7 @@ def test_counting_workers_count_exactly() -> None:
         counted = simulation.home[index].buckets[index].weights.flat / WHOLE
         for worker in simulation.live.values():
             assert counted[worker.incarnation] == 50 - worker.start
-        assert counted.sum() == simulation.home[index].buckets[index].protocol.version
+        assert counted.sum() == simulation.home[index].buckets[index].rule.version
 
 
 def test_the_layout_of_the_simulated_job_is_what_the_tests_say() -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, OutOfOrder, UnknownWorker
-from ps_server.core.commands import Commit, PushKind, SharedBucket
+from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.partition import JobPartition
+from ps_server.core.requests import PullCall, PushKind, SharedBucket, StepCommit
 from tests.server.test_partition import running, work
 from tests.simulation.simulator import HELD, image, job_spec, payload, push, stage
 
@@ -24,11 +25,10 @@ def commit(
     **groups: float,
 ) -> bool:
     """Commits one bucket; True if it counts now."""
-    one = SharedBucket(bucket, skip, frozenset())
-    whole = Commit((one,), {0: dict(groups)} if groups else {})
-    job.check_commit(whole)
-    staged = job.commit(rank, incarnation, b"", clock, one, whole)
-    return not (staged.kept or staged.duplicate)
+    step = StepCommit((SharedBucket(bucket, skip, frozenset()),), {0: dict(groups)} if groups else {})
+    call = PullCall(job.spec.name, rank, incarnation, clock, ())
+    [command] = job.check_step(call, step)
+    return job.execute(command).fresh
 
 
 def weight(job: JobPartition, bucket: int = 0) -> float:
@@ -90,10 +90,10 @@ def test_a_worker_that_is_gone_leaves_no_draft_and_no_assignment() -> None:
     job = running("sync", workers=2)
     draft(job, 1, rank=1, incarnation=2)
     assign(job, 1, 9.0, rank=1, incarnation=2)
-    job.retire(1, 2)
+    job.execute(RemoveWorker(1, 2))
     assert job.buckets[0].pending == {}
     draft(job, 1)
-    job.admit(0, 5, 0)  # it came back
+    job.execute(AddWorker(0, 5, 0))  # it came back
     with pytest.raises(Fenced):
         commit(job, 1)
     commit(job, 1, incarnation=5)
@@ -135,7 +135,7 @@ def test_an_assignment_without_a_gradient_counts_too() -> None:
 
 def test_only_the_segments_that_are_named_are_assigned() -> None:
     job = JobPartition(job_spec("sync", bucket_bytes=256), [0, 1])
-    job.admit(0, 1, 0)
+    job.execute(AddWorker(0, 1, 0))
     first = push(0, 0, kind=PushKind.INITIAL_VALUE, payload=payload(0.0, 64))
     stage(job, first)
     stage(job, push(clock=1, kind=PushKind.ASSIGN, payload=payload(10.0, 64), absent=frozenset({0})))
@@ -234,7 +234,7 @@ def test_state_that_is_not_whole_is_refused_when_it_is_to_count() -> None:
     spec = job_spec("sync")
     adam = type(spec)(**{**spec.__dict__, "optimizer": "Adam", "groups": ({"lr": 1.0},)})
     job = JobPartition(adam, [0])
-    job.admit(0, 1, 0)
+    job.execute(AddWorker(0, 1, 0))
     stage(job, push(0, 0, kind=PushKind.INITIAL_VALUE, payload=payload(0.0)))
     stage(job, push(kind=PushKind.ASSIGN_STATE, state="exp_avg"))
     with pytest.raises(InvalidRequest, match="lacks exp_avg_sq, step, which Adam needs"):

@@ -13,9 +13,11 @@ from torch import nn
 from ps_protocol.errors import LimitExceeded, NonFiniteGradient
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of
-from ps_server.core.commands import PushKind
+from ps_server.core.commands import AddWorker, Initialise, Stage
+from ps_server.core.dense import Gradient
 from ps_server.core.limits import Limits
 from ps_server.core.partition import JobPartition
+from ps_server.core.requests import Push, PushKind
 from tests.simulation.simulator import initial, job_spec, push, stage
 from tests.tools.cluster import Cluster
 
@@ -57,27 +59,34 @@ def test_a_gradient_within_the_norm_trains(make_cluster: MakeCluster, transport:
 def limited(norm: float, spec: JobSpec | None = None) -> JobPartition:
     """A job on one shard with worker 0, whose pushes may have this norm."""
     job = JobPartition(spec or job_spec("sync"), [0, 1, 2], norm_limit=norm)
-    job.admit(0, 1, 0)
+    job.execute(AddWorker(0, 1, 0))
     for index in job.buckets:
         stage(job, initial(index))
     return job
 
 
+def checked(job: JobPartition, one: Push) -> Gradient:
+    """What a push contributes."""
+    command = job.check(one)
+    assert isinstance(command, Stage)
+    return command.gradient
+
+
 def gradient(job: JobPartition, bucket: int, value: float, dtype: str = "float32") -> memoryview:
-    return bytes_of(torch.full((job.bucket(bucket).layout.numel,), value, dtype=TORCH_DTYPES[dtype]))
+    return bytes_of(torch.full((job.bucket(bucket).spec.numel,), value, dtype=TORCH_DTYPES[dtype]))
 
 
 def test_a_gradient_without_a_limit_is_as_large_as_it_likes() -> None:
     job = limited(math.inf)
-    assert job.check(push(payload=gradient(job, 0, 1e30))).values is not None
+    assert checked(job, push(payload=gradient(job, 0, 1e30))).values is not None
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
 def test_the_norm_of_half_types_is_taken_in_float32(wire: str) -> None:
     job = limited(100_000.0, replace(job_spec("sync"), gradient_wire=wire))
-    size = job.bucket(0).layout.numel
+    size = job.bucket(0).spec.numel
     value = 2.0**14  # that times the root of 32 is beyond float16
-    assert job.check(push(payload=gradient(job, 0, value, wire))).values is not None
+    assert checked(job, push(payload=gradient(job, 0, value, wire))).values is not None
     with pytest.raises(LimitExceeded, match=rf"bucket 0 has norm {1.5 * value * math.sqrt(size):g}, and"):
         job.check(push(payload=gradient(job, 0, 1.5 * value, wire)))
 
@@ -93,21 +102,23 @@ def test_what_is_not_finite_is_past_every_limit_even_where_the_job_allows_it(val
 
 def test_what_is_left_out_of_a_gradient_counts_for_nothing() -> None:
     job = limited(1.0)
-    assert job.check(push(payload=gradient(job, 0, 1e9), absent=frozenset({0}))).absent == {0}
+    assert checked(job, push(payload=gradient(job, 0, 1e9), absent=frozenset({0}))).absent == {0}
 
 
 def test_initial_values_and_steps_without_a_gradient_have_no_norm() -> None:
     job = limited(1.0)
     initial_value = push(clock=0, kind=PushKind.INITIAL_VALUE, payload=gradient(job, 0, 1e9))
-    assert job.check(initial_value).values is not None
-    assert job.check(push(kind=PushKind.SKIP, payload=b"")).values is None
+    command = job.check(initial_value)
+    assert isinstance(command, Initialise)
+    assert isinstance(command.value, torch.Tensor)
+    assert checked(job, push(kind=PushKind.SKIP, payload=b"")).values is None
 
 
 def test_a_gradient_in_the_workers_own_memory_is_copied_before_it_is_checked() -> None:
     """Or its worker could write another after this one was found small."""
     job = limited(10.0)
-    memory = torch.ones(job.bucket(0).layout.numel)
-    found = job.check(push(payload=bytes_of(memory), borrowed=True))
+    memory = torch.ones(job.bucket(0).spec.numel)
+    found = checked(job, push(payload=bytes_of(memory), borrowed=True))
     memory.fill_(1e9)
     assert found.values is not None
     assert torch.equal(found.values, torch.ones_like(memory))

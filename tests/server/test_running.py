@@ -7,7 +7,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ps_server.shard.job import NARROWED_BUCKETS, Narrowed, Pull
+from ps_server.shard.job import NARROWED_BUCKETS, Narrowed
+from ps_server.shard.waiting import Pull, PulledBucket
 
 
 def test_a_bucket_is_narrowed_once_for_all_who_wait_for_it() -> None:
@@ -37,13 +38,14 @@ def test_only_a_few_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word_bytes", "said"),
-    [(0, [b"", b"", b"", b"abcd"]), (2, [b"", b"ab", b"", b"cd"]), (3, [b"", b"", b"abc", b"d"])],
+    ("notice_bytes", "told"),
+    [(0, [0, 0, 0, 4]), (2, [0, 2, 0, 2]), (3, [0, 0, 3, 1])],
 )
-def test_a_worker_is_told_of_buckets_by_so_many_bytes_or_of_all(word_bytes: int, said: list[bytes]) -> None:
-    pull = Pull(0, 1, 1, cast(Any, None), 4, 0.0, word_bytes=word_bytes)
-    found = []
-    for word in (b"a", b"b", b"c", b"d"):
+def test_a_worker_is_told_of_buckets_by_so_many_bytes_or_of_all(notice_bytes: int, told: list[int]) -> None:
+    pull = Pull(0, 1, 1, cast(Any, None), 4, 0.0, notice_bytes=notice_bytes)
+    found: list[tuple[PulledBucket, ...]] = []
+    for index in range(4):
         pull.left -= 1
-        found.append(pull.said(word, 1))
-    assert found == said
+        found.append(pull.landed(PulledBucket(index), 1))
+    assert [len(buckets) for buckets in found] == told
+    assert [bucket.bucket for buckets in found for bucket in buckets] == [0, 1, 2, 3]

@@ -19,10 +19,10 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.segment_layout import NAME_PREFIX, SegmentMap, SegmentPlan, segment_plan
-from ps_server.core.commands import PullCall
-from ps_server.rpc.streams import Outbox
-from ps_server.shard.job import HostedJob, Pull
+from ps_server.core.requests import PullCall
+from ps_server.shard.job import HostedJob
 from ps_server.shard.segments import attach
+from ps_server.shard.waiting import Outbox, Pull
 from ps_worker.cluster import transports
 from ps_worker.cluster.shared_memory import LocalSegment, remove_leftovers
 from tests.tools.cluster import Cluster, until
@@ -274,9 +274,9 @@ def test_the_lock_that_marks_a_living_maker_is_exclusive(plan: SegmentPlan, tmp_
     segment.hide()
 
 
-@pytest.mark.parametrize(("weight_wire", "word_bytes"), [("float32", 0), ("bfloat16", 64)])
+@pytest.mark.parametrize(("weight_wire", "notice_bytes"), [("float32", 0), ("bfloat16", 64)])
 def test_a_worker_is_told_of_weights_early_only_where_it_has_to_take_them_over(
-    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, weight_wire: str, word_bytes: int
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, weight_wire: str, notice_bytes: int
 ) -> None:
     monkeypatch.setattr(transports, "WORD_BYTES", 64)  # one bucket: a word for each, in the middle of a pull
     cluster = make_cluster(shards=1)
@@ -284,7 +284,7 @@ def test_a_worker_is_told_of_weights_early_only_where_it_has_to_take_them_over(
     check = cluster.shards[0]._pulls.check
 
     def checked(job: HostedJob, call: PullCall, outbox: Outbox, shared: bool) -> Pull:
-        asked.append((shared, call.word_bytes))
+        asked.append((shared, call.notice_bytes))
         return check(job, call, outbox, shared)
 
     monkeypatch.setattr(cluster.shards[0]._pulls, "check", checked)
@@ -300,4 +300,4 @@ def test_a_worker_is_told_of_weights_early_only_where_it_has_to_take_them_over(
             optimizer.step()
             optimizer.zero_grad()
         assert torch.equal(model.weight, torch.full((8, 16), -3.0))
-    assert set(asked) == {(True, word_bytes)}
+    assert set(asked) == {(True, notice_bytes)}

@@ -18,9 +18,10 @@ from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import parse_mode
 from ps_protocol.tensors import bytes_of
-from ps_server.core.commands import Push, PushKind
+from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.consistency import Add, Step
 from ps_server.core.partition import JobPartition
+from ps_server.core.requests import Push, PushKind
 
 # -- a small job and its pushes --------------------------------------------------------------------------------------
 
@@ -67,14 +68,14 @@ def initial(bucket: int, rank: int = 0, incarnation: int = 1) -> Push:
 
 def stage(job: JobPartition, one: Push) -> bool:
     """Checks and stages; True if it was a repeat."""
-    return job.stage(one, job.check(one)).duplicate
+    return job.execute(job.check(one)).duplicate
 
 
 def image(job: JobPartition) -> list[object]:
     """Everything a push could change."""
     found: list[object] = [dict(job.roster), job.staged_bytes, job.optimizer_bytes]
     for bucket in job.buckets.values():
-        p = bucket.protocol
+        p = bucket.rule
         found += [p.version, p.initialised, dict(p.staged), dict(p.applied), list(p.waiting), list(p.added)]
         found.append(bucket.weights.flat.tolist())
     return found
@@ -145,10 +146,10 @@ class Simulation:
         frontiers: list[int] = []
 
         def first(shard: JobPartition) -> None:
-            frontiers.append(shard.admit(rank, newcomer.incarnation, None))
+            frontiers.append(shard.execute(AddWorker(rank, newcomer.incarnation, None)))
 
         def second(shard: JobPartition) -> None:
-            shard.admit(rank, newcomer.incarnation, max(frontiers))
+            shard.execute(AddWorker(rank, newcomer.incarnation, max(frontiers)))
 
         def joined() -> None:
             newcomer.start = newcomer.clock = max(frontiers)
@@ -166,7 +167,7 @@ class Simulation:
 
     def retire(self, worker: Worker) -> None:
         for shard in self.random.sample(self.shards, len(self.shards)):
-            self.calls.append(lambda shard=shard: shard.retire(worker.rank, worker.incarnation))
+            self.calls.append(lambda shard=shard: shard.execute(RemoveWorker(worker.rank, worker.incarnation)))
 
     def coordinate(self) -> bool:
         if not self.calls:
@@ -228,7 +229,7 @@ class Simulation:
 
     def apply(self, index: int) -> bool:
         bucket = self.home[index].buckets[index]
-        item = bucket.protocol.next()
+        item = bucket.rule.next()
         if isinstance(item, Add):
             bucket.weights.add(item.contribution)
             values = item.contribution.values
@@ -243,7 +244,7 @@ class Simulation:
                 self.counts[index, incarnation] = self.counts.get((index, incarnation), 0) + 1
             who.clear()
         if item is not None:
-            bucket.protocol.done(item)
+            self.home[index].done(index, item)
         return item is not None
 
     def open(self, index: int) -> list[int]:
@@ -298,4 +299,4 @@ class Simulation:
                 for worker in self.live.values()
                 if worker.clock < target or worker.to_push or worker.to_pull
             ]
-            assert any(moved), f"stuck: {[self.home[i].buckets[i].protocol for i in TRAINED]}"
+            assert any(moved), f"stuck: {[self.home[i].buckets[i].rule for i in TRAINED]}"

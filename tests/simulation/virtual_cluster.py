@@ -27,9 +27,11 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import parse_mode
 from ps_protocol.tensors import bytes_of, tensor_from
+from ps_server.core.commands import AddWorker, RemoveWorker, RestoreSnapshot
 from ps_server.core.consistency import Add
 from ps_server.core.membership import JoinRequest, Member, Membership
-from ps_server.core.partition import JobPartition, Push, PushKind
+from ps_server.core.partition import JobPartition
+from ps_server.core.requests import Push, PushKind
 from ps_server.core.snapshot import BucketSnapshot
 from tests.chaos.oracle import Cells, Life, Rules, Shape, Violation, Witness, judge, too_stale
 from tests.simulation.virtual_time import Host, Steps, Then, Weather, World
@@ -104,7 +106,7 @@ class Shard(Host):
 
     def on_restore(self, spec: JobSpec, images: dict[int, BucketSnapshot], last_incarnation: int) -> None:
         self.job = JobPartition(spec, list(images))
-        self.job.restore(images, last_incarnation)
+        self.job.execute(RestoreSnapshot(images, last_incarnation))
         self._busy, self._catch = set(), None
         waiting, self._waiting = self._waiting, []
         for *_, answer in waiting:
@@ -112,18 +114,18 @@ class Shard(Host):
 
     def on_admit(self, rank: int, incarnation: int, clock: int | None) -> int:
         assert self.job is not None
-        frontier = self.job.admit(rank, incarnation, clock)
+        frontier = self.job.execute(AddWorker(rank, incarnation, clock))
         self._changed()
         return frontier
 
     def on_retire(self, rank: int, incarnation: int) -> None:
         assert self.job is not None
-        self.job.retire(rank, incarnation)
+        self.job.execute(RemoveWorker(rank, incarnation))
         self._changed()
 
     def on_push(self, push: Push) -> bool:
         assert self.job is not None
-        staged = self.job.stage(push, self.job.check(push))
+        staged = self.job.execute(self.job.check(push))
         self._changed()
         return staged.duplicate
 
@@ -134,11 +136,11 @@ class Shard(Host):
     def on_keep(self, clock: int | None) -> None:
         """Keeps every bucket at this version, or as it is now."""
         assert self.job is not None
-        if not all(bucket.protocol.initialised for bucket in self.job.buckets.values()):
+        if not all(bucket.rule.initialised for bucket in self.job.buckets.values()):
             raise TryLater("no weights yet")
         if clock is not None and self.job.versions()[1] >= clock:
             raise OutOfOrder("past that clock")
-        now = {} if clock is not None else {i: bucket.image() for i, bucket in self.job.buckets.items()}
+        now = {} if clock is not None else {i: bucket.snapshot() for i, bucket in self.job.buckets.items()}
         self._catch = -1 if clock is None else clock, now
 
     def on_kept(self, clock: int | None) -> dict[int, BucketSnapshot]:
@@ -176,7 +178,7 @@ class Shard(Host):
         assert self.job is not None
         self._admit()
         for index, bucket in self.job.buckets.items():
-            if index not in self._busy and bucket.protocol.next() is not None:
+            if index not in self._busy and bucket.rule.next() is not None:
                 self._busy.add(index)
                 self.spawn(self._apply(self.job, index))
 
@@ -184,7 +186,7 @@ class Shard(Host):
         bucket = job.buckets[index]
         while True:
             yield self.world.random.expovariate(1 / self.cluster.apply_seconds)
-            work = bucket.protocol.next()
+            work = bucket.rule.next()
             if job is not self.job or work is None:
                 self._busy.discard(index)
                 return
@@ -192,9 +194,9 @@ class Shard(Host):
                 bucket.weights.add(work.contribution)
             else:
                 bucket.weights.step()
-            bucket.protocol.done(work)
-            if self._catch is not None and self._catch[0] == bucket.protocol.version and not isinstance(work, Add):
-                self._catch[1][index] = bucket.image()
+            job.done(index, work)
+            if self._catch is not None and self._catch[0] == bucket.rule.version and not isinstance(work, Add):
+                self._catch[1][index] = bucket.snapshot()
             self._admit()
 
 
@@ -628,7 +630,7 @@ class Cluster:
         staying = [rank for rank in range(WORKERS) if rank not in self._gone]
         if not world.run(lambda: all(self.workers[rank].holds for rank in staying), world.now + SETTLE_SECONDS):
             where = {worker.name: worker.clock for worker in self.workers if worker.rank in staying}
-            shards = [[b.protocol for b in s.job.buckets.values()] if s.job else None for s in self.shards]
+            shards = [[b.rule for b in s.job.buckets.values()] if s.job else None for s in self.shards]
             said = f"not everybody reaches clock {self.target}: {where}; {shards}"
             return [*self.violations, Violation("stuck", said, {})]
         world.run(lambda: False, world.now + 1.0)
@@ -639,7 +641,7 @@ class Cluster:
         for shard in self.shards:
             assert shard.job is not None
             for bucket in shard.job.buckets.values():
-                view[bucket.layout.segments[0].parameter] = bucket.weights.flat[: view[0].numel()].view(view[0].shape)
+                view[bucket.spec.segments[0].parameter] = bucket.weights.flat[: view[0].numel()].view(view[0].shape)
         # Which parameter a bucket is: they are laid out in another order.
         layout = self.shards[0].job.layout.buckets if self.shards[0].job else ()
         until = {b.segments[0].parameter: self._died.get(b.index % SHARDS) for b in layout}

@@ -80,10 +80,10 @@ class Cluster:
             with running.lock:
                 found[f"roster on {index}"] = dict(running.state.roster)
                 for number, bucket in running.buckets.items():
-                    protocol, weights = bucket.state.protocol, bucket.state.weights
+                    rule, weights = bucket.rule, bucket.weights
                     found[f"bucket {number} on {index}"] = (
-                        (protocol.initialised, protocol.version, dict(protocol.staged), dict(protocol.applied)),
-                        (sorted(protocol.waiting), list(protocol.added), len(bucket.waiters)),
+                        (rule.initialised, rule.version, dict(rule.staged), dict(rule.applied)),
+                        (sorted(rule.waiting), list(rule.added), len(bucket.waiters)),
                         hashlib.sha256(bytes_of(weights.flat)).hexdigest(),
                         weights.optimizer_bytes,
                     )

@@ -27,8 +27,8 @@ from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.v1 import control_pb2, data_pb2
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.core.commands import Push, PushKind
-from ps_server.rpc import convert, data_messages
+from ps_server.core.requests import Push, PushKind
+from ps_server.rpc import convert
 from ps_server.rpc.cluster_service import ClusterService
 from ps_server.rpc.data_service import DataService
 from ps_server.rpc.job_service import JobService
@@ -36,6 +36,7 @@ from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
+from ps_server.shard.threads import NoThreads
 from ps_server.storage.checkpoints import CheckpointStore, Manifest
 
 JOB, KEY = "job", b"sixteen bytes 01"
@@ -96,15 +97,8 @@ class Target:
         # In memory where there is such a place: what is flushed to a disk would be most of the time.
         self._files = tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
         self.store = CheckpointStore(Path(self._files.name))
-        self.shard = Shard(
-            ShardMetrics(CollectorRegistry()),
-            data_messages.WRITERS,
-            checkpoints=self.store,
-        )
-        self.shard._apply.stop()
-        self.shard._writer.shutdown()
-        self.shard._writer = _Inline()  # type: ignore[assignment]
-        self.shard._apply = _Inline()  # type: ignore[assignment]  # so that nothing changes between two inputs
+        # Without threads: nothing changes between two inputs.
+        self.shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), checkpoints=self.store)
         self.coordinator = Coordinator(1, ShardClient)
         self._fill()
         data = DataService(self.shard)
@@ -137,10 +131,10 @@ class Target:
     def _fill(self) -> None:
         shard = self.shard
         shard.create_job(SPEC, [0, 1, 2])
-        shard.admit(JOB, 0, 1, 0, b"another key of 1")
-        shard.admit(JOB, 1, 2, 0, KEY)
+        shard.add_worker(JOB, 0, 1, 0, b"another key of 1")
+        shard.add_worker(JOB, 1, 2, 0, KEY)
         for index, bucket in shard.jobs()[JOB].buckets.items():
-            layout = bucket.state.layout
+            layout = bucket.spec
             payload = torch.arange(layout.nbytes, dtype=torch.uint8).numpy().tobytes()
             if layout.dtype == "float32":
                 payload = torch.arange(layout.numel, dtype=torch.float32).numpy().tobytes()
@@ -153,7 +147,7 @@ class Target:
         """A checkpoint on disk, of a job that is not there any more."""
         spec = replace(SPEC, name=KEPT)
         shard.create_job(spec, [0, 1, 2])
-        shard.admit(KEPT, 0, 1, 0, KEY)
+        shard.add_worker(KEPT, 0, 1, 0, KEY)
         for bucket in bucket_layout(spec.parameters, spec.bucket_bytes).buckets:
             shard.push(Push(KEPT, 0, 1, bucket.index, 0, PushKind.INITIAL_VALUE, bytes(bucket.nbytes), key=KEY))
         shard.begin_checkpoint(KEPT, CHECKPOINT, None)
@@ -197,13 +191,13 @@ class Target:
         found.update(repr(sorted(self.coordinator.shards())).encode())
         for name, job in sorted(self.shard.jobs().items()):
             state = job.state
-            found.update(repr(job.capture and (job.capture.name, job.capture.clock)).encode())
+            found.update(repr(job.snapshot_task and (job.snapshot_task.name, job.snapshot_task.clock)).encode())
             found.update(repr((name, state.spec, sorted(state.roster.items()), sorted(job.segments))).encode())
             for index, bucket in sorted(job.buckets.items()):
-                protocol = bucket.state.protocol
-                numbers = protocol.initialised, protocol.version, protocol.staged, protocol.applied, protocol.added
-                found.update(repr((index, numbers, sorted(protocol.waiting), bucket.busy)).encode())
-                found.update(bucket.state.weights.flat.view(torch.uint8).numpy().tobytes())
+                rule = bucket.rule
+                numbers = rule.initialised, rule.version, rule.staged, rule.applied, rule.added
+                found.update(repr((index, numbers, sorted(rule.waiting), bucket.busy)).encode())
+                found.update(bucket.weights.flat.view(torch.uint8).numpy().tobytes())
         return found.digest()
 
     def stop(self) -> None:

@@ -32,12 +32,12 @@ def cells(cluster: Cluster, job: str) -> torch.Tensor:
     found: dict[int, torch.Tensor] = {}
     for shard in cluster.shards:
         running = shard.jobs()[job]
-        until(lambda r=running: all(b.state.protocol.next() is None for b in r.buckets.values()), "applying")  # type: ignore[misc]
+        until(lambda r=running: all(b.rule.next() is None for b in r.buckets.values()), "applying")  # type: ignore[misc]
         for bucket in running.buckets.values():
             with bucket.tensors:
-                for part in bucket.state.layout.segments:
+                for part in bucket.spec.segments:
                     vector = found.setdefault(part.parameter, torch.zeros(running.state.spec.parameters[0].numel))
-                    values = bucket.state.weights.flat[part.offset : part.offset + part.length]
+                    values = bucket.weights.flat[part.offset : part.offset + part.length]
                     vector[part.start : part.start + part.length] = values
     return torch.stack([vector for _, vector in sorted(found.items())])
 

@@ -1,0 +1,164 @@
+"""What a push contributes: checks it against the job and makes the command that stages it. Changes nothing.
+
+The heavy part of a push. It touches nothing that a command changes, so that it can run outside of the lock that guards
+a partition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient, NotFound
+from ps_protocol.job import HyperParameters, JobSpec, NonFinite, travels_as
+from ps_protocol.layout import DATA_TYPES, BucketSpec
+from ps_protocol.optimizers import check_change, check_hyper_parameters, is_scalar_state
+from ps_protocol.tensors import is_finite, tensor_from
+from ps_server.core.commands import Assign, BucketCommand, Commit, Draft, Initialise, Stage
+from ps_server.core.data_commits import check_ranges
+from ps_server.core.dense import Assignment, Gradient
+from ps_server.core.requests import PullCall, Push, PushKind, StepCommit
+
+ASSIGNING = (PushKind.ASSIGN, PushKind.ASSIGN_STATE)
+
+
+class PushChecker:
+    """Checks the pushes of one job for the buckets that one shard has.
+
+    norm_limit: the L2 norm that the gradient in one push may have
+    """
+
+    def __init__(self, spec: JobSpec, buckets: Mapping[int, BucketSpec], norm_limit: float = math.inf) -> None:
+        self._spec = spec
+        self._buckets = buckets
+        self._norm_limit = norm_limit
+        self._checked: dict[int, HyperParameters] = {}  # by group, those that were last found good
+
+    def bucket(self, index: int) -> BucketSpec:
+        """The bucket with this index. Raises NotFound when this shard does not have it."""
+        if index not in self._buckets:
+            raise NotFound(f"this shard holds no bucket {index} of job {self._spec.name!r}")
+        return self._buckets[index]
+
+    def trained(self, index: int) -> BucketSpec:
+        """A bucket that an optimizer steps. Raises InvalidRequest for one that is held."""
+        bucket = self.bucket(index)
+        if bucket.held:
+            raise InvalidRequest(f"bucket {index} holds what no optimizer steps: it is not in a segment")
+        return bucket
+
+    def check(self, push: Push, principal: str = "") -> BucketCommand:
+        """The command that stages a push. Raises InvalidRequest naming what was expected and what came.
+
+        principal: whose bytes they are
+        """
+        bucket = self.bucket(push.bucket) if push.kind is PushKind.INITIAL_VALUE else self.trained(push.bucket)
+        check_ranges(push.ranges)
+        _check_positions(bucket, push.absent)
+        self._check_groups(push.groups or {})
+        values = self._values(push, bucket)
+        worker = push.rank, push.incarnation, push.key, push.bucket
+        if push.kind is PushKind.INITIAL_VALUE:
+            assert values is not None
+            return Initialise(*worker, values)
+        if push.kind in ASSIGNING:
+            assignment = self._assignment(push, bucket, values)
+            if push.kind is PushKind.ASSIGN_STATE and push.clock == 0:
+                return Initialise(*worker, assignment)
+            return Assign(*worker, push.clock, assignment)
+        gradient = self._gradient(push, bucket, values)
+        if push.draft:
+            return Draft(*worker, push.clock, gradient, principal)
+        return Stage(*worker, push.clock, gradient, push.ranges, principal)
+
+    def check_step(self, call: PullCall, step: StepCommit) -> list[BucketCommand]:
+        """The commands that make a worker's step count, a bucket each. Raises as `check` for what they name."""
+        check_ranges(step.ranges)
+        self._check_groups(step.groups)
+        commands: list[BucketCommand] = []
+        for bucket in step.buckets:
+            _check_positions(self.trained(bucket.index), bucket.absent)
+            worker = call.rank, call.incarnation, call.key, bucket.index, call.clock
+            if bucket.skip:
+                commands.append(Stage(*worker, Gradient(None, bucket.absent, step.groups), step.ranges))
+            else:
+                commands.append(Commit(*worker, step.groups, step.ranges))
+        return commands
+
+    def _values(self, push: Push, bucket: BucketSpec) -> torch.Tensor | None:
+        """The payload of a push as a flat tensor; None where it has none to have."""
+        wire = travels_as(bucket.dtype, self._spec.gradient_wire)
+        dtype, count = (wire if push.kind is PushKind.GRADIENT else bucket.dtype), bucket.numel
+        if push.kind is PushKind.SKIP or (push.kind is PushKind.ASSIGN_STATE and not push.state):
+            count = 0
+        elif push.kind is PushKind.ASSIGN_STATE and is_scalar_state(self._optimizer(bucket), push.state):
+            dtype, count = "float32", len(bucket.segments)
+        expected = count * DATA_TYPES[dtype].itemsize
+        if len(push.payload) != expected:
+            raise InvalidRequest(
+                f"bucket {push.bucket}: expected {expected} bytes ({count} x {dtype}), got {len(push.payload)}"
+            )
+        return tensor_from(push.payload, dtype) if count else None
+
+    def _gradient(self, push: Push, bucket: BucketSpec, values: torch.Tensor | None) -> Gradient:
+        if values is None:
+            return Gradient(None, push.absent, push.groups)
+        limited, borrowed = self._norm_limit < math.inf, push.borrowed
+        if limited and borrowed:
+            values, borrowed = values.clone(), False  # or its worker could write another after this one was checked
+        if not push.finite and self._spec.non_finite is not NonFinite.ALLOW:
+            for position, part in enumerate(bucket.segments):
+                if position not in push.absent and not is_finite(values[part.offset : part.offset + part.length]):
+                    if self._spec.non_finite is NonFinite.SKIP:
+                        return Gradient(None, push.absent, push.groups)
+                    name = self._spec.parameters[part.parameter].name
+                    raise NonFiniteGradient(f"the gradient of {name} from worker {push.rank} is not finite")
+        if limited:
+            self._check_norm(push, bucket, values)
+        return Gradient(values, push.absent, push.groups, borrowed)
+
+    def _assignment(self, push: Push, bucket: BucketSpec, values: torch.Tensor | None) -> Assignment:
+        """What an assigning push sets."""
+        present = [position for position in range(len(bucket.segments)) if position not in push.absent]
+        if values is None:
+            return Assignment(reset=frozenset(present))
+        if push.kind is PushKind.ASSIGN_STATE and is_scalar_state(self._optimizer(bucket), push.state):
+            if not bool(torch.isfinite(values[present]).all()):
+                raise InvalidRequest(f"the state {push.state!r} of bucket {push.bucket} is not finite")
+            return Assignment(state={p: {push.state: values[p].clone()} for p in present})
+        slices = {p: values[bucket.segments[p].offset :][: bucket.segments[p].length] for p in present}
+        if push.kind is PushKind.ASSIGN:
+            return Assignment(slices)
+        return Assignment(state={p: {push.state: tensor} for p, tensor in slices.items()})
+
+    def _check_groups(self, groups: Mapping[int, HyperParameters]) -> None:
+        for group, hyper_parameters in groups.items():
+            if not 0 <= group < len(self._spec.groups):
+                raise InvalidRequest(f"expected a group below {len(self._spec.groups)}, got {group}")
+            if self._checked.get(group) != hyper_parameters:
+                registered, name = self._spec.groups[group], self._spec.optimizer_of(group)
+                check_hyper_parameters(name, {**registered, **hyper_parameters})
+                check_change(name, registered, hyper_parameters)
+                self._checked[group] = hyper_parameters
+
+    def _check_norm(self, push: Push, bucket: BucketSpec, values: torch.Tensor) -> None:
+        present = [s for position, s in enumerate(bucket.segments) if position not in push.absent]
+        wide = torch.float32 if values.itemsize < 4 else values.dtype  # half types overflow
+        norms = [torch.linalg.vector_norm(values[s.offset : s.offset + s.length], dtype=wide).item() for s in present]
+        norm = math.hypot(*norms)
+        if not norm <= self._norm_limit:  # NaN is past every limit
+            raise LimitExceeded(
+                f"worker {push.rank}: the gradient of bucket {push.bucket} has norm {norm:g}, "
+                f"and max-push-norm is {self._norm_limit:g}"
+            )
+
+    def _optimizer(self, bucket: BucketSpec) -> str:
+        return self._spec.optimizers[bucket.optimizer]
+
+
+def _check_positions(bucket: BucketSpec, absent: Iterable[int]) -> None:
+    for position in absent:
+        if position >= len(bucket.segments):
+            raise InvalidRequest(f"bucket {bucket.index} has {len(bucket.segments)} segments, got segment {position}")

@@ -1,0 +1,134 @@
+"""The threads of a shard: they apply updates, write checkpoints, and call regularly. A shard can do without.
+
+To hand a bucket to another thread and be told of it costs as much as adding one up (measured). A thread that has just
+staged what completes an update, and whose caller waits for nothing else, does the work itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+Task = Callable[[], None]
+
+
+class Threads(Protocol):
+    """Runs what a shard has to do beside its calls. Tasks do not raise."""
+
+    def submit(self, task: Task) -> None:
+        """Runs a task that applies updates, in another thread if there is one."""
+
+    def lend(self, tasks: Iterable[Task]) -> None:
+        """As `submit`, but the calling thread runs what there is, unless enough are at it already."""
+
+    def write(self, task: Task) -> None:
+        """Runs a task that writes to disk, beside all others if there is a thread for it."""
+
+    def repeat(self, seconds: float, task: Task) -> None:
+        """Runs a task every so many seconds, until the shard stops; without threads, the caller's clock does that."""
+
+    def stop(self) -> None:
+        """Returns when everything has been run, and ends the threads."""
+
+
+class ApplyThreads:
+    """Runs tasks in the order in which they came, at most `count` at a time, in threads of its own or lent ones."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._threads = ThreadPoolExecutor(count, "apply")
+        self._changed = threading.Condition()
+        self._tasks: deque[Task] = deque()
+        self._running = 0
+
+    def submit(self, task: Task) -> None:
+        """Has a thread of its own run the task."""
+        if self._enters([task]):
+            self._threads.submit(self._run)
+
+    def lend(self, tasks: Iterable[Task]) -> None:
+        """As `submit`, but the calling thread runs what there is, unless enough are at it already."""
+        if self._enters(tasks):
+            self._run()
+
+    def stop(self) -> None:
+        """Returns when everything has been run, and ends the threads."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running)
+        self._threads.shutdown(wait=True)
+
+    def _enters(self, tasks: Iterable[Task]) -> bool:
+        """Queues tasks; whether one more is to run them."""
+        with self._changed:
+            self._tasks.extend(tasks)
+            enters = bool(self._tasks) and self._running < self._count
+            self._running += enters
+            return enters
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._tasks:
+                    self._running -= 1
+                    self._changed.notify_all()
+                    return
+                task = self._tasks.popleft()
+            task()
+
+
+class OwnThreads(ApplyThreads):
+    """A shard's own threads: `count` that apply updates, one that writes, and one for each task that is repeated."""
+
+    def __init__(self, count: int = 1) -> None:
+        super().__init__(count)
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._stopping = threading.Event()
+        self._repeating: list[threading.Thread] = []
+
+    def write(self, task: Task) -> None:
+        """Has the writing thread run a task."""
+        self._writer.submit(task)
+
+    def repeat(self, seconds: float, task: Task) -> None:
+        """Starts a thread that runs a task every so many seconds."""
+
+        def run() -> None:
+            while not self._stopping.wait(seconds):
+                task()
+
+        self._repeating.append(threading.Thread(target=run, name="notices", daemon=True))
+        self._repeating[-1].start()
+
+    def stop(self) -> None:
+        """Returns when everything has been run, and ends the threads."""
+        self._stopping.set()
+        for thread in self._repeating:
+            thread.join()
+        super().stop()
+        self._writer.shutdown(wait=True)
+
+
+class NoThreads:
+    """Runs everything in the calling thread, at once. Nothing is repeated: see Shard.tick."""
+
+    def submit(self, task: Task) -> None:
+        """Runs a task."""
+        task()
+
+    def lend(self, tasks: Iterable[Task]) -> None:
+        """Runs tasks."""
+        for task in tasks:
+            task()
+
+    def write(self, task: Task) -> None:
+        """Runs a task."""
+        task()
+
+    def repeat(self, seconds: float, task: Task) -> None:
+        """Does nothing."""
+
+    def stop(self) -> None:
+        """Does nothing."""

@@ -1,0 +1,125 @@
+"""A pull while it is under way: what was asked for, where the answers go, and which of its buckets wait.
+
+The shard hands values to an `Outbox`; how they become messages is the business of the room that sends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from ps_protocol.errors import PSError
+from ps_protocol.segment_layout import SegmentMap
+from ps_server.core.consistency import Admission
+
+
+class PulledBucket(NamedTuple):
+    """One bucket of a pull, by its index.
+
+    waited:     seconds for which it was held back for other workers
+    waiting:    whom it still waits for: it follows later, and the rest says nothing; None: here it is
+    save_state: this version is in a checkpoint, and its worker is to save its own state of that clock
+    payload:    its weights in the wire format; None: they are in the worker's segment
+    """
+
+    bucket: int
+    version: int = 0
+    waited: float = 0.0
+    waiting: Admission | None = None
+    save_state: bool = False
+    payload: memoryview | None = None
+
+
+class PulledState(NamedTuple):
+    """One kind of optimizer state of one bucket; `absent`: positions of the slices that have none."""
+
+    bucket: int
+    version: int
+    name: str
+    absent: frozenset[int]
+    payload: memoryview
+
+
+class Notice(NamedTuple):
+    """What a worker is told of a pull into its segment: buckets that are there now or that wait, and for how many
+    seconds the pushes that came with the pull have been staged (None: it was told before, or none came)."""
+
+    buckets: tuple[PulledBucket, ...] = ()
+    staged_seconds: float | None = None
+
+
+Answer = PulledBucket | PulledState | Notice
+
+
+class Outbox(Protocol):
+    """Where the answers to one pull go, one after the other. No method waits; all are thread-safe."""
+
+    def tell(self, answer: Answer) -> None:
+        """Sends an answer."""
+
+    def lend(self, lent: Callable[[], AbstractContextManager[Answer]]) -> None:
+        """Sends an answer that is made when its turn has come, and whose payload may be read until it is given back."""
+
+    def finish(self) -> None:
+        """Ends the stream after what was put before."""
+
+    def fail(self, error: PSError) -> None:
+        """Ends the stream with an error, after what was put before."""
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Has another thread call back when the stream is over, however it ended; also if it already is."""
+
+
+@dataclass
+class Pull:
+    """One pull: which worker asks at which clock, how many of its buckets are still to be sent, and where to.
+
+    segment:      where the buckets are written; None: they go over the network
+    notified:     when the worker was last told whom it waits for
+    notice_bytes: see PullCall
+    pending:      buckets that are in the segment, and that the worker was not told of yet; pending_bytes: of those
+    with_pushes:  it came with pushes, and the worker was not told yet that they are staged
+    """
+
+    rank: int
+    incarnation: int
+    clock: int
+    outbox: Outbox
+    left: int
+    since: float
+    segment: SegmentMap | None = None
+    notified: float = 0.0
+    notice_bytes: int = 0
+    pending: list[PulledBucket] = field(default_factory=list)
+    pending_bytes: int = 0
+    with_pushes: bool = False
+
+    def landed(self, bucket: PulledBucket, size: int) -> tuple[PulledBucket, ...]:
+        """Keeps a bucket of `size` bytes that is in the segment; returns all that are kept once they are enough to
+        tell the worker of, or the last."""
+        self.pending.append(bucket)
+        self.pending_bytes += size
+        if self.left and not 0 < self.notice_bytes <= self.pending_bytes:
+            return ()
+        buckets = tuple(self.pending)
+        self.pending, self.pending_bytes = [], 0
+        return buckets
+
+    def staged_seconds(self, now: float) -> float | None:
+        """For how long the pushes that came with the pull have been staged; None after the first time, or without."""
+        if not self.with_pushes:
+            return None
+        self.with_pushes = False
+        return now - self.since
+
+
+@dataclass
+class Waiter:
+    """One bucket of a pull that is not admitted: why, since when for that reason, and how long for others so far."""
+
+    pull: Pull
+    admission: Admission
+    since: float
+    waited: float = 0.0
