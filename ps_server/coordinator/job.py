@@ -25,12 +25,12 @@ from ps_server.coordinator.cluster import Cluster, Registry
 from ps_server.coordinator.data import JobData
 from ps_server.coordinator.members import JobMembers, Removal, Reservation, Roster
 from ps_server.coordinator.recovery import Recovery, Restored
-from ps_server.coordinator.rounds import JobRounds, Wait
+from ps_server.coordinator.rounds import JobRounds
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.accounting import StepAccounting
 from ps_server.core.membership import JoinRequest, JoinResult, Member, Membership
 from ps_server.core.placement import PlacedJob
-from ps_server.core.statistics import JobStatistics, WorkerStatistics
+from ps_server.core.statistics import JobStatistics, Wait, WorkerStatistics
 from ps_server.storage.checkpoints import Manifest
 
 log = logging.getLogger("ps_server")
@@ -264,7 +264,7 @@ class CoordinatedJob:
         except PSError:
             return []  # a shard is away: the next look is soon
         hosted = [shard.jobs[self.spec.name] for shard in answers if self.spec.name in shard.jobs]
-        return [Wait(wait.rank, wait.clock, frozenset(wait.waiting_for)) for each in hosted for wait in each.waits]
+        return [wait for job in hosted for wait in job.waits]
 
     def save_worker_state(self, rank: int, incarnation: int, key: bytes, clock: int, state: bytes) -> None:
         """Keeps a live worker's own part of a checkpoint. Raises LimitExceeded if it is too large."""

@@ -11,8 +11,8 @@ class CheckpointPolicy:
     """Where checkpoints go, when they are made, and how many are kept.
 
     steps, seconds: make one every so many clocks, or seconds; neither: only when asked to, and at a job's end
-    restore:        a job of a name that has a checkpoint goes on from it, also if it had ended
-    resume:         the jobs that ran when an earlier coordinator ended are taken up again; implied by `restore`
+    restore:        a job of a name that has a checkpoint continues from it, also if it had ended
+    resume:         the jobs that ran when an earlier coordinator ended are resumed; implied by `restore`
     """
 
     directory: Path

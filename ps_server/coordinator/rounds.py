@@ -15,15 +15,7 @@ from ps_protocol.errors import NotFound, PSError, TryLater, UnknownWorker
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.members import JobMembers
 from ps_server.core.rounds import Given, Round, Rounds
-
-
-@dataclass(frozen=True)
-class Wait:
-    """One worker's waiting for another on a shard, each by its rank: `rank` needs a step of each of `others`."""
-
-    rank: int
-    clock: int
-    others: frozenset[int]
+from ps_server.core.statistics import Wait
 
 
 @dataclass(frozen=True)
@@ -173,7 +165,8 @@ class JobRounds:
             for waiter in list(self._waiters):
                 # A worker that is behind in steps, and in this round already, does not make the step.
                 wanted = any(
-                    wait.rank in missing and waiter.rank in wait.others and wait.clock > waiter.clock for wait in waits
+                    wait.rank in missing and waiter.rank in wait.waiting_for and wait.clock > waiter.clock
+                    for wait in waits
                 )
                 if wanted or now - waiter.since >= self._timing.round_hold:
                     self._waiters.remove(waiter)

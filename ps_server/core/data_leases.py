@@ -144,7 +144,7 @@ class DataLeases:
 
     @property
     def doubtful(self) -> set[Who]:
-        """Who is gone and had leased what nobody knows the fate of."""
+        """Returns the workers that are gone, and whose leased batches may or may not be committed."""
         return set(self._doubtful)
 
     def settle(self, shards: Sequence[Committed], gone: Iterable[Who] = ()) -> None:
@@ -158,7 +158,7 @@ class DataLeases:
         self._committed = common(shards, self.loader, self.number, self.spec.samples)
         self._free = self._free.without(self._committed)
         lost, self._pushed = self._pushed.without(self._committed), Intervals()
-        for span in lost.spans():  # a shard was set back to a checkpoint
+        for span in lost.spans():  # a shard was rolled back to a checkpoint
             self._give_back(span)
         for spans in self._leased.values():
             spans -= {span for span in spans if self._committed.count(*span) == span[1] - span[0]}

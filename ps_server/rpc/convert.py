@@ -37,8 +37,8 @@ def retire_request(job: str, rank: int, incarnation: int) -> control_pb2.RetireW
     return control_pb2.RetireWorkerRequest(job=job, rank=rank, incarnation=incarnation)
 
 
-def newcomer(request: control_pb2.JoinJobRequest) -> JoinRequest:
-    """Who asks to join."""
+def join_request(request: control_pb2.JoinJobRequest) -> JoinRequest:
+    """Returns what a process asks for that wants to join."""
     where = request.pid, request.host, request.metrics_address
     first, count = request.launch_first_rank, request.launch_rank_count
     return JoinRequest(
@@ -50,20 +50,20 @@ def newcomer(request: control_pb2.JoinJobRequest) -> JoinRequest:
     )
 
 
-def join_response(seat: JoinResult, lease: float, where: job_pb2.ShardMap) -> control_pb2.JoinJobResponse:
+def join_response(result: JoinResult, lease: float, where: job_pb2.ShardMap) -> control_pb2.JoinJobResponse:
     """A worker's place."""
-    member = seat.member
+    member = result.member
     response = control_pb2.JoinJobResponse(
         rank=member.rank,
         incarnation=member.incarnation,
-        clock=seat.clock,
+        clock=result.clock,
         lease_key=member.key,
         shard_map=where,
-        restore_count=seat.restore_count,
+        restore_count=result.restore_count,
     )
     response.lease.FromNanoseconds(int(lease * 1e9))
-    if seat.state is not None:
-        response.worker_state_clock, response.worker_state = seat.state
+    if result.state is not None:
+        response.worker_state_clock, response.worker_state = result.state
     return response
 
 

@@ -44,9 +44,8 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
     def JoinJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.job)
         rank = request.rank if request.HasField("rank") else None
-        newcomer = convert.newcomer(request)
-        seat = self._coordinator.join(request.job, rank, newcomer)
-        return convert.join_response(seat, self._coordinator.lease, self._shard_map(seat.placement))
+        result = self._coordinator.join(request.job, rank, convert.join_request(request))
+        return convert.join_response(result, self._coordinator.lease, self._shard_map(result.placement))
 
     def _watch(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
         check_job(request.job)

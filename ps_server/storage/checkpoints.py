@@ -3,11 +3,11 @@
     DIRECTORY/JOB/NAME/shard-0.safetensors   a shard's buckets: weights, optimizer state, versions and clocks
                        worker-0.state        what a worker of that rank needs besides: its place in the data, ...
                        manifest.json         last: what belongs to it, with sizes and SHA-256; without it, there is none
-    DIRECTORY/.coordinator.json              what the coordinator needs to come back; see `durable`
+    DIRECTORY/.coordinator.json              what the coordinator needs to come back; see coordinator.state_file
 
 Every file is flushed to disk before the manifest is given its name, so a checkpoint is there whole or not at all. What
-is read was written by whoever can write there: it is checked before it is used, and no name in it leads out of its
-directory.
+is read may have been written by any process that can write there: it is checked before it is used, and no name in it
+leads out of its directory.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Manifest:
 
     job:        the job's spec, as plain data
     run:        tells this job from earlier ones of its name
-    clock:      in sync, the clock of every bucket and worker; else the highest clock of any worker
+    clock:      in sync, the clock of every bucket and worker; otherwise the highest clock of any worker
     placement:  for each bucket, the index of the shard whose file holds it
     shards:     by index
     workers:    by rank; those of which nothing came are missing

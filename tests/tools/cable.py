@@ -116,7 +116,7 @@ class Cable:
 def live(cluster: Cluster, job: str = "default") -> dict[int, int]:
     """By rank, the incarnations that the coordinator counts as live."""
     known = cluster.coordinator.jobs().get(job)
-    return {} if known is None else {member.rank: member.incarnation for member in known.members()}
+    return {} if known is None else {member.rank: member.incarnation for member in known.members.all()}
 
 
 def lose(cluster: Cluster, cable: Cable, rank: int = 0) -> None:

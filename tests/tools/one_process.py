@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import PSError
-from ps_protocol.framing import Buffer
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
 from ps_protocol.tensors import bytes_of
@@ -24,14 +23,12 @@ from ps_server.core.data_commits import Committed
 from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.requests import PullCall, Push, PushKind
 from ps_server.core.snapshot import ShardSnapshot, VersionRange
-from ps_server.core.statistics import HostedJobStatistics, ShardStatistics
+from ps_server.core.statistics import ShardStatistics
 from ps_server.shard.metrics import ShardMetrics
-from ps_server.shard.pulls import Writers
 from ps_server.shard.shard import Shard
+from ps_server.shard.threads import NoThreads
+from ps_server.shard.waiting import Answer, PulledBucket
 from ps_server.storage.checkpoints import CheckpointStore
-
-PULL_SECONDS = 20.0
-_HEADER = struct.Struct("<I?")
 
 
 class AtOnce(Executor):
@@ -83,10 +80,10 @@ class DirectShard:
         self.shard.drop_job(job)
 
     def add_worker(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes) -> int:
-        return self.shard.admit(job, rank, incarnation, clock, key)
+        return self.shard.add_worker(job, rank, incarnation, clock, key)
 
     def remove_worker(self, job: str, rank: int, incarnation: int) -> None:
-        self.shard.retire(job, rank, incarnation)
+        self.shard.remove_worker(job, rank, incarnation)
 
     def committed(self, job: str) -> Committed | None:
         committed, has_say = self.shard.committed(job)
@@ -102,21 +99,14 @@ class DirectShard:
         return self.shard.restore_job(spec, buckets, name, last_incarnation)
 
     def statistics(self) -> ShardStatistics:
-        return ShardStatistics({name: self._of_job(name) for name in self.shard.jobs()})
-
-    def _of_job(self, name: str) -> HostedJobStatistics:
-        job = self.shard.jobs()[name]
-        with job.lock:
-            state = job.state
-            sizes = len(job.buckets), state.parameter_bytes, state.optimizer_bytes, state.staged_bytes
-            return HostedJobStatistics(name, *sizes, *state.versions(), state.clocks())
+        return self.shard.statistics()
 
     def close(self) -> None:
         pass
 
 
 class OneProcess:
-    """A coordinator without threads, and its shards."""
+    """A coordinator and its shards, without threads."""
 
     def __init__(self, directory: Path, shards: int = 2, lease: float = 10.0) -> None:
         self._store, self._processes = CheckpointStore(directory), 0
@@ -140,7 +130,9 @@ class OneProcess:
             self.shards[index].stop()
         self._processes += 1
         address = f"127.0.0.1:{self._processes}"
-        shard = Shard(ShardMetrics(CollectorRegistry()), _WRITERS, checkpoints=self._store, index=index)
+        shard = Shard(
+            ShardMetrics(CollectorRegistry()), NoThreads(), self.clock.now, checkpoints=self._store, index=index
+        )
         self.shards[index] = self._at[address] = shard
         self.clock.seconds += 60  # the one before is lost by now
         self.coordinator.register_shard(index, address, "", 1, self._processes)
@@ -190,15 +182,16 @@ class DirectWorker:
 
     def pull(self) -> torch.Tensor:
         """The weights after the last step of all workers. Notes whether this one is to save its state."""
-        weights, self.in_checkpoint = {}, False
+        weights: dict[int, torch.Tensor] = {}
+        self.in_checkpoint = False
         for bucket in self.layout.buckets:
             member, outbox = self.place.member, _Outbox()
             who = self.spec.name, self.rank, member.incarnation, self.clock
-            self._shard(bucket.index).pull(PullCall(*who, (bucket.index,), member.key), outbox)  # type: ignore[arg-type]
-            for index, save_state, payload in outbox.buckets():
-                weights[index] = payload
+            self._shard(bucket.index).pull(PullCall(*who, (bucket.index,), member.key), outbox)
+            for index, save_state, values in outbox.buckets():
+                weights[index] = values
                 self.in_checkpoint |= save_state
-        return torch.cat([torch.frombuffer(weights[index], dtype=torch.float32) for index in sorted(weights)])
+        return torch.cat([weights[index] for index in sorted(weights)])
 
     def save_state(self) -> None:
         member, state = self.place.member, b"state at %d" % self.clock
@@ -210,40 +203,34 @@ class DirectWorker:
 
 
 class _Outbox:
-    """What comes of a pull. The threads of a shard put it here."""
+    """What comes of a pull: ps_server.shard.waiting.Outbox."""
 
     def __init__(self) -> None:
-        self._messages: list[Buffer] = []
+        self._buckets: list[tuple[int, bool, torch.Tensor]] = []
         self._error: PSError | None = None
-        self._over = threading.Event()
+        self._over = False
 
-    def put(self, write: Callable[[], bytes]) -> None:
-        self._messages.append(write())
+    def tell(self, answer: Answer) -> None:
+        if isinstance(answer, PulledBucket) and answer.payload is not None:
+            weights = torch.frombuffer(bytearray(answer.payload), dtype=torch.float32)
+            self._buckets.append((answer.bucket, answer.save_state, weights))
+
+    def lend(self, lent: Callable[[], AbstractContextManager[Answer]]) -> None:
+        with lent() as answer:
+            self.tell(answer)
 
     def finish(self) -> None:
-        self._over.set()
+        self._over = True
 
     def fail(self, error: PSError) -> None:
-        self._error = error
-        self._over.set()
+        self._error, self._over = error, True
 
     def on_close(self, callback: Callable[[], None]) -> None:
         pass
 
-    def buckets(self) -> list[tuple[int, bool, bytearray]]:
-        """Waits for the end: each bucket, whether it is in a checkpoint for which to save the state, its weights."""
-        assert self._over.wait(PULL_SECONDS), "the pull is not answered"
+    def buckets(self) -> list[tuple[int, bool, torch.Tensor]]:
+        """Each bucket, whether it is in a checkpoint for which to save the worker's state, and its weights."""
+        assert self._over, "the pull is not answered"
         if self._error is not None:
             raise self._error
-        return [
-            (*_HEADER.unpack_from(message), bytearray(memoryview(message)[_HEADER.size :]))
-            for message in self._messages
-        ]
-
-
-def _written(bucket: int, version: int, *rest: Any) -> bytes:
-    _, _, payload, save_state = rest
-    return _HEADER.pack(bucket, save_state) + bytes(payload)
-
-
-_WRITERS = Writers(_written, _written, lambda seconds: b"")
+        return self._buckets
