@@ -15,13 +15,14 @@ MODE ?=
 IN_VENV := .venv/bin
 PIP := $(IN_VENV)/python -m pip -qq --disable-pip-version-check
 PIP_PROTO := .venv-proto/bin/python -m pip -qq --disable-pip-version-check
+RELEASED := proto/released.binpb
 FRAMEWORK_TESTS := tests/frameworks
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 4)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-frameworks test-docker bench simulate fuzz lint format proto reference clean
+.PHONY: help demo test test-frameworks test-docker bench simulate fuzz lint format proto proto-release reference clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,18 +51,25 @@ fuzz: .venv/dev.stamp ## throw hostile input at every handler, guided by coverag
 	@$(PIP) install --constraint constraints.txt --editable '.[fuzz]' || echo "atheris cannot be installed here"
 	@$(IN_VENV)/python -m tests.tools.fuzz --seconds $(SECONDS)
 
-lint: .venv/dev.stamp ## check style, format and types
+lint: .venv/dev.stamp ## check style, format and types, and that the contract breaks no released one
 	$(IN_VENV)/python -m ruff check .
 	$(IN_VENV)/python -m ruff format --check .
 	$(IN_VENV)/python -m mypy
+	$(IN_VENV)/buf lint
+	$(IN_VENV)/buf format --diff --exit-code
+	$(IN_VENV)/buf breaking --against $(RELEASED)
 
 format: .venv/dev.stamp ## put the code into its format, and mend what ruff can mend
 	$(IN_VENV)/python -m ruff check --fix .
 	$(IN_VENV)/python -m ruff format .
+	$(IN_VENV)/buf format --write
 
 proto: .venv-proto/stamp ## generate ps_protocol/v1 from proto/
 	@.venv-proto/bin/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. \
 		proto/ps_protocol/v1/*.proto
+
+proto-release: .venv/dev.stamp ## with a release: take the contract as the one that later ones must not break
+	@$(IN_VENV)/buf build --exclude-source-info --output $(RELEASED)
 
 reference: .venv/dev.stamp ## write docs/reference.md from the docstrings
 	@$(IN_VENV)/python docs/make_reference.py

@@ -32,7 +32,9 @@ PRIVATE = (
 
 def modules() -> dict[str, ModuleType]:
     """The benchmarks, by name: each has `flags`, `run`, `draw` and SHORT, the settings of its short form."""
-    return {name: importlib.import_module("tests.chaos" if name == "chaos" else f"bench.{name}") for name in NAMES}
+    return {
+        name: importlib.import_module("tests.chaos.benchmark" if name == "chaos" else f"bench.{name}") for name in NAMES
+    }
 
 
 def parser(short: bool) -> argparse.ArgumentParser:

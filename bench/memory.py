@@ -1,11 +1,9 @@
-"""The memory of a shard and of a worker, training a GPT with AdamW.
+"""The memory of a shard and of a worker that train a GPT with AdamW.
 
-A shard's figure is its peak, less what it takes before its first job (interpreter, torch, gRPC), divided by the weights
-and the optimizer state that it holds. Over shared memory the segments of its workers are mapped into the shard too:
-those pages belong to the workers, which hold their weights and gradients in them, and are counted there; `shared` says
-how many of them the shard has touched, and they are taken off its peak. A worker's peak includes its segment, and is
-divided by a DDP worker's.
-"""
+A shard's figure is its peak, less its memory before its first job (interpreter, torch, gRPC), divided by its weights
+and optimizer state. With shared memory a shard also maps the segments of its workers. Those pages hold the workers'
+weights and gradients and count as theirs: `shared` says how much of them the shard has touched, and is subtracted
+from its peak. A worker's peak includes its segment, and is divided by a DDP worker's."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Workers and shards on hosts of their own, with a model bound by communication, beside DDP (gloo) on the same hosts.
+"""Workers and shards on separate hosts, with a model bound by communication; DDP (gloo) on the same hosts.
 
-Hosts are addresses, and a command that runs another one there; in it {host} is the address, {number} counts from 1:
+Give the addresses of the hosts, and a command that runs another command on one of them: {host} is its address,
+{number} counts from 1:
 
     python -m bench network --addresses 10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4 --exec "ssh {host}"
     python -m bench network --addresses 10.0.0.1,10.0.0.2 --exec "ip netns exec host{number}" --link-mbit 1000
 
 The first half of the hosts are workers, the second half shards. The ratio `ddp` is that of the median step times; the
-ratio `link` is the payload that the busiest link carries in one direction, divided by what it can carry in that time.
+ratio `link` is the payload that the busiest link carries in one direction, divided by its capacity in that time.
 """
 
 from __future__ import annotations

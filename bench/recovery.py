@@ -1,8 +1,8 @@
-"""What checkpoints cost, and how long a job stands still when a shard is killed.
+"""The cost of checkpoints, and how long a job stands still when a shard is killed.
 
-`checkpoints`: stretches of steps without them and with one every so many seconds, in turn, of the same processes; the
-ratio is throughput with them to that without, the median of neighbours. `killed`: a shard of `ps-server up` is killed
-with SIGKILL while workers train in async, from its last checkpoint on; `ms` is the longest pause of a worker's steps,
+`checkpoints`: the same processes train in turns without checkpoints and with one every so many seconds; the ratio is
+throughput with them to throughput without, the median of neighbouring turns. `killed`: SIGKILL ends a shard of
+`ps-server up` after a checkpoint, while workers train in async; `ms` is the longest pause of a worker's steps,
 `restart_ms` how long after the kill the shard was ready again, and `after_restart_ms` how long from then until every
 worker had made a step.
 """

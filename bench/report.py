@@ -1,4 +1,4 @@
-"""The page of results: docs/benchmarks.md, made from the lines of JSON in docs/benchmarks/."""
+"""Writes the page of results, docs/benchmarks.md, from the lines of JSON in docs/benchmarks/."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def write_page(folder: Path, modules: Mapping[str, ModuleType]) -> None:
     page = [
         "# Benchmarks",
         "",
-        "Written by `python -m bench report` from the results in [benchmarks/](benchmarks); `make bench` runs a short",
-        "form of all and writes this page anew. Every process computes with one thread. A ratio is taken within one",
-        "run, with both systems interleaved; absolute times are those of the machine named.",
+        "`python -m bench report` writes this page from the results in [benchmarks/](benchmarks). `make bench` runs a",
+        "short form of all benchmarks and writes it anew. Every process computes with one thread. A ratio compares",
+        "systems that take turns within one run; absolute times are those of the machine named.",
     ]
     for stem, lines in sections:
         page += ["", *_section(folder, stem, lines, modules[lines[0]["bench"]].__doc__ or "")]

@@ -1,10 +1,9 @@
-"""One synchronous round: every worker's gradient in, the mean applied with plain SGD, the weights out to every worker.
+"""One synchronous round: workers push gradients, shards apply their mean with plain SGD, workers pull the weights.
 
-Compared with, interleaved round by round in the same processes: gloo's all-reduce with a local SGD step (whole, and in
-25 MiB buckets as DDP does), and bare gRPC echoing the same bytes in 4 MiB messages. A round's time is that of the
-slowest worker. Gradients are filled anew before each round, outside of its time, for every system alike; at the end
-every weight must be exactly the expected number, which depends on its place.
-"""
+The peers take turns round by round in the same processes: gloo's all-reduce with a local SGD step (whole, and in 25
+MiB buckets as DDP does), and bare gRPC echoing the same bytes in 4 MiB messages. A round's time is that of the
+slowest worker. Gradients are filled anew before each round, outside of its time, for every system alike. At the end
+every weight must be exactly the expected number, which depends on its place."""
 
 from __future__ import annotations
 

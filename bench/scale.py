@@ -1,7 +1,7 @@
-"""The time of a round as workers and shards are added, the model staying as large as it is.
+"""The time of a round with more workers and more shards, and a model of constant size.
 
 Each worker moves the model once up and once down, so bytes grow with the workers; more shards share the same bytes. The
-dotted line is what the time would be if it were linear in bytes. The ratio is to one worker and one shard.
+dotted line shows a time that is linear in bytes. The ratio is to one worker and one shard.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One worker of four is slow: steadily four times slower, or each worker now and then five times for a step.
+"""Stragglers: one worker of four is always four times slower, or each worker is at random five times slower for a step.
 
-The figure is samples per second of all workers; the ratio is to DDP's. `most` is that ratio with communication that
-costs nothing, from the same delays. A small model keeps communication from being the bound. With fewer cores than
-workers a step's computing is stood in for by a wait (`"compute": "wait"`); else it keeps a core busy. Every worker of
-every mode takes the same delays, in the same order; modes take turns.
+The figure is samples per second of all workers; the ratio is to DDP's. `most` is the ratio that the same delays would
+allow if communication cost nothing. The model is small, so that communication is not the bound. With fewer cores than
+workers a wait replaces a step's computing (`"compute": "wait"`); otherwise computing keeps a core busy. The workers of
+every mode take the same delays in the same order, and the modes take turns.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """A step of training a GPT on real text, in every mode, with the same script.
 
-All systems' processes are there from the beginning and take turns: a few steps of one, a few of the next, and again, so
-that other load on the machine affects all alike. A turn's first step is not counted, because it finds the caches full
-of another system's data. `independent` is as many processes that never talk: the most that workers on this machine can
-reach. Every mode has torch's fastest AdamW for CPUs. The ratio is that of the median step times.
-"""
+The processes of all systems run from the beginning and take turns: a few steps of one, a few of the next, and again,
+so that other load on the machine affects all alike. A turn's first step does not count, because it finds the caches
+full of another system's data. `independent` has as many processes without communication: the upper bound on this
+machine. Every mode has torch's fastest AdamW for CPUs. The ratio is that of the median step times."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One worker of a benchmark: an ordinary training script that takes steps when it is told to.
 
 The first line of its input is its Task; each line after it is an order, {"steps": N} or {"seconds": S}, answered with
-the times at which its steps ended. With {"leave": true} it leaves the job afterwards, so that nobody waits for it.
+the times at which its steps ended. With {"leave": true} it leaves the job afterwards, so that no worker waits for it.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def train(arguments: argparse.Namespace) -> None:
         samples = arguments.steps * arguments.batch_size * session.world_size
         result = {
             "mode": session.mode,
-            "shards": None,  # a worker need not know; whoever started the servers does
+            "shards": None,  # a worker does not know how many there are
             "workers": session.world_size,
             "steps": arguments.steps,
             "first_loss": losses[0],

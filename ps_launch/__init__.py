@@ -1,7 +1,8 @@
-"""Starts child processes, servers and workers, and stays until they have ended.
+"""Starts child processes, servers and workers, and stays until they have ended. It knows commands, not classes.
 
-output.py    What workers write, made into whole lines with the worker's rank in front, and into a file for each worker
-restarts.py  How often, and after which pause, a worker that failed is started again
+children.py  Starts children, hears what they write, sees them end, starts them again, stops them
+output.py    What children write: whole lines, with a worker's rank in front, and a file for each worker
+restarts.py  How often, and after which pause, a child that ended is started again
 servers.py   `ps-server up`: a cluster on this machine, one process a shard
-workers.py   Starts worker processes on this machine and stays until all have ended
+workers.py   `ps-worker run`: workers on this machine
 """

@@ -1,4 +1,4 @@
-"""What workers write, made into whole lines with the worker's rank in front, and into a file for each worker."""
+"""What children write: whole lines, with a worker's rank in front, and a file for each worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, BinaryIO, Protocol
 
 READ_BYTES = 65_536
 LONGEST_LINE_BYTES = 65_536  # of a line that does not end: it is written in parts
@@ -31,30 +31,30 @@ class Lines:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._rest = b""
-        self._state = b""  # of a progress bar, not said yet
-        self._said_state = float("-inf")
+        self._state = b""  # of a progress bar, not handed on yet
+        self._handed_on = float("-inf")
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that are whole now, without their ends."""
-        found: list[bytes] = []
+        """Returns the lines that are whole now, without their ends."""
+        lines: list[bytes] = []
         self._rest += data
         begin = 0
         for end in _END.finditer(self._rest):
             text = _MOVES.sub(b"", self._rest[begin : end.start()])
             begin = end.end()
             if end[0] == b"\r":
-                found += self._progress(text)
+                lines += self._progress(text)
             else:
                 self._state = b""
-                found.append(text)
+                lines.append(text)
         self._rest = self._rest[begin:]
         if len(self._rest) > LONGEST_LINE_BYTES:
-            found.append(self._rest)
+            lines.append(self._rest)
             self._rest = b""
-        return found
+        return lines
 
     def end(self) -> list[bytes]:
-        """What is left when the stream ends."""
+        """Returns what is left when the stream ends."""
         rest = _MOVES.sub(b"", self._rest.removesuffix(b"\r"))
         last = rest or self._state
         self._rest = self._state = b""
@@ -65,21 +65,20 @@ class Lines:
             self._state = b""
             return []
         now = self._clock()
-        if now - self._said_state < PROGRESS_SECONDS:
+        if now - self._handed_on < PROGRESS_SECONDS:
             self._state = text
             return []
-        self._state, self._said_state = b"", now
+        self._state, self._handed_on = b"", now
         return [text]
 
 
 class Console:
-    """The launcher's own stdout and stderr. What cannot be written is dropped: training goes on without a reader."""
+    """The launcher's own stdout and stderr. Training goes on without a reader: what cannot be written is dropped."""
 
     def __init__(self) -> None:
         self._closed: set[int] = set()
-        self.until: float | None = (
-            None  # from then on nothing is waited for: a reader that stands still keeps no end off
-        )
+        # From then on nothing is waited for: a reader that stands still keeps no end off.
+        self.until: float | None = None
 
     def write(self, descriptor: int, data: bytes) -> None:
         """Writes all of it, however long its reader takes until `until`."""
@@ -96,58 +95,39 @@ class Console:
                 self._closed.add(descriptor)
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Writes a line of the launcher's own."""
         self.write(sys.stderr.fileno(), f"ps-worker: {text}\n".encode(errors="replace"))
 
 
-class Stream:
-    """One output of one worker, on its way to the console and to the worker's log.
+class Output(Protocol):
+    """Takes what a child writes to one of its two outputs."""
+
+    def take(self, data: bytes) -> None:
+        """Takes bytes as they come."""
+
+    def take_lines(self, lines: list[bytes]) -> None:
+        """Takes the lines that are whole now, without their ends."""
+
+
+class WorkerOutput:
+    """Hands one output of a worker on to the console, and its lines to the worker's log.
 
     prefix: stands before each line on the console; None: the console gets the bytes as they come
     """
 
-    def __init__(
-        self, source: IO[bytes], console: Console, target: int, prefix: bytes | None, log: BinaryIO | None
-    ) -> None:
-        self.source = source
+    def __init__(self, console: Console, target: int, prefix: bytes | None, log: BinaryIO | None) -> None:
         self._console = console
         self._target = target
         self._prefix = prefix
         self._log = log
-        self._lines = Lines()
-        os.set_blocking(source.fileno(), False)
 
-    def pump(self) -> bool:
-        """Hands on what there is now, once. False: the stream has ended."""
-        data = self._read()
-        self._take(data or b"")
-        return data != b""
-
-    def finish(self) -> None:
-        """Hands on what is left of a worker that has ended, though others may hold its stream open."""
-        for _ in range(MOST_READS_AT_END):
-            data = self._read()
-            if not data:
-                break
-            self._take(data)
-        self._hand_on(self._lines.end())
-        self.source.close()
-
-    def _read(self) -> bytes | None:
-        """What there is now; None if there is nothing, and no bytes at the end."""
-        try:
-            return os.read(self.source.fileno(), READ_BYTES)
-        except BlockingIOError:
-            return None
-
-    def _take(self, data: bytes) -> None:
+    def take(self, data: bytes) -> None:
+        """Takes bytes as they come."""
         if self._prefix is None:
             self._console.write(self._target, data)
-        self._hand_on(self._lines.feed(data))
 
-    def _hand_on(self, lines: list[bytes]) -> None:
-        if not lines:
-            return
+    def take_lines(self, lines: list[bytes]) -> None:
+        """Takes the lines that are whole now, without their ends."""
         if self._log is not None:
             try:
                 self._log.write(b"".join(line + b"\n" for line in lines))
@@ -159,6 +139,47 @@ class Stream:
             self._console.write(self._target, b"".join(self._prefix + line + b"\n" for line in lines))
 
 
+class Stream:
+    """One output of one child, read without waiting."""
+
+    def __init__(self, source: IO[bytes], output: Output) -> None:
+        self.source = source
+        self._output = output
+        self._lines = Lines()
+        os.set_blocking(source.fileno(), False)
+
+    def pump(self) -> bool:
+        """Hands on what there is now, once. False: the stream has ended."""
+        data = self._read()
+        self._take(data or b"")
+        return data != b""
+
+    def finish(self) -> None:
+        """Hands on what is left of a child that has ended, though others may hold its stream open."""
+        for _ in range(MOST_READS_AT_END):
+            data = self._read()
+            if not data:
+                break
+            self._take(data)
+        self._take_lines(self._lines.end())
+        self.source.close()
+
+    def _read(self) -> bytes | None:
+        """Returns what there is now; None if there is nothing, and no bytes at the end."""
+        try:
+            return os.read(self.source.fileno(), READ_BYTES)
+        except BlockingIOError:
+            return None
+
+    def _take(self, data: bytes) -> None:
+        self._output.take(data)
+        self._take_lines(self._lines.feed(data))
+
+    def _take_lines(self, lines: list[bytes]) -> None:
+        if lines:
+            self._output.take_lines(lines)
+
+
 def log_file(directory: Path, rank: int) -> Path:
-    """Where a worker's output is kept."""
+    """Returns where a worker's output is kept."""
     return directory / f"worker-{rank}.log"

@@ -1,7 +1,10 @@
 """What servers and workers must agree on: a change on one side alone breaks the other.
 
+addresses.py       What an address and a host's name may be
+codecs.py          How a bucket's elements become a payload, and back: the one home of wire formats
 convert.py         A job and its hyper-parameters as protobuf messages, and back: the same translation at both ends
-errors.py          Every error of the project, and how each crosses the wire
+data.py            Elastic data: batches that the coordinator leases to workers, as both ends speak of them
+errors.py          Every error of the project, its reason and its canonical code
 framing.py         BucketSpec messages on the wire: a small protobuf header, then the payload as the last field, never
 job.py             What a job is, as a value that both ends can compare
 layout.py          How a model's parameters become buckets: one pure function that both ends run on the same job
@@ -10,12 +13,3 @@ optimizers.py      Which torch.optim optimizers a shard can run on slices of par
 segment_layout.py  Memory that a worker shares with the shards on its host: what lies where in it
 tensors.py         Bytes as tensors and tensors as bytes, without copying: little-endian and contiguous, as every host
 """
-
-import os
-
-# It is read when grpc is imported, so it stands before every import of it. What forks here is a DataLoader, whose
-# processes never call anyone; grpc's fork handlers fill the log then, and have been seen to crash the child.
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-# Below that, grpc writes a line for each handshake that fails: whoever reaches a port could fill a server's log, and a
-# user would find our one clear line beneath it.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

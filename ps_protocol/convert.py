@@ -36,7 +36,7 @@ _NON_FINITE_NUMBERS: dict[NonFinite, Any] = {policy: number for number, policy i
 
 
 def job_spec(message: job_pb2.JobSpec) -> JobSpec:
-    """The job that a message describes. Raises InvalidRequest for enum values that do not exist."""
+    """Returns the job that a message describes. Raises InvalidRequest for enum values that do not exist."""
     rule = message.consistency
     of_group = [group.optimizer for group in message.groups]
     return JobSpec(
@@ -56,7 +56,7 @@ def job_spec(message: job_pb2.JobSpec) -> JobSpec:
 
 
 def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
-    """The message that describes a job."""
+    """Returns the message that describes a job."""
     return job_pb2.JobSpec(
         name=spec.name,
         parameters=[
@@ -107,7 +107,7 @@ def _parameter(message: job_pb2.ParameterSpec, of_group: Sequence[int]) -> Param
 
 
 def hyper_parameters(messages: Iterable[job_pb2.HyperParameter]) -> HyperParameters:
-    """Hyper-parameters by name. Raises InvalidRequest for a name that comes twice."""
+    """Returns hyper-parameters by name. Raises InvalidRequest for a name that comes twice."""
     values: dict[str, HyperValue] = {}
     for message in messages:
         if message.name in values:
@@ -134,7 +134,7 @@ def _hyper_message(name: str, value: HyperValue) -> job_pb2.HyperParameter:
 
 
 def known(table: Mapping[int, T], number: int, what: str) -> T:
-    """What an enum's number stands for. Raises InvalidRequest for one that does not exist."""
+    """Returns what an enum's number stands for. Raises InvalidRequest for one that does not exist."""
     if number not in table:
         raise InvalidRequest(f"{what}: expected one of {sorted(int(key) for key in table)}, got {number}")
     return table[number]

@@ -50,7 +50,7 @@ def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
 
 
 def write_message(header: Header, payload: Buffer | None = None) -> bytes:
-    """The message with this header and payload: one copy of the payload, into the result."""
+    """Returns the message with this header and payload: one copy of the payload, into the result."""
     head = header.SerializeToString()
     parts: list[Buffer] = [bytes((_HEADER_TAG,)), _varint(len(head)), head]
     if payload is not None:
@@ -59,7 +59,7 @@ def write_message(header: Header, payload: Buffer | None = None) -> bytes:
 
 
 def read_message(data: bytes) -> tuple[memoryview, memoryview]:
-    """Header bytes and payload of a message, as views into it: nothing is copied.
+    """Returns header bytes and payload of a message, as views into it: nothing is copied.
 
     Unknown fields are skipped, as protobuf does. Raises InvalidRequest for truncated bytes, lengths beyond the message,
     and a header or payload that comes twice.

@@ -11,6 +11,9 @@ from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.layout import ALIGNMENT_BYTES, DATA_TYPES, ParameterSpec
 from ps_protocol.modes import Consistency
 
+MAX_BUCKET_BYTES = 16 * 2**20
+# A message is a bucket and its header, or a control message: a job of MAX_PARAMETERS parameters fits.
+MAX_MESSAGE_BYTES = MAX_BUCKET_BYTES + 2**20
 MAX_NAME_LENGTH = 512
 MAX_PARAMETERS = 100_000
 MAX_ELEMENTS = 2**50  # keeps every product of sizes far from 64 bits
@@ -33,14 +36,6 @@ class NonFinite(enum.Enum):
     ALLOW = "allow"
 
 
-WIRE_FORMATS = ("float32", "bfloat16", "float16")
-
-
-def travels_as(dtype: str, wire: str) -> str:
-    """The element type in which a tensor of `dtype` travels: only float32 is ever narrowed."""
-    return wire if dtype == "float32" else dtype
-
-
 @dataclass(frozen=True)
 class JobSpec:
     """One model being trained: equal specs are the same job.
@@ -49,8 +44,8 @@ class JobSpec:
     optimizer:    the name of a torch.optim class
     groups:       the hyper-parameters of all parameter groups when the job began
     bucket_bytes: bytes of a full bucket, a multiple of 64; 0 until it is registered, where the server is to choose
-    world_size:   how many workers take part; 0 is elastic: whoever is there
-    gradient_wire, weight_wire: the element types in which float32 gradients and weights travel
+    world_size:   how many workers take part; 0 is elastic: as many as have joined
+    gradient_wire, weight_wire: how float32 gradients and weights travel: names of codecs.WIRE_FORMATS
     more_optimizers:  of a script with several optimizers, the names of the others
     group_optimizers: by group, the index of its optimizer, 0 being `optimizer`; empty where there is only that one
     """
@@ -74,7 +69,7 @@ class JobSpec:
         return (self.optimizer, *self.more_optimizers)
 
     def optimizer_of(self, group: int) -> str:
-        """The name of the optimizer that a group belongs to."""
+        """Returns the name of the optimizer that a group belongs to."""
         return self.optimizers[self.group_optimizers[group] if self.group_optimizers else 0]
 
 
@@ -88,9 +83,9 @@ def validate(spec: JobSpec, max_bucket_bytes: int) -> None:
         raise LimitExceeded(f"a job may have up to {MAX_OPTIMIZERS} optimizers, got {len(spec.optimizers)}")
     if spec.group_optimizers and len(spec.group_optimizers) != len(spec.groups):
         raise InvalidRequest(f"expected {len(spec.groups)} groups with an optimizer, got {len(spec.group_optimizers)}")
-    odd = next((index for index in spec.group_optimizers if not 0 <= index < len(spec.optimizers)), None)
-    if odd is not None:
-        raise InvalidRequest(f"expected an optimizer below {len(spec.optimizers)} for each group, got {odd}")
+    unknown = next((index for index in spec.group_optimizers if not 0 <= index < len(spec.optimizers)), None)
+    if unknown is not None:
+        raise InvalidRequest(f"expected an optimizer below {len(spec.optimizers)} for each group, got {unknown}")
     if len(spec.parameters) > MAX_PARAMETERS:
         raise LimitExceeded(f"a job may have up to {MAX_PARAMETERS} parameters, got {len(spec.parameters)}")
     if spec.world_size > MAX_WORLD_SIZE:
@@ -130,17 +125,17 @@ def _validate_parameter(parameter: ParameterSpec, group_count: int) -> None:
 
 
 def difference(registered: JobSpec, offered: JobSpec) -> str | None:
-    """The first difference between two jobs in words, or None when they are the same job."""
-    mine = {parameter.name: parameter for parameter in registered.parameters}
-    theirs = {parameter.name: parameter for parameter in offered.parameters}
-    for name in mine:
-        if name not in theirs:
+    """Returns the first difference between two jobs in words, or None when they are the same job."""
+    expected = {parameter.name: parameter for parameter in registered.parameters}
+    got = {parameter.name: parameter for parameter in offered.parameters}
+    for name in expected:
+        if name not in got:
             return f"the registered model has a parameter {name!r} that this one lacks"
-    for name in theirs:
-        if name not in mine:
+    for name in got:
+        if name not in expected:
             return f"this model has a parameter {name!r} that the registered one lacks"
-    for name, left in mine.items():
-        right = theirs[name]
+    for name, left in expected.items():
+        right = got[name]
         for what, a, b in (
             ("shape", left.shape, right.shape),
             ("dtype", left.dtype, right.dtype),
@@ -148,7 +143,7 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
         ):
             if a != b:
                 return f"parameter {name!r} has {what} {a} in the registered job and {b} in this one"
-    if tuple(mine) != tuple(theirs):
+    if tuple(expected) != tuple(got):
         return "the parameters are registered in another order"
     for what, a, b in (
         ("mode", str(registered.consistency), str(offered.consistency)),

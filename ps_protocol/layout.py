@@ -126,14 +126,14 @@ class Layout:
 
 
 def space_of(parameter: ParameterSpec) -> str:
-    """The name of the flat space that a parameter lies in."""
+    """Returns the name of the flat space that a parameter lies in."""
     if parameter.group is None:
         return f"held-{parameter.dtype}"
     return f"{parameter.dtype}.{parameter.optimizer}" if parameter.optimizer else parameter.dtype
 
 
 def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Layout:
-    """The buckets of a job. Deterministic: equal arguments give equal layouts on every machine.
+    """Returns the buckets of a job. Deterministic: equal arguments give equal layouts on every machine.
 
     bucket_bytes: bytes of a full bucket, a multiple of 64.
     """

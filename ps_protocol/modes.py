@@ -44,7 +44,7 @@ LOCAL_MODES = ("single", "ddp")
 
 
 def parse_mode(text: str) -> Consistency | None:
-    """The rule that a mode's name stands for, or None for `single` and `ddp`, which need no server.
+    """Returns the rule that a mode's name stands for, or None for `single` and `ddp`, which need no server.
 
     Raises InvalidRequest for anything but single, ddp, sync, ssp:K (K a whole number from 0) and async.
     """

@@ -73,15 +73,15 @@ def is_scalar_state(optimizer: str, state: str) -> bool:
 
 
 def required_state(optimizer: str, values: HyperParameters) -> frozenset[str]:
-    """What a parameter's state must have, if it has any, for an optimizer with these hyper-parameters to go on."""
-    found = {*_SCALAR_STATE[optimizer], *_ELEMENTWISE_STATE[optimizer]}
+    """Returns what a parameter's state must have, if it has any, for an optimizer with these values to go on."""
+    required = {*_SCALAR_STATE[optimizer], *_ELEMENTWISE_STATE[optimizer]}
     if not values.get("amsgrad"):
-        found.discard("max_exp_avg_sq")
+        required.discard("max_exp_avg_sq")
     if not values.get("centered"):
-        found.discard("grad_avg")
+        required.discard("grad_avg")
     if not values.get("momentum") or optimizer == "SGD":
-        found.discard("momentum_buffer")
-    return frozenset(found)
+        required.discard("momentum_buffer")
+    return frozenset(required)
 
 
 # How an optimizer runs, not what it computes: each end chooses these for itself.
@@ -89,7 +89,7 @@ _EXECUTION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 def hyper_parameter_names(name: str) -> tuple[str, ...]:
-    """What the optimizer of that name is called with, besides parameters and switches of execution."""
+    """Returns what the optimizer of that name is called with, besides parameters and switches of execution."""
     return tuple(_defaults(name))
 
 
@@ -100,7 +100,7 @@ def _defaults(name: str) -> dict[str, object]:
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """The name under which shards know this optimizer. Raises Unsupported, with what to use instead."""
+    """Returns the name under which shards know this optimizer. Raises Unsupported, with what to use instead."""
     name = type(optimizer).__name__
     if ELEMENTWISE.get(name) is type(optimizer):
         return name
@@ -112,7 +112,7 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def hyper_parameters(name: str, group: dict[str, object]) -> HyperParameters:
-    """The hyper-parameters of one live param_group, as plain values. Raises InvalidRequest naming one that is not."""
+    """Returns a live param_group's hyper-parameters as plain values. Raises InvalidRequest naming one that is not."""
     return {key: _plain(key, group[key]) for key in hyper_parameter_names(name) if key in group}
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ps_protocol.job import JobSpec, travels_as
-from ps_protocol.layout import DATA_TYPES, BucketSpec, Layout
-from ps_protocol.tensors import TORCH_DTYPES
+from ps_protocol.codecs import Cast, gradient_codec, weight_codec
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import BucketSpec, Layout
 
 NONCE_BYTES = 32
 PAGE_BYTES = 4096
@@ -27,10 +27,10 @@ MEMORY_FILE = "/memfd:ps-torch "  # how /proc shows a memory file of that name, 
 
 @dataclass(frozen=True)
 class Region:
-    """One space in one direction: `numel` elements of `dtype` from byte `offset` on."""
+    """One space in one direction: `numel` elements as their codec writes them, from byte `offset` on."""
 
     offset: int
-    dtype: str
+    codec: Cast
     numel: int
 
 
@@ -44,19 +44,18 @@ class SegmentPlan:
 
 
 def segment_plan(spec: JobSpec, layout: Layout) -> SegmentPlan:
-    """The places of a job's gradients and weights in a segment."""
-    spaces = {bucket.space: bucket.dtype for bucket in layout.buckets if not bucket.held}
+    """Returns the places of a job's gradients and weights in a segment."""
+    spaces = {bucket.space: bucket for bucket in layout.buckets if not bucket.held}
     end = PAGE_BYTES
-    found: list[dict[str, Region]] = []
-    for wire in (spec.gradient_wire, spec.weight_wire):
+    directions: list[dict[str, Region]] = []
+    for codec_of in (gradient_codec, weight_codec):
         regions: dict[str, Region] = {}
-        for space, dtype in spaces.items():
-            region = Region(end, travels_as(dtype, wire), layout.space_sizes[space])
-            regions[space] = region
-            size = region.numel * DATA_TYPES[region.dtype].itemsize
-            end += -(-size // PAGE_BYTES) * PAGE_BYTES
-        found.append(regions)
-    return SegmentPlan(found[0], found[1], end)
+        for space, bucket in spaces.items():
+            region = regions[space] = Region(end, codec_of(spec, bucket), layout.space_sizes[space])
+            end += -(-region.codec.size(region.numel) // PAGE_BYTES) * PAGE_BYTES
+        directions.append(regions)
+    gradients, weights = directions
+    return SegmentPlan(gradients, weights, end)
 
 
 class SegmentMap:
@@ -68,13 +67,13 @@ class SegmentMap:
         self.weights = {space: _tensor(memory, region) for space, region in plan.weights.items()}
 
     def gradient(self, bucket: BucketSpec) -> torch.Tensor:
-        """A bucket's gradient: [numel]."""
+        """Returns a bucket's gradient: [numel]."""
         return self.gradients[bucket.space][bucket.start : bucket.start + bucket.numel]
 
     def weight(self, bucket: BucketSpec) -> torch.Tensor:
-        """A bucket's weights: [numel]."""
+        """Returns a bucket's weights: [numel]."""
         return self.weights[bucket.space][bucket.start : bucket.start + bucket.numel]
 
 
 def _tensor(memory: mmap.mmap, region: Region) -> torch.Tensor:
-    return torch.frombuffer(memory, dtype=TORCH_DTYPES[region.dtype], count=region.numel, offset=region.offset)
+    return torch.frombuffer(memory, dtype=region.codec.torch_dtype, count=region.numel, offset=region.offset)

@@ -23,19 +23,19 @@ with warnings.catch_warnings():
 
 
 def tensor_from(payload: Buffer, dtype: str) -> torch.Tensor:
-    """A flat tensor over the payload's memory. Read from it, never write: the memory may be immutable."""
+    """Returns a flat tensor over the payload's memory. Read from it, never write: the memory may be immutable."""
     if len(payload) == 0:
         return torch.empty(0, dtype=TORCH_DTYPES[dtype])
     return torch.frombuffer(payload, dtype=TORCH_DTYPES[dtype])
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor of one dimension, as bytes."""
+    """Returns the memory of a contiguous CPU tensor of one dimension, as bytes."""
     return flat.view(torch.uint8).numpy().data
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """True when no element is an infinity or a NaN.
+    """Returns True when no element is an infinity or a NaN.
 
     One pass in the ordinary case: a sum is finite only if every term is. A sum of finite terms can overflow, so only
     then every element is looked at.

@@ -1,13 +1,24 @@
 """What every process needs, and would need if this were no parameter server.
 
-channel.py        How channels and servers are set up: the options that both ends must hold in common
-credentials.py    How a process proves who it is, and whom it trusts: certificate files for TLS, and a bearer token
-exposure.py       Who can reach a port: this machine alone, unless it is encrypted or somebody said that it need not be
-launch_id.py      Which launch this process belongs to: that tells a worker that is started again from a stranger's of
-metrics.py        How every process of the project serves its metrics over HTTP: /metrics, and other paths that a
+channel.py        Channels and servers: the options that both ends must hold in common
+command_line.py   The parser of a command, with short errors
+credentials.py    TLS and tokens: how a process proves who it is, and whom it trusts
+launch_id.py      Which launch a process belongs to, and what it says to its launcher
+metrics.py        /metrics and pages of JSON over HTTP(S)
 rank.py           Which worker a process is: its rank, the number of workers, and its place on its host
-reloading.py      A value that is read from files, and read again when they change
-settings.py       How every setting is found, by both commands and by `connect` alike: the flag or argument, its
-tls_diagnosis.py  Why a TLS connection does not come about, in one line: gRPC only says that it did not
-variables.py      The PS_* variables that some part of the project reads, and the word about those that nothing reads
+reloading.py      Values that are read from files, and read again when they change
+retry.py          The one retry loop, and what a failed call means
+settings.py       One declaration a setting: argument, flag, PS_* variable, type, default, help
+status.py         Errors of the project as gRPC statuses, and back
+tls_diagnosis.py  Why a TLS connection does not come about
 """
+
+import os
+
+# grpc reads these when it is imported: ps_server and ps_worker import this package first.
+# What forks here is a DataLoader, whose processes call no server; grpc's fork handlers fill the log then, and have been
+# seen to crash the child.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+# At a lower level grpc writes a line for each handshake that fails: any client could fill a server's log, and a user
+# would have to look for our one clear line beneath it.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

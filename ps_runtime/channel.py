@@ -1,4 +1,4 @@
-"""How channels and servers are set up: the options that both ends must hold in common.
+"""Sets up channels and servers: the options that both ends must have in common.
 
 Keepalive finds hosts that are gone; heartbeats find processes that are stopped. A client may ping only as often as the
 server allows, so the two intervals stand here side by side.
@@ -14,13 +14,11 @@ from typing import Any
 import grpc
 
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.job import MAX_MESSAGE_BYTES
 from ps_runtime.credentials import PLAINTEXT, Access, channel_credentials, is_loopback
 from ps_runtime.reloading import ReloadingFiles
 
 DEFAULT_PORT = 50051
-MAX_BUCKET_BYTES = 16 * 2**20
-# A message is a bucket and its header, or a control message: a job of MAX_PARAMETERS parameters fits.
-MAX_MESSAGE_BYTES = MAX_BUCKET_BYTES + 2**20
 
 _KEEPALIVE_MS = 20_000
 _LEAST_PING_INTERVAL_MS = 10_000
@@ -29,7 +27,7 @@ ChannelOptions = list[tuple[str, int]]
 
 
 def server_options() -> ChannelOptions:
-    """Options of every server of this project, besides its limits."""
+    """Returns the options of every server of this project, besides its limits."""
     return [
         ("grpc.so_reuseport", 0),  # two shards on one port would both bind and split the traffic
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
@@ -41,7 +39,7 @@ def server_options() -> ChannelOptions:
 
 
 def open_channel(address: str, access: Access = PLAINTEXT) -> grpc.Channel:
-    """A channel with a connection of its own, so that control calls never queue behind buckets.
+    """Returns a channel with a connection of its own, so that control calls never queue behind buckets.
 
     With certificate files, it is made anew when they change; calls that are under way end on the old one. With a token,
     every call carries it. Raises InvalidRequest for a token that would leave this machine in plaintext.
@@ -84,8 +82,8 @@ class RenewedChannel(grpc.Channel):  # type: ignore[misc]  # grpcio ships no typ
         self._generation = 0
         self._channel = self._make()
 
-    def now(self) -> tuple[int, grpc.Channel]:
-        """The channel of now, and its number."""
+    def current(self) -> tuple[int, grpc.Channel]:
+        """Returns the number of the current channel, and the channel."""
         if self._watched is not None:
             self._watched.get()
             with self._lock:
@@ -98,7 +96,7 @@ class RenewedChannel(grpc.Channel):  # type: ignore[misc]  # grpcio ships no typ
         return self._generation, self._channel
 
     def metadata(self) -> tuple[tuple[str, str], ...] | None:
-        """What each call carries."""
+        """Returns the metadata that each call carries."""
         token = self._token() if self._token is not None else None
         return None if token is None else (("authorization", f"Bearer {token}"),)
 
@@ -114,10 +112,10 @@ class RenewedChannel(grpc.Channel):  # type: ignore[misc]  # grpcio ships no typ
             self._channel.close()
 
     def subscribe(self, callback: Any, try_to_connect: bool | None = None) -> None:
-        self.now()[1].subscribe(callback, try_to_connect)
+        self.current()[1].subscribe(callback, try_to_connect)
 
     def unsubscribe(self, callback: Any) -> None:
-        self.now()[1].unsubscribe(callback)
+        self.current()[1].unsubscribe(callback)
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
         return _Method(self, "unary_unary", arguments, options)
@@ -139,26 +137,26 @@ class RenewedChannel(grpc.Channel):  # type: ignore[misc]  # grpcio ships no typ
 
 
 class _Method:
-    """One method, called on the channel of now."""
+    """One method, called on the current channel."""
 
     def __init__(self, channel: RenewedChannel, kind: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         self._channel = channel
-        self._make: Callable[[grpc.Channel], Any] = lambda found: getattr(found, kind)(*arguments, **options)
+        self._make: Callable[[grpc.Channel], Any] = lambda channel: getattr(channel, kind)(*arguments, **options)
         self._made: tuple[int, Any] = (-1, None)
 
     def __call__(self, request: Any, **options: Any) -> Any:
         return self._now()(request, **self._signed(options))
 
     def with_call(self, request: Any, **options: Any) -> Any:
-        """As a call, and the call itself."""
+        """Calls the method; returns its answer, and the call."""
         return self._now().with_call(request, **self._signed(options))
 
     def future(self, request: Any, **options: Any) -> Any:
-        """As a call, without waiting for it."""
+        """Calls the method without waiting for its answer."""
         return self._now().future(request, **self._signed(options))
 
     def _now(self) -> Any:
-        generation, channel = self._channel.now()
+        generation, channel = self._channel.current()
         if self._made[0] != generation:
             self._made = (generation, self._make(channel))
         return self._made[1]

@@ -1,4 +1,4 @@
-"""How a process proves who it is, and whom it trusts: certificate files for TLS, and a bearer token.
+"""Certificate files for TLS and bearer tokens: what a process shows to its peers, and what it checks of them.
 
 Servers and clients hold the same kind of values. A server with `cert` and `key` serves TLS; with `ca` it also demands a
 certificate of that CA from every client (mutual TLS). A client with `ca` verifies its servers by it; with `cert` and
@@ -31,7 +31,7 @@ MAX_TOKEN_LENGTH = 512
 
 @dataclass(frozen=True)
 class Material:
-    """What the files hold, as PEM."""
+    """The contents of the files, as PEM."""
 
     cert: bytes | None
     key: bytes | None = field(repr=False)
@@ -47,7 +47,7 @@ class Tls:
     ca: Path | None = None
 
     def paths(self) -> list[Path]:
-        """The files that there are."""
+        """Returns the files that are given."""
         return [path for path in (self.cert, self.key, self.ca) if path is not None]
 
     def load(self) -> Material:
@@ -112,10 +112,10 @@ def _check_dates(certificate: x509.Certificate, path: Path | None) -> None:
 
 @dataclass(frozen=True)
 class Access:
-    """What one process calls others with.
+    """What one process shows to others that it calls.
 
     tls:      None: plaintext
-    token:    gives the bearer token of now; None: no token is sent
+    token:    returns the current bearer token; None: no token is sent
     insecure: a token may be sent in plaintext to another machine
     """
 
@@ -134,13 +134,13 @@ def access(
     token_file: str | Path | None = None,
     insecure: bool = False,
 ) -> Access:
-    """A client's access, from settings; the files are checked now. Raises InvalidRequest naming what is wrong."""
+    """Returns a client's access; the files are checked now. Raises InvalidRequest naming what is wrong."""
     found = tls(cert, key, ca)
     return Access(found, None if token_file is None else TokenFile(Path(token_file)).get, insecure)
 
 
 def tls(cert: str | Path | None, key: str | Path | None, ca: str | Path | None) -> Tls | None:
-    """The files as one value, checked now; None where none is given. Raises InvalidRequest naming what is wrong."""
+    """Returns the files as one value, checked now; None without any. Raises InvalidRequest naming what is wrong."""
     given = [Path(path) if path else None for path in (cert, key, ca)]
     if not any(given):
         return None
@@ -158,7 +158,7 @@ class TokenFile:
         self._watched = ReloadingFiles([path], self._load)
 
     def get(self) -> str:
-        """The token of now."""
+        """Returns the current token."""
         return self._watched.get()
 
     def __repr__(self) -> str:
@@ -172,7 +172,7 @@ class TokenFile:
 
 
 def checked_token(token: str, where: str) -> str:
-    """The token, if it can be one. Raises InvalidRequest that says where it stands, and never what it is."""
+    """Returns the token, if it can be one. Raises InvalidRequest that says where it stands, and never what it is."""
     if not MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH or not token.isascii() or not token.isprintable():
         raise InvalidRequest(
             f"{where}: a token is {MIN_TOKEN_LENGTH} to {MAX_TOKEN_LENGTH} printable ASCII characters, got {len(token)}"
@@ -181,16 +181,16 @@ def checked_token(token: str, where: str) -> str:
 
 
 def warn_if_readable_by_all(path: Path) -> None:
-    """Says in the log that a secret is open to every user of this machine."""
+    """Logs a warning if every user of this machine can read a secret."""
     try:
         if path.stat().st_mode & 0o004:
             log.warning("%s holds a secret, and every user of this machine can read it: chmod 600", path)
     except OSError:
-        pass  # whoever reads it will say so
+        pass  # reading the file raises the error
 
 
 def server_credentials(found: Tls) -> grpc.ServerCredentials:
-    """Credentials of a server port, which follow the files: each new connection is served with what they hold then."""
+    """Returns credentials of a server port that follow the files: a new connection gets what they hold then."""
     if found.cert is None:
         raise InvalidRequest("a server needs --tls-cert and --tls-key to serve TLS; --tls-ca alone is for clients")
     if found.key is not None:
@@ -212,12 +212,27 @@ def server_credentials(found: Tls) -> grpc.ServerCredentials:
 
 
 def channel_credentials(material: Material) -> grpc.ChannelCredentials:
-    """Credentials of a client's channel. Without a CA, a server's own certificate file serves as the one it trusts."""
+    """Returns a client's credentials. Without a CA, a server's own certificate file is the one that it trusts."""
     return grpc.ssl_channel_credentials(material.ca or material.cert, material.key, material.cert)
 
 
+def require_encryption(host: str, encrypted: bool, allowed: bool, what: str, flag: str) -> bool:
+    """Returns whether plaintext is served beyond this machine, which `flag` has allowed.
+
+    host: the address to listen on. Raises InvalidRequest where it would be, and is not allowed.
+    """
+    if encrypted or is_loopback(host):
+        return False
+    if not allowed:
+        raise InvalidRequest(
+            f"{what} on {host} would be open to the network in plaintext: give --tls-cert and --tls-key, "
+            f"listen on 127.0.0.1, or say {flag}"
+        )
+    return True
+
+
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address. A name other than localhost counts as reachable by others."""
+    """Returns whether only this machine can reach an address; a name other than localhost counts as open to others."""
     name = host.strip("[]").lower()
     if name == "localhost":
         return True

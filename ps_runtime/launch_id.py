@@ -1,7 +1,13 @@
-"""Which launch this process belongs to: that tells a worker that is started again from a stranger's of the same job."""
+"""Which launch this process belongs to, and what it says to its launcher.
+
+The launch tells a worker that is started again from another user's of the same job. The launcher waits for no message:
+when a worker fails, it looks for the file that the first worker makes once all declared workers have joined. Until then
+a failure ends the launch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -9,12 +15,16 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.credentials import is_loopback
 
+# What `ps-worker run` tells its workers, besides settings.
+LAUNCHED = "PS_LAUNCHED"
 LAUNCH_ID = "PS_LAUNCH_ID"
 LAUNCH_RANKS = "PS_LAUNCH_RANKS"
+STARTED_FILE = "PS_STARTED_FILE"
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,7 @@ UNKNOWN = LaunchId()
 
 
 def launch_id(world_size: int, take_over: bool) -> LaunchId:
-    """This process' launch: from PS_LAUNCH_ID, torchrun's or Slurm's variables, else one for this process alone.
+    """Returns the launch of this process: from PS_LAUNCH_ID, torchrun's or Slurm's variables; otherwise one of its own.
 
     world_size: of the job; 0: elastic, where the launch has no ranks of its own
     """
@@ -43,27 +53,45 @@ def launch_id(world_size: int, take_over: bool) -> LaunchId:
     if known:
         return LaunchId(known, take_over, _ranks(os.environ.get(LAUNCH_RANKS, "")) if world_size else range(0))
     for find in (_torchrun, _slurm):
-        found = find(os.environ)
-        if found is not None:
-            name, count, again = found
+        launch = find(os.environ)
+        if launch is not None:
+            name, count, again = launch
             whole = bool(world_size) and count == str(world_size) and not again
             return LaunchId(name, take_over, range(world_size if whole else 0))
     return LaunchId(_own(), take_over)
 
 
+def is_launched() -> bool:
+    """Returns whether `ps-worker run` started this process."""
+    return os.environ.get(LAUNCHED) == "1"
+
+
+def launched_rank() -> str | None:
+    """Returns the rank that `ps-worker run` gave to this process; None where it gave none."""
+    return os.environ.get("PS_RANK")
+
+
+def report_started() -> None:
+    """Tells the launcher that all declared workers have joined."""
+    path = os.environ.get(STARTED_FILE)
+    if path:
+        with contextlib.suppress(OSError):  # the launcher has ended, or is on a file system of its own
+            Path(path).touch()
+
+
 def new_launch_id() -> str:
-    """A name that no other launch has."""
+    """Returns a name that no other launch has."""
     return f"run-{socket.gethostname()}-{secrets.token_hex(8)}"
 
 
 @cache
 def _own() -> str:
-    """The name of a process that nothing has launched: a second session in it belongs to the same launch."""
+    """Returns the name of a process that no launcher started: a second session in it belongs to the same launch."""
     return new_launch_id()
 
 
 def _torchrun(environment: Mapping[str, str]) -> tuple[str, str | None, bool] | None:
-    """The launch of a torchrun, how many workers it has, and whether they were started again."""
+    """Returns the launch of a torchrun, how many workers it has, and whether they were started again."""
     run = environment.get("TORCHELASTIC_RUN_ID")
     if not run:
         return None
@@ -75,7 +103,7 @@ def _torchrun(environment: Mapping[str, str]) -> tuple[str, str | None, bool] | 
 
 
 def _slurm(environment: Mapping[str, str]) -> tuple[str, str | None, bool] | None:
-    """The launch of one `srun`: a job step. Without a step, in an allocation's shell, there is no telling two apart."""
+    """Returns the launch of one `srun`, a job step. Launches in an allocation's shell, without a step, look alike."""
     job, step = environment.get("SLURM_JOB_ID"), environment.get("SLURM_STEP_ID")
     if not job or not step:
         return None
@@ -84,10 +112,10 @@ def _slurm(environment: Mapping[str, str]) -> tuple[str, str | None, bool] | Non
 
 
 def _ranks(text: str) -> range:
-    """The ranks FIRST-LAST, as `ps-worker run` says them; none for no text."""
+    """Returns the ranks FIRST-LAST, as `ps-worker run` writes them; none for no text."""
     if not text:
         return range(0)
-    found = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text)
-    if found is None:
+    ends = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text)
+    if ends is None:
         raise InvalidRequest(f"PS_LAUNCH_RANKS is FIRST-LAST, two ranks, got {text!r}")
-    return range(int(found[1]), int(found[2]) + 1)
+    return range(int(ends[1]), int(ends[2]) + 1)

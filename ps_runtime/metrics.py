@@ -1,4 +1,4 @@
-"""How every process of the project serves its metrics over HTTP: /metrics, and other paths that a scraper needs."""
+"""Serves /metrics, and pages of JSON, over HTTP(S); and what all metrics have in common."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -22,10 +22,10 @@ from ps_runtime.reloading import ReloadingFiles
 
 # How long stopping may take; serve_forever looks at its flag this often.
 _POLL_SECONDS = 0.05
-# A scrape is one short request: who takes longer to ask, or to shake hands, or to read, is cut off.
+# A scrape is one short request: a client that takes longer to ask, to shake hands, or to read is cut off.
 CONNECTION_SECONDS = 10.0
 MAX_CONNECTIONS = 64
-MAX_CONNECTIONS_OF_A_HOST = 16  # so that no one host keeps the scraper out
+MAX_CONNECTIONS_OF_A_HOST = 16  # so that no single host keeps the scraper out
 
 # Half a millisecond doubling up to half a minute: a bucket's apply is at one end, a wait for a straggler at the other.
 LATENCY_BUCKETS = tuple(0.0005 * 2**k for k in range(17))
@@ -34,7 +34,7 @@ Sample = tuple[tuple[str, ...], float]  # the values of its labels, and the numb
 S = TypeVar("S")
 
 
-class StatisticsGauges(Collector, Generic[S]):
+class Gauges(Collector, Generic[S]):
     """Metrics that are read from statistics at each scrape: once for all of them, so that they fit together.
 
     gauges: (name, help, label names, function that lists the samples that the statistics have); names that end in
@@ -63,16 +63,6 @@ class StatisticsGauges(Collector, Generic[S]):
     def describe(self) -> Iterable[Metric]:
         """Nothing: so that registering does not read them."""
         return []
-
-
-class Gauges(StatisticsGauges[None]):
-    """Metrics that are read one by one at each scrape; see StatisticsGauges."""
-
-    def __init__(self, gauges: list[tuple[str, str, tuple[str, ...], Callable[[], Iterable[Sample]]]]) -> None:
-        def alone(read: Callable[[], Iterable[Sample]]) -> Callable[[None], Iterable[Sample]]:
-            return lambda _: read()
-
-        super().__init__(lambda: None, [(name, text, labels, alone(read)) for name, text, labels, read in gauges])
 
 
 class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
@@ -123,7 +113,7 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
             handle.close()
 
     def service_actions(self) -> None:
-        """Called every _POLL_SECONDS: hangs up on those whose time is over."""
+        """Hangs up, every _POLL_SECONDS, on connections whose time is over."""
         now = time.monotonic()
         with self._lock:
             late = [handle for handle, (_, until) in self._open.items() if until <= now]
@@ -139,7 +129,7 @@ class _Silent(WSGIRequestHandler):
     timeout = CONNECTION_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes every few seconds are no news."""
+        """Logs nothing: there is a scrape every few seconds."""
 
 
 def _context(tls: Tls) -> ssl.SSLContext:
@@ -156,6 +146,14 @@ def _context(tls: Tls) -> ssl.SSLContext:
     except (ssl.SSLError, OSError) as error:
         raise InvalidRequest(f"{tls.cert} cannot be served with its key ({error.strerror or error})") from None
     return context
+
+
+def process_registry() -> CollectorRegistry:
+    """Returns a registry with the metrics of this process: its memory, its interpreter, its garbage collector."""
+    registry = CollectorRegistry()
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):
+        collector(registry=registry)
+    return registry
 
 
 def serve_metrics(
@@ -179,8 +177,8 @@ def serve_metrics(
             start_response("200 OK", [("Content-Type", "application/json")])
             return [known[path]()]
         if path == "/metrics":
-            found: Iterable[bytes] = metrics(environ, start_response)
-            return found
+            page: Iterable[bytes] = metrics(environ, start_response)
+            return page
         start_response("404 Not Found", [("Content-Type", "text/plain")])
         return [f"here are {', '.join(['/metrics', *known])}\n".encode()]
 

@@ -1,12 +1,13 @@
 """Which worker a process is: its rank, the number of workers, and its place on its host.
 
-What the user says (arguments, PS_* variables) comes first. What is left out comes from one launcher's variables: never
+What the user gives (arguments, PS_* variables) comes first. What is left out comes from one launcher's variables: never
 the rank from one launcher and the number of workers from another.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ps_protocol.errors import InvalidRequest
@@ -62,7 +63,7 @@ class Placement:
 
 
 def placement(rank: int | None, world_size: int | None, local_rank: int | None) -> Placement:
-    """What was said, completed from the first launcher that says all, or else from the first that says anything.
+    """Returns what the user gave, completed from a launcher: the first that says all, or otherwise anything.
 
     Raises InvalidRequest for a launcher's variable that is no whole number.
     """
@@ -77,6 +78,12 @@ def placement(rank: int | None, world_size: int | None, local_rank: int | None) 
     if local_rank is None:
         local_rank = _whole((found or TORCHRUN).local_rank)
     return Placement(rank, world_size, local_rank or 0, missing)
+
+
+def hide_launcher_variables(names: Iterable[str]) -> None:
+    """Takes variables out of this process' environment, for libraries that would follow them."""
+    for name in names:
+        os.environ.pop(name, None)
 
 
 def _advice(found: Launcher, rank: int | None) -> str:

@@ -20,14 +20,14 @@ CHECK_SECONDS = 1.0
 
 
 class ReloadingFiles(Generic[T]):
-    """What `load` makes of some files, now. Thread-safe.
+    """Holds what `load` makes of some files, as they are now. Thread-safe.
 
     When a file has changed, `load` runs again; if it raises InvalidRequest (half of the files are replaced, say), that
     is logged once and what was loaded before stays. `generation` counts the changes that were taken.
     """
 
     def __init__(self, paths: Sequence[Path], load: Callable[[], T]) -> None:
-        """Raises what `load` raises: what is wrong at the start is not kept quiet."""
+        """Raises what `load` raises: an error at the start is not kept quiet."""
         self.generation = 0
         self._paths = tuple(paths)
         self._load = load
@@ -37,7 +37,7 @@ class ReloadingFiles(Generic[T]):
         self._value = load()
 
     def get(self) -> T:
-        """The value of now."""
+        """Returns the current value."""
         with self._lock:
             now = time.monotonic()
             if now - self._checked >= CHECK_SECONDS:
@@ -64,7 +64,7 @@ class ReloadingFiles(Generic[T]):
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,7 +1,8 @@
-"""How every setting is found, by both commands and by `connect` alike: the flag or argument, its variable, the default.
+"""The one declaration of a setting, which both commands and `connect` read.
 
 A setting is declared once, as a `Setting`. Its flag, its PS_* variable and its keyword argument follow from its name,
-and one parser reads all three. A variable that is empty counts as not set.
+and one parser reads all three. The argument or the flag comes first, then the variable, then the default. A variable
+that is empty counts as not set.
 """
 
 from __future__ import annotations
@@ -9,15 +10,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from ps_protocol.addresses import is_host_port
 from ps_protocol.errors import InvalidRequest
 
 DEFAULT_SHARED_DIRECTORY = Path("/dev/shm")  # where workers and shards of one host meet
@@ -29,26 +28,15 @@ _SERVICE_LINK_ADVICE = (
 )
 
 
-def version() -> str:
-    """The version of the installed package."""
-    try:
-        return installed_version("ps-torch")
-    except PackageNotFoundError:
-        return "(from a folder of sources that is not installed)"
-
-
-def variable(flag: str) -> str:
-    """The environment variable of a flag: --metrics-port has PS_METRICS_PORT."""
-    return "PS_" + flag.removeprefix("--").replace("-", "_").upper()
-
-
 @dataclass(frozen=True)
 class Setting:
     """One setting, by the name of its keyword argument: metrics_port is --metrics-port and PS_METRICS_PORT.
 
-    text:    what it is, for --help
-    kind:    makes the value of a text, or raises argparse.ArgumentTypeError; bool makes the flag a switch
-    default: where it is not given; a text is read by `kind`
+    text:     what it is, for --help
+    kind:     makes the value of a text, or raises argparse.ArgumentTypeError; bool makes the flag a switch
+    default:  the value where it is not given
+    metavar:  the word for the value in --help
+    required: a command refuses to run without it
     """
 
     name: str
@@ -56,6 +44,7 @@ class Setting:
     kind: Callable[[str], Any] = str
     default: Any = None
     metavar: str | None = None
+    required: bool = False
 
     @property
     def flag(self) -> str:
@@ -65,10 +54,10 @@ class Setting:
     @property
     def variable(self) -> str:
         """The environment variable."""
-        return variable(self.flag)
+        return "PS_" + self.name.upper()
 
     def find(self, argument: object = None) -> Any:
-        """The argument; if it is None the variable's value; if that is not set the default.
+        """Returns the argument; if it is None the variable's value; if that is not set the default.
 
         An argument is checked by the parser that reads texts. Raises InvalidRequest naming where a bad value is from.
         """
@@ -81,11 +70,13 @@ class Setting:
         return False if self.kind is bool and self.default is None else self.default
 
     def written(self, value: Any) -> str:
-        """A value as the text of its variable."""
+        """Returns a value as the text of its variable: no text for None."""
+        if value is None:
+            return ""
         return str(int(value)) if self.kind is bool else str(value)
 
-    def add_to(self, parser: argparse.ArgumentParser | argparse._ArgumentGroup, required: bool = False) -> None:
-        """Adds the flag; its variable and its default are named in --help."""
+    def add_to(self, parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+        """Adds the flag; --help names its variable and its default."""
         text = os.environ.get(self.variable)
         given = _FromVariable(text) if text else None
         unset = self.default is None or self.default is False
@@ -97,7 +88,7 @@ class Setting:
             parser.add_argument(self.flag, action=_Switch, default=given or False, **common)
         else:
             default = given if given is not None else self.default
-            required = required and given is None
+            required = self.required and given is None
             parser.add_argument(self.flag, default=default, required=required, metavar=self.metavar, **common)
 
     def _read(self, text: str) -> Any:
@@ -120,6 +111,20 @@ class Setting:
             raise argparse.ArgumentTypeError(f"{error} (from {self.variable}{advice})") from None
 
 
+def as_variables(settings: Iterable[Setting], arguments: argparse.Namespace) -> dict[str, str]:
+    """Returns what flags say as the variables of a child process.
+
+    All of the settings are there, and empty where they are not given: no other environment can speak for one.
+    """
+    given = vars(arguments)
+    return {setting.variable: setting.written(given[setting.name]) for setting in settings}
+
+
+def environment() -> dict[str, str]:
+    """Returns a copy of this process' environment."""
+    return dict(os.environ)
+
+
 class _FromVariable(str):
     """A text that an environment variable holds."""
 
@@ -138,103 +143,36 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, True)
 
 
-class _HelpOn(argparse.Action):
-    """A flag that prints the help of one group and ends the process."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, group: argparse._ArgumentGroup, help: str) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
-        self._group = group
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
-    ) -> None:
-        lines = parser._get_formatter()
-        lines.add_usage(parser.usage, parser._actions, [])
-        lines.start_section(self._group.title)
-        lines.add_arguments(self._group._group_actions)
-        lines.end_section()
-        sys.stdout.write(lines.format_help())
-        parser.exit()
-
-
-class CommandLine(argparse.ArgumentParser):
-    """A command's parser, whose errors are short: the usage of the subcommand, what is wrong, and where to read on."""
-
-    def add_hidden_group(self, title: str, flag: str) -> argparse._ArgumentGroup:
-        """A group of flags that --help leaves out, and a flag that explains them alone."""
-        group = argparse._ArgumentGroup(self, title)  # which argparse's own help does not go through
-        self.add_argument(flag, action=_HelpOn, group=group, help=f"explain the {title}, and exit")
-        return group
-
-    def read(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-        """The arguments as values; an error ends the process with code 2, said by the subcommand that was called."""
-        found, unknown = self.parse_known_args(arguments)
-        if unknown:
-            command = next(
-                (each.choices[found.command] for each in self._actions if isinstance(each.choices, dict)), self
-            )
-            flags = [flag for action in command._actions for flag in action.option_strings]
-            near = get_close_matches(unknown[0].partition("=")[0], flags, 1)
-            kind = "option" if unknown[0].startswith("-") else "argument"
-            command.error(f"unknown {kind} {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
-        return found
-
-    def error(self, message: str) -> NoReturn:
-        """Ends the process with code 2."""
-        self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-def add_setting(
-    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
-    flag: str,
-    text: str,
-    *,
-    default: Any = None,
-    kind: Callable[[str], Any] = str,
-    required: bool = False,
-    metavar: str | None = None,
-) -> None:
-    """Declares a setting that only a command has, and adds its flag."""
-    Setting(flag.removeprefix("--").replace("-", "_"), text, kind, default, metavar).add_to(parser, required)
-
-
 def access_settings(serves: bool = False) -> tuple[Setting, ...]:
-    """Those of ps_protocol.credentials: tls_cert, tls_key, tls_ca, insecure, and a client's token_file."""
+    """Returns the settings of ps_runtime.credentials: tls_cert, tls_key, tls_ca, insecure, a client's token_file."""
     whose = "this process" if serves else "this client, if servers ask for one"
     note = "; with it, a server demands a certificate of every client" if serves else ""
     insecure = "listen beyond this machine without TLS, and say so in the log"
-    found = (
+    files = (
         Setting("tls_cert", f"certificate of {whose}, as PEM", file_path, metavar="FILE"),
         Setting("tls_key", "its private key", file_path, metavar="FILE"),
         Setting("tls_ca", f"the CA that the other end's certificate is verified by{note}", file_path, metavar="FILE"),
     )
     if serves:
-        return *found, Setting("insecure", insecure, bool)
+        return *files, Setting("insecure", insecure, bool)
     token = Setting("token_file", "file with this client's bearer token", file_path, metavar="FILE")
-    return *found, token, Setting("insecure", "let a token travel to another machine in plaintext", bool)
-
-
-def add_access_settings(parser: argparse.ArgumentParser, serves: bool = False) -> None:
-    """Adds the flags of `access_settings`."""
-    for setting in access_settings(serves):
-        setting.add_to(parser)
+    return *files, token, Setting("insecure", "let a token travel to another machine in plaintext", bool)
 
 
 def switch(text: str) -> bool:
-    """1, true, yes or on; 0, false, no or off; in small or capital letters."""
+    """Reads 1, true, yes or on; 0, false, no or off; in small or capital letters."""
     if text.lower() not in _TRUE | _FALSE:
         raise argparse.ArgumentTypeError(f"expected 1 or 0, got {text!r}")
     return text.lower() in _TRUE
 
 
 def file_path(text: str) -> str:
-    """A file's absolute path: the same file for another process, and after a change of directory."""
+    """Returns a file's absolute path: the same file for another process, and after a change of directory."""
     return str(Path(text).absolute()) if text else text
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """A parser that takes these names and no other."""
+    """Returns a parser that takes these names and no other."""
 
     def name(text: str) -> str:
         if text not in names:
@@ -245,22 +183,22 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 
 def port_number(text: str) -> int:
-    """A TCP port; 0 lets the system choose."""
-    return _whole_number(text, 0, 65535)
+    """Reads a TCP port; 0 lets the system choose."""
+    return whole_number(0, 65535)(text)
 
 
 def count(text: str) -> int:
-    """A whole number from 1."""
-    return _whole_number(text, 1, 2**31 - 1)
+    """Reads a whole number from 1."""
+    return whole_number(1, 2**31 - 1)(text)
 
 
 def index(text: str) -> int:
-    """A whole number from 0."""
-    return _whole_number(text, 0, 2**31 - 1)
+    """Reads a whole number from 0."""
+    return whole_number(0, 2**31 - 1)(text)
 
 
 def seconds(text: str) -> float:
-    """A positive number of seconds."""
+    """Reads a positive number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -271,7 +209,7 @@ def seconds(text: str) -> float:
 
 
 def amount(text: str) -> float:
-    """A positive number; inf is one."""
+    """Reads a positive number; inf is one."""
     try:
         value = float(text)
     except ValueError:
@@ -282,17 +220,79 @@ def amount(text: str) -> float:
 
 
 def host_port(text: str) -> str:
-    """HOST:PORT, and no URL."""
+    """Reads HOST:PORT, and no URL."""
     if "://" in text:
         scheme = text.partition("://")[0]
         raise argparse.ArgumentTypeError(f"expected HOST:PORT, without {scheme}://, got {text!r}")
-    host, _, port = text.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    if not is_host_port(text):
         raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")
     return text
 
 
-def _whole_number(text: str, low: int, high: int) -> int:
-    if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
-        raise argparse.ArgumentTypeError(f"expected a whole number from {low} to {high}, got {text!r}")
-    return int(text)
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    """Returns a parser that takes whole numbers between these, both included."""
+
+    def number(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) <= 20 and low <= int(text) <= high):
+            raise argparse.ArgumentTypeError(f"expected a whole number from {low} to {high}, got {text!r}")
+        return int(text)
+
+    return number
+
+
+# -- variables that nothing reads ------------------------------------------------------------------------------------
+
+# Servers and workers do not know each other's settings, and one environment serves both: so the names stand here. A
+# test compares the list with the settings that both declare.
+
+# What workers read, and their launcher.
+_WORKERS = """
+    PS_CONNECT_TIMEOUT PS_ELASTIC PS_FIRST_RANK PS_INSECURE PS_JOB PS_LOG_DIR PS_MAX_RESTARTS PS_METRICS_HOST
+    PS_METRICS_INSECURE PS_METRICS_PORT PS_MODE PS_RANK PS_SERVER PS_SHARED_DIRECTORY PS_START_TIMEOUT
+    PS_TAKE_OVER PS_TLS_CA PS_TLS_CERT PS_TLS_KEY PS_TOKEN_FILE PS_TRANSPORT PS_WORKERS PS_WORLD_SIZE
+"""
+# What the launcher tells its workers.
+_LAUNCHED = """
+    PS_LAUNCHED PS_LAUNCH_ID PS_LAUNCH_RANKS PS_LOCAL_RANK PS_RESTART_COUNT PS_STARTED_FILE
+"""
+# What servers read.
+_SERVERS = """
+    PS_ADVERTISE PS_APPLY_THREADS PS_CHECKPOINT_DIR PS_CHECKPOINT_EVERY PS_COORDINATOR PS_FAILPOINTS PS_HOST
+    PS_INDEX PS_KEEP PS_LEASE PS_MAX_ALL_CALLS PS_MAX_BUCKETS PS_MAX_CALLER_BYTES PS_MAX_CALLS PS_MAX_CONNECTIONS
+    PS_MAX_HANDSHAKE_SECONDS PS_MAX_JOBS PS_MAX_JOB_BYTES PS_MAX_LEASES PS_MAX_MESSAGE_BYTES PS_MAX_METADATA_BYTES
+    PS_MAX_NAME_LENGTH PS_MAX_PARAMETERS PS_MAX_PUSH_NORM PS_MAX_ROUND_BYTES PS_MAX_SAMPLES PS_MAX_STAGED_BYTES
+    PS_MAX_STALL_SECONDS PS_MAX_STATE_BYTES PS_MAX_UPLOAD_SECONDS PS_MAX_WORKERS PS_PORT PS_RESTORE PS_RESUME
+    PS_SHARDS PS_TOKENS
+"""
+# What the compose files read.
+_COMPOSE = """
+    PS_GPUS PS_IMAGE PS_IMAGE_CUDA PS_PUBLISH_GRAFANA_PORT PS_PUBLISH_METRICS_PORT PS_PUBLISH_PORT
+    PS_PUBLISH_PROMETHEUS_PORT PS_SERVER_MEMORY PS_SHARED_MEMORY PS_STEPS PS_TORCH PS_TORCH_CUDA
+    PS_TORCH_CUDA_INDEX_URL PS_TORCH_INDEX_URL PS_WORKER_MEMORY PS_WORKER_THREADS
+"""
+KNOWN_VARIABLES = frozenset(f"{_WORKERS} {_LAUNCHED} {_SERVERS} {_COMPOSE}".split())
+_OF_OTHERS = frozenset({"PS_COLORS", "PS_FORMAT", "PS_PERSONALITY"})  # those of the program `ps`
+# What Kubernetes sets for the ports of a Service whose name begins with ps.
+_SERVICE_VARIABLE = re.compile(r"PS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+
+
+def unknown_variables(variables: Mapping[str, str] | None = None) -> str | None:
+    """Returns one line about the PS_* variables that nothing reads, with the nearest known names; None without any.
+
+    variables: None: those of this process
+    """
+    unknown = [
+        name
+        for name, value in sorted((os.environ if variables is None else variables).items())
+        if name.startswith("PS_") and name not in KNOWN_VARIABLES | _OF_OTHERS and not _is_service_link(name, value)
+    ]
+    return "; ".join(map(_about, unknown)) or None
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    return bool(_SERVICE_VARIABLE.fullmatch(name)) or (name.endswith("_PORT") and "://" in value)
+
+
+def _about(name: str) -> str:
+    near = get_close_matches(name, sorted(KNOWN_VARIABLES), 1)
+    return f"the variable {name} is not known and has no effect" + (f", did you mean {near[0]}?" if near else "")

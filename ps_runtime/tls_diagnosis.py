@@ -1,4 +1,4 @@
-"""Why a TLS connection does not come about, in one line: gRPC only says that it did not.
+"""Explains in one line why a TLS connection does not come about: gRPC only says that it did not.
 
 A second connection is made with Python's own TLS, whose errors carry codes: nothing is recognised by its text.
 """
@@ -20,8 +20,8 @@ _READ_BYTES = 2**14
 _EXPIRED, _NOT_YET, _WRONG_HOST, _WRONG_ADDRESS = 10, 9, 62, 64
 
 
-def refusal(address: str, access: Access) -> Untrusted | None:
-    """Why this end and the server at HOST:PORT do not trust each other; None if that is not what is wrong."""
+def explain(address: str, access: Access) -> Untrusted | None:
+    """Returns why this end and the server at HOST:PORT do not trust each other; None if they do, or nothing answers."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     with contextlib.suppress(OSError), socket.create_connection((host, int(port)), SECONDS) as plain:
@@ -83,28 +83,28 @@ class _Tls:
             raise ConnectionError("the connection ended in the middle of the handshake")
 
     def first_byte(self) -> bytes:
-        """What the other end says first; nothing if it ends the connection."""
-        found: list[bytes] = []
-        self._until_done(lambda: found.append(self._tls.read(1)))
-        return b"".join(found)
+        """Returns the first byte that the other end sends; none if it ends the connection."""
+        received: list[bytes] = []
+        self._until_done(lambda: received.append(self._tls.read(1)))
+        return b"".join(received)
 
-    def _until_done(self, what: Callable[[], object]) -> bool:
-        """Passes bytes to and fro until it is done; False if the connection ends before."""
+    def _until_done(self, step: Callable[[], object]) -> bool:
+        """Passes bytes to and fro until a step is done; returns False if the connection ends before."""
         while True:
             try:
-                what()
+                step()
             except ssl.SSLWantReadError:
                 done = False
             else:
                 done = True
-            finally:  # what is to be said about an error too
+            finally:  # after an error, too, there is something to send
                 self._plain.sendall(self._outgoing.read())
             if done:
                 return True
-            found = self._plain.recv(_READ_BYTES)
-            if not found:
+            data = self._plain.recv(_READ_BYTES)
+            if not data:
                 return False
-            self._incoming.write(found)
+            self._incoming.write(data)
 
 
 def _verification(error: ssl.SSLCertVerificationError, host: str, access: Access) -> str:

@@ -6,7 +6,10 @@ coordinator/   Which workers take part in a job, and which shard holds which buc
 storage/       The files of checkpoints
 rpc/           The edge: the only room of the servers that knows gRPC and messages
 ops/           What operators run and read
+config.py      What a server process is told: every setting, declared once
 server.py      One server process: a gRPC port, a metrics port, and behind them a coordinator, a shard, or both
 failpoints.py  Places where a server kills itself on request, so that tests can show what a death there does
 cli.py         The command `ps-server`
 """
+
+import ps_runtime  # noqa: F401  # sets what grpc reads when it is imported

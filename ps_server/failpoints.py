@@ -61,16 +61,21 @@ _lock = threading.Lock()
 
 
 def parse(text: str) -> list[Entry]:
-    """What the variable says. Raises InvalidRequest, naming what there is, for anything else."""
-    found = []
+    """Returns the entries of the variable. Raises InvalidRequest, naming the failpoints, for other texts."""
+    entries = []
     for entry in filter(None, (part.strip() for part in text.split(","))):
         match = _ENTRY.fullmatch(entry)
         if match is None or match[1] not in POINTS:
             raise InvalidRequest(
                 f"{VARIABLE}: expected NAME[@SHARD][=N], with a name out of {', '.join(POINTS)}; got {entry[:200]!r}"
             )
-        found.append(Entry(match[1], int(match[2]) if match[2] else None, int(match[3] or 1)))
-    return found
+        entries.append(Entry(match[1], int(match[2]) if match[2] else None, int(match[3] or 1)))
+    return entries
+
+
+def check() -> None:
+    """Raises InvalidRequest for a PS_FAILPOINTS that `arm` would refuse."""
+    parse(os.environ.get(VARIABLE, ""))
 
 
 def arm(shard: int | None) -> None:
@@ -85,7 +90,7 @@ def arm(shard: int | None) -> None:
 
 
 def failpoint(name: str, before: Callable[[], object] | None = None) -> None:
-    """A place with a name. `before`: done before the process dies here, and only then."""
+    """Marks a place with a name. `before`: called before the process dies here, and only then."""
     if _left:
         _pass(name, before)
 

@@ -3,6 +3,7 @@
 session = ps_worker.connect()
 model, optimizer, loader = session.prepare(model, optimizer, loader)
 
+values.py       Values that the rooms of a worker hand to each other: its place in a job, and what it pushes and pulls
 session.py      The public face of a worker: `connect`, `prepare`, and what a session is
 config.py       What a worker is told: arguments first, then PS_* variables, then a launcher's, then defaults
 strategies/     How a worker trains: alone, with DDP, or on parameter servers
@@ -20,6 +21,7 @@ cli.py          The command `ps-worker`
 
 from typing import TYPE_CHECKING, Any
 
+import ps_runtime  # noqa: F401  # sets what grpc reads when it is imported
 from ps_protocol.errors import (
     Fenced,
     InvalidRequest,

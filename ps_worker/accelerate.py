@@ -12,12 +12,12 @@ be reduced twice, and async would wait at every step. What it should know of the
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from accelerate.state import AcceleratorState, PartialState
 
 from ps_protocol.errors import InvalidRequest
+from ps_runtime.rank import hide_launcher_variables
 from ps_worker.session import Session
 from ps_worker.session import connect as connect_session
 
@@ -30,7 +30,7 @@ LAUNCHED = (
 
 
 def connect(*arguments: Any, **settings: Any) -> Session:
-    """A session as of `ps_worker.connect`, and Accelerate told that this process trains alone, with the session's rank.
+    """Returns a session as `ps_worker.connect` does, and has Accelerate see one process, of its rank.
 
     The launcher's variables leave os.environ, except in mode ddp, where Accelerate does what it always does. Call it
     before Accelerator or TrainingArguments are made. Raises InvalidRequest if Accelerate has started already, and what
@@ -43,9 +43,8 @@ def connect(*arguments: Any, **settings: Any) -> Session:
 
 
 def hide_launcher(session: Session) -> None:
-    """What `connect` does once it has a session. Raises InvalidRequest if Accelerate has started several processes."""
-    for name in LAUNCHED:
-        os.environ.pop(name, None)
+    """Hides the launcher from Accelerate. Raises InvalidRequest if Accelerate has started several processes."""
+    hide_launcher_variables(LAUNCHED)
     state = PartialState(cpu=session.device.type == "cpu")
     if state.num_processes > 1:
         raise InvalidRequest(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.modes import parse_mode
-from ps_runtime.settings import CommandLine, Setting, count, index, version
-from ps_runtime.variables import unknown_variables
+from ps_runtime.command_line import CommandLine, version
+from ps_runtime.settings import Setting, as_variables, count, index, unknown_variables
 from ps_worker.config import SETTINGS
 
 if TYPE_CHECKING:
@@ -23,12 +22,12 @@ LAUNCH_SETTINGS = (
     Setting("workers", "how many workers to start here", count, 1, "N"),
     Setting("first_rank", "rank of the first worker here", index, 0, "R"),
     Setting("max_restarts", "how often, in all, a worker that fails is started again", index, 0),
-    Setting("log_dir", "also write what worker R says to DIR/worker-R.log", metavar="DIR"),
+    Setting("log_dir", "also write what worker R says to DIR/worker-R.log", Path, metavar="DIR"),
 )
 
 
 def parser() -> CommandLine:
-    """The command line of ps-worker."""
+    """Returns the command line of ps-worker."""
     root = CommandLine(
         prog="ps-worker",
         description="Starts worker processes that train a script on a parameter server, with DDP, or alone. "
@@ -36,9 +35,8 @@ def parser() -> CommandLine:
     )
     root.add_argument("--version", action="version", version=f"ps-worker {version()}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = commands.add_parser("run", help="start workers on this machine, like torchrun", usage=USAGE)
-    for setting in (*LAUNCH_SETTINGS, *SETTINGS):
-        setting.add_to(run)
+    run: CommandLine = commands.add_parser("run", help="start workers on this machine, like torchrun", usage=USAGE)
+    run.add_settings(*LAUNCH_SETTINGS, *SETTINGS)
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     run.add_argument("script", metavar="SCRIPT", help="a Python file")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="are handed to the script")
@@ -46,7 +44,7 @@ def parser() -> CommandLine:
 
 
 def launch_of(arguments: argparse.Namespace) -> Launch:
-    """What the command line asks for. Raises InvalidRequest for what does not fit together."""
+    """Returns what the command line asks for. Raises InvalidRequest for what does not fit together."""
     from ps_launch.workers import Launch
     from ps_runtime.credentials import access
 
@@ -69,9 +67,9 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
     # Checked here too, where one line says for all workers what is wrong.
     files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca, arguments.token_file
     access(*files, arguments.insecure)
-    given = {setting: getattr(arguments, setting.name) for setting in SETTINGS}
+    settings = as_variables(SETTINGS, arguments)
     if mode != "single" or world_size > 1:
-        given[_MODE] = mode  # else a worker finds the same, and knows that it was not asked for
+        settings["PS_MODE"] = mode  # otherwise a worker finds the same, and knows that it was not asked for
     return Launch(
         command=(*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments),
         workers=workers,
@@ -79,13 +77,10 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
         world_size=world_size,
         elastic=arguments.elastic,
         mode=mode,
-        settings={setting.variable: setting.written(value) for setting, value in given.items() if value is not None},
+        settings=settings,
         max_restarts=arguments.max_restarts,
-        log_dir=Path(arguments.log_dir) if arguments.log_dir else None,
+        log_dir=arguments.log_dir,
     )
-
-
-_MODE = next(setting for setting in SETTINGS if setting.name == "mode")
 
 
 def main() -> NoReturn:
@@ -94,9 +89,9 @@ def main() -> NoReturn:
 
     try:
         arguments = parser().read()
-        said = unknown_variables(os.environ)
-        if said:
-            print(f"ps-worker: {said}", file=sys.stderr, flush=True)
+        unknown = unknown_variables()
+        if unknown:
+            print(f"ps-worker: {unknown}", file=sys.stderr, flush=True)
         sys.exit(launch(launch_of(arguments)))
     except PSError as error:
         sys.exit(f"ps-worker: {error}")

@@ -28,7 +28,7 @@ TRANSPORTS = ("auto", "shm", "grpc")
 
 
 def mode_name(text: str) -> str:
-    """single, ddp, sync, ssp:K or async."""
+    """Reads single, ddp, sync, ssp:K or async."""
     try:
         parse_mode(text)
     except InvalidRequest as error:
@@ -51,7 +51,7 @@ SETTINGS = (
     Setting(
         "transport", "auto, shm or grpc: shared memory with shards on this host", one_of(*TRANSPORTS), TRANSPORTS[0]
     ),
-    Setting("shared_directory", "where memory is shared as files if it must be", default=str(DEFAULT_SHARED_DIRECTORY)),
+    Setting("shared_directory", "where memory is shared as files if it must be", Path, DEFAULT_SHARED_DIRECTORY),
     *access_settings(),
     Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),
     Setting("take_over", "replace the live workers of another launch that train this job", bool),
@@ -78,7 +78,7 @@ class WorkerConfig:
     shared_directory: where segments are made when shards cannot open this process' memory files
     access:          certificates and token that servers are called with
     metrics_insecure: metrics may be served beyond this machine without TLS
-    mode_said:       the mode was given, by an argument or PS_MODE; else it follows from the rest
+    mode_said:       the mode was given, by an argument or PS_MODE; otherwise it follows from the rest
     launch:          what started this worker, and whether it takes over from another launch
     """
 
@@ -107,41 +107,41 @@ def resolve(**arguments: object) -> WorkerConfig:
     Raises InvalidRequest naming what is wrong and where it came from.
     """
     settings = {setting.name: setting for setting in (*SETTINGS, *OWN_SETTINGS)}
-    odd = sorted(arguments.keys() - settings.keys())
-    if odd:
-        raise TypeError(f"there is no setting {odd[0]!r}")
-    found = {name: setting.find(arguments.get(name)) for name, setting in settings.items()}
-    place = placement(found["rank"], found["world_size"], found["local_rank"])
-    mode, consistency = _mode(found, place)
-    rank, world_size = _checked_place(mode, consistency, found["elastic"], place)
-    insecure = found["insecure"]
+    unknown = sorted(arguments.keys() - settings.keys())
+    if unknown:
+        raise TypeError(f"there is no setting {unknown[0]!r}")
+    values = {name: setting.find(arguments.get(name)) for name, setting in settings.items()}
+    place = placement(values["rank"], values["world_size"], values["local_rank"])
+    mode, consistency = _mode(values, place)
+    rank, world_size = _checked_place(mode, consistency, values["elastic"], place)
+    insecure = values["insecure"]
     return WorkerConfig(
-        server=found["server"],
+        server=values["server"],
         mode=mode,
         consistency=consistency,
-        job=found["job"],
+        job=values["job"],
         rank=rank,
         world_size=world_size,
         local_rank=place.local_rank,
-        connect_timeout=found["connect_timeout"],
-        start_timeout=found["start_timeout"],
-        metrics_host=found["metrics_host"],
-        metrics_port=found["metrics_port"],
-        transport=found["transport"],
-        shared_directory=Path(found["shared_directory"]),
-        access=access(found["tls_cert"], found["tls_key"], found["tls_ca"], found["token_file"], insecure),
-        metrics_insecure=insecure or found["metrics_insecure"],
-        mode_said=found["mode"] is not None,
-        launch=launch_id(world_size, found["take_over"]),
+        connect_timeout=values["connect_timeout"],
+        start_timeout=values["start_timeout"],
+        metrics_host=values["metrics_host"],
+        metrics_port=values["metrics_port"],
+        transport=values["transport"],
+        shared_directory=values["shared_directory"],
+        access=access(values["tls_cert"], values["tls_key"], values["tls_ca"], values["token_file"], insecure),
+        metrics_insecure=insecure or values["metrics_insecure"],
+        mode_said=values["mode"] is not None,
+        launch=launch_id(world_size, values["take_over"]),
     )
 
 
-def _mode(found: dict[str, Any], place: Placement) -> tuple[str, Consistency | None]:
-    """The mode that was given, or follows from the rest, and its rule."""
-    several = not found["elastic"] and (place.world_size or 1) > 1
-    mode: str = found["mode"] or ("sync" if found["server"] else "ddp" if several else "single")
+def _mode(values: dict[str, Any], place: Placement) -> tuple[str, Consistency | None]:
+    """Returns the mode that was given, or follows from the rest, and its rule."""
+    several = not values["elastic"] and (place.world_size or 1) > 1
+    mode: str = values["mode"] or ("sync" if values["server"] else "ddp" if several else "single")
     consistency = parse_mode(mode)
-    if consistency is not None and found["server"] is None:
+    if consistency is not None and values["server"] is None:
         raise InvalidRequest(f"mode {mode} needs a server: connect(server='HOST:PORT'), PS_SERVER, or --server")
     return mode, consistency
 
@@ -149,7 +149,7 @@ def _mode(found: dict[str, Any], place: Placement) -> tuple[str, Consistency | N
 def _checked_place(
     mode: str, consistency: Consistency | None, elastic: bool, place: Placement
 ) -> tuple[int | None, int]:
-    """The rank and the number of workers: None and 0 in an elastic job."""
+    """Returns the rank and the number of workers: None and 0 in an elastic job."""
     if mode == "single":
         return 0, 1
     if elastic:

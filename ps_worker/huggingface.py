@@ -59,13 +59,13 @@ class OnServers:
             hide_launcher(session)
         super().__init__(*arguments, **more)
         if self._on_servers:
-            # Else Accelerate would have rank 0 read an IterableDataset for all, over torch.distributed.
+            # Otherwise Accelerate would have rank 0 read an IterableDataset for all, over torch.distributed.
             self.accelerator.dataloader_config.dispatch_batches = False
 
     # -- preparing ---------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """The Trainer's optimizer, prepared once: with it the worker joins the job. Raises PSError."""
+        """Returns the Trainer's optimizer, prepared once: with it the worker joins the job. Raises PSError."""
         optimizer = super().create_optimizer(model)  # type: ignore[misc]
         plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate has wrapped it, when the Trainer asks again
         if not self._on_servers or (self._stepper is not None and plain is self._stepper):
@@ -75,7 +75,7 @@ class OnServers:
         return self.optimizer
 
     def get_train_dataloader(self) -> Any:
-        """This worker's share of the training data. Raises Unsupported for samplers that cannot be divided."""
+        """Returns this worker's share of the training data. Raises Unsupported for samplers that cannot be divided."""
         loader = super().get_train_dataloader()  # type: ignore[misc]
         if not self._on_servers:
             return loader
@@ -101,7 +101,7 @@ class OnServers:
         return self.session.prepare(rebuilt(loader, batch_sampler=batches))
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The Trainer's scheduler, which goes back with the job when that is set back to a checkpoint."""
+        """Returns the Trainer's scheduler, which goes back with the job when that is set back to a checkpoint."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
         if self._on_servers and not self._scheduler_given:
             self._scheduler_given = True
@@ -111,7 +111,7 @@ class OnServers:
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluation_loop(self, dataloader: Any, description: str, *arguments: Any, **more: Any) -> Any:
-        """The metrics over all workers, the same on all.
+        """Returns the metrics over all workers, the same on all.
 
         Where only a loss is asked for, each worker evaluates its part of the data, and the mean is weighted by the
         samples. Predictions, and metrics of a compute_metrics, need all data together: each worker goes through all of
@@ -120,25 +120,25 @@ class OnServers:
         if not self._has_joined() or self.session.world_size == 1:
             return super().evaluation_loop(dataloader, description, *arguments, **more)  # type: ignore[misc]
         only_loss = self.compute_metrics is None and description != "Prediction"
-        mine = self._part(dataloader) if only_loss else None
-        chosen = dataloader if mine is None else mine
-        found = super().evaluation_loop(chosen, description, *arguments, **more)  # type: ignore[misc]
-        if mine is None:
-            metrics = self.session.broadcast(found.metrics)
+        part = self._part(dataloader) if only_loss else None
+        chosen = dataloader if part is None else part
+        output = super().evaluation_loop(chosen, description, *arguments, **more)  # type: ignore[misc]
+        if part is None:
+            metrics = self.session.broadcast(output.metrics)
         else:
-            metrics = self.session.mean(found.metrics, weight=len(mine.sampler))
-        return found._replace(metrics=metrics)
+            metrics = self.session.mean(output.metrics, weight=len(part.sampler))
+        return output._replace(metrics=metrics)
 
     def _has_joined(self) -> bool:
         return self._stepper is not None
 
     def _part(self, loader: Any) -> Any:
-        """Every world_size-th sample; None where a worker would have none."""
+        """Returns a loader of every world_size-th sample; None where a worker would have none."""
         count = self.session.world_size
         if isinstance(loader.dataset, IterableDataset) or len(loader.dataset) < count:
             return None
-        mine = range(self.session.rank, len(loader.dataset), count)
-        return rebuilt(loader, batch_size=self.args.eval_batch_size, sampler=mine)
+        indices = range(self.session.rank, len(loader.dataset), count)
+        return rebuilt(loader, batch_size=self.args.eval_batch_size, sampler=indices)
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -155,8 +155,8 @@ class OnServers:
             return
         with tempfile.TemporaryDirectory() as directory:
             super()._save_rng_state(directory)  # type: ignore[misc]
-            mine = (Path(directory) / RNG_FILE).read_bytes()
-        states = self.session.gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+            state = (Path(directory) / RNG_FILE).read_bytes()
+        states = self.session.gather(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         if self.args.should_save:
             for rank, state in enumerate(states):
                 (Path(output_dir) / _rng_file(rank)).write_bytes(state.cpu().numpy().tobytes())

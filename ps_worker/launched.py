@@ -1,12 +1,7 @@
-"""What a worker says to the person and to the launcher that started it.
-
-The launcher waits for no message. When a worker fails, it looks for the file that the first worker makes once all
-declared workers have joined: until then a failure ends the launch.
-"""
+"""What a worker tells the person who started it: log lines with its rank, and errors in one line."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -18,30 +13,16 @@ from types import TracebackType
 import ps_protocol
 import ps_runtime
 from ps_protocol.errors import PSError
-from ps_runtime.variables import unknown_variables
+from ps_runtime.launch_id import is_launched, launched_rank
+from ps_runtime.settings import unknown_variables
 
 log = logging.getLogger("ps_worker")
 
-LAUNCHED = "PS_LAUNCHED"
-STARTED_FILE = "PS_STARTED_FILE"
 LINE = "%(asctime)s %(levelname)s worker %(rank)s: %(message)s"
 
 _OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, ps_protocol.__file__, ps_runtime.__file__))
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-
-
-def is_launched() -> bool:
-    """Whether `ps-worker run` started this process."""
-    return os.environ.get(LAUNCHED) == "1"
-
-
-def report_started() -> None:
-    """Tells the launcher that all declared workers have joined."""
-    path = os.environ.get(STARTED_FILE)
-    if path:
-        with contextlib.suppress(OSError):  # the launcher has ended, or is on a file system of its own
-            Path(path).touch()
 
 
 # -- log lines -------------------------------------------------------------------------------------------------------
@@ -77,11 +58,11 @@ def speak_as(rank: int | None) -> None:
 
 
 def warn_of_unknown_variables() -> None:
-    """Says once which PS_* variables have no effect; under the launcher, it has said so."""
+    """Warns once of PS_* variables that have no effect; under the launcher, which has done so, it does not."""
     global _warned
-    said = unknown_variables(os.environ)
-    if said and not _warned and not is_launched():
-        log.warning(said)
+    unknown = unknown_variables()
+    if unknown and not _warned and not is_launched():
+        log.warning(unknown)
     _warned = True
 
 
@@ -89,14 +70,14 @@ def warn_of_unknown_variables() -> None:
 
 
 def report_errors_in_one_line() -> None:
-    """Under the launcher, this project's errors and Ctrl-C end a script with its own line and one message."""
+    """Has this project's errors and Ctrl-C end a script, under the launcher, with its own line and one message."""
     if not is_launched() or getattr(sys.excepthook, "is_ours", False):
         return
     usual = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, PSError):
-            rank = os.environ.get("PS_RANK", _lines.rank)
+            rank = launched_rank() or _lines.rank
             sys.stderr.write(f"{_place(trace)}worker {rank}: {error}\n")
         elif not isinstance(error, KeyboardInterrupt):
             usual(kind, error, trace)
@@ -106,7 +87,7 @@ def report_errors_in_one_line() -> None:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """The last frame of the user's own code as Python shows it, ending in a new line; empty if there is none."""
+    """Returns the last frame of the user's own code as Python shows it, with a new line; empty if there is none."""
     frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(("<frozen", *_OURS))]
     own = [frame for frame in frames if not _is_library(frame.filename)]
     last = (own or frames)[-1:]

@@ -38,10 +38,12 @@ class _OnSession:
         self.session = connect() if session is None else session
         self._options = options
         self._joined = False
-        rank_zero_only.rank = self.session.rank  # who logs and warns; Lightning itself reads launchers' variables
+        rank_zero_only.rank = (
+            self.session.rank
+        )  # it decides which worker logs; Lightning itself reads launchers' variables
 
     def _prepare(self, *things: Any) -> tuple[Any, ...]:
-        """What session.prepare makes of a model, its optimizers and schedulers."""
+        """Returns what session.prepare makes of a model, its optimizers and schedulers."""
         if self._joined:
             raise InvalidRequest(
                 "this strategy's session has its models already, and a session has them once: train again with a new "
@@ -89,13 +91,13 @@ class _OnSession:
         return self.session.world_size
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """A DataLoader's batches on the session's device; as they are where nothing is trained, as in a lone `test`."""
+        """Returns a loader of batches on the session's device; the loader itself where nothing is trained."""
         if not self._joined or not isinstance(dataloader, DataLoader):
             return dataloader
         return self.session.prepare(dataloader)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean over workers, or the sum, the largest, the smallest; what is no tensor comes back as it is.
+        """Returns the mean over workers, or the sum, the largest, the smallest; what is no tensor comes back as it is.
 
         Raises Unsupported for other operations.
         """
@@ -117,14 +119,14 @@ class _OnSession:
     all_reduce = reduce  # Fabric's name
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """One decision for all workers: whether all of them decided so, or any."""
+        """Returns one decision for all workers: whether all of them decided so, or any."""
         if not self._joined:
             return decision
-        decided = [bool(one) for one in self.session.gather(bool(decision))]
+        decided = [bool(each) for each in self.session.gather(bool(decision))]
         return False not in decided if all else True in decided
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """The tensors of all workers, stacked in the order of ranks: (workers, *shape). Raises Unsupported.
+        """Returns the tensors of all workers, stacked in the order of ranks: (workers, *shape). Raises Unsupported.
 
         sync_grads: gradients do not flow back to other workers
         """
@@ -142,7 +144,7 @@ class _OnSession:
             self.session.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The value of one worker, for all. Raises Unsupported for what a session cannot send."""
+        """Returns the value of one worker, for all. Raises Unsupported for what a session cannot send."""
         if not self._joined:
             return obj
         if isinstance(obj, os.PathLike):
@@ -184,11 +186,11 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
                 callback.dirpath = self.session.broadcast(os.fspath(callback.dirpath))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The whole state, on the worker that writes checkpoints; the others need not fetch it from the shards."""
+        """Returns the whole state on the worker that writes checkpoints; the others need not fetch it."""
         return super().optimizer_state(optimizer) if self.is_global_zero else {}
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """A context in which backward only adds to the gradients: for accumulation."""
+        """Returns a context in which backward only adds to the gradients: for accumulation."""
         return self.session.no_sync()
 
     def teardown(self) -> None:
@@ -212,7 +214,7 @@ class FabricParameterServerStrategy(_OnSession, FabricStrategy):
         self._backward_sync_control = _NoSync(self.session)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """A DataLoader's batches on the session's device. Raises InvalidRequest before `fabric.setup`."""
+        """Returns a loader of batches on the session's device. Raises InvalidRequest before `fabric.setup`."""
         if not self._joined and self.world_size > 1:
             raise InvalidRequest(
                 "call fabric.setup(model, optimizer) before fabric.setup_dataloaders: joining tells the share of data"
@@ -233,13 +235,13 @@ class FabricParameterServerStrategy(_OnSession, FabricStrategy):
         return prepared[0], list(prepared[1 : 1 + len(optimizers)]), scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Takes only what `session.prepare` has prepared; else raises InvalidRequest."""
+        """Takes only what `session.prepare` has prepared; otherwise raises InvalidRequest."""
         if not isinstance(optimizer, ServerOptimizer):
             raise InvalidRequest("set up the model together with its optimizers: fabric.setup(model, optimizer)")
         return optimizer
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The state of the user's own module."""
+        """Returns the state of the user's own module."""
         return self.session.unwrap(module).state_dict()
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -254,7 +256,7 @@ class _NoSync(_BackwardSyncControl):
         self._session = session
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """A context in which backward only adds to the gradients."""
+        """Returns a context in which backward only adds to the gradients."""
         return self._session.no_sync() if enabled else nullcontext()
 
 

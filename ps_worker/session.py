@@ -1,4 +1,12 @@
-"""The public face of a worker: `connect`, `prepare`, and what a session is."""
+"""The public face of a worker: `connect`, and the session that it returns.
+
+connect    settings become a WorkerConfig; an earlier session in the same place is closed; the mode decides on the
+           strategy, which is all that this file knows of how a worker trains
+prepare    models, optimizers, loaders and schedulers are told apart and handed to the strategy
+train      the script's own loop, with what `prepare` returned. The session is asked for its rank and clock,
+           for values over all workers, and for `no_sync`
+close      the worker leaves the job: by the script, at its end, or at SIGTERM
+"""
 
 from __future__ import annotations
 
@@ -11,39 +19,31 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.job import WIRE_FORMATS, NonFinite
-from ps_runtime.credentials import is_loopback
-from ps_runtime.exposure import is_exposed
+from ps_protocol.errors import InvalidRequest
+from ps_runtime.credentials import is_loopback, require_encryption
+from ps_runtime.launch_id import report_started
 from ps_worker.cluster.connection import ConnectionOptions
+from ps_worker.cluster.participation import JobOptions
 from ps_worker.config import WorkerConfig, resolve
-from ps_worker.data.leased import LeasedFace, LeasedLoader, Leases, order_of
-from ps_worker.data.loaders import (
-    PreparedLoader,
-    dividing_sampler,
-    refused_of_loader,
-    shard_loader,
-    warning_once,
-    with_plain_batches,
-)
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.metrics import WorkerMetrics
-from ps_worker.model.job_spec import refused_of
 from ps_worker.model.no_sync import lend
 from ps_worker.strategies.collectives import Collectives
 from ps_worker.strategies.ddp import Ddp
-from ps_worker.strategies.options import JobOptions
+from ps_worker.strategies.options import PrepareOptions, non_finite_policy, wire_format
 from ps_worker.strategies.parameter_server import ParameterServer
-from ps_worker.strategies.strategy import Single, Strategy
+from ps_worker.strategies.single import Single
+from ps_worker.strategies.strategy import Strategy
 
 log = logging.getLogger("ps_worker")
 
@@ -121,31 +121,27 @@ class Session:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._pid = os.getpid()
-        self._clock = 0
         self._prepared = False
         self._take_back: list[Callable[[], None]] = []  # what models were lent
-        self._strategy: Strategy | None = None
-        self._told: set[str] = set()  # of what the modes with servers refuse
         self.mode = config.mode
         self.device = _device(config.local_rank)
         self._metrics = WorkerMetrics()
         self._serve_metrics(config)
         self.metrics_address = self._metrics.address
-        if config.consistency is None:
-            self._strategy = self._local_strategy()
+        self._strategy = STRATEGIES[config.mode.partition(":")[0]](config, self._metrics, self.device)
         _close_at_exit(self)
         with _opening:
             _open.append(self)
 
     def _serve_metrics(self, config: WorkerConfig) -> None:
-        """Where the servers' side can reach them, if they may be served there; else for this machine alone."""
+        """Serves them where the servers' side can reach them, if that is allowed; otherwise for this machine alone."""
         tls = config.access.tls if config.access.tls is not None and config.access.tls.cert is not None else None
         host, known = config.metrics_host, True
         if host is None:
             host = _own_address(config.server)
             known = tls is not None or config.metrics_insecure or is_loopback(host)
             host = host if known else "127.0.0.1"
-        is_exposed(host, tls is not None, config.metrics_insecure, "metrics", "--metrics-insecure")
+        require_encryption(host, tls is not None, config.metrics_insecure, "metrics", "--metrics-insecure")
         self._metrics.serve(host, config.metrics_port and config.metrics_port + config.local_rank, tls, known)
 
     def __repr__(self) -> str:
@@ -158,7 +154,7 @@ class Session:
     @property
     def rank(self) -> int:
         """This worker's rank. In an elastic job it is known once `prepare` has joined."""
-        return self._strategy.rank if self._strategy else self._config.rank or 0
+        return self._strategy.rank
 
     @property
     def local_rank(self) -> int:
@@ -168,7 +164,7 @@ class Session:
     @property
     def world_size(self) -> int:
         """How many workers take part: declared, or live now in an elastic job."""
-        return self._strategy.world_size if self._strategy else self._config.world_size or 1
+        return self._strategy.world_size
 
     @property
     def clock(self) -> int:
@@ -177,7 +173,7 @@ class Session:
         With several optimizers each step of each counts. If the job is set back to a checkpoint, the clock goes back
         with it.
         """
-        return self._strategy.clock if isinstance(self._strategy, ParameterServer) else self._clock
+        return self._strategy.clock
 
     def prepare(
         self,
@@ -214,123 +210,44 @@ class Session:
         Raises Unsupported, InvalidRequest, JobMismatch, JobInUse, or Unreachable; the model is unchanged then.
         Raises LimitExceeded if other workers have not joined after the start timeout (PS_START_TIMEOUT, 1800 s).
         """
-        for thing in things:
-            _refuse_framework_optimizer(thing)
-        models = [thing for thing in things if isinstance(thing, nn.Module)]
-        optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
-        loaders = [thing for thing in things if isinstance(thing, DataLoader)]
-        known = (nn.Module, torch.optim.Optimizer, DataLoader)
-        others = [thing for thing in things if not isinstance(thing, known)]
-        odd = next((type(thing).__name__ for thing in others if not _has_state(thing)), None)
-        if odd is not None:
-            raise InvalidRequest(
-                f"prepare takes a model, its optimizer, DataLoaders, and what has a state_dict (schedulers), got {odd}"
-            )
-        if bool(models) != bool(optimizers):
-            raise InvalidRequest(
-                f"prepare takes models together with their optimizers, all in one call, got {len(models)} models and "
-                f"{len(optimizers)} optimizers"
-            )
+        given = _sorted(things)
         if self._pid != os.getpid():
             raise InvalidRequest("this session belongs to the parent process; call connect after the fork")
-        made: dict[int, Any] = {}
-        if models:
-            options = {
-                "bucket_bytes": bucket_bytes,
-                "non_finite": _policy(non_finite),
-                "gradient_wire": _wire(gradient_wire),
-                "weight_wire": _wire(weight_wire),
-                "overlap": overlap,
-            }
-            made |= self._prepare_models(models, optimizers, options, ddp_options or {})
-        for loader in loaders:
-            made[id(loader)] = self._prepare_loader(loader, seed)
-        made |= {id(thing): thing for thing in others}
-        if isinstance(self._strategy, ParameterServer):
-            for thing in others:
-                self._strategy.rewind.add(thing)
-            self._strategy.rewind.settle()
-        found = tuple(made[id(thing)] for thing in things)
-        return found[0] if len(found) == 1 else found
+        prepared: dict[int, Any] = {id(thing): thing for thing in given.others}
+        if given.models:
+            options = PrepareOptions(
+                bucket_bytes=bucket_bytes,
+                non_finite=non_finite_policy(non_finite),
+                gradient_wire=wire_format(gradient_wire),
+                weight_wire=wire_format(weight_wire),
+                overlap=overlap,
+                ddp=ddp_options or {},
+            )
+            prepared |= self._prepare_models(given.models, given.optimizers, options)
+        for loader in given.loaders:
+            prepared[id(loader)] = self._strategy.prepare_loader(loader, seed)
+        self._strategy.keep(given.others)
+        in_order = tuple(prepared[id(thing)] for thing in things)
+        return in_order[0] if len(in_order) == 1 else in_order
 
     def _prepare_models(
-        self,
-        models: list[nn.Module],
-        optimizers: list[torch.optim.Optimizer],
-        options: dict[str, Any],
-        ddp_options: Mapping[str, Any],
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
     ) -> dict[int, Any]:
+        """Returns what to train with, by the id of what was given."""
         if self._prepared:
             raise InvalidRequest(
                 "this session has its models already: hand all models and optimizers to one call of prepare; "
                 "to begin anew (a notebook's cell run again), call connect again"
             )
-        config = self._config
-        if config.consistency is not None:
-            assert config.server is not None
-            self._strategy = ParameterServer(
-                JobOptions(
-                    server=config.server,
-                    job=config.job,
-                    consistency=config.consistency,
-                    rank=config.rank,
-                    world_size=config.world_size,
-                    start_timeout=config.start_timeout,
-                    link=ConnectionOptions(
-                        config.connect_timeout, config.transport, config.shared_directory, config.access
-                    ),
-                    launch=config.launch,
-                    **options,
-                ),
-                self._metrics,
-                self.device,
-            )
-        elif ddp_options and isinstance(self._strategy, Ddp):
-            self._strategy.options = ddp_options
-        assert self._strategy is not None
-        if isinstance(self._strategy, Single):
-            self._say_refused(refused_of(models, optimizers))
         for model in models:
-            if len({tensor.device for tensor in model.parameters()}) <= 1:  # else it is spread over devices on purpose
+            if len({tensor.device for tensor in model.parameters()}) <= 1:  # others are spread over devices on purpose
                 model.to(self.device)
-        wrapped, steppers = self._strategy.prepare(models, optimizers)
+        wrapped, steppers = self._strategy.prepare(models, optimizers, options)
         self._prepared = True
         speak_as(self.rank)
-        for optimizer, stepper in zip(optimizers, steppers, strict=True):
-            if stepper is optimizer:
-                self._metrics.watch_optimizer(optimizer, self._count_step)
         self._take_back = [lend(model, self.no_sync) for model in wrapped]
         self._metrics.timer.begin("forward")
         return {id(a): b for a, b in zip((*models, *optimizers), (*wrapped, *steppers), strict=True)}
-
-    def _prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader | LeasedLoader:
-        if self._strategy is None:
-            raise InvalidRequest(
-                "prepare the model first, or together with its loaders: joining tells the share of data"
-            )
-        timer, strategy = self._metrics.timer, self._strategy
-        if isinstance(strategy, Single):
-            self._say_refused(refused_of_loader(loader))
-            return PreparedLoader(loader, self.device, timer)
-        own = dividing_sampler(loader)
-        if own is not None and not self._config.world_size:
-            raise Unsupported(
-                f"the loader's {type(own).__name__} divides the data once and for all, and workers of an elastic job "
-                "come and go: give the loader shuffle=True or False instead"
-            )
-        share = shard_loader(loader, strategy.share, seed)
-        whole = isinstance(loader.dataset, IterableDataset)
-        if not isinstance(strategy, ParameterServer) or self._config.world_size or whole:
-            begin: Callable[[], Iterator[Any]] = share.__iter__
-            if isinstance(strategy, ParameterServer):
-                begin = strategy.rewind.add_loader(share).batches
-            if whole:
-                begin = warning_once(loader, strategy.share, begin)
-            return PreparedLoader(share, self.device, timer, begin)
-        loader = with_plain_batches(loader)
-        leases = Leases(order_of(len(strategy.data.accounts), loader, seed), strategy.data, strategy)
-        face = LeasedFace(self.device, timer, lambda: strategy.world_size)
-        return LeasedLoader(loader, PreparedLoader(share, self.device, timer), leases, face)
 
     # -- over all workers --------------------------------------------------------------------------------------------
 
@@ -342,13 +259,7 @@ class Session:
         the next one takes over, as soon as it hears of it: for a moment there may be none, or two. Use `broadcast` for
         what must be said by one worker exactly.
         """
-        if self._strategy is not None:
-            return self._strategy.is_main
-        if not self._config.world_size:
-            raise InvalidRequest(
-                "session.is_main: an elastic job gives out ranks when it is joined; call prepare first"
-            )
-        return self._config.rank == 0
+        return self._strategy.is_main
 
     def mean(self, x: Any, weight: float = 1.0) -> Any:
         """Returns the mean over all workers of a number, a tensor of any shape, or a dict of these, alike to the bit.
@@ -390,8 +301,6 @@ class Session:
     def _collectives(self, call: str) -> Collectives:
         if self._pid != os.getpid():
             raise InvalidRequest("this session belongs to the parent process; call connect after the fork")
-        if self._strategy is None:
-            raise InvalidRequest(f"session.{call}: this worker takes no part in the job yet; call prepare first")
         return Collectives(self._strategy, self.device)
 
     @contextlib.contextmanager
@@ -400,10 +309,7 @@ class Session:
 
         In the modes with servers a script may accumulate without it; then some bytes may be sent twice.
         """
-        inner: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if isinstance(self._strategy, Ddp | ParameterServer):
-            inner = self._strategy.no_sync()
-        with inner:
+        with self._strategy.no_sync():
             yield
 
     @staticmethod
@@ -415,8 +321,7 @@ class Session:
         """Leaves the job and closes every connection; may be called more than once."""
         if self._pid != os.getpid():
             return  # a forked child, of a DataLoader say: the session is its parent's
-        if self._strategy is not None:
-            self._strategy.close()
+        self._strategy.close()
         for take_back in self._take_back:  # another session may prepare these models
             take_back()
         self._metrics.close()
@@ -436,26 +341,84 @@ class Session:
     def _is_at(self, config: WorkerConfig) -> bool:
         """Whether this is a session of this process for the same place."""
         own = self._config
-        mine = own.server, own.job, own.rank, own.launch.name
-        return mine == (config.server, config.job, config.rank, config.launch.name) and self._pid == os.getpid()
+        place = own.server, own.job, own.rank, own.launch.name
+        return place == (config.server, config.job, config.rank, config.launch.name) and self._pid == os.getpid()
 
-    def _say_refused(self, findings: list[str]) -> None:
-        """Says once what the modes with servers would refuse: mode single is their dry run."""
-        level = logging.WARNING if self._config.mode_said else logging.INFO
-        for text in findings:
-            if text not in self._told:
-                self._told.add(text)
-                log.log(level, "in sync, ssp and async this is refused: %s", text)
 
-    def _count_step(self) -> int:
-        self._clock += 1
-        return self._clock
+# -- modes -------------------------------------------------------------------------------------------------------------
 
-    def _local_strategy(self) -> Strategy:
-        if self.mode == "single":
-            return Single()
-        assert self._config.rank is not None
-        return Ddp(self._config.rank, self._config.world_size, self.device)
+
+def _single(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device) -> Strategy:
+    return Single(metrics, device, config.mode_said)
+
+
+def _ddp(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device) -> Strategy:
+    assert config.rank is not None
+    return Ddp(config.rank, config.world_size, metrics, device)
+
+
+def _parameter_server(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device) -> Strategy:
+    assert config.server is not None
+    assert config.consistency is not None
+    job = JobOptions(
+        server=config.server,
+        job=config.job,
+        consistency=config.consistency,
+        rank=config.rank,
+        world_size=config.world_size,
+        start_timeout=config.start_timeout,
+        link=ConnectionOptions(config.connect_timeout, config.transport, config.shared_directory, config.access),
+        launch=config.launch,
+    )
+    return ParameterServer(job, metrics, device, report_started)
+
+
+# By mode, without the bound of `ssp:K`.
+STRATEGIES: Mapping[str, Callable[[WorkerConfig, WorkerMetrics, torch.device], Strategy]] = {
+    "single": _single,
+    "ddp": _ddp,
+    "sync": _parameter_server,
+    "ssp": _parameter_server,
+    "async": _parameter_server,
+}
+
+# -- what prepare takes ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What `prepare` was given, told apart; `others` have a state."""
+
+    models: list[nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    loaders: list[DataLoader[Any]]
+    others: list[Any]
+
+
+def _sorted(things: Sequence[Any]) -> _Given:
+    """Tells apart what `prepare` was given. Raises InvalidRequest for what it cannot take."""
+    given = _Given([], [], [], [])
+    for thing in things:
+        _refuse_framework_optimizer(thing)
+        if isinstance(thing, nn.Module):
+            given.models.append(thing)
+        elif isinstance(thing, torch.optim.Optimizer):
+            given.optimizers.append(thing)
+        elif isinstance(thing, DataLoader):
+            given.loaders.append(thing)
+        elif _has_state(thing):
+            given.others.append(thing)
+        else:
+            raise InvalidRequest(
+                "prepare takes a model, its optimizer, DataLoaders, and what has a state_dict (schedulers), got "
+                f"{type(thing).__name__}"
+            )
+    if bool(given.models) != bool(given.optimizers):
+        raise InvalidRequest(
+            "prepare takes models together with their optimizers, all in one call, got "
+            f"{len(given.models)} models and {len(given.optimizers)} optimizers"
+        )
+    return given
 
 
 def _refuse_framework_optimizer(thing: Any) -> None:
@@ -476,28 +439,18 @@ def _has_state(thing: Any) -> bool:
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
-def _policy(name: str) -> NonFinite:
-    try:
-        return NonFinite(name)
-    except ValueError:
-        raise InvalidRequest(f"non_finite must be 'refuse', 'skip' or 'allow', got {name!r}") from None
-
-
-def _wire(name: str) -> str:
-    if name not in WIRE_FORMATS:
-        raise InvalidRequest(f"a wire format is one of {', '.join(WIRE_FORMATS)}, got {name!r}")
-    return name
+# -- where and when ----------------------------------------------------------------------------------------------------
 
 
 def _device(local_rank: int) -> torch.device:
-    """A GPU of this worker's own where there is one; workers beyond the GPUs share them in turn."""
+    """Returns a GPU of this worker's own where there is one; workers beyond the GPUs share them in turn."""
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     return torch.device("cpu")
 
 
 def _own_address(server: str | None) -> str:
-    """The address by which this machine is seen from the server: where Prometheus can reach it too."""
+    """Returns the address by which this machine is seen from the server: where Prometheus can reach it too."""
     if server is None:
         return "127.0.0.1"
     host, _, port = server.rpartition(":")

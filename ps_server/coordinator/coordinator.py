@@ -22,8 +22,7 @@ from dataclasses import replace
 
 from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import JobMismatch, LimitExceeded, NotFound, PSError, TryLater
-from ps_protocol.job import JobSpec, difference
-from ps_runtime.channel import MAX_BUCKET_BYTES
+from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference
 from ps_server.coordinator.background import Background
 from ps_server.coordinator.cluster import Checkpointing, Cluster, MakeExecutor
 from ps_server.coordinator.job import CoordinatedJob

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass, field
 
+from ps_protocol.data import BatchLease, LeaseReport, LeaseRequest
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, TryLater
 from ps_protocol.job import JobSpec
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.members import JobMembers
 from ps_server.core.data_commits import MAX_LOADERS, Committed
-from ps_server.core.data_leases import NOTHING, BatchLease, DataLeases, LoaderSpec, Progress, Report, Who
+from ps_server.core.data_leases import DataLeases, Progress, Who
 from ps_server.core.limits import Limits
 
 log = logging.getLogger("ps_server")
-
-
-@dataclass(frozen=True)
-class LeaseRequest:
-    """One worker's request for batches of one loader; see DataLeases.lease."""
-
-    rank: int
-    incarnation: int
-    loader: int
-    spec: LoaderSpec
-    pass_number: int
-    count: int
-    report: Report = NOTHING
-    key: bytes = field(default=b"", repr=False)
 
 
 class JobData:
@@ -40,7 +26,7 @@ class JobData:
         self._loaders: dict[int, DataLeases] = {}
         self._looks = 0  # begun so far
 
-    def lease(self, request: LeaseRequest) -> BatchLease:
+    def lease(self, who: Who, key: bytes, request: LeaseRequest) -> BatchLease:
         """Gives a live worker batches; see DataLeases.lease. Raises InvalidRequest for a job with a world size."""
         if self._spec.world_size:
             raise InvalidRequest(
@@ -50,26 +36,26 @@ class JobData:
         looks = self._looks
         with self._lock:
             # Checked in here, so that no worker is given anything once `gone` was called for it.
-            workers = self._members.check(request.rank, request.incarnation, request.key)
+            workers = self._members.check(*who, key)
             leases = self._loader(request)
-            who = request.rank, request.incarnation
             settled = self._settled(leases)
             if leases.stale or settled:
                 self._look(leases, settled)
             lease = leases.lease(who, request.pass_number, request.count, workers, request.report)
             # Nothing is left: the shards know best what is done. A look that another call began since will do.
-            if request.count and not lease.spans and not lease.complete:
+            if request.count and not lease.ranges and not lease.complete:
                 if self._looks == looks:
                     self._look(leases, self._settled(leases))
-                held = Report(held=request.report.held)
+                held = LeaseReport(held=request.report.held)
                 lease = leases.lease(who, request.pass_number, request.count, workers, held)
             return lease
 
     def _loader(self, request: LeaseRequest) -> DataLeases:
-        leases = self._loaders.get(request.loader)
+        spec = request.loader
+        leases = self._loaders.get(spec.loader)
         if leases is None:
-            leases = self._loaders[request.loader] = DataLeases(request.loader, request.spec, self._limits.leases)
-        leases.agree(request.spec)
+            leases = self._loaders[spec.loader] = DataLeases(spec, self._limits.leases)
+        leases.agree(spec)
         return leases
 
     def _settled(self, leases: DataLeases) -> set[Who]:
@@ -115,12 +101,13 @@ class JobData:
 
 
 def _check(request: LeaseRequest, limits: Limits) -> None:
-    if request.loader >= MAX_LOADERS:
-        raise LimitExceeded(f"a job leases the data of at most {MAX_LOADERS} loaders, got loader {request.loader}")
-    if request.spec.batch_size < 1:
-        raise InvalidRequest(f"a batch has at least one sample, got batch_size {request.spec.batch_size}")
-    if request.spec.size > limits.samples:
-        raise LimitExceeded(f"max-samples is {limits.samples}, got a loader of {request.spec.size}")
+    loader = request.loader
+    if loader.loader >= MAX_LOADERS:
+        raise LimitExceeded(f"a job leases the data of at most {MAX_LOADERS} loaders, got loader {loader.loader}")
+    if loader.batch_size < 1:
+        raise InvalidRequest(f"a batch has at least one sample, got batch_size {loader.batch_size}")
+    if loader.size > limits.samples:
+        raise LimitExceeded(f"max-samples is {limits.samples}, got a loader of {loader.size}")
     most = max(len(request.report.held), len(request.report.committed), len(request.report.returned))
     if most > limits.leases:
         raise LimitExceeded(f"max-leases is {limits.leases}, got a report of {most}")

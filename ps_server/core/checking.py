@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from ps_protocol.codecs import PLAIN, gradient_codec
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient, NotFound
-from ps_protocol.job import HyperParameters, JobSpec, NonFinite, travels_as
-from ps_protocol.layout import DATA_TYPES, BucketSpec
+from ps_protocol.job import HyperParameters, JobSpec, NonFinite
+from ps_protocol.layout import BucketSpec
 from ps_protocol.optimizers import check_change, check_hyper_parameters, is_scalar_state
-from ps_protocol.tensors import is_finite, tensor_from
+from ps_protocol.tensors import is_finite
 from ps_server.core.commands import Assign, BucketCommand, Commit, Draft, Initialise, Stage
 from ps_server.core.data_commits import check_ranges
 from ps_server.core.dense import Assignment, Gradient
@@ -89,18 +90,18 @@ class PushChecker:
 
     def _values(self, push: Push, bucket: BucketSpec) -> torch.Tensor | None:
         """The payload of a push as a flat tensor; None where it has none to have."""
-        wire = travels_as(bucket.dtype, self._spec.gradient_wire)
-        dtype, count = (wire if push.kind is PushKind.GRADIENT else bucket.dtype), bucket.numel
+        is_gradient, count = push.kind is PushKind.GRADIENT, bucket.numel
+        codec = gradient_codec(self._spec, bucket) if is_gradient else PLAIN[bucket.dtype]
         if push.kind is PushKind.SKIP or (push.kind is PushKind.ASSIGN_STATE and not push.state):
             count = 0
         elif push.kind is PushKind.ASSIGN_STATE and is_scalar_state(self._optimizer(bucket), push.state):
-            dtype, count = "float32", len(bucket.segments)
-        expected = count * DATA_TYPES[dtype].itemsize
+            codec, count = PLAIN["float32"], len(bucket.segments)
+        expected = codec.size(count)
         if len(push.payload) != expected:
             raise InvalidRequest(
-                f"bucket {push.bucket}: expected {expected} bytes ({count} x {dtype}), got {len(push.payload)}"
+                f"bucket {push.bucket}: expected {expected} bytes ({count} x {codec.dtype}), got {len(push.payload)}"
             )
-        return tensor_from(push.payload, dtype) if count else None
+        return codec.decode(push.payload) if count else None
 
     def _gradient(self, push: Push, bucket: BucketSpec, values: torch.Tensor | None) -> Gradient:
         if values is None:

@@ -10,9 +10,10 @@ from typing import Generic, TypeVar
 
 import torch
 
+from ps_protocol.data import DataRange
 from ps_protocol.errors import PSError
 from ps_protocol.job import HyperParameters
-from ps_server.core.data_commits import UNUSED, DataRange, Use
+from ps_server.core.data_commits import UNUSED, Use
 from ps_server.core.dense import Assignment, Gradient
 from ps_server.core.snapshot import BucketSnapshot
 

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from ps_protocol.data import DataRange
 from ps_protocol.errors import Backlogged, OutOfOrder
 from ps_protocol.modes import Consistency
-from ps_server.core.data_commits import DataRange
 
 T = TypeVar("T")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ps_protocol.data import DataRange
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_server.core.intervals import Intervals, Span
 
@@ -23,21 +24,6 @@ MAX_FRAGMENTS = 65_536  # that the committed part of a pass may be in
 
 # By loader, the latest pass and what is committed of it, ascending: plain data, for a snapshot.
 Committed = dict[int, tuple[int, list[Span]]]
-
-
-@dataclass(frozen=True)
-class DataRange:
-    """Positions [start, stop) of one pass over one loader's data."""
-
-    loader: int
-    pass_number: int
-    start: int
-    stop: int
-
-    @property
-    def span(self) -> Span:
-        """(start, stop)."""
-        return self.start, self.stop
 
 
 @dataclass(frozen=True)

@@ -14,53 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ps_protocol.data import NOTHING, BatchLease, DataRange, LeaseReport, LoaderSpec
 from ps_protocol.errors import InvalidRequest, JobMismatch
-from ps_server.core.data_commits import Committed, DataRange, common
+from ps_server.core.data_commits import Committed, common
 from ps_server.core.intervals import Intervals, Span
 
 Who = tuple[int, int]  # rank and incarnation
-
-
-@dataclass(frozen=True)
-class LoaderSpec:
-    """What all workers must agree on about a loader.
-
-    size:       samples of the dataset
-    batch_size: samples of a full batch
-    drop_last:  leave out what is behind the last full batch
-    seed:       of the shuffle; None: no shuffle
-    """
-
-    size: int
-    batch_size: int
-    drop_last: bool = False
-    seed: int | None = None
-
-    @property
-    def samples(self) -> int:
-        """Samples of a pass."""
-        return self.size - (self.size % self.batch_size if self.drop_last else 0)
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a worker says about what it was given: what it still has, has pushed, and gives back."""
-
-    held: Sequence[DataRange] = ()
-    committed: Sequence[DataRange] = ()
-    returned: Sequence[DataRange] = ()
-
-
-NOTHING = Report()
-
-
-@dataclass(frozen=True)
-class BatchLease:
-    """Batches given, all of one pass; or `complete`: the pass that was asked for is over. Neither: ask again."""
-
-    pass_number: int
-    spans: tuple[Span, ...] = ()
-    complete: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,9 +36,9 @@ class Progress:
 class DataLeases:
     """One loader of one job. `stale` until the shards have said what is committed: see `settle`."""
 
-    def __init__(self, loader: int, spec: LoaderSpec, limit: int = 1_024) -> None:
+    def __init__(self, spec: LoaderSpec, limit: int = 1_024) -> None:
         """limit: batches that one worker may have leased."""
-        self.loader = loader
+        self.loader = spec.loader
         self.spec = spec
         self.stale = True
         self.number = 0
@@ -104,7 +63,7 @@ class DataLeases:
             if mine != theirs[name]:
                 raise JobMismatch(f"loader {self.loader} differs: {name} is {mine}, got {theirs[name]}")
 
-    def lease(self, who: Who, asked: int, count: int, workers: int = 1, report: Report = NOTHING) -> BatchLease:
+    def lease(self, who: Who, asked: int, count: int, workers: int = 1, report: LeaseReport = NOTHING) -> BatchLease:
         """Gives a worker that is in pass `asked` up to `count` batches, fewer the fewer are left for `workers` of them.
 
         Raises InvalidRequest for a range that is none of this loader's; changes nothing then.
@@ -115,7 +74,7 @@ class DataLeases:
             self._begin(self.number + 1)
             self._tell(who, report)
         if asked < self.number or (asked == self.number and self.complete):
-            return BatchLease(self.number, complete=True)
+            return BatchLease(complete=True)
         mine = self._leased.setdefault(who, set())
         held = {one.span for one in report.held if one.pass_number == self.number}
         spans = sorted(mine - held)[:count]  # given before, in an answer that was lost
@@ -124,7 +83,7 @@ class DataLeases:
             self._free.remove(*span)
             mine.add(span)
             spans.append(span)
-        return BatchLease(self.number, tuple(spans))
+        return BatchLease(tuple(DataRange(self.loader, self.number, *span) for span in spans))
 
     def _next(self) -> Span | None:
         """The lowest batch that is free. Batches come back as they were given, so they stay the same ones."""
@@ -140,7 +99,7 @@ class DataLeases:
                     f"samples, got [{start}, {stop}) of loader {one.loader}"
                 )
 
-    def _tell(self, who: Who, report: Report) -> None:
+    def _tell(self, who: Who, report: LeaseReport) -> None:
         def spans(ranges: Sequence[DataRange]) -> list[Span]:
             return [one.span for one in ranges if one.pass_number == self.number]
 

@@ -6,9 +6,9 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ps_protocol.data import DataRange
 from ps_protocol.framing import Buffer
 from ps_protocol.job import HyperParameters
-from ps_server.core.data_commits import DataRange
 
 
 class PushKind(enum.Enum):

@@ -1,4 +1,4 @@
-"""What a shard or a coordinator says of itself, as values: metrics, status and pages read these and nothing else."""
+"""What a shard or a coordinator says about itself: frozen records, read by metrics, RPC, `status` and tests alike."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""What comes over the wire is looked at here before a coordinator or a shard makes anything of it."""
+"""Checks what comes over the wire, before a coordinator or a shard makes anything of it."""
 
 from __future__ import annotations
 
-import re
-
+from ps_protocol.addresses import is_host, is_host_port
 from ps_protocol.errors import InvalidRequest, LimitExceeded
-from ps_protocol.job import JobSpec, validate
+from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, validate
 from ps_protocol.layout import ALIGNMENT_BYTES
 from ps_protocol.optimizers import check_hyper_parameters
-from ps_runtime.channel import MAX_BUCKET_BYTES
 from ps_server.core.limits import Limits
+
+MAX_LAUNCH_LENGTH = 255
 
 
 def check_job_spec(spec: JobSpec, limits: Limits) -> None:
@@ -37,24 +37,19 @@ def _check_sizes(spec: JobSpec, limits: Limits) -> None:
         raise LimitExceeded(f"max-buckets is {limits.buckets}, got a job of about {buckets}; use larger bucket_bytes")
 
 
-_ADDRESS = re.compile(r"[A-Za-z0-9._\[\]:-]{1,255}:[0-9]{1,5}")
-_HOST = re.compile(r"[A-Za-z0-9._:-]{0,255}")
-_LAUNCH = re.compile(r"[ -~]{0,255}")
-
-
 def check_address(address: str, what: str) -> None:
-    """Raises InvalidRequest unless this is HOST:PORT: it is shown to people and handed to Prometheus."""
-    if not _ADDRESS.fullmatch(address):
+    """Raises InvalidRequest unless this is HOST:PORT."""
+    if not is_host_port(address):
         raise InvalidRequest(f"{what} must be HOST:PORT, got {address[:80]!r}")
 
 
 def check_host(host: str) -> None:
     """Raises InvalidRequest unless this can be a host's name, or is empty."""
-    if not _HOST.fullmatch(host):
+    if not is_host(host):
         raise InvalidRequest(f"a host's name has up to 255 letters, digits, '.', '_', ':' and '-', got {host[:80]!r}")
 
 
 def check_launch(launch: str) -> None:
     """Raises InvalidRequest unless this can name a launch, or is empty."""
-    if not _LAUNCH.fullmatch(launch):
+    if len(launch) > MAX_LAUNCH_LENGTH or not launch.isascii() or not launch.isprintable():
         raise InvalidRequest(f"a launch's name has up to 255 printable ASCII characters, got {launch[:80]!r}")

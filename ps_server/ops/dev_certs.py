@@ -17,9 +17,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from ps_protocol.errors import InvalidRequest
 
 SERVER_NAME, CLIENT_NAME, READER_NAME = "ps-server", "ps-client", "ps-reader"
-# In the first two certificates: what Prometheus may take for the server name of every process, whatever its address is.
+# In the first two certificates: what Prometheus may take for the server name of every process, at any address.
 SCRAPE_NAME = "ps-torch"
-# Who needs which: `--split` gives each a directory of its own.
+# Which holder needs which files: `--split` gives each a directory of its own.
 HOLDERS = {
     "server": ("ca.pem", "server.pem", "server.key", "roles"),
     "client": ("ca.pem", "client.pem", "client.key"),
@@ -39,7 +39,7 @@ cn:{READER_NAME} reader
 def write(directory: Path, hosts: Iterable[str] = (), days: int = 365, split: bool = False) -> bool:
     """Writes ca.pem, a certificate and a key each for servers, clients and readers, and roles; False if all are there.
 
-    The CA's key is forgotten: nobody can make another certificate that these would trust. `hosts`: names and addresses
+    The CA's key is forgotten: no other certificate can be made that these would trust. `hosts`: names and addresses
     of servers besides localhost and this machine's own. `split`: into server/, client/ and reader/, what each needs and
     no other's key. Raises InvalidRequest if only some of the files are there.
     """
@@ -83,7 +83,7 @@ def _certificate(
     hosts: list[str] | None = None,
     issuer: tuple[ec.EllipticCurvePrivateKey, x509.Certificate] | None = None,
 ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """A key and its certificate; without an issuer, a CA of its own."""
+    """Returns a key and its certificate; without an issuer, a CA of its own."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.timezone.utc)
@@ -137,7 +137,7 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Never open to others, not even for the moment between making a file and its chmod."""
+    """Writes a file that is never open to others, not even for the moment between making it and its chmod."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)

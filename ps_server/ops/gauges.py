@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
-from ps_runtime.metrics import Gauges, Sample, StatisticsGauges
+from ps_runtime.metrics import Gauges, Sample
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.core.statistics import (
     CheckpointStatistics,
@@ -16,11 +16,11 @@ from ps_server.core.statistics import (
     ShardJobStatistics,
     ShardStatistics,
 )
-from ps_server.rpc.call_limits import Gate
+from ps_server.rpc.call_limits import CallLimits
 from ps_server.shard.shard import Shard
 
 
-def shard_gauges(shard: Shard) -> StatisticsGauges[ShardStatistics]:
+def shard_gauges(shard: Shard) -> Gauges[ShardStatistics]:
     """What a shard has, how far it is, and how many pulls wait."""
 
     def each_job(read: Callable[[ShardJobStatistics], float]) -> Callable[[ShardStatistics], Iterable[Sample]]:
@@ -35,7 +35,7 @@ def shard_gauges(shard: Shard) -> StatisticsGauges[ShardStatistics]:
         for name, job in statistics.jobs.items():
             yield from (((name, str(rank)), clock) for rank, clock in job.clocks.items())
 
-    return StatisticsGauges(
+    return Gauges(
         shard.statistics,
         [
             ("ps_job_bytes", "Bytes held, by kind.", ("job", "kind"), sizes),
@@ -49,15 +49,13 @@ def shard_gauges(shard: Shard) -> StatisticsGauges[ShardStatistics]:
     )
 
 
-def coordinator_gauges(coordinator: Coordinator) -> StatisticsGauges[CoordinatorStatistics]:
+def coordinator_gauges(coordinator: Coordinator) -> Gauges[CoordinatorStatistics]:
     """Which workers take part, how evenly the buckets lie, and what checkpoints and rollbacks there were."""
 
-    Read = Callable[[CoordinatorStatistics], Iterable[Sample]]
-
-    def each_job(read: Callable[[JobStatistics], float]) -> Read:
+    def each_job(read: Callable[[JobStatistics], float]) -> Callable[[CoordinatorStatistics], Iterable[Sample]]:
         return lambda statistics: [((name,), read(job)) for name, job in statistics.jobs.items()]
 
-    def each_kept(read: Callable[[CheckpointStatistics], float]) -> Read:
+    def each_kept(read: Callable[[CheckpointStatistics], float]) -> Callable[[CoordinatorStatistics], Iterable[Sample]]:
         return lambda statistics: [
             ((name,), read(job.checkpoints)) for name, job in statistics.jobs.items() if job.checkpoints is not None
         ]
@@ -78,10 +76,10 @@ def coordinator_gauges(coordinator: Coordinator) -> StatisticsGauges[Coordinator
             yield from (((name, str(loader)), progress.pass_number) for loader, progress in job.loaders.items())
 
     def restores(statistics: CoordinatorStatistics) -> Iterable[Sample]:
-        recovery = statistics.recovery
-        return [((result,), count) for result, count in asdict(recovery).items()] if recovery is not None else []
+        counts = asdict(statistics.recovery) if statistics.recovery is not None else {}
+        return [((result,), count) for result, count in counts.items()]
 
-    return StatisticsGauges(
+    return Gauges(
         coordinator.statistics,
         [
             ("ps_checkpoints_total", "Checkpoints completed.", ("job",), each_kept(lambda c: c.complete)),
@@ -105,11 +103,11 @@ def coordinator_gauges(coordinator: Coordinator) -> StatisticsGauges[Coordinator
                 ("job",),
                 each_kept(lambda c: c.age_seconds),
             ),
-            ("ps_restores_total", "Checkpoints that were to be gone back to.", ("result",), restores),
+            ("ps_restores_total", "Checkpoints that a rollback considered, by result.", ("result",), restores),
             ("ps_lost_steps_total", "Workers' steps lost with a shard.", ("job",), each_job(lambda j: j.lost_steps)),
             ("ps_redone_steps_total", "Workers' steps made again.", ("job",), each_job(lambda j: j.redone_steps)),
-            ("ps_shards", "Shards that have called in.", (), lambda s: [((), s.shards)]),
-            ("ps_jobs", "Jobs that run.", (), lambda s: [((), len(s.jobs))]),
+            ("ps_shards", "Shards that have called in.", (), lambda statistics: [((), statistics.shards)]),
+            ("ps_jobs", "Jobs that run.", (), lambda statistics: [((), len(statistics.jobs))]),
             ("ps_workers", "Live workers.", ("job",), each_job(lambda j: len(j.workers))),
             ("ps_data_samples", "Leased data of the pass, by state.", ("job", "loader", "state"), samples),
             ("ps_data_pass", "The pass over a loader's data, from 0.", ("job", "loader"), passes),
@@ -124,16 +122,17 @@ def coordinator_gauges(coordinator: Coordinator) -> StatisticsGauges[Coordinator
     )
 
 
-def security_gauges(gate: Gate, exposed: bool, encrypted: bool, asks: bool) -> Gauges:
+def security_gauges(call_limits: CallLimits, exposed: bool, encrypted: bool, asks: bool) -> Gauges[dict[str, int]]:
     """What this process is open to, and what its callers have in flight."""
 
-    def flag(value: bool) -> Callable[[], Iterable[Sample]]:
-        return lambda: [((), float(value))]
+    def flag(value: bool) -> Callable[[dict[str, int]], Iterable[Sample]]:
+        return lambda _: [((), float(value))]
 
-    def count(name: str) -> Callable[[], Iterable[Sample]]:
-        return lambda: [((), gate.statistics()[name])]
+    def count(name: str) -> Callable[[dict[str, int]], Iterable[Sample]]:
+        return lambda statistics: [((), statistics[name])]
 
     return Gauges(
+        call_limits.statistics,
         [
             ("ps_insecure", "1: plaintext is served beyond this machine, as --insecure says.", (), flag(exposed)),
             ("ps_tls", "1: connections are encrypted.", (), flag(encrypted)),
@@ -141,7 +140,7 @@ def security_gauges(gate: Gate, exposed: bool, encrypted: bool, asks: bool) -> G
             ("ps_calls_in_flight", "Calls in flight.", (), count("calls")),
             ("ps_callers", "Callers with calls in flight.", (), count("callers")),
             ("ps_slow_peer_waits", "Waits for a peer to send or to read.", (), count("waits")),
-        ]
+        ],
     )
 
 

@@ -9,6 +9,8 @@ import platform
 import sys
 from collections.abc import Mapping
 
+from ps_runtime.settings import environment
+
 _M_ARENA_MAX = -8  # of mallopt(3)
 _TUNABLES = "GLIBC_TUNABLES"
 _THRESHOLD = "glibc.cpu.x86_non_temporal_threshold"
@@ -27,16 +29,16 @@ def share_memory_pool() -> None:
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
-def streaming(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which large copies stream; as it is where it says something about that already."""
-    found = environment.get(_TUNABLES, "")
-    if _THRESHOLD in found:
-        return dict(environment)
-    return {**environment, _TUNABLES: ":".join(filter(None, (found, f"{_THRESHOLD}={_STREAMED_BYTES:#x}")))}
+def streaming(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment in which large copies stream; as it is where it says something about that already."""
+    tunables = variables.get(_TUNABLES, "")
+    if _THRESHOLD in tunables:
+        return dict(variables)
+    return {**variables, _TUNABLES: ":".join(filter(None, (tunables, f"{_THRESHOLD}={_STREAMED_BYTES:#x}")))}
 
 
 def stream_large_copies() -> None:
-    """Starts this very program anew, in this process, unless its large copies stream already or cannot.
+    """Starts this program anew, in this process, unless its large copies stream already or cannot.
 
     What a shard writes into a worker's segment it does not read again. An ordinary store first reads the line that it
     overwrites into the cache, and drives out what is needed there; a streaming store does neither, and takes half the
@@ -45,6 +47,7 @@ def stream_large_copies() -> None:
     """
     if platform.libc_ver()[0] != "glibc" or platform.machine() != "x86_64":
         return
-    environment = streaming(os.environ)
-    if environment != dict(os.environ):
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    present = environment()
+    wanted = streaming(present)
+    if wanted != present:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], wanted)

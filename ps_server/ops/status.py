@@ -1,57 +1,53 @@
-"""`ps-server status`: what is running, how far it is, and who waits for whom."""
+"""`ps-server status`, `health`, `end` and `checkpoint`: what operators ask of a running cluster."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
-import grpc
-
-from ps_protocol.errors import Unreachable, error_from
-from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
-from ps_runtime.channel import open_channel
+from ps_protocol.errors import PSError, Unreachable
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_runtime.tls_diagnosis import refusal
+from ps_runtime.retry import Peer
 from ps_server.rpc import convert
+from ps_server.rpc.coordinator_client import CoordinatorClient, is_serving
 
-CALL_SECONDS = 10.0
-CHECKPOINT_SECONDS = 310.0
+__all__ = ["checkpoint_job", "end_job", "fetch", "is_serving", "table"]
 
 
 def fetch(server: str, access: Access = PLAINTEXT) -> dict[str, Any]:
-    """The cluster's state as plain data: `processes`, an object each, and `jobs`. Raises Unreachable or PSError."""
-    return convert.status_data(
-        _call(server, access, lambda channel: ClusterServiceStub(channel).GetStatus, convert.status_request())
-    )
+    """Returns the cluster's state as plain data: `processes`, an object each, and `jobs`.
+
+    Raises Unreachable or PSError.
+    """
+    with _coordinator(server, access) as coordinator:
+        return convert.status_data(coordinator.status())
 
 
 def end_job(server: str, job: str, access: Access = PLAINTEXT) -> None:
-    """Ends a job whoever takes part in it. Raises Unreachable, NotFound or PSError."""
-    _call(server, access, lambda channel: JobServiceStub(channel).EndJob, convert.end_job_request(job))
+    """Ends a job, also while workers take part in it. Raises Unreachable, NotFound or PSError."""
+    with _coordinator(server, access) as coordinator:
+        coordinator.end_job(job)
 
 
 def checkpoint_job(server: str, job: str, access: Access = PLAINTEXT) -> str:
     """Makes a checkpoint of a job, and says which when it is complete. Raises Unreachable, NotFound or PSError."""
-    request = convert.checkpoint_job_request(job)
-    made = _call(server, access, lambda channel: JobServiceStub(channel).CheckpointJob, request, CHECKPOINT_SECONDS)
+    with _coordinator(server, access) as coordinator:
+        made = coordinator.checkpoint_job(job)
     return f"job {job}: checkpoint {made.name} at clock {made.clock}, {made.bytes} bytes"
 
 
-def _call(server: str, access: Access, method: Any, request: Any, seconds: float = CALL_SECONDS) -> Any:
-    with open_channel(server, access) as channel:
+@contextlib.contextmanager
+def _coordinator(server: str, access: Access) -> Iterator[CoordinatorClient]:
+    with CoordinatorClient(Peer("coordinator", server, access)) as coordinator:
         try:
-            return method(channel)(request, timeout=seconds)
-        except grpc.RpcError as error:
-            found = error_from(error, server)
-            if found.retryable:
-                untrusted = refusal(server, access)
-                if untrusted is not None:
-                    raise untrusted from None
-                raise Unreachable(f"no coordinator answers at {server} ({error.details()})") from None
-            raise found from None
+            yield coordinator
+        except PSError as error:
+            raise (Unreachable(str(error)) if error.retryable else error) from None
 
 
 def table(status: dict[str, Any]) -> str:
-    """The state as a person reads it."""
+    """Returns the state as a table for a person."""
     rows = [("ROLE", "INDEX", "PID", "ADDRESS", "METRICS", "JOB", "CLOCK", "VERSION", "BYTES", "WAITS FOR")]
     for process in status["processes"]:
         head = (process["role"], str(process["index"]), str(process["pid"]), process["address"], process["metrics"])
@@ -88,15 +84,15 @@ def table(status: dict[str, Any]) -> str:
 
 
 def _history(job: dict[str, Any]) -> str:
-    """What a job went through, as far as there is something to say."""
-    said = ""
+    """Returns what a job went through; empty if there was nothing."""
+    text = ""
     if job["checkpoint"]:
-        said += f"; last checkpoint {job['checkpoint']['name']} at clock {job['checkpoint']['clock']}"
+        text += f"; last checkpoint {job['checkpoint']['name']} at clock {job['checkpoint']['clock']}"
     if job["restore_count"]:
-        said += f"; set back {job['restore_count']} times, {job['redone_steps']} steps made again"
+        text += f"; set back {job['restore_count']} times, {job['redone_steps']} steps made again"
     if job["lost_steps"]:
-        said += f"; {job['lost_steps']} steps lost with shards"
-    return said
+        text += f"; {job['lost_steps']} steps lost with shards"
+    return text
 
 
 def _shard_columns(job: dict[str, Any] | None) -> tuple[str, ...]:

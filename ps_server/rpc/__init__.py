@@ -1,15 +1,17 @@
 """The edge: the only room of the servers that knows gRPC and messages.
 
-auth.py             Who a caller is: by its bearer token, by the name in its certificate, or, where nobody is asked, by
+auth.py             Tells the principal of a call: by its bearer token, its certificate's name, or its host alone
 call_limits.py      Authenticates and limits every call, and cancels slow peers
 cluster_service.py  Serves what shards and operators ask of the coordinator, and health
 convert.py          Where protobuf messages become the server's values, and back
+coordinator_client.py How operators and shards call the coordinator
 data_messages.py    Where the messages of the data path become the server's values, and back; see `messages`
 data_service.py     Serves pushes and pulls
-interceptor.py      The boundary of every gRPC method: errors become statuses, and each call is counted under the
+interceptor.py      Intercepts every gRPC method: errors become statuses, and calls are counted
 job_service.py      Serves what workers ask of the coordinator
 lease_messages.py   Messages about leased data as the server's values, and back: what `messages` is for everything else
-permissions.py      Who may call what: one table of every method, and callers as values
+permissions.py      What each role may call: one table of every method, and principals as values
+registration.py     How a shard makes itself known to the coordinator
 shard_client.py     How the coordinator calls the shards
 shard_service.py    Serves what the coordinator asks of a shard
 streams.py          Server streams that hold no thread while they wait

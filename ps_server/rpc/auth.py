@@ -1,4 +1,4 @@
-"""Who a caller is: by its bearer token, by the name in its certificate, or, where nobody is asked, by its host."""
+"""Tells the principal of a call: by its bearer token, by the name in its certificate, or by its host alone."""
 
 from __future__ import annotations
 
@@ -11,45 +11,48 @@ from typing import Any, Protocol
 from ps_protocol.errors import InvalidRequest, Unauthenticated
 from ps_runtime.credentials import checked_token, warn_if_readable_by_all
 from ps_runtime.reloading import ReloadingFiles
-from ps_server.rpc.permissions import ALL_GRANTS, Permission, Principal, Role, parse_grant
+from ps_server.rpc.permissions import ALL_PERMISSIONS, Permission, Principal, Role, parse_permission
 
 MAX_LINES = 10_000
 
 
 class Call(Protocol):
-    """What a gRPC call says about who makes it."""
+    """What a gRPC call says about its caller."""
 
     def invocation_metadata(self) -> Any:
-        """Its metadata, as pairs."""
+        """Returns its metadata, as pairs."""
 
     def auth_context(self) -> Any:
-        """What TLS knows of the other end, by name."""
+        """Returns what TLS knows of the other end, by name."""
 
     def peer(self) -> str:
-        """Where it comes from."""
+        """Returns where it comes from."""
 
 
 @dataclass(frozen=True)
-class _Known:
-    """One token of the file, kept as its digest, with where it stands and what it grants."""
+class _TokenEntry:
+    """One token of the file, kept as its digest, with where it stands and what it permits."""
 
     digest: bytes = field(repr=False)
     line: int
-    grant: Permission
+    permission: Permission
 
 
 @dataclass(frozen=True)
-class Directory:
-    """What a tokens file says: who is known, by token and by certificate name."""
+class AccessList:
+    """What a tokens file says: permissions by token and by certificate name."""
 
-    tokens: tuple[_Known, ...]
+    tokens: tuple[_TokenEntry, ...]
     names: dict[str, frozenset[Permission]]
     cluster_token: str | None = field(default=None, repr=False)
 
 
-def parse_directory(text: str, path: str) -> Directory:
-    """Lines `ROLE[:JOB] TOKEN` and `cn:NAME ROLE[:JOB]`; # begins a comment. Raises InvalidRequest naming the line."""
-    tokens: list[_Known] = []
+def parse_access_list(text: str, path: str) -> AccessList:
+    """Reads lines `ROLE[:JOB] TOKEN` and `cn:NAME ROLE[:JOB]`; # begins a comment.
+
+    Raises InvalidRequest naming the first line that is wrong.
+    """
+    tokens: list[_TokenEntry] = []
     names: dict[str, frozenset[Permission]] = {}
     cluster: str | None = None
     lines = text.splitlines()
@@ -65,64 +68,65 @@ def parse_directory(text: str, path: str) -> Directory:
             )
         if words[0].startswith("cn:"):
             name = words[0].removeprefix("cn:")
-            names[name] = names.get(name, frozenset()) | {parse_grant(words[1], where)}
+            names[name] = names.get(name, frozenset()) | {parse_permission(words[1], where)}
             continue
-        grant, token = parse_grant(words[0], where), checked_token(words[1], where)
-        tokens.append(_Known(_digest(token), number, grant))
-        if grant.role is Role.CLUSTER and cluster is None:
+        permission, token = parse_permission(words[0], where), checked_token(words[1], where)
+        tokens.append(_TokenEntry(_digest(token), number, permission))
+        if permission.role is Role.CLUSTER and cluster is None:
             cluster = token
     if not tokens and not names:
         raise InvalidRequest(f"{path} names nobody: every call would be refused")
-    return Directory(tuple(tokens), names, cluster)
+    return AccessList(tuple(tokens), names, cluster)
 
 
-class Callers:
-    """Tells who calls. Without a file, everyone who can connect may do everything."""
+class Authenticator:
+    """Tells the principal of each call. Without a file, every caller may do everything. Thread-safe."""
 
     def __init__(self, path: Path | None = None) -> None:
         """Raises InvalidRequest naming the first line of the file that is wrong."""
         self._path = path
-        self._watched: ReloadingFiles[Directory] | None = None
+        self._watched: ReloadingFiles[AccessList] | None = None
         if path is not None:
             warn_if_readable_by_all(path)
             self._watched = ReloadingFiles([path], self._load)
 
     @property
-    def asks(self) -> bool:
-        """Whether anyone is asked who it is."""
+    def is_required(self) -> bool:
+        """Whether callers must show a token or a certificate."""
         return self._watched is not None
 
     def cluster_token(self) -> str | None:
-        """What this server shows to the others of its cluster."""
+        """Returns the token that this server shows to the others of its cluster; None if there is none."""
         return None if self._watched is None else self._watched.get().cluster_token
 
     def identify(self, call: Call) -> Principal:
-        """Who makes a call. Raises Unauthenticated for one that shows nothing that is known."""
+        """Returns the principal of a call. Raises Unauthenticated for one that shows nothing that is known."""
         if self._watched is None:
-            return Principal(f"whoever calls from {host_of(call.peer())}", ALL_GRANTS)
-        directory = self._watched.get()
+            return Principal(f"the caller from {host_of(call.peer())}", ALL_PERMISSIONS)
+        known = self._watched.get()
         token = _bearer(call)
-        found = [] if token is None else _matching(directory.tokens, token)
-        if token is not None and not found:
-            raise Unauthenticated("the bearer token is not known here")
-        if found:
-            return Principal(f"the holder of token {found[0].line}", frozenset(known.grant for known in found))
+        if token is not None:
+            entries = _matching(known.tokens, token)
+            if not entries:
+                raise Unauthenticated("the bearer token is not known here")
+            permissions = frozenset(entry.permission for entry in entries)
+            return Principal(f"the holder of token {entries[0].line}", permissions)
         for name in _certificate_names(call):
-            if name in directory.names:
-                return Principal(f"cn:{name}", directory.names[name])
+            if name in known.names:
+                return Principal(f"cn:{name}", known.names[name])
         raise Unauthenticated("say who you are: a bearer token (--token-file) or a certificate that is known here")
 
-    def _load(self) -> Directory:
+    def _load(self) -> AccessList:
         assert self._path is not None
         try:
             text = self._path.read_text("utf-8", "replace")
         except OSError as error:
             raise InvalidRequest(f"cannot read {self._path} ({error.strerror})") from None
-        return parse_directory(text, str(self._path))
+        return parse_access_list(text, str(self._path))
 
 
 def host_of(peer: str) -> str:
-    """The host in gRPC's name of a peer: its port says nothing about who it is."""
+    """Returns the host in gRPC's name of a peer: its port says nothing about which caller it is."""
     return peer.rpartition(":")[0] or peer
 
 
@@ -130,10 +134,10 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
-def _matching(tokens: tuple[_Known, ...], token: str) -> list[_Known]:
-    """Every one is compared, and each in constant time: how long it takes says nothing about any."""
+def _matching(tokens: tuple[_TokenEntry, ...], token: str) -> list[_TokenEntry]:
+    """Compares all tokens, each in constant time: how long it takes says nothing about any."""
     digest = _digest(token)
-    return [known for known in tokens if hmac.compare_digest(known.digest, digest)]
+    return [entry for entry in tokens if hmac.compare_digest(entry.digest, digest)]
 
 
 def _bearer(call: Call) -> str | None:
@@ -147,5 +151,5 @@ def _bearer(call: Call) -> str | None:
 
 
 def _certificate_names(call: Call) -> list[str]:
-    found = call.auth_context()
-    return [name.decode("utf-8", "replace") for name in found.get("x509_common_name", ())]
+    names = call.auth_context().get("x509_common_name", ())
+    return [name.decode("utf-8", "replace") for name in names]

@@ -19,12 +19,12 @@ import grpc
 
 from ps_protocol.errors import Forbidden, LimitExceeded
 from ps_server.core.limits import Limits
-from ps_server.rpc.auth import Callers, host_of
+from ps_server.rpc.auth import Authenticator, host_of
 from ps_server.rpc.permissions import EVERYONE, METHODS, Principal
 
 _LOOK_SECONDS = 0.25
 
-# More than one caller may have in flight (Limits.calls), so that none who dawdles holds them all. Threads are made when
+# More than one caller may have in flight (Limits.calls), so that no slow peer holds all of them. Threads are made when
 # they are needed: ordinary traffic makes a few.
 CALL_THREADS = 1024
 
@@ -33,7 +33,7 @@ _CALL: ContextVar[tuple[Principal, str] | None] = ContextVar("call", default=Non
 
 
 def check_job(job: str) -> None:
-    """Raises Forbidden if the method that runs in this thread may not be called for that job by who calls it."""
+    """Raises Forbidden if the caller of the method that runs in this thread may not call it for that job."""
     call = _CALL.get()
     if call is not None:
         caller, method = call
@@ -41,7 +41,7 @@ def check_job(job: str) -> None:
 
 
 def may_see(job: str) -> bool:
-    """Whether who calls the method that runs in this thread may be told of that job by it."""
+    """Returns whether the caller of the method that runs in this thread may be told of that job."""
     try:
         check_job(job)
     except Forbidden:
@@ -50,13 +50,13 @@ def may_see(job: str) -> bool:
 
 
 def caller_name() -> str:
-    """Who calls the method that runs in this thread; empty outside of one."""
+    """Returns the name of the caller of the method that runs in this thread; empty outside of one."""
     call = _CALL.get()
     return "" if call is None else call[0].name
 
 
 def in_pool(behaviour: Callable[..., Any], pool: ThreadPoolExecutor, non_blocking: bool = False) -> Callable[..., Any]:
-    """A handler that runs in a pool of its own, and, if non-blocking, gives its thread back at once."""
+    """Returns a handler that runs in a pool of its own, and, if non-blocking, gives its thread back at once."""
 
     def handler(*arguments: Any) -> Any:
         return behaviour(*arguments)
@@ -66,11 +66,24 @@ def in_pool(behaviour: Callable[..., Any], pool: ThreadPoolExecutor, non_blockin
     return handler
 
 
-class Gate:
-    """Lets calls in. Thread-safe."""
+def grpc_options(limits: Limits) -> list[tuple[str, int]]:
+    """Returns the limits that gRPC itself keeps, as options of a server."""
+    return [
+        ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.max_send_message_length", limits.message_bytes),
+        ("grpc.max_allowed_incoming_connections", limits.connections),
+        ("grpc.max_concurrent_streams", limits.calls),
+        ("grpc.max_metadata_size", limits.metadata_bytes),
+        ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
+        ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
+    ]
 
-    def __init__(self, callers: Callers, limits: Limits) -> None:
-        self._callers = callers
+
+class CallLimits:
+    """Counts calls in and out, each under its principal, and watches over their waits. Thread-safe."""
+
+    def __init__(self, authenticator: Authenticator, limits: Limits) -> None:
+        self._authenticator = authenticator
         self._limits = limits
         self._lock = threading.Lock()
         self._in_flight: Counter[tuple[str, str]] = Counter()
@@ -78,7 +91,7 @@ class Gate:
         self._due: dict[int, tuple[float, grpc.ServicerContext]] = {}
         self._next = 0
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="dawdlers", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="slow-peers", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -87,7 +100,7 @@ class Gate:
         self._thread.join()
 
     def statistics(self) -> dict[str, int]:
-        """Calls in flight, callers that have some, and waits for slow peers."""
+        """Returns how many calls are in flight, callers that have some, and waits for peers."""
         with self._lock:
             return {
                 "calls": sum(self._in_flight.values()),
@@ -96,32 +109,32 @@ class Gate:
             }
 
     def enter(self, method: str, context: grpc.ServicerContext) -> Principal:
-        """Counts a call in until it ends. Raises Unauthenticated, Forbidden, or LimitExceeded."""
+        """Counts a call in until it ends; returns its caller. Raises Unauthenticated, Forbidden, or LimitExceeded."""
         host = host_of(context.peer())
         probe = METHODS.get(method) == EVERYONE
         if probe:
             caller = Principal("anyone", frozenset())
         else:
-            caller = self._callers.identify(context)
+            caller = self._authenticator.identify(context)
             caller.check(method)
-        who = (caller.name, host)
+        origin = (caller.name, host)
         with self._lock:
-            # Probes are not counted among all: who fills the server must not have it killed as dead.
+            # Probes are not counted among all: a caller that fills the server must not have it killed as dead.
             if not probe and self._all >= self._limits.all_calls:
                 raise LimitExceeded(f"{self._all} calls are in flight here: max-all-calls is {self._limits.all_calls}")
-            if self._in_flight[who] >= self._limits.calls:
+            if self._in_flight[origin] >= self._limits.calls:
                 raise LimitExceeded(
                     f"{caller.name} has {self._limits.calls} calls in flight: that is the limit max-calls"
                 )
-            self._in_flight[who] += 1
+            self._in_flight[origin] += 1
             self._all += not probe
 
         def left() -> None:
             with self._lock:
                 self._all -= not probe
-                self._in_flight[who] -= 1
-                if not self._in_flight[who]:
-                    del self._in_flight[who]
+                self._in_flight[origin] -= 1
+                if not self._in_flight[origin]:
+                    del self._in_flight[origin]
 
         if not context.add_callback(left):
             left()
@@ -129,7 +142,7 @@ class Gate:
 
     @contextlib.contextmanager
     def running(self, caller: Principal, method: str) -> Iterator[None]:
-        """Lets `check_job` know who calls what."""
+        """Tells `check_job` the caller and the method of this thread."""
         token = _CALL.set((caller, method))
         try:
             yield
@@ -137,11 +150,11 @@ class Gate:
             _CALL.reset(token)
 
     def receiving(self, context: grpc.ServicerContext) -> contextlib.AbstractContextManager[None]:
-        """Around waiting for a request: cancels the call if that takes too long."""
+        """Limits a wait for a request: cancels the call if it takes too long."""
         return self._limited(context, self._limits.upload_seconds)
 
     def sending(self, context: grpc.ServicerContext) -> contextlib.AbstractContextManager[None]:
-        """Around sending an answer: cancels the call if nobody takes it."""
+        """Limits the sending of an answer: cancels the call if its caller does not take it."""
         return self._limited(context, self._limits.stall_seconds)
 
     @contextlib.contextmanager

@@ -30,6 +30,10 @@ class ClusterService(control_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
         self._metrics_address = metrics_address
         self._pool = ThreadPoolExecutor(max(4, coordinator.shard_count), "status")
 
+    def register(self, server: grpc.Server) -> None:
+        """Adds the methods to a server."""
+        control_pb2_grpc.add_ClusterServiceServicer_to_server(self, server)
+
     def RegisterShard(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._coordinator.register_shard(
             request.index, request.address, request.metrics_address, request.pid, request.process

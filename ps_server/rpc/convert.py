@@ -12,13 +12,7 @@ from ps_protocol.v1 import control_pb2, job_pb2
 from ps_server.coordinator.rounds import ExchangeRequest, Standing
 from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.snapshot import Part, ShardSnapshot, VersionRange
-from ps_server.core.statistics import (
-    JobStatistics,
-    ShardJobStatistics,
-    ShardStatistics,
-    Wait,
-    WorkerStatistics,
-)
+from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait, WorkerStatistics
 from ps_server.rpc.lease_messages import loader_data, loader_status
 
 VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave may be more than a message may have

@@ -1,4 +1,4 @@
-"""The boundary of every gRPC method: errors become statuses, and each call is counted under the standard names."""
+"""Intercepts every gRPC method: errors become statuses, and each call is counted under the standard names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from ps_protocol.errors import InvalidRequest, PSError, Unsupported
 from ps_runtime.metrics import LATENCY_BUCKETS
-from ps_server.rpc.call_limits import Gate
+from ps_runtime.status import code_of
+from ps_server.rpc.call_limits import CallLimits
 from ps_server.rpc.permissions import Principal
 from ps_server.rpc.streams import set_error
 
@@ -40,17 +41,17 @@ class CallMetrics:
         )
 
 
-class Boundary(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no types
-    """Wraps every method that is registered: nobody gets to one past the gate.
+class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no types
+    """Wraps every method that is registered: no call gets past its limits.
 
     A PSError becomes its status; anything else is logged here and leaves as INTERNAL without its text, which may hold
     what is none of the caller's business. A unary request is read as a stream of one message (the same bytes): so the
     caller is known, and counted, before its request is read, and the request is not parsed on gRPC's polling thread.
     """
 
-    def __init__(self, registry: CollectorRegistry, gate: Gate) -> None:
+    def __init__(self, registry: CollectorRegistry, limits: CallLimits) -> None:
         self._metrics = CallMetrics(registry)
-        self._gate = gate
+        self._limits = limits
         self._wrapped: dict[str, grpc.RpcMethodHandler | None] = {}
 
     def intercept_service(
@@ -68,52 +69,52 @@ class Boundary(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no
 
     def _wrap(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
         _, service, name = method.split("/")
-        read = _Reader(self._gate, method, handler.request_deserializer)
+        reader = _Reader(self._limits, method, handler.request_deserializer)
         if handler.unary_unary:
-            labels = _Labels(self._metrics, "unary", service, name)
+            metrics = _MethodMetrics(self._metrics, "unary", service, name)
             return grpc.stream_unary_rpc_method_handler(
-                _observe_unary(handler.unary_unary, labels, read), None, handler.response_serializer
+                _observe_unary(handler.unary_unary, metrics, reader), None, handler.response_serializer
             )
         if handler.unary_stream:
             if not getattr(handler.unary_stream, "experimental_non_blocking", False):
                 raise TypeError(f"{method} would hold a thread while it streams")
-            labels = _Labels(self._metrics, "server_stream", service, name)
+            metrics = _MethodMetrics(self._metrics, "server_stream", service, name)
             return grpc.stream_stream_rpc_method_handler(
-                _observe_stream(handler.unary_stream, labels, read), None, handler.response_serializer
+                _observe_stream(handler.unary_stream, metrics, reader), None, handler.response_serializer
             )
         if not handler.stream_stream:
-            raise TypeError(f"{method} is of a kind that nothing here guards")
+            raise TypeError(f"{method} is of a kind that is not guarded here")
         return grpc.stream_stream_rpc_method_handler(
-            _guard(handler.stream_stream, read), None, handler.response_serializer
+            _guard(handler.stream_stream, reader), None, handler.response_serializer
         )
 
 
 class _Reader:
     """Lets a call in, and reads its one request."""
 
-    def __init__(self, gate: Gate, method: str, parse: Callable[[bytes], Any] | None) -> None:
-        self.gate = gate
+    def __init__(self, limits: CallLimits, method: str, parse: Callable[[bytes], Any] | None) -> None:
+        self.limits = limits
         self.method = method
         self._parse = parse
 
     def enter(self, context: grpc.ServicerContext) -> Principal:
-        """Who calls; see Gate.enter."""
-        return self.gate.enter(self.method, context)
+        """Counts the call in; returns its caller."""
+        return self.limits.enter(self.method, context)
 
-    def one(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
-        """The request. Raises InvalidRequest if it does not come or cannot be parsed."""
+    def read(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        """Returns the one request. Raises InvalidRequest if it does not come or cannot be parsed."""
         raw = self.next(requests, context)
         if raw is None:
             raise InvalidRequest("the call ended before its request came")
         return self.parse(raw)
 
     def next(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
-        """The bytes that come next; None at the end. A call that keeps them back for too long is cancelled."""
-        with self.gate.receiving(context):
+        """Returns the bytes that come next; None at the end. A call that keeps them back for too long is cancelled."""
+        with self.limits.receiving(context):
             return next(requests, None)
 
     def parse(self, raw: bytes) -> Any:
-        """What the bytes of a request say. Raises InvalidRequest if they are none."""
+        """Returns the request that bytes hold. Raises InvalidRequest if they hold none."""
         if self._parse is None:
             return raw
         try:
@@ -122,7 +123,7 @@ class _Reader:
             raise InvalidRequest(f"the bytes are no request of {self.method.rpartition('/')[2]}") from None
 
 
-class _Labels:
+class _MethodMetrics:
     """The metrics of one method, with their labels bound once."""
 
     def __init__(self, metrics: CallMetrics, kind: str, service: str, method: str) -> None:
@@ -153,47 +154,47 @@ def _error_of(error: Exception) -> PSError:
     return PSError("internal error; the server's log says more")
 
 
-def _refuse(context: grpc.ServicerContext, error: Exception, labels: _Labels, begun: float) -> NoReturn:
+def _refuse(context: grpc.ServicerContext, error: Exception, metrics: _MethodMetrics, begun: float) -> NoReturn:
     """Ends a call with an error.
 
     Not in the frame that caught it: one that keeps the error, whose traceback names the frame, would keep the request
     too, megabytes of it, until the collector of cycles comes by.
     """
     known = _error_of(error)
-    labels.ended(known.code.name, begun)
+    metrics.ended(known.code.name, begun)
     set_error(context, known)
-    context.abort(known.code, str(known))  # raises, as gRPC wants it
+    context.abort(code_of(known), str(known))  # raises, as gRPC wants it
     raise AssertionError
 
 
-def _observe_unary(behaviour: Callable[..., Any], labels: _Labels, read: _Reader) -> Callable[..., Any]:
+def _observe_unary(behaviour: Callable[..., Any], metrics: _MethodMetrics, reader: _Reader) -> Callable[..., Any]:
     def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
         begun = time.perf_counter()
-        labels.started.inc()
+        metrics.started.inc()
         try:
-            caller = read.enter(context)
-            request = read.one(requests, context)
-            labels.received.inc()
-            with read.gate.running(caller, read.method):
+            caller = reader.enter(context)
+            request = reader.read(requests, context)
+            metrics.received.inc()
+            with reader.limits.running(caller, reader.method):
                 response = behaviour(request, context)
         except grpc.RpcError:  # the caller is gone, or was too slow
-            labels.ended("CANCELLED", begun)
+            metrics.ended("CANCELLED", begun)
             raise
         except Exception as error:
-            _refuse(context, error, labels, begun)
-        labels.sent.inc()
-        labels.ended("OK", begun)
+            _refuse(context, error, metrics, begun)
+        metrics.sent.inc()
+        metrics.ended("OK", begun)
         return response
 
     _keep_pool(wrapped, behaviour)
     return wrapped
 
 
-def _observe_stream(behaviour: Callable[..., Any], labels: _Labels, read: _Reader) -> Callable[..., Any]:
+def _observe_stream(behaviour: Callable[..., Any], metrics: _MethodMetrics, reader: _Reader) -> Callable[..., Any]:
     def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext, send: Callable[[Any], None]) -> None:
         begun = time.perf_counter()
         finished = False
-        labels.started.inc()
+        metrics.started.inc()
 
         def counted(message: Any) -> None:
             nonlocal finished
@@ -201,21 +202,21 @@ def _observe_stream(behaviour: Callable[..., Any], labels: _Labels, read: _Reade
             if message is None:
                 send(None)
                 return
-            labels.sent.inc()
-            with read.gate.sending(context):
+            metrics.sent.inc()
+            with reader.limits.sending(context):
                 send(message)
 
         def ended() -> None:
             code = context.code()
-            labels.ended("CANCELLED" if not finished else code.name if code else "OK", begun)
+            metrics.ended("CANCELLED" if not finished else code.name if code else "OK", begun)
 
         if not context.add_callback(ended):
             return
         try:
-            caller = read.enter(context)
-            request = read.one(requests, context)
-            labels.received.inc()
-            with read.gate.running(caller, read.method):
+            caller = reader.enter(context)
+            request = reader.read(requests, context)
+            metrics.received.inc()
+            with reader.limits.running(caller, reader.method):
                 behaviour(request, context, counted)
         except grpc.RpcError:  # the caller is gone, or was too slow
             return
@@ -227,19 +228,19 @@ def _observe_stream(behaviour: Callable[..., Any], labels: _Labels, read: _Reade
     return wrapped
 
 
-def _guard(behaviour: Callable[..., Any], read: _Reader) -> Callable[..., Any]:
-    """Reflection: a stream each way, which nobody may leave open for long."""
+def _guard(behaviour: Callable[..., Any], reader: _Reader) -> Callable[..., Any]:
+    """Guards reflection: a stream each way, which a caller may not leave open for long."""
 
     def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
         def timely() -> Iterator[Any]:
-            while (raw := read.next(requests, context)) is not None:
-                yield read.parse(raw)
+            while (raw := reader.next(requests, context)) is not None:
+                yield reader.parse(raw)
 
         try:
-            read.enter(context)
+            reader.enter(context)
             yield from behaviour(timely(), context)
         except PSError as error:
             set_error(context, error)
-            context.abort(error.code, str(error))
+            context.abort(code_of(error), str(error))
 
     return wrapped

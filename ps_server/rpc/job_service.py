@@ -27,6 +27,10 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
         setattr(self, "WatchJob", in_pool(self._watch, senders, non_blocking=True))  # noqa: B010
         setattr(self, "ExchangeValues", in_pool(self._exchange, senders, non_blocking=True))  # noqa: B010
 
+    def register(self, server: grpc.Server) -> None:
+        """Adds the methods to a server."""
+        control_pb2_grpc.add_JobServiceServicer_to_server(self, server)
+
     def RegisterJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.spec.name)
         job, created = self._coordinator.register_job(job_spec(request.spec))
@@ -68,8 +72,8 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
 
     def LeaseData(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.job)
-        ask = lease_messages.lease_request(request)
-        return lease_messages.lease_response(ask.loader, self._coordinator.job(request.job).data.lease(ask))
+        who, ask = (request.rank, request.incarnation), lease_messages.lease_request(request)
+        return lease_messages.lease_response(self._coordinator.job(request.job).data.lease(who, request.lease_key, ask))
 
     def _exchange(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
         check_job(request.job)

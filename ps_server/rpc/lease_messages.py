@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ps_protocol.data import BatchLease, DataRange, LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.v1 import control_pb2, job_pb2
-from ps_server.coordinator.data import LeaseRequest
-from ps_server.core.data_commits import Committed, DataRange
-from ps_server.core.data_leases import BatchLease, LoaderSpec, Progress, Report
+from ps_server.core.data_commits import Committed
+from ps_server.core.data_leases import Progress
 
 
 def ranges_of(ranges: Iterable[job_pb2.DataRange]) -> tuple[DataRange, ...]:
@@ -20,24 +20,20 @@ def lease_request(request: control_pb2.LeaseDataRequest) -> LeaseRequest:
     """What a worker asks of a loader's data."""
     seed = request.seed if request.HasField("seed") else None
     return LeaseRequest(
-        rank=request.rank,
-        incarnation=request.incarnation,
-        key=request.lease_key,
-        loader=request.loader,
-        spec=LoaderSpec(request.sample_count, request.batch_size, request.drop_last, seed),
+        loader=LoaderSpec(request.loader, request.sample_count, request.batch_size, request.drop_last, seed),
         pass_number=request.pass_number,
         count=request.batch_count,
-        report=Report(ranges_of(request.held), ranges_of(request.committed), ranges_of(request.returned)),
+        report=LeaseReport(ranges_of(request.held), ranges_of(request.committed), ranges_of(request.returned)),
     )
 
 
-def lease_response(loader: int, grant: BatchLease) -> control_pb2.LeaseDataResponse:
+def lease_response(lease: BatchLease) -> control_pb2.LeaseDataResponse:
     """The batches given."""
     ranges = [
-        job_pb2.DataRange(loader=loader, pass_number=grant.pass_number, start=start, stop=stop)
-        for start, stop in grant.spans
+        job_pb2.DataRange(loader=each.loader, pass_number=each.pass_number, start=each.start, stop=each.stop)
+        for each in lease.ranges
     ]
-    return control_pb2.LeaseDataResponse(ranges=ranges, complete=grant.complete)
+    return control_pb2.LeaseDataResponse(ranges=ranges, complete=lease.complete)
 
 
 def committed_request(job: str) -> control_pb2.GetCommittedDataRequest:

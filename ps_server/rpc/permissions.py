@@ -1,13 +1,12 @@
-"""Who may call what: one table of every method, and callers as values.
+"""What each role may call: one table of every method, and principals as values.
 
-A caller has grants, each a role for every job or for one. A method names the roles that may call it; one that is not in
-the table may be called by nobody.
+A principal has permissions, each a role for every job or for one. A method names the roles that may call it; a method
+that is not in the table is refused to all.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ps_protocol.errors import Forbidden, InvalidRequest
@@ -24,7 +23,7 @@ class Role(enum.Enum):
 
 Roles = frozenset[Role]
 
-EVERYONE: Roles = frozenset()  # nobody is asked who it is: probes cannot say
+EVERYONE: Roles = frozenset()  # the caller is not asked who it is: probes cannot say
 _WORKERS: Roles = frozenset({Role.WORKER})
 _LOOKING: Roles = frozenset({Role.READER, Role.ADMIN, Role.CLUSTER})
 _CLUSTER: Roles = frozenset({Role.CLUSTER})
@@ -76,10 +75,10 @@ class Permission:
 
 @dataclass(frozen=True)
 class Principal:
-    """Who calls, by a name that may be logged, and what it may do."""
+    """A caller, by a name that may be logged, and what it may do."""
 
     name: str
-    grants: frozenset[Permission]
+    permissions: frozenset[Permission]
 
     def check(self, method: str, job: str | None = None) -> None:
         """Raises Forbidden unless this caller may call the method; with a job, unless it may for that job."""
@@ -88,23 +87,25 @@ class Principal:
             raise Forbidden(f"{method} is not in the table of roles")
         if allowed == EVERYONE:
             return
-        mine = [grant for grant in self.grants if grant.role in allowed]
-        if not mine:
+        fitting = [permission for permission in self.permissions if permission.role in allowed]
+        if not fitting:
             names = " or ".join(sorted(role.value for role in allowed))
             raise Forbidden(f"{self.name} may not call {method.rpartition('/')[2]}: that takes the role {names}")
-        if job is not None and not any(grant.job in (None, job) for grant in mine):
-            own = ", ".join(sorted({str(grant.job) for grant in mine}))
+        if job is not None and not any(permission.job in (None, job) for permission in fitting):
+            own = ", ".join(sorted({str(permission.job) for permission in fitting}))
             raise Forbidden(f"{self.name} may call {method.rpartition('/')[2]} for job {own} only")
 
 
-ALL_GRANTS = frozenset(Permission(role) for role in Role)
+ALL_PERMISSIONS = frozenset(Permission(role) for role in Role)
 
 
-def parse_grant(text: str, where: str) -> Permission:
-    """`ROLE` or `ROLE:JOB`. Raises InvalidRequest saying where it stands; not what, which may be a misplaced secret."""
+def parse_permission(text: str, where: str) -> Permission:
+    """Returns what `ROLE` or `ROLE:JOB` permits.
+
+    Raises InvalidRequest saying where the text stands; not what it is, which may be a misplaced secret.
+    """
     name, colon, job = text.partition(":")
-    roles: Iterable[Role] = (role for role in Role if role.value == name)
-    role = next(iter(roles), None)
+    role = next((role for role in Role if role.value == name), None)
     if role is None or (colon and not job):
         raise InvalidRequest(f"{where}: expected ROLE or ROLE:JOB with a role out of worker, reader, admin and cluster")
     if job and role is not Role.WORKER and role is not Role.READER:

@@ -7,11 +7,11 @@ from typing import Any
 
 import grpc
 
-from ps_protocol.errors import error_from
 from ps_protocol.job import JobSpec
 from ps_protocol.v1.control_pb2_grpc import ShardServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.status import error_from
 from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import ShardSnapshot, VersionRange
 from ps_server.core.statistics import ShardStatistics

@@ -24,6 +24,10 @@ class ShardService(control_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,
         self._shard = shard
         self._limits = limits
 
+    def register(self, server: grpc.Server) -> None:
+        """Adds the methods to a server."""
+        control_pb2_grpc.add_ShardServiceServicer_to_server(self, server)
+
     def CreateJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         spec = job_spec(request.spec)
         check_job_spec(spec, self._limits)

@@ -18,7 +18,8 @@ from typing import Any
 
 import grpc
 
-from ps_protocol.errors import PSError, status_of
+from ps_protocol.errors import PSError
+from ps_runtime.status import STATUS_KEY, code_of, status_of
 from ps_server.shard.waiting import Answer
 
 log = logging.getLogger("ps_server")
@@ -28,9 +29,9 @@ Send = Callable[[Any], None]
 
 def set_error(context: grpc.ServicerContext, error: PSError) -> None:
     """Ends a call with this error once its handler returns or its stream is closed."""
-    context.set_code(error.code)
+    context.set_code(code_of(error))
     context.set_details(str(error))
-    context.set_trailing_metadata((("grpc-status-details-bin", status_of(error).SerializeToString()),))
+    context.set_trailing_metadata(((STATUS_KEY, status_of(error).SerializeToString()),))
 
 
 class Outbox:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ps_protocol.codecs import Cast
 from ps_protocol.errors import NotShared, PSError
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
 from ps_protocol.segment_layout import SegmentMap, segment_plan
-from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.commands import Close
 from ps_server.core.consistency import UpdateRule
 from ps_server.core.dense import DenseBucket, Gradient
@@ -59,12 +59,12 @@ class Narrowed:
         self._kept: OrderedDict[int, tuple[int, torch.Tensor]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, index: int, version: int, weights: torch.Tensor, wire: str) -> torch.Tensor:
+    def get(self, index: int, version: int, weights: torch.Tensor, codec: Cast) -> torch.Tensor:
         """A bucket's weights in the wire format. The caller holds the bucket's `tensors` lock."""
         with self._lock:
             found = self._kept.pop(index, None)
         if found is None or found[0] != version:
-            found = version, weights.to(TORCH_DTYPES[wire])
+            found = version, codec.encode(weights)
         with self._lock:
             self._kept[index] = found
             while len(self._kept) > NARROWED_BUCKETS:

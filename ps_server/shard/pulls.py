@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from ps_protocol.codecs import weight_codec
 from ps_protocol.errors import InvalidRequest, PSError
-from ps_protocol.job import travels_as
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import bytes_of
 from ps_server.core.consistency import Admission
@@ -121,10 +121,10 @@ class Pulls:
     def _lend(self, job: HostedJob, bucket: HostedBucket, pull: Pull, waited: float) -> Iterator[PulledBucket]:
         """One bucket in the wire format of the job's weights, which stay as they are until it is given back."""
         spec = bucket.spec
-        wire = spec.dtype if spec.held else travels_as(spec.dtype, job.state.spec.weight_wire)
+        codec = weight_codec(job.state.spec, spec)
         with bucket.tensors:
             weights, version = bucket.weights.flat, bucket.rule.version
-            payload = bytes_of(weights if wire == spec.dtype else job.narrowed.get(spec.index, version, weights, wire))
+            payload = bytes_of(weights if codec.keeps(spec) else job.narrowed.get(spec.index, version, weights, codec))
             save_state = _saves_state(job, pull, version)
             yield PulledBucket(spec.index, version, waited, save_state=save_state, payload=payload)
         failpoint("pull-half-sent")

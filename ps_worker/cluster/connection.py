@@ -1,7 +1,8 @@
-"""The way to every shard, for one incarnation of a worker.
+"""One incarnation of a worker in its job: its place, and the ways to all shards that it opens from there.
 
-A worker that joins again opens a new one: its calls carry another incarnation, shards may have moved, and they have let
-go of the segment that the older incarnation shared.
+A worker that joins again makes another one: its calls carry another incarnation, shards may have moved, and they have
+let go of the segment that the older incarnation shared. Nothing here is repeated or mended when a place is lost: that
+is the part of the owner (participation.py).
 """
 
 from __future__ import annotations
@@ -12,23 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ps_protocol.job import JobSpec
-from ps_protocol.layout import BucketSpec, Layout
+from ps_protocol.layout import BucketSpec
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_worker.cluster.convert import BucketPush, Identity, ShardMap, StateChunk
-from ps_worker.cluster.shared_memory import share_memory
-from ps_worker.cluster.threads import DaemonPool
-from ps_worker.cluster.transports import (
-    Draft,
-    NetworkTransport,
-    PullResult,
-    PushResult,
-    ShardCalls,
-    SharedTransport,
-    Transport,
-    network_pushers,
-)
+from ps_worker.cluster.calls import ShardCalls
+from ps_worker.cluster.network import NetworkTransport, network_pushers
+from ps_worker.cluster.shared_memory import SharedTransport, share_memory
+from ps_worker.cluster.transport import Draft, Transport
 from ps_worker.model.flat import FlatModel
+from ps_worker.values import BucketPush, JoinResult, PullResult, PushResult, ShardMap, StateChunk
 
 T = TypeVar("T")
 
@@ -48,45 +40,47 @@ class ConnectionOptions:
     access: Access = PLAINTEXT
 
 
-class Shards:
-    """Connections to every shard of a job. Between making it and `open` its `segment` is there to be moved into.
+class Connection:
+    """A worker in one place of its job, connected to every shard, with its model in memory that they share if they can.
 
-    Raises what `share_memory` does; nothing is open then.
+    The training thread makes it and calls it. Beside that, `draft` is called by autograd's thread while the training
+    thread waits in backward; `cut`, `close`, `place` and `clock` are for any thread.
+
+    place: which worker this is to the servers, and where it began
+    clock: steps finished; a step counts when all of it is on its way
+
+    Raises NotShared if memory is to be shared and cannot be, PSError if shards do not answer; nothing is open then.
     """
 
-    def __init__(
-        self, link: ConnectionOptions, who: Identity, spec: JobSpec, layout: Layout, shard_map: ShardMap
-    ) -> None:
-        self.who = who
+    def __init__(self, link: ConnectionOptions, place: JoinResult, shard_map: ShardMap, model: FlatModel) -> None:
+        self.place = place
+        self.clock = place.clock
         self._shard_of = shard_map.bucket_shards
+        self._buckets: dict[int, list[BucketSpec]] = {index: [] for index in shard_map.addresses}
+        for bucket, shard in zip(model.layout.buckets, shard_map.bucket_shards, strict=True):
+            self._buckets[shard].append(bucket)
+        self._under_way: list[Future[Any]] = []
+        self._left: list[Future[Any]] = []  # of steps that failed: only `end` waits for them
+        self._draft: Draft | None = None  # of the step that is being made
+        self._drafted: dict[int, Future[PushResult]] = {}  # by bucket, what was sent of it
         self._calls = {
             index: ShardCalls(index, address, link.timeout, link.access)
             for index, address in shard_map.addresses.items()
         }
-        self._buckets: dict[int, list[BucketSpec]] = {index: [] for index in self._calls}
-        for bucket, shard in zip(layout.buckets, shard_map.bucket_shards, strict=True):
-            self._buckets[shard].append(bucket)
-        self._pushers: DaemonPool | None = None
-        self._network: dict[int, NetworkTransport] = {}
-        self._transports: Mapping[int, Transport] = {}
-        self._under_way: list[Future[Any]] = []
-        self._left: list[Future[Any]] = []  # of steps that failed: nobody waits for them but `end`
-        self._draft: Draft | None = None  # of the step that is being made
-        self._drafted: dict[int, Future[PushResult]] = {}  # by bucket, what was sent of it
         try:
-            self.segment, self._sharing = share_memory(
-                spec, layout, self._calls, who, link.transport, link.shared_directory
+            segment, self._sharing = share_memory(
+                model.spec, model.layout, self._calls, place.identity, link.transport, link.shared_directory
             )
+            model.move(segment)
         except BaseException:
             self.cut()
             raise
-
-    def open(self, flat: FlatModel) -> None:
-        """Buckets may travel from here on, from and into the model."""
-        pushers = self._pushers = network_pushers(len(self._calls))
-        self._network = {index: NetworkTransport(call, self.who, flat, pushers) for index, call in self._calls.items()}
-        self._transports = {
-            index: SharedTransport(call, self.who, flat) if index in self._sharing else self._network[index]
+        self._pushers = network_pushers(len(self._calls))
+        self._network = {
+            index: NetworkTransport(call, place.identity, model, self._pushers) for index, call in self._calls.items()
+        }
+        self._transports: Mapping[int, Transport] = {
+            index: SharedTransport(call, place.identity, model) if index in self._sharing else self._network[index]
             for index, call in self._calls.items()
         }
 
@@ -94,18 +88,19 @@ class Shards:
         """Sends initial values."""
         return self._note([self._network[self._shard_of[b.index]].push_initial(b) for b in buckets])
 
-    def draft(self, push: BucketPush) -> int:
-        """Sends a bucket that may still change; returns how many bytes of it its shard keeps meanwhile."""
+    def draft(self, bucket: BucketSpec) -> int:
+        """Sends a gradient that may still change; returns how many bytes of it its shard keeps meanwhile."""
         if self._draft is None:
             self._draft = Draft()
-        future = self._transports[self._shard_of[push.bucket.index]].draft(push, self._draft)
+        push = BucketPush(bucket, self.clock + 1, empty=False, absent=(), groups={})
+        future = self._transports[self._shard_of[bucket.index]].draft(push, self._draft)
         if future is None:
             return 0
-        self._drafted[push.bucket.index] = future
-        return push.bucket.nbytes
+        self._drafted[bucket.index] = future
+        return bucket.nbytes
 
     def drop_drafts(self) -> None:
-        """What has left as a draft does not count."""
+        """Has what left as a draft count for nothing."""
         self._settle_drafts(False)
 
     def _settle_drafts(self, count: bool) -> dict[int, Future[PushResult]]:
@@ -121,7 +116,7 @@ class Shards:
     def assign(
         self, clock: int, bucket: BucketSpec, absent: Sequence[int], state: str | None, payload: memoryview | None
     ) -> None:
-        """Sends what the script has set in a bucket before its step of that clock; see `messages.assignment`."""
+        """Sends what the script has set in a bucket before its step of that clock; see `convert.assignment`."""
         transport = self._network[self._shard_of[bucket.index]]
         self._under_way.append(transport.assign(clock, bucket, absent, state, payload))
 
@@ -132,19 +127,19 @@ class Shards:
             if wanted:
                 self._under_way.append(self._network[index].pull_state(wanted, land))
 
-    def pull(self, clock: int, held: bool = False) -> list[Future[PullResult]]:
-        """Asks every shard for the weights at a clock; `held`: for what no optimizer steps."""
-        found = []
+    def pull(self, held: bool = False) -> list[Future[PullResult]]:
+        """Asks every shard for the weights at this clock; `held`: for what no optimizer steps."""
+        pulls = []
         for index, buckets in self._buckets.items():
             wanted = [bucket for bucket in buckets if bucket.held == held]
             if wanted:
-                found.append((self._network if held else self._transports)[index].pull(clock, wanted))
-        return self._note(found)
+                pulls.append((self._network if held else self._transports)[index].pull(self.clock, wanted))
+        return self._note(pulls)
 
     def push_pull(
-        self, clock: int, pushes: Sequence[BucketPush], drafts_count: bool
+        self, pushes: Sequence[BucketPush], drafts_count: bool
     ) -> tuple[list[Future[PushResult]], list[Future[PullResult]], list[Future[PullResult]]]:
-        """Sends a step, and asks every shard for the weights at its clock.
+        """Sends the next step, and asks every shard for the weights at its clock, which is this worker's then.
 
         pushes:       of every bucket that trains
         drafts_count: what has left as a draft is as it was: it is not sent again
@@ -152,7 +147,7 @@ class Shards:
         Returns the pushes, the pulls, and those of the pulls that made something count: what they made count does so
         once they have landed.
         """
-        drafted = self._settle_drafts(drafts_count)
+        clock, drafted = self.clock + 1, self._settle_drafts(drafts_count)
         pushed: list[Future[PushResult]] = []
         pulled: list[Future[PullResult]] = []
         committing: list[Future[PullResult]] = []
@@ -160,24 +155,25 @@ class Shards:
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         for index, transport in self._transports.items():
             wanted = [bucket for bucket in self._buckets[index] if not bucket.held]
-            mine = [push for push in pushes if self._shard_of[push.bucket.index] == index]
-            both = transport.push_pull(clock, mine, wanted) if wanted else None
+            own = [push for push in pushes if self._shard_of[push.bucket.index] == index]
+            both = transport.push_pull(clock, own, wanted) if wanted else None
             if both is not None:
                 pushed += both[0]
                 pulled.append(both[1])
             elif wanted and index in self._sharing:
-                rest += mine
+                rest += own
                 pulled.append(transport.pull(clock, wanted))
             elif wanted:
-                committed = [push for push in mine if push.empty or push.bucket.index in drafted]
+                committed = [push for push in own if push.empty or push.bucket.index in drafted]
                 pushed += [drafted[push.bucket.index] for push in committed if not push.empty]
-                rest += [push for push in mine if not push.empty and push.bucket.index not in drafted]
+                rest += [push for push in own if not push.empty and push.bucket.index not in drafted]
                 pulled.append(transport.pull(clock, wanted, committed))
                 committing += [pulled[-1]] if committed else []
         # In one order over all shards.
         for push in sorted(rest, key=lambda push: push.bucket.index):
             pushed.append(self._transports[self._shard_of[push.bucket.index]].push(push))
         self._under_way += [*pushed, *pulled]
+        self.clock = clock
         return pushed, pulled, committing
 
     def _note(self, futures: list[Future[T]]) -> list[Future[T]]:
@@ -185,10 +181,10 @@ class Shards:
         return futures
 
     def settle(self) -> BaseException | None:
-        """Waits for all that is under way; the first error of any as soon as it is, else None."""
+        """Waits for all that is under way; returns the first error as soon as there is one, otherwise None."""
         # One wait for all: each wait looks at every future, and there may be thousands.
         done, _ = wait(self._under_way, return_when=FIRST_EXCEPTION)
-        error = next((found for future in done if (found := future.exception()) is not None), None)
+        error = next((raised for future in done if (raised := future.exception()) is not None), None)
         self._left += [future for future in self._under_way if not future.done()]
         self._under_way = []
         return error
@@ -204,14 +200,12 @@ class Shards:
     def close(self) -> None:
         """Ends every call, thread and connection."""
         self.cut()
-        transports: dict[int, Transport] = {id(t): t for t in (*self._network.values(), *self._transports.values())}
-        for transport in transports.values():
+        for transport in {*self._network.values(), *self._transports.values()}:
             transport.close()
-        if self._pushers is not None:
-            self._pushers.close()
+        self._pushers.close()
 
     def end(self) -> None:
-        """As `close`; when it returns, nothing lands in the model or is read from it any more."""
+        """Closes; when it returns, nothing lands in the model or is read from it any more."""
         self.close()
         self.drop_drafts()
         wait([*self._under_way, *self._left])

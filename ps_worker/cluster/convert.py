@@ -1,186 +1,38 @@
-"""Where the worker's values become protobuf messages, and back."""
+"""Where the worker's values become protobuf messages, and back, as far as that is more than naming the fields."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ps_protocol.convert import hyper_messages, job_spec_message
+from ps_protocol.convert import hyper_messages
+from ps_protocol.data import BatchLease, DataRange, LeaseRequest
 from ps_protocol.framing import read_message, write_message
-from ps_protocol.job import HyperParameters, JobSpec
-from ps_protocol.layout import BucketSpec
+from ps_protocol.job import HyperParameters
 from ps_protocol.v1 import control_pb2, data_pb2, job_pb2
 from ps_runtime.launch_id import UNKNOWN, LaunchId
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who this worker is to the servers; `key` proves it."""
-
-    job: str
-    rank: int
-    incarnation: int
-    key: bytes = field(default=b"", repr=False)
-
-
-@dataclass(frozen=True)
-class ShardMap:
-    """Addresses of the shards by index, and the shard of each bucket."""
-
-    addresses: dict[int, str]
-    bucket_shards: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class JoinResult:
-    """What a worker got when it joined.
-
-    clock:          the one it starts from
-    lease:          seconds for which it counts as live without a heartbeat
-    shard_map:      where the buckets are now; None from servers that do not say
-    restore_count:  how often the whole job was set back to a checkpoint
-    state:          what a worker of this rank had saved, at `state_clock`; None if there is nothing
-    """
-
-    identity: Identity
-    clock: int
-    lease: float
-    shard_map: ShardMap | None = None
-    restore_count: int = 0
-    state: bytes | None = field(default=None, repr=False)
-    state_clock: int = 0
-
-
-@dataclass(frozen=True)
-class Roster:
-    """Who takes part."""
-
-    ranks: tuple[int, ...]
-    world_size: int
-    started: bool
-
-
-@dataclass(frozen=True)
-class Pulled:
-    """One message of a pull: a bucket's payload, or (`waiting`) whom the shard waits for and why.
-
-    checkpoint: this version is kept for a checkpoint, to which this worker's own state belongs
-    """
-
-    bucket: int
-    version: int
-    waited: float
-    payload: memoryview
-    waiting: tuple[tuple[int, ...], str] | None
-    checkpoint: bool = False
-
-
-@dataclass(frozen=True)
-class DataRange:
-    """A leased batch: positions [start, stop) of one pass over one loader's data."""
-
-    loader: int
-    pass_number: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class LoaderSpec:
-    """What all workers must agree on about a loader; see LeaseDataRequest. seed: None where nothing is shuffled."""
-
-    loader: int
-    size: int
-    batch_size: int
-    drop_last: bool
-    seed: int | None
-
-    @property
-    def batches(self) -> int:
-        """How many batches a pass has."""
-        return self.size // self.batch_size if self.drop_last else -(-self.size // self.batch_size)
-
-
-@dataclass(frozen=True)
-class Lease:
-    """One request for batches, with what became of those given before."""
-
-    order: LoaderSpec
-    pass_number: int
-    count: int
-    held: Sequence[DataRange] = ()
-    pushed: Sequence[DataRange] = ()
-    returned: Sequence[DataRange] = ()
-
-
-@dataclass(frozen=True)
-class Offer:
-    """This worker's value for a round; see ExchangeValuesRequest.
-
-    number: of the round; 0: there is no value, only the question which round is next
-    """
-
-    number: int
-    clock: int
-    value: bytes = field(default=b"", repr=False)
-
-
-@dataclass(frozen=True)
-class RoundNews:
-    """One message about a round.
-
-    complete:    nothing more comes; if not `refused`, the values are all there
-    values:      by rank; perhaps only some of them
-    refused:     why there are none, in words
-    waiting_for: ranks that have not given their value
-    step_wanted: one of those is in a step that waits for a step of this worker
-    """
-
-    number: int
-    complete: bool
-    values: dict[int, bytes] = field(repr=False)
-    refused: str
-    waiting_for: tuple[int, ...]
-    step_wanted: bool
-
-
-@dataclass(frozen=True)
-class BucketPush:
-    """One bucket's part of a step.
-
-    absent: positions of segments without a gradient in this step
-    empty:  none of them has one: nothing is sent; with `absent` naming all it counts as zero in a mean, with none named
-            the worker's step is left out of it
-    groups: hyper-parameters of the groups that have parameters in the bucket
-    ranges: the leased data that the step used
-    """
-
-    bucket: BucketSpec
-    clock: int
-    empty: bool
-    absent: Sequence[int]
-    groups: dict[int, HyperParameters]
-    ranges: Sequence[DataRange] = ()
-
-
-@dataclass(frozen=True)
-class StateChunk:
-    """One kind of optimizer state of one bucket; `absent`: positions of the segments that have none."""
-
-    bucket: int
-    version: int
-    state: str
-    absent: frozenset[int]
-    payload: memoryview
-
+from ps_worker.values import (
+    BucketPush,
+    Identity,
+    JoinResult,
+    PulledBucket,
+    RoundNews,
+    ShardMap,
+    StateChunk,
+)
 
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
+def identity(who: Identity) -> data_pb2.WorkerIdentity:
+    """Returns who calls a shard, as every message to one says it."""
+    return data_pb2.WorkerIdentity(job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key)
+
+
 def gradient_push(who: Identity, push: BucketPush, payload: memoryview | None, draft: bool = False) -> bytes:
-    """One bucket's gradient; without payload, the word that this step has none. `draft`: it does not count yet."""
+    """Writes one bucket's gradient; without payload, that this step has none. `draft`: it does not count yet."""
     header = data_pb2.PushHeader(
-        worker=_identity(who),
+        worker=identity(who),
         bucket=push.bucket.index,
         clock=push.clock,
         kind=data_pb2.PUSH_KIND_SKIP if payload is None else data_pb2.PUSH_KIND_GRADIENT,
@@ -195,12 +47,12 @@ def gradient_push(who: Identity, push: BucketPush, payload: memoryview | None, d
 def assignment(
     who: Identity, bucket: int, clock: int, absent: Sequence[int], state: str | None, payload: memoryview | None
 ) -> bytes:
-    """Weights (`state` None) or optimizer state that the script has set in a bucket before its step of that clock.
+    """Writes weights (`state` None) or optimizer state that a script has set in a bucket before its step of a clock.
 
     state: a kind of state; "": the segments that are not absent lose theirs
     """
     header = data_pb2.PushHeader(
-        worker=_identity(who),
+        worker=identity(who),
         bucket=bucket,
         clock=clock,
         kind=data_pb2.PUSH_KIND_ASSIGN if state is None else data_pb2.PUSH_KIND_ASSIGN_STATE,
@@ -210,13 +62,8 @@ def assignment(
     return write_message(header, payload)
 
 
-def attach_request(who: Identity, location: str, nonce: bytes) -> bytes:
-    """Asks a shard to map a segment."""
-    return data_pb2.AttachSegmentRequest(worker=_identity(who), location=location, nonce=nonce).SerializeToString()
-
-
 def shared_push(who: Identity, clock: int, pushes: Sequence[BucketPush], finite: Set[int] = frozenset()) -> bytes:
-    """Several buckets whose gradients lie in the segment; `finite`: those whose bytes there were looked at."""
+    """Announces buckets whose gradients lie in the segment; `finite`: those whose bytes there were looked at."""
     return _shared_push(who, clock, pushes, finite).SerializeToString()
 
 
@@ -226,11 +73,11 @@ def push_pull(
     pushes: Sequence[BucketPush],
     finite: Set[int],
     buckets: Sequence[int],
-    word_bytes: int,
+    notice_bytes: int,
 ) -> bytes:
-    """As `shared_push`, and asks for buckets at that clock, as `pull_request`."""
+    """Does as `shared_push`, and asks for buckets at that clock, as `pull_request`."""
     push = _shared_push(who, clock, pushes, finite)
-    return data_pb2.PushPullSharedRequest(push=push, buckets=buckets, word_bytes=word_bytes).SerializeToString()
+    return data_pb2.PushPullSharedRequest(push=push, buckets=buckets, word_bytes=notice_bytes).SerializeToString()
 
 
 def _shared_push(
@@ -238,7 +85,7 @@ def _shared_push(
 ) -> data_pb2.PushSharedRequest:
     groups = {group: values for push in pushes for group, values in push.groups.items()}
     return data_pb2.PushSharedRequest(
-        worker=_identity(who),
+        worker=identity(who),
         clock=clock,
         buckets=_shared_buckets(pushes, finite),
         groups=_group_updates(groups),
@@ -260,8 +107,8 @@ def _shared_buckets(pushes: Sequence[BucketPush], finite: Set[int]) -> list[data
 
 def _ranges(ranges: Sequence[DataRange]) -> list[job_pb2.DataRange]:
     return [
-        job_pb2.DataRange(loader=one.loader, pass_number=one.pass_number, start=one.start, stop=one.stop)
-        for one in ranges
+        job_pb2.DataRange(loader=each.loader, pass_number=each.pass_number, start=each.start, stop=each.stop)
+        for each in ranges
     ]
 
 
@@ -272,20 +119,20 @@ def _group_updates(groups: Mapping[int, HyperParameters]) -> list[data_pb2.Group
 
 
 def initial_push(who: Identity, bucket: int, payload: memoryview) -> bytes:
-    """One bucket's initial value."""
+    """Writes one bucket's initial value."""
     kind = data_pb2.PUSH_KIND_INITIAL_VALUE
-    return write_message(data_pb2.PushHeader(worker=_identity(who), bucket=bucket, kind=kind), payload)
+    return write_message(data_pb2.PushHeader(worker=identity(who), bucket=bucket, kind=kind), payload)
 
 
 def pull_request(
-    who: Identity, clock: int, buckets: Sequence[int], word_bytes: int = 0, commit: Sequence[BucketPush] = ()
+    who: Identity, clock: int, buckets: Sequence[int], notice_bytes: int = 0, commit: Sequence[BucketPush] = ()
 ) -> bytes:
     """Asks a shard for buckets at a clock.
 
-    word_bytes: into the segment, and to be told of them whenever they make so many bytes; 0: when all are there
+    notice_bytes: into the segment, and to be told of them whenever they make so many bytes; 0: when all are there
     commit:     of that clock: pushes that left as drafts, and empty ones; they count before anything is pulled
     """
-    request = data_pb2.PullRequest(worker=_identity(who), clock=clock, buckets=buckets, word_bytes=word_bytes)
+    request = data_pb2.PullRequest(worker=identity(who), clock=clock, buckets=buckets, word_bytes=notice_bytes)
     if commit:
         groups = {group: values for push in commit for group, values in push.groups.items()}
         request.commit.buckets.extend(_shared_buckets(commit, frozenset()))
@@ -294,56 +141,43 @@ def pull_request(
     return request.SerializeToString()
 
 
-def state_request(who: Identity, buckets: Sequence[int]) -> bytes:
-    """Asks a shard for the optimizer state of buckets."""
-    return data_pb2.PullStateRequest(worker=_identity(who), buckets=buckets).SerializeToString()
-
-
 def state_chunk(data: bytes) -> StateChunk:
-    """What one message of the answer to that holds; its payload is a view into it."""
+    """Reads one message of the optimizer state of buckets; the payload is a view into it."""
     raw, payload = read_message(data)
     header = data_pb2.StateHeader.FromString(bytes(raw))
     return StateChunk(header.bucket, header.version, header.state, frozenset(header.absent_segments), payload)
 
 
-def pulled(data: bytes) -> Pulled:
-    """What one message of a pull's stream holds; its payload is a view into it."""
+def pulled(data: bytes) -> PulledBucket:
+    """Reads one message of a pull's stream; the payload is a view into it."""
     raw, payload = read_message(data)
     return _pulled(data_pb2.PullHeader.FromString(bytes(raw)), payload)
 
 
-def shared_pulled(data: bytes) -> tuple[list[Pulled], float | None]:
-    """What one message of a shared pull's stream holds: buckets that are in the segment now, and for how many seconds
-    the pushes that went with the pull have been staged, if it says so."""
+def shared_pulled(data: bytes) -> tuple[list[PulledBucket], float | None]:
+    """Reads one message of a shared pull's stream: buckets that are in the segment now, and for how many seconds the
+    pushes that went with the pull have been staged, if it says so.
+    """
     message = data_pb2.PullSharedResponse.FromString(data)
-    found = [_pulled(header, memoryview(b"")) for header in message.headers]
-    return found, message.staged_seconds if message.HasField("staged_seconds") else None
+    buckets = [_pulled(header, memoryview(b"")) for header in message.headers]
+    return buckets, message.staged_seconds if message.HasField("staged_seconds") else None
 
 
-def _pulled(header: data_pb2.PullHeader, payload: memoryview) -> Pulled:
+def _pulled(header: data_pb2.PullHeader, payload: memoryview) -> PulledBucket:
     waiting = (tuple(header.waiting.ranks), header.waiting.reason) if header.HasField("waiting") else None
-    return Pulled(header.bucket, header.version, header.waited_seconds, payload, waiting, header.checkpoint)
-
-
-def _identity(who: Identity) -> data_pb2.WorkerIdentity:
-    return data_pb2.WorkerIdentity(job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key)
+    return PulledBucket(header.bucket, header.version, header.waited_seconds, payload, waiting, header.checkpoint)
 
 
 # -- control ---------------------------------------------------------------------------------------------------------
 
 
-def register_request(spec: JobSpec) -> control_pb2.RegisterJobRequest:
-    """Registers a job."""
-    return control_pb2.RegisterJobRequest(spec=job_spec_message(spec))
-
-
 def registered(response: control_pb2.RegisterJobResponse) -> tuple[ShardMap, int]:
-    """Where a registered job's buckets are, and the bytes of a full one."""
+    """Reads where a registered job's buckets are, and the bytes of a full one."""
     return _shard_map(response.shard_map), response.bucket_bytes
 
 
-def _shard_map(found: job_pb2.ShardMap) -> ShardMap:
-    return ShardMap({shard.index: shard.address for shard in found.shards}, tuple(found.bucket_shards))
+def _shard_map(message: job_pb2.ShardMap) -> ShardMap:
+    return ShardMap({shard.index: shard.address for shard in message.shards}, tuple(message.bucket_shards))
 
 
 @dataclass(frozen=True)
@@ -362,7 +196,10 @@ class Applicant:
 
 
 def join_request(job: str, rank: int | None, who: Applicant, attempt: int, waited: float) -> control_pb2.JoinJobRequest:
-    """Asks to take part, or to come back. waited: seconds since it was told first to wait for others."""
+    """Asks to take part, or to come back.
+
+    waited: seconds since it was told first to wait for others
+    """
     request = control_pb2.JoinJobRequest(
         job=job,
         rank=rank,
@@ -381,8 +218,8 @@ def join_request(job: str, rank: int | None, who: Applicant, attempt: int, waite
     return request
 
 
-def place(job: str, response: control_pb2.JoinJobResponse) -> JoinResult:
-    """What a worker got when it joined."""
+def join_result(job: str, response: control_pb2.JoinJobResponse) -> JoinResult:
+    """Reads what a worker got when it joined."""
     lease = response.lease.ToNanoseconds() / 1e9
     who = Identity(job, response.rank, response.incarnation, response.lease_key)
     return JoinResult(
@@ -392,80 +229,42 @@ def place(job: str, response: control_pb2.JoinJobResponse) -> JoinResult:
         _shard_map(response.shard_map) if response.HasField("shard_map") else None,
         response.restore_count,
         response.worker_state if response.HasField("worker_state") else None,
-        response.worker_state_clock,
     )
 
 
-def watch_request(job: str) -> control_pb2.WatchJobRequest:
-    """Asks who takes part."""
-    return control_pb2.WatchJobRequest(job=job)
-
-
-def roster(response: control_pb2.WatchJobResponse) -> Roster:
-    """Who takes part."""
-    return Roster(tuple(response.ranks), response.world_size, response.started)
-
-
-def heartbeat_request(who: Identity, clock: int) -> control_pb2.HeartbeatRequest:
-    """A sign of life."""
-    return control_pb2.HeartbeatRequest(
-        job=who.job, rank=who.rank, incarnation=who.incarnation, clock=clock, lease_key=who.key
-    )
-
-
-def save_request(who: Identity, clock: int, state: bytes) -> control_pb2.SaveWorkerStateRequest:
-    """A worker's own part of a checkpoint."""
-    return control_pb2.SaveWorkerStateRequest(
-        job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key, clock=clock, state=state
-    )
-
-
-def leave_request(who: Identity) -> control_pb2.LeaveJobRequest:
-    """Says goodbye."""
-    return control_pb2.LeaveJobRequest(job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key)
-
-
-def lease_request(who: Identity, ask: Lease) -> control_pb2.LeaseDataRequest:
-    """Asks for batches."""
+def lease_request(who: Identity, ask: LeaseRequest) -> control_pb2.LeaseDataRequest:
+    """Asks for batches of a loader's data."""
     return control_pb2.LeaseDataRequest(
         job=who.job,
         rank=who.rank,
         incarnation=who.incarnation,
         lease_key=who.key,
-        loader=ask.order.loader,
-        sample_count=ask.order.size,
-        batch_size=ask.order.batch_size,
-        drop_last=ask.order.drop_last,
-        seed=ask.order.seed,
+        loader=ask.loader.loader,
+        sample_count=ask.loader.size,
+        batch_size=ask.loader.batch_size,
+        drop_last=ask.loader.drop_last,
+        seed=ask.loader.seed,
         pass_number=ask.pass_number,
         batch_count=ask.count,
-        held=_ranges(ask.held),
-        committed=_ranges(ask.pushed),
-        returned=_ranges(ask.returned),
+        held=_ranges(ask.report.held),
+        committed=_ranges(ask.report.committed),
+        returned=_ranges(ask.report.returned),
     )
 
 
-def leased(response: control_pb2.LeaseDataResponse) -> tuple[list[DataRange], bool]:
-    """The batches given, and whether the pass is complete."""
-    found = [DataRange(one.loader, one.pass_number, one.start, one.stop) for one in response.ranges]
-    return found, response.complete
-
-
-def exchange_request(who: Identity, offer: Offer) -> control_pb2.ExchangeValuesRequest:
-    """Gives a value to a round."""
-    return control_pb2.ExchangeValuesRequest(
-        job=who.job,
-        rank=who.rank,
-        incarnation=who.incarnation,
-        lease_key=who.key,
-        number=offer.number,
-        clock=offer.clock,
-        value=offer.value,
-    )
+def leased(response: control_pb2.LeaseDataResponse) -> BatchLease:
+    """Reads which batches were given, and whether the pass is complete."""
+    ranges = (DataRange(each.loader, each.pass_number, each.start, each.stop) for each in response.ranges)
+    return BatchLease(tuple(ranges), response.complete)
 
 
 def round_news(response: control_pb2.ExchangeValuesResponse) -> RoundNews:
-    """How a round stands."""
-    values = {one.rank: one.value for one in response.values}
-    waiting = tuple(response.waiting_for)
-    return RoundNews(response.number, response.complete, values, response.refused, waiting, response.step_wanted)
+    """Reads how a round stands."""
+    return RoundNews(
+        response.number,
+        response.complete,
+        {each.rank: each.value for each in response.values},
+        response.refused,
+        tuple(response.waiting_for),
+        response.step_wanted,
+    )

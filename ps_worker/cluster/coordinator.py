@@ -1,111 +1,33 @@
-"""Calls to the coordinator, and the one retry loop that every call goes through.
-
-Retrying is safe because every mutating call can be repeated: the servers know a repeat by its clock and incarnation.
-"""
+"""Calls to the coordinator."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
-import random
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
-from ps_protocol.errors import PSError, TryLater, Unreachable, error_from
+from ps_protocol.convert import job_spec_message
+from ps_protocol.data import BatchLease, LeaseRequest
+from ps_protocol.job import JobSpec
+from ps_protocol.v1 import control_pb2
 from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_runtime.tls_diagnosis import refusal
+from ps_runtime.retry import Peer, Retry
+from ps_runtime.status import error_from
 from ps_worker.cluster import convert
-from ps_worker.cluster.convert import (
-    Applicant,
-    DataRange,
-    Identity,
-    JoinResult,
-    Lease,
-    Offer,
-    Roster,
-    RoundNews,
-    ShardMap,
-)
-
-T = TypeVar("T")
-
-log = logging.getLogger("ps_worker")
+from ps_worker.cluster.convert import Applicant
+from ps_worker.values import Identity, JoinResult, Offer, Roster, RoundNews, ShardMap
 
 CALL_SECONDS = 15.0
 ROUND_SECONDS = 30.0  # longer than the coordinator keeps a caller waiting before it has it ask again
-# Of our own: a script's random numbers must not depend on how often a call was repeated.
-_RANDOM = random.Random()
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
-
-
-class Retry:
-    """Repeats a call that failed for a passing reason, with growing pauses, for a stated time.
-
-    Where the peer says when to try again, that is obeyed, and is no failure, however often it says so.
-
-    peer:    who is called, for messages, ending in its address
-    timeout: seconds without any progress after which the last error is raised as Unreachable
-    closing: once set, nothing is repeated
-    access:  what the peer is called with: where the two ends do not trust each other, that is said at once
-    """
-
-    def __init__(self, peer: str, timeout: float, closing: threading.Event, access: Access = PLAINTEXT) -> None:
-        self._peer = peer
-        self._access = access
-        self._asked = False
-        self._waits = False  # whether it was said what is waited for
-        self._timeout = timeout
-        self._closing = closing
-        self.progressed()
-
-    def progressed(self) -> None:
-        """Something came: the time starts anew."""
-        self._since = time.monotonic()
-        self._pause = FIRST_PAUSE_SECONDS
-        self._said = False
-
-    def failed(self, error: PSError) -> None:
-        """Waits before the next try. Raises the error if it will not pass, Unreachable if the time is over."""
-        if not error.retryable or self._closing.is_set():
-            raise error
-        if isinstance(error, TryLater) and not self._asked:
-            self._asked = True
-            untrusted = refusal(self._peer.rpartition(" ")[2], self._access)
-            if untrusted is not None:
-                raise untrusted from None
-        if error.retry_after is not None:  # it lives, and has said when there may be room
-            if isinstance(error, TryLater) and not self._waits:
-                self._waits = True
-                log.warning("%s", error)
-            self.progressed()
-            self._closing.wait(error.retry_after * _RANDOM.uniform(1.0, 1.5))
-            return
-        passed = time.monotonic() - self._since
-        if passed >= self._timeout:
-            raise Unreachable(f"gave up after {self._timeout:g} s: {error}") from None
-        if not self._said and passed > 1.0:
-            log.warning("%s; trying again for %g s", error, self._timeout)
-            self._said = True
-        # Random pauses, so that workers that lost the same server do not come back in step.
-        self._closing.wait(self._pause * _RANDOM.uniform(0.5, 1.0))
-        self._pause = min(self._pause * 2, LONGEST_PAUSE_SECONDS)
-
-    def call(self, attempt: Callable[[], T]) -> T:
-        """The result of the first attempt that succeeds."""
-        while True:
-            try:
-                return attempt()
-            except grpc.RpcError as error:
-                self.failed(error_from(error, self._peer))
 
 
 class Watch:
@@ -119,7 +41,7 @@ class Watch:
     def __iter__(self) -> Iterator[Roster]:
         with contextlib.suppress(grpc.RpcError):
             for response in self._call or ():
-                yield convert.roster(response)
+                yield Roster(tuple(response.ranks), response.world_size, response.started)
 
     def stop(self) -> None:
         """Ends it; from any thread, and more than once."""
@@ -134,13 +56,14 @@ class CoordinatorClient:
         self.address = address
         self.closing = threading.Event()
         self._timeout = timeout
-        self._access = access
+        self._peer = Peer("coordinator", address, access)
         self._channel = open_channel(address, access)
         self._stub = JobServiceStub(self._channel)
 
-    def register(self, spec: Any) -> tuple[ShardMap, int]:
+    def register(self, spec: JobSpec) -> tuple[ShardMap, int]:
         """Registers a job, or finds the equal one that is there: where its buckets are, and the bytes of a full one."""
-        return convert.registered(self._call(self._stub.RegisterJob, convert.register_request(spec)))
+        request = control_pb2.RegisterJobRequest(spec=job_spec_message(spec))
+        return convert.registered(self._call(self._stub.RegisterJob, request))
 
     def join(self, job: str, rank: int | None, who: Applicant) -> JoinResult:
         """Makes a process a live worker of the job.
@@ -149,7 +72,7 @@ class CoordinatorClient:
         they are live, it waits, however short the timeout: that ends with their lease.
         """
         # One number for all repeats: whichever arrives, and however late, they are one wish to join.
-        attempt, peer, since = secrets.randbits(63), f"coordinator at {self.address}", math.inf
+        attempt, since = secrets.randbits(63), math.inf
 
         def ask() -> Any:
             nonlocal since
@@ -157,34 +80,49 @@ class CoordinatorClient:
             try:
                 return self._stub.JoinJob(request, timeout=min(CALL_SECONDS, self._timeout))
             except grpc.RpcError as error:
-                if error_from(error, peer).retry_after is not None:  # it knows of this wish, and of what is in the way
+                # The coordinator knows of this wish, and of what is in the way.
+                if error_from(error, str(self._peer)).retry_after is not None:
                     since = min(since, time.monotonic())
                 raise
 
-        return convert.place(job, Retry(peer, self._timeout, self.closing, self._access).call(ask))
+        return convert.join_result(job, Retry(self._peer, self._timeout, self.closing).call(ask))
 
     def heartbeat(self, who: Identity, clock: int, timeout: float) -> None:
         """Renews the lease; one attempt."""
+        request = control_pb2.HeartbeatRequest(
+            job=who.job, rank=who.rank, incarnation=who.incarnation, clock=clock, lease_key=who.key
+        )
         try:
-            self._stub.Heartbeat(convert.heartbeat_request(who, clock), timeout=timeout)
+            self._stub.Heartbeat(request, timeout=timeout)
         except grpc.RpcError as error:
-            raise error_from(error, f"coordinator at {self.address}") from None
+            raise error_from(error, str(self._peer)) from None
 
     def save_state(self, who: Identity, clock: int, state: bytes) -> None:
         """Sends a worker's own part of a checkpoint."""
-        self._call(self._stub.SaveWorkerState, convert.save_request(who, clock, state))
+        request = control_pb2.SaveWorkerStateRequest(
+            job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key, clock=clock, state=state
+        )
+        self._call(self._stub.SaveWorkerState, request)
 
-    def lease(self, who: Identity, ask: Lease) -> tuple[list[DataRange], bool]:
-        """Batches of leased data, and whether the pass is complete."""
+    def lease(self, who: Identity, ask: LeaseRequest) -> BatchLease:
+        """Leases batches of a loader's data."""
         return convert.leased(self._call(self._stub.LeaseData, convert.lease_request(who, ask)))
 
     def exchange(self, who: Identity, offer: Offer, heard: Callable[[RoundNews], bool]) -> RoundNews | None:
-        """A round with all its values, when it is complete.
+        """Gives a value to a round; returns the round with all its values when it is complete.
 
         heard: called with news while the round is open; where it says False, the call is given up, and None returned
         """
-        retry = Retry(f"coordinator at {self.address}", self._timeout, self.closing, self._access)
-        request = convert.exchange_request(who, offer)
+        retry = Retry(self._peer, self._timeout, self.closing)
+        request = control_pb2.ExchangeValuesRequest(
+            job=who.job,
+            rank=who.rank,
+            incarnation=who.incarnation,
+            lease_key=who.key,
+            number=offer.number,
+            clock=offer.clock,
+            value=offer.value,
+        )
         while True:
             values: dict[int, bytes] = {}
             try:
@@ -199,16 +137,19 @@ class CoordinatorClient:
                         call.cancel()
                         return None
             except grpc.RpcError as error:
-                retry.failed(error_from(error, f"coordinator at {self.address}"))
+                retry.failed(error)
 
     def leave(self, who: Identity) -> None:
         """Leaves the job; one attempt, because the lease ends it anyway."""
+        request = control_pb2.LeaveJobRequest(
+            job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key
+        )
         with contextlib.suppress(grpc.RpcError):
-            self._stub.LeaveJob(convert.leave_request(who), timeout=CALL_SECONDS)
+            self._stub.LeaveJob(request, timeout=CALL_SECONDS)
 
     def watch(self, job: str) -> Watch:
-        """Who takes part, now and after every change."""
-        return Watch(lambda: self._stub.WatchJob(convert.watch_request(job)))
+        """Watches who takes part, now and after every change."""
+        return Watch(lambda: self._stub.WatchJob(control_pb2.WatchJobRequest(job=job)))
 
     def close(self) -> None:
         """Closes the connection; calls in flight end."""
@@ -216,5 +157,5 @@ class CoordinatorClient:
         self._channel.close()
 
     def _call(self, method: Callable[..., Any], request: Any) -> Any:
-        retry = Retry(f"coordinator at {self.address}", self._timeout, self.closing, self._access)
+        retry = Retry(self._peer, self._timeout, self.closing)
         return retry.call(lambda: method(request, timeout=min(CALL_SECONDS, self._timeout)))

@@ -2,7 +2,7 @@
 
 A lease runs out while a process is stopped, a cable is cut, or the job is set back to a checkpoint. The heartbeat's
 thread learns of it and joins again at once, so that a long step is no obstacle; the training thread takes the new place
-at its next step, or when its calls fail. Whoever was replaced by another process gives up.
+at its next step, or when its calls fail. A worker whose rank another process has taken gives up.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Callable
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, UnknownWorker
 from ps_runtime.launch_id import UNKNOWN, LaunchId
-from ps_worker.cluster.convert import Applicant, JoinResult, Roster
+from ps_worker.cluster.convert import Applicant
 from ps_worker.cluster.coordinator import CoordinatorClient, Watch
+from ps_worker.values import JoinResult, Roster
 
 log = logging.getLogger("ps_worker")
 
@@ -230,7 +231,7 @@ class Membership:
                 self._changed.notify_all()
                 watching = self._watching
         if watching is not None:
-            watching.stop()  # who takes part is asked anew: what was said before says nothing about now
+            watching.stop()  # the roster is asked for anew: what was known before says nothing about now
         self._moved(place)
 
     def _watch(self) -> None:
@@ -251,11 +252,11 @@ class Membership:
 
 
 def ranges(ranks: list[int]) -> str:
-    """Sorted ranks in short: 0-3, 7."""
-    found: list[list[int]] = []
+    """Returns sorted ranks in short: 0-3, 7."""
+    runs: list[list[int]] = []
     for rank in ranks:
-        if found and found[-1][-1] == rank - 1:
-            found[-1][1:] = [rank]
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
         else:
-            found.append([rank])
-    return ", ".join("-".join(map(str, ends)) for ends in found)
+            runs.append([rank])
+    return ", ".join("-".join(map(str, ends)) for ends in runs)

@@ -1,11 +1,11 @@
 """A worker's part in the job's rounds, in which all live workers exchange a value; the coordinator keeps the order.
 
-number  the k-th call of a script is the job's k-th round. A worker that lost its place for a while, or whose process
-        starts late, gets what the others had in the rounds that are over, and so decides what they decided
-late    a process that joins a job under way is placed once more, at its first call after its first step: rounds of
-        before its clock are behind it
-steps   in sync and ssp another worker may be in a step that waits for a step of this one, which waits for it here:
-        this one makes a step without a gradient, which a mean leaves out
+number  The k-th call of a script is the job's k-th round. A worker that lost its place for a while, or whose process
+        starts late, gets what the others had in the rounds that are over, and so decides what they decided.
+late    A process that joins a job under way is placed once more, at its first call after its first step: rounds of
+        before its clock are behind it.
+steps   In sync and ssp another worker may be in a step that waits for a step of this one, which waits for it here:
+        this one makes a step without a gradient, which a mean leaves out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
-from ps_worker.cluster.convert import Offer, RoundNews
+from ps_worker.values import Offer, RoundNews
 
 log = logging.getLogger("ps_worker")
 
@@ -45,7 +45,10 @@ class Stepper(Protocol):
         """How often the job was set back to a checkpoint, as far as this worker has gone back with it."""
 
     def offer(self, offer: Offer, heard: Heard) -> RoundNews | None:
-        """Gives a value; the round when it is complete. None: `heard` ended it, or this worker took another place."""
+        """Gives a value; returns the round when it is complete.
+
+        None: `heard` ended it, or this worker took another place.
+        """
 
     def empty_step(self) -> None:
         """A step without a gradient."""
@@ -60,7 +63,7 @@ class Rounds:
         self._placed = False
 
     def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
-        """The values of all that take part, by rank, ascending; blocks until each has given its own.
+        """Returns the values of all that take part, by rank, ascending; blocks until each has given its own.
 
         what: the call, for messages
         Raises LimitExceeded if they are too many bytes together, or not kept any more; InvalidRequest where the job
@@ -71,7 +74,7 @@ class Rounds:
             self._next = max(self._next, self._ask())
             self._placed = True
         number, restored, waiting = self._next, stepper.restore_count, _Waiting(what)
-        while (found := stepper.offer(Offer(number, stepper.clock, value), waiting.heard)) is None:
+        while (news := stepper.offer(Offer(number, stepper.clock, value), waiting.heard)) is None:
             if waiting.step_wanted:
                 if stepper.restore_count != restored:
                     raise InvalidRequest(
@@ -81,25 +84,25 @@ class Rounds:
                 waiting.step_wanted = False
                 stepper.empty_step()
         self._next = number + 1
-        if found.refused:
-            raise LimitExceeded(f"session.{what}: {found.refused}")
-        return dict(sorted(found.values.items()))
+        if news.refused:
+            raise LimitExceeded(f"session.{what}: {news.refused}")
+        return dict(sorted(news.values.items()))
 
     def _ask(self) -> int:
-        """The round that comes next at this worker's clock."""
-        said: list[int] = []
+        """Returns the round that comes next at this worker's clock."""
+        numbers: list[int] = []
 
         def heard(news: RoundNews) -> bool:
-            said.append(news.number)
+            numbers.append(news.number)
             return False
 
-        while not said:
+        while not numbers:
             self._stepper.offer(Offer(0, self._stepper.clock), heard)
-        return said[0]
+        return numbers[0]
 
 
 class _Waiting:
-    """What is heard while a round is open: says in the log who is waited for, after a moment and then now and then."""
+    """Listens while a round is open: logs which workers are waited for, after a moment and then now and then."""
 
     def __init__(self, what: str) -> None:
         self._what = what

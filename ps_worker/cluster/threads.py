@@ -1,7 +1,7 @@
 """Threads that work for a session and never keep a script from ending.
 
 concurrent.futures waits for its threads before the interpreter runs exit handlers; a thread inside a pull would then
-wait for other workers while nobody tells it that the session is over.
+wait for other workers without ever learning that the session is over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DaemonPool:
             threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """The future of the call's result; it fails at once when the pool is closed."""
+        """Runs a call in its turn; returns the future of its result, which fails at once when the pool is closed."""
         future: Future[T] = Future()
         with self._lock:
             if not self._closed:

@@ -1,10 +1,10 @@
-"""The data of elastic jobs: batches leased from the coordinator, each used once per pass by whichever worker has it.
+"""The data of elastic jobs: batches leased from the coordinator, each used once per pass by the worker that has it.
 
-lease   the loader's batch sampler asks for batches as it needs them, a few ahead
-take    a batch that the script takes from the loader belongs to the step that comes next
-push    every push of that step names the batch, and the shards commit it; the next lease tells the coordinator
-wait    when nothing is left while others hold some, this worker waits for the pass to be complete. Where the mode has
-        others wait for its clock, it makes steps without a gradient meanwhile
+lease   The loader's batch sampler asks for batches as it needs them, a few ahead.
+take    A batch that the script takes from the loader belongs to the step that comes next.
+push    Every push of that step names the batch, and the shards commit it; the next lease tells the coordinator.
+wait    When nothing is left while others hold some, this worker waits for the pass to be complete. Where the mode has
+        others wait for its clock, it makes steps without a gradient meanwhile.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
+from ps_protocol.data import BatchLease, DataRange, LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.errors import InvalidRequest, PSError
-from ps_worker.cluster.convert import DataRange, Lease, LoaderSpec
 from ps_worker.data.loaders import PreparedLoader, rebuilt
 from ps_worker.metrics import StepTimer
 
@@ -40,7 +40,7 @@ class Account:
     returned: list[DataRange] = field(default_factory=list)
 
     def clear(self) -> None:
-        """There is nothing to tell."""
+        """Forgets all of it."""
         for batches in (self.waiting, self.handed, self.pushed, self.returned):
             batches.clear()
 
@@ -48,7 +48,7 @@ class Account:
 class Stepper(Protocol):
     """What leasing needs of the way this worker trains."""
 
-    def lease(self, ask: Lease) -> tuple[list[DataRange], bool] | None:
+    def lease(self, ask: LeaseRequest) -> BatchLease | None:
         """Batches given, and whether the pass is complete; None: ask anew, much may have changed. Raises PSError."""
 
     def empty_step(self) -> None:
@@ -57,6 +57,10 @@ class Stepper(Protocol):
     @property
     def others_wait(self) -> bool:
         """Whether the mode has other workers wait for this one's clock."""
+
+    @property
+    def world_size(self) -> int:
+        """How many workers take part now."""
 
     def pause(self, seconds: float) -> None:
         """Waits; raises PSError if the session is closed."""
@@ -69,14 +73,14 @@ class StepData:
         self.accounts: dict[int, Account] = {}
         self._taken: list[DataRange] = []
         self._using: list[DataRange] | None = None
-        self.times_set_back = 0
+        self.rollbacks = 0
 
     def took(self, batch: DataRange) -> None:
         """The script gets a batch."""
         self._taken.append(batch)
 
     def use(self) -> list[DataRange]:
-        """The batches of the step that is being made: from its first push on, what is taken is for the next one."""
+        """Returns the batches of the step that is being made; from its first push on, others are for the next step."""
         if self._using is None:
             self._using, self._taken = self._taken, []
         return self._using
@@ -103,15 +107,15 @@ class StepData:
         self._taken = [*(self._using or ()), *self._taken]
         self._using = None
 
-    def set_back(self) -> None:
-        """The job was set back to a checkpoint: nothing that was leased before is held any more."""
-        self.times_set_back += 1
+    def rollback(self) -> None:
+        """The job was rolled back to a checkpoint: nothing that was leased before is held any more."""
+        self.rollbacks += 1
         self._using, self._taken = None, []
         for account in self.accounts.values():
             account.clear()
 
     def held(self, loader: int) -> list[DataRange]:
-        """What is taken of one loader."""
+        """Returns what is taken of one loader."""
         return [batch for batch in [*(self._using or ()), *self._taken] if batch.loader == loader]
 
     @property
@@ -123,12 +127,12 @@ class StepData:
 class Leases(Sampler[list[int]]):
     """The batch sampler of one leased loader: what it yields are the indices of leased batches, until none is left."""
 
-    def __init__(self, order: LoaderSpec, data: StepData, stepper: Stepper) -> None:
-        self.order = order
+    def __init__(self, spec: LoaderSpec, data: StepData, stepper: Stepper) -> None:
+        self.spec = spec
         self.number = 0  # of the pass that the next iteration is
         self.data = data
         self._stepper = stepper
-        self._account = data.accounts[order.loader] = Account()
+        self._account = data.accounts[spec.loader] = Account()
         self._complete = False
         self._took_part = False
         self._ahead = 1
@@ -136,10 +140,14 @@ class Leases(Sampler[list[int]]):
         self._permutation: tuple[int, torch.Tensor] | None = None
 
     def __len__(self) -> int:
-        return self.order.batches
+        return self.spec.batches
+
+    def share(self) -> int:
+        """Returns this worker's batches in a pass if all that take part now are equally fast."""
+        return -(-self.spec.batches // max(1, self._stepper.world_size))
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Batches as lists of indices, in the process and thread of whoever iterates over the DataLoader."""
+        """Yields batches as lists of indices, in the process and thread that iterates over the DataLoader."""
         while (batch := self._next()) is not None:
             self._account.handed.append(batch)
             yield self._indices(batch)
@@ -157,31 +165,31 @@ class Leases(Sampler[list[int]]):
         return waiting.popleft() if waiting else None
 
     def _ask(self, count: int) -> None:
-        account, order = self._account, self.order
+        account, spec = self._account, self.spec
         answer = None
         while answer is None:
-            held = [*self.data.held(order.loader), *account.handed, *account.waiting]
-            pushed, returned = list(account.pushed), list(account.returned)
-            answer = self._stepper.lease(Lease(order, self.number, count, held, pushed, returned))
-        found, self._complete = answer
-        del account.pushed[: len(pushed)], account.returned[: len(returned)]
-        account.waiting += found
-        self._took_part |= bool(found)
+            held = [*self.data.held(spec.loader), *account.handed, *account.waiting]
+            report = LeaseReport(held, list(account.pushed), list(account.returned))
+            answer = self._stepper.lease(LeaseRequest(spec, self.number, count, report))
+        self._complete = answer.complete
+        del account.pushed[: len(report.committed)], account.returned[: len(report.returned)]
+        account.waiting += answer.ranges
+        self._took_part |= bool(answer.ranges)
 
     def _indices(self, batch: DataRange) -> list[int]:
-        if self.order.seed is None:
+        if self.spec.seed is None:
             return list(range(batch.start, batch.stop))
         if self._permutation is None or self._permutation[0] != batch.pass_number:
-            generator = torch.Generator().manual_seed(self.order.seed + batch.pass_number)
-            self._permutation = batch.pass_number, torch.randperm(self.order.size, generator=generator)
-        found: list[int] = self._permutation[1][batch.start : batch.stop].tolist()
-        return found
+            generator = torch.Generator().manual_seed(self.spec.seed + batch.pass_number)
+            self._permutation = batch.pass_number, torch.randperm(self.spec.size, generator=generator)
+        indices: list[int] = self._permutation[1][batch.start : batch.stop].tolist()
+        return indices
 
     # -- one iteration -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """An iteration begins. One over a pass that was broken off here and that others have completed is the next."""
-        self.give_back()  # of an iteration that nobody ended
+        self.give_back()  # of an iteration that did not end
         self._complete = False
         if self._took_part:
             self._ask(1)
@@ -213,8 +221,8 @@ class Leases(Sampler[list[int]]):
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         return True
 
-    def set_back(self) -> None:
-        """The job was set back to a checkpoint: this iteration goes on until its pass is complete again."""
+    def rollback(self) -> None:
+        """The job was rolled back to a checkpoint: this iteration goes on until its pass is complete again."""
         self._account.waiting.extendleft(reversed(self._account.handed))  # leased since: what is loaded is older
         self._account.handed.clear()
         self._complete = False
@@ -226,11 +234,11 @@ class Leases(Sampler[list[int]]):
     def give_back(self) -> None:
         """The loop was broken off: what it has not taken is for others. The next iteration goes on with the pass."""
         account = self._account
-        back = [*account.handed, *account.waiting]
+        unused = [*account.handed, *account.waiting]
         account.handed.clear()
         account.waiting.clear()
-        account.returned += back
-        if back:
+        account.returned += unused
+        if unused:
             with contextlib.suppress(PSError):  # told with the next request, or known when this worker leaves
                 self._ask(0)
 
@@ -242,14 +250,16 @@ class LeasedLoader:
     is iterated over without gradients it yields this worker's share: there is no push to commit anything with.
     """
 
-    def __init__(self, loader: DataLoader[Any], shares: PreparedLoader, leases: Leases, face: LeasedFace) -> None:
-        """loader: the user's own. shares: the same, divided among the workers."""
+    def __init__(
+        self, loader: DataLoader[Any], shares: PreparedLoader, leases: Leases, device: torch.device, timer: StepTimer
+    ) -> None:
+        """loader: the user's own. shares: the same, divided among the workers. device: where batches go."""
         self._loader = loader
         self._shares = shares
         self._leases = leases
-        self._face = face
+        self._timer = timer
         sampling = {"sampler": _Singly(leases)} if loader.batch_size is None else {"batch_sampler": leases}
-        self._inner = PreparedLoader(rebuilt(loader, **sampling), face.device, face.timer)
+        self._inner = PreparedLoader(rebuilt(loader, **sampling), device, timer)
         self._run = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -261,41 +271,32 @@ class LeasedLoader:
         leases.begin()
         try:
             while self._await_more():
-                times = leases.data.times_set_back
+                rollbacks = leases.data.rollbacks
                 for batch in self._inner:
-                    if leases.data.times_set_back == times:
+                    if leases.data.rollbacks == rollbacks:
                         leases.take()
                         yield batch
                         if self._run != run:
                             raise InvalidRequest("another iteration over this loader has begun: this one cannot go on")
-                    if leases.data.times_set_back != times:
-                        leases.set_back()
+                    if leases.data.rollbacks != rollbacks:
+                        leases.rollback()
                         break  # what is loaded already was leased before
         finally:
             if self._run == run:
                 leases.give_back()
 
     def _await_more(self) -> bool:
-        self._face.timer.asked()
+        self._timer.asked()
         more = self._leases.more()
-        self._face.timer.yielded()
+        self._timer.yielded()
         return more
 
     def __len__(self) -> int:
-        """This worker's batches in a pass if all that take part now are equally fast."""
-        return -(-self._leases.order.batches // max(1, self._face.workers()))
+        """Returns this worker's batches in a pass if all that take part now are equally fast."""
+        return self._leases.share()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loader"], name)
-
-
-@dataclass(frozen=True)
-class LeasedFace:
-    """What a leased loader needs of its session: where batches go, who counts time, and how many workers take part."""
-
-    device: torch.device
-    timer: StepTimer
-    workers: Callable[[], int]
 
 
 class _Singly(Sampler[int]):
@@ -308,8 +309,8 @@ class _Singly(Sampler[int]):
         return (index for [index] in self._leases)
 
 
-def order_of(number: int, loader: DataLoader[Any], seed: int) -> LoaderSpec:
-    """What a loader's workers must agree on; one that `shard_loader` takes."""
+def loader_spec(number: int, loader: DataLoader[Any], seed: int) -> LoaderSpec:
+    """Returns what the workers must agree on about a loader that `shard_loader` takes. Raises InvalidRequest."""
     if not -(2**63) <= seed < 2**63:
         raise InvalidRequest(f"a seed has 64 bits, got {seed}")
     return LoaderSpec(

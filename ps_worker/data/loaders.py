@@ -34,7 +34,7 @@ class EpochSampler(Protocol):
     epoch: int
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch's."""
+        """Makes the next iteration this epoch's."""
 
 
 class ShareSampler(Sampler[int]):
@@ -55,7 +55,7 @@ class ShareSampler(Sampler[int]):
         self._skip = 0
 
     def begin(self, epoch: int, share: tuple[int, int] | None, skip: int = 0) -> None:
-        """The next epoch is this one, with this share, and begins after so many samples."""
+        """Makes the next epoch this one, with this share, beginning after so many samples."""
         self.epoch, self._fixed, self._skip = epoch, share, skip
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class PreparedLoader:
 
 
 def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> DataLoader[Any]:
-    """The loader with this worker's share of its data.
+    """Returns the loader with this worker's share of its data.
 
     An IterableDataset is left as it is: it shards itself by session.rank and session.world_size. So is a loader with a
     DistributedSampler. Raises InvalidRequest if that one divides among others than these workers, and Unsupported for
@@ -135,8 +135,8 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> DataLoader
     refuse_undividable(loader)
     loader = with_plain_batches(loader)
     size = len(loader.dataset)  # type: ignore[arg-type]
-    mine = ShareSampler(size, share, type(loader.sampler) is RandomSampler, bool(loader.drop_last), seed)
-    return rebuilt(loader, batch_size=loader.batch_size, sampler=mine, drop_last=loader.drop_last)
+    sampler = ShareSampler(size, share, type(loader.sampler) is RandomSampler, bool(loader.drop_last), seed)
+    return rebuilt(loader, batch_size=loader.batch_size, sampler=sampler, drop_last=loader.drop_last)
 
 
 def refuse_undividable(loader: DataLoader[Any]) -> None:
@@ -157,7 +157,7 @@ def refuse_undividable(loader: DataLoader[Any]) -> None:
 
 
 def refused_of_loader(loader: DataLoader[Any]) -> list[str]:
-    """What `shard_loader` would refuse of a loader, in its words: a dry run."""
+    """Returns what `shard_loader` would refuse of a loader, in its words: a dry run."""
     try:
         refuse_undividable(loader)
     except Unsupported as error:
@@ -166,7 +166,7 @@ def refused_of_loader(loader: DataLoader[Any]) -> list[str]:
 
 
 def with_plain_batches(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The same loader; one that was given a BatchSampler is made as if it had been given what that consists of."""
+    """Returns the same loader; one with a BatchSampler is made as if it had been given what that consists of."""
     batches = loader.batch_sampler
     if loader.batch_size is not None or type(batches) is not BatchSampler:
         return loader
@@ -174,23 +174,23 @@ def with_plain_batches(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def dividing_sampler(loader: DataLoader[Any]) -> DividingSampler | None:
-    """The loader's sampler, or sampler of batches, that divides the data by its own rank; None if there is none."""
-    for found in _samplers(loader):
-        if isinstance(getattr(found, "rank", None), int) and isinstance(getattr(found, "num_replicas", None), int):
-            return found  # type: ignore[no-any-return]
+    """Returns the loader's sampler, or sampler of batches, that divides the data by its own rank; otherwise None."""
+    for sampler in _samplers(loader):
+        if isinstance(getattr(sampler, "rank", None), int) and isinstance(getattr(sampler, "num_replicas", None), int):
+            return sampler  # type: ignore[no-any-return]
     return None
 
 
 def epoch_sampler(loader: DataLoader[Any]) -> EpochSampler | None:
-    """The loader's sampler, or sampler of batches, whose epoch the script sets; None if there is none."""
-    for found in _samplers(loader):
-        if callable(getattr(found, "set_epoch", None)) and isinstance(getattr(found, "epoch", None), int):
-            return found  # type: ignore[no-any-return]
+    """Returns the loader's sampler, or sampler of batches, whose epoch the script sets; None if there is none."""
+    for sampler in _samplers(loader):
+        if callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int):
+            return sampler  # type: ignore[no-any-return]
     return None
 
 
 def _samplers(loader: DataLoader[Any]) -> list[Any]:
-    """What decides on the order of a map-style dataset, the outermost first."""
+    """Returns what decides on the order of a map-style dataset, the outermost first."""
     batches = loader.batch_sampler
     return [loader.sampler, batches, getattr(batches, "sampler", None)]
 
@@ -198,25 +198,25 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
 def divides_itself(dataset: IterableDataset[Any]) -> bool:
     """Whether a dataset, or one that it reads from, evidently knows how many workers there are."""
     try:
-        found = vars(dataset)
+        attributes = vars(dataset)
     except TypeError:
         return False
-    if any(found.get(name) is not None for name in _PARTS):
+    if any(attributes.get(name) is not None for name in _PARTS):
         return True
-    return any(divides_itself(inner) for inner in found.values() if isinstance(inner, IterableDataset))
+    return any(divides_itself(inner) for inner in attributes.values() if isinstance(inner, IterableDataset))
 
 
 def warning_once(
     loader: DataLoader[Any], share: Share, begin: Callable[[], Iterator[Any]]
 ) -> Callable[[], Iterator[Any]]:
-    """What begins a loop over an IterableDataset, with a warning if every worker reads all of it."""
-    said = False
+    """Returns what begins a loop over an IterableDataset, with a warning if every worker reads all of it."""
+    warned = False
 
     def begun() -> Iterator[Any]:
-        nonlocal said
+        nonlocal warned
         index, count = share()
-        if count > 1 and index == 0 and not said and not divides_itself(loader.dataset):  # type: ignore[arg-type]
-            said = True
+        if count > 1 and index == 0 and not warned and not divides_itself(loader.dataset):  # type: ignore[arg-type]
+            warned = True
             log.warning(
                 "each of the %d workers reads all of the loader's %s: divide an IterableDataset by session.rank and "
                 "session.world_size%s. One with an attribute `world_size` is taken to divide itself, without warning",
@@ -229,7 +229,7 @@ def warning_once(
 
 
 def rebuilt(loader: DataLoader[Any], **sampling: Any) -> DataLoader[Any]:
-    """The same loader with other sampling: the arguments of DataLoader that say in which batches samples come."""
+    """Returns the same loader with other sampling: DataLoader's arguments that say in which batches samples come."""
     return DataLoader(
         loader.dataset,
         **sampling,
@@ -246,7 +246,7 @@ def rebuilt(loader: DataLoader[Any], **sampling: Any) -> DataLoader[Any]:
 
 
 def _to(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on the device."""
+    """Returns the batch with every tensor in it on the device."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):

@@ -34,17 +34,17 @@ class GpuStaging:
         self._locked = []
 
     def mark(self) -> torch.cuda.Event:
-        """The point that the current stream has reached: what is queued until now."""
+        """Returns the point that the current stream has reached: what is queued until now."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def fetch(self, source: torch.Tensor, dtype: torch.dtype, after: torch.cuda.Event) -> torch.Tensor:
-        """A GPU tensor's values after a point, on the host in `dtype`; converted on the GPU. Blocks until they are."""
+        """Returns a GPU tensor's values after a point, on the host in `dtype`; blocks until they are there."""
         return self.fetch_into(torch.empty(source.shape, dtype=dtype, pin_memory=True), source, after)
 
     def fetch_into(self, target: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event) -> torch.Tensor:
-        """As `fetch`, into host memory that is there."""
+        """Fetches into host memory that is there; returns it."""
         with torch.cuda.stream(self._down):
             self._down.wait_event(after)
             target.copy_(source.to(target.dtype), non_blocking=True)
@@ -54,7 +54,7 @@ class GpuStaging:
         return target
 
     def begin(self) -> None:
-        """A step begins on the current stream: weights that come from here on wait for what is queued on it."""
+        """Begins a step: weights that come from here on wait for what is queued on the current stream."""
         self._up.wait_event(self.mark())
 
     def land(self, bucket: int, target: torch.Tensor, values: torch.Tensor, pinned: bool) -> None:
@@ -74,7 +74,7 @@ class GpuStaging:
             self._landing[bucket] = (values, landed)
 
     def finish(self) -> None:
-        """The step ends: what is queued on the current stream from here on sees the new weights."""
+        """Ends the step: what is queued on the current stream from here on sees the new weights."""
         event = torch.cuda.Event()
         event.record(self._up)
         torch.cuda.current_stream(self._device).wait_event(event)

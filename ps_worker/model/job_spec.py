@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.job import JobSpec, NonFinite, validate
+from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, NonFinite, validate
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import hyper_parameters, optimizer_name
 from ps_protocol.tensors import DTYPE_NAMES
-from ps_runtime.channel import MAX_BUCKET_BYTES
 
 
 def describe(
@@ -30,7 +29,7 @@ def describe(
     gradient_wire: str,
     weight_wire: str,
 ) -> tuple[JobSpec, list[torch.Tensor]]:
-    """The job that trains these models with these optimizers, and the models' tensors in the job's order.
+    """Returns the job that trains these models with these optimizers, and the models' tensors in the job's order.
 
     Tied parameters appear once. Names are those in the model's state_dict; of several models, with the model's number
     in front ("0.weight"). Parameters that no optimizer has, and buffers, are held: every worker starts with rank 0's
@@ -83,7 +82,7 @@ def describe(
 
 
 def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, tuple[int, int]]:
-    """By the id of a parameter, its group among all groups, and its optimizer. Raises InvalidRequest if it has two."""
+    """Returns by the id of a parameter its group among all, and its optimizer. Raises InvalidRequest for two."""
     found: dict[int, tuple[int, int]] = {}
     number = 0
     for index, optimizer in enumerate(optimizers):
@@ -96,7 +95,7 @@ def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, tuple[int,
 
 
 def refused_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
-    """What `describe` would refuse of models and their optimizers, in its words: a dry run. Changes nothing."""
+    """Returns what `describe` would refuse of models and their optimizers, in its words: a dry run."""
 
     def dtypes(model: nn.Module) -> None:
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -104,13 +103,13 @@ def refused_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Opt
 
     checks: list[Callable[[], object]] = [partial(optimizer_name, optimizer) for optimizer in optimizers]
     checks += [partial(check, model) for model in models for check in (_refuse_lazy, _refuse_sparse, dtypes)]
-    found = []
+    refused = []
     for check in checks:
         try:
             check()
         except (InvalidRequest, Unsupported) as error:
-            found.append(error.message)
-    return found
+            refused.append(error.message)
+    return refused
 
 
 def _refuse_lazy(model: nn.Module) -> None:

@@ -21,15 +21,15 @@ class LentNoSync:
         self._no_sync = no_sync
 
     def __call__(self) -> AbstractContextManager[None]:
-        """Backward passes inside only add to the gradients."""
+        """Returns a context in which backward passes only add to the gradients."""
         return self._no_sync()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """What a copy of the model has."""
+        """Returns what a copy of the model has."""
         return nullcontext
 
     def __reduce__(self) -> Any:
-        """What a loaded model has."""
+        """Returns what a loaded model has."""
         return functools.partial, (nullcontext,)
 
 
@@ -47,6 +47,6 @@ def lend(model: nn.Module, no_sync: Callable[[], AbstractContextManager[None]]) 
     return take_back
 
 
-def _is_a_copys(found: object) -> bool:
+def _is_a_copys(attribute: object) -> bool:
     """Whether this is the `no_sync` that a copy of a prepared model has."""
-    return found is nullcontext or (isinstance(found, functools.partial) and found.func is nullcontext)
+    return attribute is nullcontext or (isinstance(attribute, functools.partial) and attribute.func is nullcontext)

@@ -18,14 +18,14 @@ log = logging.getLogger("ps_worker")
 ParameterStates = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
-class OnServers(Protocol):
+class RemoteOptimizer(Protocol):
     """What steps one optimizer of a script on the servers."""
 
     def step(self) -> None:
         """Pushes gradients and pulls weights."""
 
     def state(self) -> ParameterStates:
-        """The optimizer's state on the shards, at this worker's clock."""
+        """Returns the optimizer's state on the shards, at this worker's clock."""
 
     def load(self, states: ParameterStates) -> None:
         """Has the next step begin with this state."""
@@ -41,9 +41,9 @@ _WHERE = (
 
 
 class _StateOnShards(defaultdict[torch.Tensor, Any]):
-    """What a prepared optimizer has as its `state`: nothing, and the word where it is."""
+    """What a prepared optimizer has as its `state`: nothing, and errors that say where the state is."""
 
-    def __init__(self, servers: OnServers) -> None:
+    def __init__(self, servers: RemoteOptimizer) -> None:
         super().__init__(dict)
         self._servers = servers
 
@@ -54,7 +54,7 @@ class _StateOnShards(defaultdict[torch.Tensor, Any]):
         raise Unsupported(_WHERE)
 
     def values(self) -> Any:
-        """None; a script that means to change them is told."""
+        """Returns none; logs where the state is, for a script that means to change it."""
         log.warning("%s", _WHERE)
         return super().values()
 
@@ -77,7 +77,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     it, and `.state` is empty.
     """
 
-    def __init__(self, wrapped: torch.optim.Optimizer, servers: OnServers) -> None:
+    def __init__(self, wrapped: torch.optim.Optimizer, servers: RemoteOptimizer) -> None:
         # Deliberately not Optimizer.__init__, which would make new groups: the wrapped one's live objects are shared.
         self.__dict__.update(wrapped.__dict__)
         # What hides in there and would step here instead: a scheduler made before `prepare` patched the wrapped
@@ -125,8 +125,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         own = self.__dict__["state"]
         self.__dict__["state"] = defaultdict(dict, {tensor: dict(s) for tensor, s in self._servers.state().items()})
         try:
-            found: dict[str, Any] = super().state_dict()
-            return found
+            state_dict: dict[str, Any] = super().state_dict()
+            return state_dict
         finally:
             self.__dict__["state"] = own
 
@@ -138,7 +138,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         Raises ValueError, as torch's own, for a state_dict of other groups, InvalidRequest or Unsupported for state
         that the optimizer could not have made; nothing is changed then.
         """
-        # torch's own code does the checking and casting, on an object that nobody else sees.
+        # torch's own code does the checking and casting, on an object that nothing else refers to.
         kind = type(self._wrapped)
         loaded = kind.__new__(kind)
         loaded.__dict__.update(self._wrapped.__dict__)

@@ -13,7 +13,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.optimizers import is_scalar_state, required_state
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from
-from ps_worker.cluster.convert import StateChunk
+from ps_worker.values import StateChunk
 
 # By parameter (its index in the job), the state that torch.optim keeps for it: name -> tensor.
 States = Mapping[int, Mapping[str, torch.Tensor]]
@@ -21,7 +21,7 @@ States = Mapping[int, Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class StatePiece:
-    """What one bucket is told of its optimizer state; see `messages.assignment`."""
+    """What one shard is told of the optimizer state of one bucket; see ps_worker/cluster/convert.py, `assignment`."""
 
     bucket: BucketSpec
     absent: tuple[int, ...]
@@ -30,7 +30,7 @@ class StatePiece:
 
 
 def tensors_of(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """What one parameter's state in torch.optim holds, without what is not there yet (None)."""
+    """Returns what one parameter's state in torch.optim holds, without what is not there yet (None)."""
     return {
         name: value if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float32)  # type: ignore[arg-type]
         for name, value in state.items()
@@ -58,7 +58,7 @@ def check_states(spec: JobSpec, states: States) -> None:
 
 
 def pieces(spec: JobSpec, layout: Layout, states: States, parameters: Collection[int]) -> Iterator[StatePiece]:
-    """What the shards are told so that these parameters have these states and no others."""
+    """Yields what the shards are told so that these parameters have these states and no others."""
     for bucket in layout.buckets:
         inside = {
             p: s.parameter for p, s in enumerate(bucket.segments) if not bucket.held and s.parameter in parameters

@@ -52,7 +52,7 @@ class Overlap:
         self._marks: list[int] | None = None
 
     def abandon(self) -> None:
-        """This step counts no more: the next backward begins a new one."""
+        """Forgets the step at hand: the next backward begins a new one."""
         self._begin()
 
     @property
@@ -61,7 +61,7 @@ class Overlap:
         return self._wanted is True or (self._wanted is None and self._quiet_steps >= self._watched_steps)
 
     def ready(self, parameter: int, marks: list[int]) -> list[BucketSpec]:
-        """Backward has finished a parameter's gradient: the buckets that may leave now.
+        """Returns the buckets that may leave now, when backward has finished a parameter's gradient.
 
         marks: numbers that tell whether a gradient was changed since
         """
@@ -80,7 +80,7 @@ class Overlap:
         return full
 
     def finish(self, marks: list[int], absent: Set[int] = frozenset()) -> tuple[bool, bool]:
-        """`optimizer.step()` begins: whether gradients were changed since backward, and whether drafts still hold.
+        """Ends the step: returns whether gradients were changed since backward, and whether drafts still hold.
 
         absent: the parameters without a gradient; one that backward had made is taken away again
         """

@@ -11,7 +11,7 @@ plain tensor of its own size.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -107,13 +107,13 @@ class WatchedGradient(_Watched, torch.Tensor):
 
 
 def values(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's `.data`, asked for by the session itself."""
-    found: torch.Tensor = _DATA.__get__(tensor)
-    return found
+    """Returns a tensor's `.data`, without a touch."""
+    data: torch.Tensor = _DATA.__get__(tensor)
+    return data
 
 
 def set_values(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Sets a tensor's `.data`, by the session itself."""
+    """Sets a tensor's `.data`, without a touch."""
     _DATA.__set__(tensor, data)
 
 
@@ -132,10 +132,10 @@ def unwatch(parameter: torch.Tensor) -> None:
 
 
 def watched_gradient(view: torch.Tensor, touched: Touched) -> torch.Tensor:
-    """The same memory as a tensor that tells when a script asks for its `.data`."""
-    found = view.as_subclass(WatchedGradient)
-    found.__dict__[_TOUCHED] = touched
-    return found
+    """Returns the same memory as a tensor that tells when a script asks for its `.data`."""
+    watched = view.as_subclass(WatchedGradient)
+    watched.__dict__[_TOUCHED] = touched
+    return watched
 
 
 class Touches:
@@ -150,14 +150,14 @@ class Touches:
         self._given_out: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     def touched(self, index: int, parameter: torch.Tensor, given_out: torch.Tensor | None) -> None:
-        """A script has asked for a parameter's `.data`, or is about to set it."""
+        """Notes that a script has asked for a parameter's `.data`, or is about to set it."""
         if index not in self.before:
             self.before[index] = values(parameter).clone()
         if given_out is not None:
             self._given_out.setdefault(index, []).append(weakref.ref(given_out))
 
-    def landed(self, parameters: dict[int, nn.Parameter]) -> None:
-        """New weights are in the parameters: what the script does from here on counts."""
+    def landed(self, parameters: Mapping[int, torch.Tensor]) -> None:
+        """Takes the values as they are for new weights: what the script does from here on counts."""
         if not self.before and not self._given_out:
             return
         alive = {index: [ref for ref in refs if ref() is not None] for index, refs in self._given_out.items() if refs}

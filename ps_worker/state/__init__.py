@@ -1,7 +1,8 @@
 """A worker's own part of a checkpoint.
 
-checkpoint.py       Going back to a clock: a worker's own part of a checkpoint, caught and put back
-encoding.py         What a worker needs besides the weights to go on from a clock, as values and as bytes
+checkpoint.py       What is captured at a clock, and restored when the job is rolled back to it
 loader_position.py  How far a script's loops over one loader are, and how they go somewhere else
-sender.py           Sends a worker's own part of each checkpoint to the coordinator, beside training
+hooks.py            What those loops tell and ask at each turn, as a protocol that the checkpoint answers
+encoding.py         The state of a worker besides the weights, as values and as bytes
+sender.py           Sends each captured state to the coordinator, beside training
 """

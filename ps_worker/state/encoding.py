@@ -1,8 +1,8 @@
-"""What a worker needs besides the weights to go on from a clock, as values and as bytes.
+"""The state of a worker besides the weights, as values and as bytes.
 
-Place in the data, random states, schedulers, hyper-parameters, and the model's buffers. As bytes it is one safetensors
-file: every tensor by itself, and the rest as JSON in its metadata. Values are written with their type, so that a tuple
-comes back as a tuple; nothing that runs code is ever written or read.
+values  The position in the data, random states, schedulers, hyper-parameters, and the model's buffers.
+bytes   One safetensors file: every tensor by itself, and the rest as JSON in its metadata. Values are written with
+        their type, so that a tuple comes back as a tuple; nothing that runs code is ever written or read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,7 @@ class RandomState:
 
     @staticmethod
     def now(device: torch.device) -> RandomState:
-        """The states as they are. numpy's only where something has imported it."""
+        """Returns the states as they are; numpy's only where something has imported it."""
         numpy = sys.modules.get("numpy")
         return RandomState(
             torch.get_rng_state(),
@@ -50,7 +50,7 @@ class RandomState:
         )
 
     def restore(self, device: torch.device) -> None:
-        """Puts them back."""
+        """Sets all generators to these states."""
         torch.set_rng_state(self.cpu)
         if self.gpu is not None and device.type == "cuda":
             torch.cuda.set_rng_state(self.gpu, device)
@@ -107,6 +107,14 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class ScriptState:
+    """What a script has set, and how far its loops over all loaders are."""
+
+    settings: Settings
+    loaders: list[LoaderState]
+
+
+@dataclass(frozen=True)
 class WorkerState:
     """All of it, at the end of one step.
 
@@ -116,8 +124,7 @@ class WorkerState:
     """
 
     clock: int
-    settings: Settings
-    loaders: list[LoaderState]
+    script: ScriptState
     feeding: int | None
     per_step: int
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -127,16 +134,16 @@ class WorkerState:
 
 
 def encode(state: WorkerState) -> bytes:
-    """The state as bytes. Raises Unsupported for a value of a type that is not known here, saying where it is."""
+    """Returns the state as bytes. Raises Unsupported for a value of an unknown type, saying where it is."""
     tensors: dict[str, torch.Tensor] = {}
-    settings = state.settings
+    settings = state.script.settings
     document = {
         "format": FORMAT,
         "clock": state.clock,
         "random": _random(settings.random, tensors),
         "stateful": plain(settings.stateful, tensors, "state"),
         "groups": plain(settings.groups, tensors, "groups"),
-        "loaders": [_place(place, tensors) for place in state.loaders],
+        "loaders": [_loader(loader, tensors) for loader in state.script.loaders],
         "feeding": state.feeding,
         "per_step": state.per_step,
         "held": sorted(state.tensors),
@@ -149,19 +156,19 @@ def _random(state: RandomState, tensors: dict[str, torch.Tensor]) -> Any:
     return plain([state.cpu, state.gpu, state.python, state.numpy], tensors, "random state")
 
 
-def _place(place: LoaderState, tensors: dict[str, torch.Tensor]) -> Any:
-    start = place.start
-    found = [place.begun, place.going, place.taken, place.generator]
-    began = (
-        None
-        if start is None
-        else [_random(start.random, tensors), plain([start.generator, start.share, start.epoch], tensors)]
-    )
-    return [plain(found, tensors), began]
+def _loader(loader: LoaderState, tensors: dict[str, torch.Tensor]) -> Any:
+    position, start = [loader.begun, loader.going, loader.taken, loader.generator], loader.start
+    if start is None:
+        return [plain(position, tensors), None]
+    random_state = _random(start.random, tensors)
+    return [
+        plain(position, tensors),
+        [random_state, plain([start.generator, start.share, start.epoch], tensors)],
+    ]
 
 
 def plain(value: Any, tensors: dict[str, torch.Tensor], where: str = "state") -> Any:
-    """A value as JSON can hold it; tensors go into `tensors`. Raises Unsupported for other types than Python's own."""
+    """Returns a value as JSON can hold it; tensors go into `tensors`. Raises Unsupported for any but Python's types."""
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, float):
@@ -184,13 +191,13 @@ def plain(value: Any, tensors: dict[str, torch.Tensor], where: str = "state") ->
 
 
 def copied(value: Any, where: str = "state") -> Any:
-    """A deep copy, with tensors on the host. Raises Unsupported as `plain` does."""
+    """Returns a deep copy, with tensors on the host. Raises Unsupported as `plain` does."""
     tensors: dict[str, torch.Tensor] = {}
     return value_of(plain(value, tensors, where), tensors.__getitem__)
 
 
 def decode(data: bytes) -> WorkerState:
-    """The state that bytes hold. Raises InvalidRequest if they do not hold one."""
+    """Returns the state that bytes hold. Raises InvalidRequest if they do not hold one."""
     try:
         text = description(data)
         tensors = load(data)
@@ -204,12 +211,14 @@ def decode(data: bytes) -> WorkerState:
 
         return WorkerState(
             clock=_whole(document["clock"]),
-            settings=Settings(
-                _random_of(read(document["random"])),
-                list(read(document["stateful"])),
-                _groups_of(read(document["groups"])),
+            script=ScriptState(
+                Settings(
+                    _random_of(read(document["random"])),
+                    list(read(document["stateful"])),
+                    _groups_of(read(document["groups"])),
+                ),
+                [_loader_of(loader, read) for loader in document["loaders"]],
             ),
-            loaders=[_place_of(place, read) for place in document["loaders"]],
             feeding=None if document["feeding"] is None else _whole(document["feeding"]),
             per_step=_whole(document["per_step"]),
             tensors={_whole(index): tensors[f"{HELD}{index}"] for index in document["held"]},
@@ -219,16 +228,16 @@ def decode(data: bytes) -> WorkerState:
 
 
 def description(data: bytes) -> str:
-    """The JSON beside the tensors of a file. Raises ValueError, KeyError or TypeError if there is none."""
+    """Returns the JSON beside the tensors of a file. Raises ValueError, KeyError or TypeError if there is none."""
     size = int.from_bytes(data[:8], "little")
-    found = json.loads(data[8 : 8 + size])["__metadata__"][KEY]
-    if not isinstance(found, str):
+    text = json.loads(data[8 : 8 + size])["__metadata__"][KEY]
+    if not isinstance(text, str):
         raise ValueError("it has no description")
-    return found
+    return text
 
 
-def value_of(value: Any, tensor: Any, depth: int = 0) -> Any:
-    """What `plain` made JSON of. Raises ValueError for anything else."""
+def value_of(value: Any, tensor: Callable[[str], torch.Tensor], depth: int = 0) -> Any:
+    """Returns what `plain` made JSON of; `tensor` finds one by its name. Raises ValueError for anything else."""
     if type(value) in _SCALARS and not isinstance(value, float):
         return value
     if not isinstance(value, dict) or len(value) != 1 or depth > MOST_DEPTH:
@@ -274,14 +283,14 @@ def _random_of(value: Any) -> RandomState:
     return RandomState(cpu, None if gpu is None else _tensor(gpu), python, numpy)
 
 
-def _place_of(value: Any, read: Any) -> LoaderState:
-    place, began = value
-    begun, going, taken, generator = read(place)
+def _loader_of(value: Any, read: Callable[[Any], Any]) -> LoaderState:
+    position, pass_start = value
+    begun, going, taken, generator = read(position)
     start = None
-    if began is not None:
-        own, share, epoch = read(began[1])
+    if pass_start is not None:
+        own, share, epoch = read(pass_start[1])
         share = None if share is None else (int(share[0]), int(share[1]))
-        start = PassStart(_random_of(read(began[0])), own, share, None if epoch is None else _whole(epoch))
+        start = PassStart(_random_of(read(pass_start[0])), own, share, None if epoch is None else _whole(epoch))
     if going and (start is None or begun == 0):
         raise ValueError("a pass is under way that never began")
     return LoaderState(_whole(begun), bool(going), _whole(taken), start, generator)

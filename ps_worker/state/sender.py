@@ -18,7 +18,7 @@ LEAVING_SECONDS = 5.0
 
 
 class StateSender:
-    """Keeps on trying while the worker is in the job, also from a place that follows the one of then."""
+    """Repeats each send while the worker is in the job, also from a place that follows the one of then."""
 
     def __init__(self, coordinator: CoordinatorClient, members: Membership) -> None:
         self._coordinator = coordinator
@@ -28,7 +28,7 @@ class StateSender:
         self._last: Future[None] | None = None
 
     def send(self, clock: int, state: bytes) -> None:
-        """Has the state of a clock sent; returns at once."""
+        """Sends the state of a clock; returns at once."""
         place = self._members.place
         assert place is not None
         restored = place.restore_count

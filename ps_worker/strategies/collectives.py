@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded, Unsupported
-from ps_runtime.channel import MAX_BUCKET_BYTES
+from ps_protocol.job import MAX_BUCKET_BYTES
 from ps_worker.state.encoding import KEY, description, plain, value_of
 
 FORMAT = 1
@@ -42,9 +42,9 @@ class Exchange(Protocol):
         """This worker's rank."""
 
     def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
-        """The values of all that take part, by rank, ascending; blocks until each has given its own. Raises PSError.
+        """Returns the values of all workers that take part, by rank, ascending; blocks until each has given its own.
 
-        what: the call, for messages
+        what: the call, for messages. Raises PSError
         """
 
 
@@ -62,10 +62,10 @@ class Collectives:
         leaves = _leaves(x)
         for name, leaf in leaves.items():
             _check_leaf(name, leaf)
-        found = self._gather("mean", [float(weight), x])
-        weights = {rank: _weight(rank, content) for rank, content in found.items()}
-        given = {rank: _leaves(content[1]) for rank, content in found.items()}
-        kinds = {rank: _kinds(content[1]) for rank, content in found.items()}
+        contents = self._gather("mean", [float(weight), x])
+        weights = {rank: _weight(rank, content) for rank, content in contents.items()}
+        given = {rank: _leaves(content[1]) for rank, content in contents.items()}
+        kinds = {rank: _kinds(content[1]) for rank, content in contents.items()}
         _same("session.mean got values that differ between workers", kinds, _kinds(x))
         if not any(weights.values()):
             raise InvalidRequest("session.mean: the weights of all workers are 0")
@@ -83,19 +83,19 @@ class Collectives:
             raise InvalidRequest(f"session.broadcast: a source is a rank from 0, got {source!r}")
         device = self._device_for(x)
         while True:
-            mine = [x] if self._exchange.rank == source else None
-            found = self._gather(f"broadcast from worker {source}", mine, device)
-            given = found.get(source)
+            own = [x] if self._exchange.rank == source else None
+            contents = self._gather(f"broadcast from worker {source}", own, device)
+            given = contents.get(source)
             if isinstance(given, list) and len(given) == 1:
                 return given[0]
-            source = min(found)  # the source takes no part: all know that now, and ask the same worker
+            source = min(contents)  # the source takes no part: all know that now, and ask the same worker
 
     def barrier(self) -> None:
         """See Session.barrier."""
         self._gather("barrier", None)
 
     def _gather(self, call: str, value: Any, device: torch.device | None = None) -> dict[int, Any]:
-        """What every worker gave to the same call, by rank."""
+        """Returns what every worker gave to the same call, by rank."""
         data = _packed(call, value)
         read = {rank: _unpacked(rank, one, device) for rank, one in self._exchange.exchange(data, call).items()}
         calls = {rank: f"session.{name}" for rank, (name, _) in read.items()}
@@ -103,12 +103,12 @@ class Collectives:
         return {rank: content for rank, (_, content) in read.items()}
 
     def _device_for(self, x: Any) -> torch.device:
-        """That of the first tensor in a value; the session's where there is none."""
+        """Returns the device of the first tensor in a value; the session's where there is none."""
         if isinstance(x, torch.Tensor):
             return x.device
         inside = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
-        tensors = (one.device for one in inside if isinstance(one, torch.Tensor))
-        return next(tensors, self._device)
+        devices = (leaf.device for leaf in inside if isinstance(leaf, torch.Tensor))
+        return next(devices, self._device)
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------

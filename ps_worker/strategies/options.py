@@ -1,36 +1,43 @@
-"""What a job on a parameter server is, as `prepare` was told."""
+"""How models are trained, as `prepare` was told. Which job it is: ps_worker/cluster/participation.py."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from ps_protocol.codecs import WIRE_FORMATS
+from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import NonFinite
-from ps_protocol.modes import Consistency
-from ps_runtime.launch_id import UNKNOWN, LaunchId
-from ps_worker.cluster.connection import ConnectionOptions
 
 
 @dataclass(frozen=True)
-class JobOptions:
-    """What a job on a parameter server is, besides model and optimizer.
+class PrepareOptions:
+    """How models are trained: what `prepare` was told.
 
     bucket_bytes: of a full bucket; None: what the job has, or the server chooses
-    start_timeout: seconds to wait until all declared workers have joined
-    link:    how shards, and the coordinator at `server`, are reached
-    overlap: whether full buckets leave while backward runs; None: once the script was seen to allow it
-    launch:  what started this worker
+    overlap:      whether full buckets leave while backward runs; None: once the script was seen to allow it
+    ddp:          arguments for DistributedDataParallel
     """
 
-    server: str
-    job: str
-    consistency: Consistency
-    rank: int | None
-    world_size: int
-    bucket_bytes: int | None
-    non_finite: NonFinite
-    gradient_wire: str
-    weight_wire: str
-    start_timeout: float
-    link: ConnectionOptions
-    overlap: bool | None
-    launch: LaunchId = UNKNOWN
+    bucket_bytes: int | None = None
+    non_finite: NonFinite = NonFinite.REFUSE
+    gradient_wire: str = "float32"
+    weight_wire: str = "float32"
+    overlap: bool | None = None
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+
+
+def non_finite_policy(name: str) -> NonFinite:
+    """Returns the policy of that name. Raises InvalidRequest if there is none."""
+    try:
+        return NonFinite(name)
+    except ValueError:
+        raise InvalidRequest(f"non_finite must be 'refuse', 'skip' or 'allow', got {name!r}") from None
+
+
+def wire_format(name: str) -> str:
+    """Returns the name of a wire format. Raises InvalidRequest if it is none."""
+    if name not in WIRE_FORMATS:
+        raise InvalidRequest(f"a wire format is one of {', '.join(WIRE_FORMATS)}, got {name!r}")
+    return name

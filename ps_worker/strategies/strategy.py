@@ -1,63 +1,79 @@
-"""The three ways to train behind one face: alone, with DDP, or on a parameter server."""
+"""What a session asks of the way it trains. A further way is one more class like this, in a file of its own.
+
+made       by `connect`, for one mode; it talks to no server yet
+prepare    takes the models and their optimizers, and joins the other workers. The optimizers that it returns are the
+           rest of the training: `step` trains, `state_dict` and `load_state_dict` take optimizer state out and in,
+           `add_param_group` unfreezes parameters
+loaders    each worker gets its share of the data
+state      schedulers and the like go back to a checkpoint together with the job
+exchange   the one collective: mean, gather, broadcast and barrier are made of it (collectives.py)
+close      leaves; the models stay as they are
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
+
+from ps_worker.strategies.options import PrepareOptions
 
 # What a script trains with: models and optimizers, in the order in which it has handed them over.
 Prepared = tuple[Sequence[nn.Module], Sequence[torch.optim.Optimizer]]
 
 
+class Batches(Protocol):
+    """A loader as a script uses it; all else is the user's own loader's."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields this worker's batches of one pass, on the session's device."""
+
+    def __len__(self) -> int:
+        """Returns how many batches a pass has for this worker."""
+
+
 class Strategy(Protocol):
-    """What a session asks of the way it trains."""
+    """One way to train, for one session. Methods raise PSError and are for the thread that trains, but `close`."""
 
     @property
     def rank(self) -> int:
-        """This worker's rank."""
+        """This worker's rank; 0 while it has none yet."""
 
     @property
     def world_size(self) -> int:
-        """How many workers take part now."""
-
-    def share(self) -> tuple[int, int]:
-        """Which share of the data is this worker's now, as (index, how many shares)."""
-
-    def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Prepared:
-        """The models and the optimizers to train with. Blocks until all declared workers are there."""
+        """How many workers take part: declared, or live now."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the worker that does what one is to do."""
+        """Whether this worker logs and saves for all. Raises InvalidRequest as long as that cannot be known."""
+
+    @property
+    def clock(self) -> int:
+        """Steps finished."""
+
+    def prepare(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
+    ) -> Prepared:
+        """Returns the models and the optimizers to train with. Blocks until all declared workers have joined."""
+
+    def prepare_loader(self, loader: DataLoader[Any], seed: int) -> Batches:
+        """Returns the loader with this worker's share of its data; `seed` is that of the shuffle."""
+
+    def keep(self, things: Sequence[Any]) -> None:
+        """Ends a call of `Session.prepare`. `things`: what else it was given, each with a state (schedulers)."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns a context in which backward passes only add to the gradients."""
 
     def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
-        """The values of all that take part, by rank, ascending; see collectives.Exchange."""
+        """Returns the values of all workers that take part, by rank, ascending; blocks until each has given its own.
+
+        what: the call, for messages
+        """
 
     def close(self) -> None:
-        """Leaves cleanly; may be called more than once."""
-
-
-class Single:
-    """One process, nothing else: the reference that every other way is compared with."""
-
-    rank = 0
-    world_size = 1
-    is_main = True
-
-    def share(self) -> tuple[int, int]:
-        """All of it."""
-        return 0, 1
-
-    def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Prepared:
-        """All as they are."""
-        return models, optimizers
-
-    def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
-        """Its own."""
-        return {0: value}
-
-    def close(self) -> None:
-        """Nothing is open."""
+        """Leaves cleanly; may be called more than once, and by another thread while `prepare` waits."""

@@ -12,17 +12,19 @@ import grpc
 import pytest
 
 from ps_protocol.convert import job_spec_message
-from ps_protocol.errors import Backlogged, Forbidden, InvalidRequest, LimitExceeded, NotFound, PSError, error_from
+from ps_protocol.errors import Backlogged, Forbidden, InvalidRequest, LimitExceeded, NotFound, PSError
 from ps_protocol.framing import read_message, write_message
 from ps_protocol.v1 import control_pb2, data_pb2
 from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub, ShardServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access
+from ps_runtime.status import error_from
+from ps_server.config import ServerConfig
 from ps_server.core.commands import AddWorker
 from ps_server.core.limits import Limits
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import Push, PushKind
-from ps_server.server import Server, ServerConfig
+from ps_server.server import Server
 from tests.tools.cluster import Cluster
 from tests.tools.fuzzing import JOB, KEY, SPEC, WORKER, Target
 

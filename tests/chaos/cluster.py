@@ -29,10 +29,10 @@ from ps_protocol.modes import parse_mode
 from ps_protocol.tensors import tensor_from
 from ps_server.ops.status import fetch
 from ps_worker.cluster import convert
-from ps_worker.cluster.convert import Identity, Pulled
+from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.coordinator import CoordinatorClient
-from ps_worker.cluster.transports import ShardCalls
 from ps_worker.model.job_spec import describe
+from ps_worker.values import Identity, PulledBucket
 from tests.chaos.oracle import Cells
 from tests.chaos.worker import Task
 
@@ -284,7 +284,7 @@ def read_weights(task: Task) -> tuple[torch.Tensor, tuple[int, ...]]:
     buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
     view = torch.zeros(task.shape.buckets, task.shape.rows, 1 + task.shape.columns)
 
-    def land(bucket: BucketSpec, pulled: Pulled) -> int:
+    def land(bucket: BucketSpec, pulled: PulledBucket) -> int:
         values = tensor_from(pulled.payload, "float32")
         view[parameter_of(bucket)] = values[: view[0].numel()].view(view[0].shape)
         return len(pulled.payload)

@@ -28,8 +28,8 @@ from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.v1 import control_pb2
+from ps_server.config import parse_every
 from ps_server.coordinator.checkpoints import JobCheckpoints
-from ps_server.coordinator.policy import parse_every
 from ps_server.coordinator.timing import Timing
 from ps_server.core.commands import RestoreSnapshot
 from ps_server.core.consistency import Live, UpdateRule
@@ -38,9 +38,9 @@ from ps_server.core.partition import Bucket, JobPartition
 from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, extent
 from ps_server.storage.checkpoints import CheckpointStore, Manifest, WorkerPart
 from ps_server.storage.export import export, optimizer_state_dict
-from tests.launch.test_cli import END_SECONDS, Command
-from tests.protocol.test_optimizers import UNUSUAL, make
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
+from tests.tools.launching import END_SECONDS, Command
+from tests.tools.optimizers import UNUSUAL, make
 from tests.tools.raw_worker import RawWorker, vector_job
 
 MakeCluster = Callable[..., Cluster]

@@ -12,9 +12,9 @@ from ps_protocol.errors import OutOfOrder
 from ps_server.core.snapshot import Part
 from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
-from tests.cluster.test_recovery import CELLS, keep, set_back, train
 from tests.tools.cluster import Cluster, until
 from tests.tools.raw_worker import RawWorker, vector_job
+from tests.tools.rollbacks import CELLS, join_again, make_checkpoint, train
 
 MakeCluster = Callable[..., Cluster]
 
@@ -32,14 +32,14 @@ def test_of_a_worker_that_joined_after_the_checkpoint_only_its_own_steps_are_los
     with RawWorker(cluster.address, spec, 0) as zero:
         zero.initialise()
         train(zero, 50)
-        assert keep(cluster, zero) == 50
+        assert make_checkpoint(cluster, zero) == 50
         with RawWorker(cluster.address, spec, 1) as one:
             assert one.clock == 50
             train(zero, 4)
             train(one, 3)
             cluster.start_again(1)
-            set_back(zero)
-            set_back(one)
+            join_again(zero)
+            join_again(one)
             assert lost(cluster) == 4 + 3
 
 
@@ -52,10 +52,10 @@ def test_what_a_dead_worker_had_done_since_its_last_heartbeat_is_lost_too_and_co
     with RawWorker(cluster.address, spec, 0) as zero, RawWorker(cluster.address, spec, 1) as one:
         zero.initialise()
         train(one, 2)
-        assert keep(cluster, zero, one) == 2
+        assert make_checkpoint(cluster, zero, one) == 2
         train(one, 5)  # and never says so to the coordinator
         cluster.start_again(1)
-        set_back(zero)
+        join_again(zero)
 
         def counted() -> bool:
             zero.heartbeat()
@@ -72,11 +72,11 @@ def test_a_dead_worker_is_counted_once_however_often_shards_die_after_it(
     spec = vector_job("job", "async", CELLS, 2)
     with RawWorker(cluster.address, spec, 0) as zero, RawWorker(cluster.address, spec, 1) as one:
         zero.initialise()
-        assert keep(cluster, zero, one) == 0
+        assert make_checkpoint(cluster, zero, one) == 0
         train(one, 3)
         for _ in range(2):
             cluster.start_again(1)
-            set_back(zero)
+            join_again(zero)
 
             def counted() -> bool:
                 zero.heartbeat()
@@ -91,12 +91,12 @@ def test_a_shard_that_held_nothing_has_lost_nothing(make_cluster: MakeCluster, t
     with RawWorker(cluster.address, vector_job("job", "async", 16, 1), 0) as worker:
         worker.initialise()
         assert worker.shard_of == [0]
-        assert keep(cluster, worker) == 0
+        assert make_checkpoint(cluster, worker) == 0
         for _ in range(3):
             worker.step(-torch.ones(16))
         assert torch.equal(worker.pull(), torch.full((16,), 3.0))
         cluster.start_again(1)
-        set_back(worker)
+        join_again(worker)
         assert torch.equal(worker.pull(), torch.full((16,), 3.0))
         assert lost(cluster) == 0
 
@@ -108,11 +108,11 @@ def test_a_job_with_fewer_buckets_than_shards_has_checkpoints_too(make_cluster: 
         for _ in range(2):
             worker.step(-torch.ones(16))
         assert torch.equal(worker.pull(), torch.full((16,), 2.0))
-        assert keep(cluster, worker) == 2
+        assert make_checkpoint(cluster, worker) == 2
         store = CheckpointStore(tmp_path)
         assert store.manifest("job", store.names("job")[-1]).versions == (2, 2)
         cluster.start_again(0)
-        set_back(worker)
+        join_again(worker)
         assert torch.equal(worker.pull(), torch.full((16,), 2.0))
 
 
@@ -153,7 +153,7 @@ def test_a_checkpoint_that_is_all_written_when_its_job_is_set_back_is_none(
     with RawWorker(cluster.address, vector_job("job", "sync", CELLS, 1), 0) as worker:
         worker.initialise()
         train(worker, 2)
-        assert keep(cluster, worker) == 2
+        assert make_checkpoint(cluster, worker) == 2
         store = CheckpointStore(tmp_path)
         assert given_up[0] not in store.names("job")
         assert store.names("job") == [max(path.name for path in (tmp_path / "job").iterdir())]

@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader
 import ps_worker
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.metrics import LATENCY_BUCKETS
+from ps_server.config import ServerConfig
 from ps_server.ops import status
-from ps_server.server import Server, ServerConfig
+from ps_server.server import Server
 from ps_server.shard.metrics import STALENESS_BUCKETS
 from ps_worker import Session
 from ps_worker.metrics import PHASES, StepTimer

@@ -9,11 +9,12 @@ import grpc
 import pytest
 import torch
 
-from ps_protocol.errors import InvalidRequest, NotFound, NotShared, OutOfOrder, PSError, UnknownWorker, error_from
+from ps_protocol.errors import InvalidRequest, NotFound, NotShared, OutOfOrder, PSError, UnknownWorker
 from ps_protocol.segment_layout import SegmentMap, segment_plan
 from ps_protocol.v1 import data_pb2
 from ps_protocol.v1.data_pb2_grpc import DataServiceStub
 from ps_runtime.channel import open_channel
+from ps_runtime.status import error_from
 from ps_worker.cluster.shared_memory import LocalSegment
 from tests.tools.cluster import Cluster, until
 from tests.tools.raw_worker import CALL_SECONDS, RawWorker, vector_job

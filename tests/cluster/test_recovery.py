@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,55 +17,9 @@ from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.raw_worker import RawWorker, vector_job
+from tests.tools.rollbacks import CELLS, join_again, make_checkpoint, step, train
 
 MakeCluster = Callable[..., Cluster]
-CELLS = 64  # four buckets of 16, on two shards
-
-
-def keep(cluster: Cluster, *workers: RawWorker) -> int:
-    """Has a checkpoint made while these workers do nothing but send their state; its clock."""
-    with ThreadPoolExecutor(1) as pool:
-        made = pool.submit(cluster.coordinator.job(workers[0].spec.name).checkpoint)
-
-        def done() -> bool:
-            for worker in workers:
-                worker.heartbeat()
-                worker.save_state(worker.clock, b"state of %d" % worker.clock)
-            return made.done()
-
-        until(done, "the checkpoint")
-        return made.result().clock
-
-
-def step(worker: RawWorker, value: float = -1.0) -> torch.Tensor:
-    """One step with the same gradient in every cell, and the weights after it."""
-    worker.step(torch.full((CELLS,), value))
-    return worker.pull()
-
-
-def train(worker: RawWorker, steps: int) -> torch.Tensor:
-    for _ in range(steps):
-        found = step(worker)
-        if worker.clock in worker.flagged:
-            worker.save_state(worker.clock, f"state of {worker.clock}".encode())
-    return found
-
-
-def set_back(worker: RawWorker) -> None:
-    """Until the servers have told the worker that it has to join again, and it has."""
-
-    def told() -> bool:
-        try:
-            worker.heartbeat()
-        except UnknownWorker:
-            return True
-        except TryLater:
-            pass  # the coordinator itself is away
-        return False
-
-    until(told, "being told to join again")
-
-    worker.joined = worker.join()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -80,7 +33,7 @@ def test_in_sync_a_job_goes_back_to_the_one_clock_of_its_checkpoint(
         until(lambda: train(worker, 1) is not None and len(store.names("job")) == 2, "two checkpoints")
         before = worker.clock
         cluster.start_again(which)
-        set_back(worker)
+        join_again(worker)
         clock = store.manifest("job", store.names("job")[-1]).clock
         assert clock % 4 == 0
         assert worker.clock == clock
@@ -101,10 +54,10 @@ def test_without_a_common_clock_the_others_keep_theirs_and_what_is_lost_is_count
     with RawWorker(cluster.address, vector_job("job", mode, CELLS, 1), 0) as worker:
         worker.initialise()
         train(worker, 3)
-        assert keep(cluster, worker) == 3
+        assert make_checkpoint(cluster, worker) == 3
         train(worker, 4)
         cluster.start_again(1)
-        set_back(worker)
+        join_again(worker)
         assert worker.clock == 7
         found = worker.pull()
         mine = torch.cat([torch.full((16,), float(shard)) for shard in worker.shard_of])
@@ -127,7 +80,7 @@ def test_a_job_goes_on_on_another_number_of_shards(
     for _ in range(3):
         in_parallel(2, lambda rank: step(workers[rank]))
     last = workers[0].pull()
-    assert keep(first, *workers) == 3
+    assert make_checkpoint(first, *workers) == 3
     first.stop()
     first.servers.clear()
 
@@ -146,7 +99,7 @@ def test_a_restored_job_has_to_be_the_same(make_cluster: MakeCluster, tmp_path: 
     with RawWorker(cluster.address, vector_job("job", "sync", CELLS, 1), 0) as worker:
         worker.initialise()
         train(worker, 1)
-        keep(cluster, worker)
+        make_checkpoint(cluster, worker)
         worker.leave()
     with pytest.raises(JobMismatch, match=r"differs from its checkpoint 00000\d: parameter 'cells' has shape"):
         RawWorker(cluster.address, vector_job("job", "sync", CELLS + 1, 1), 0)
@@ -190,13 +143,13 @@ def test_the_workers_wait_for_each_other_after_the_job_was_set_back(make_cluster
     with RawWorker(cluster.address, spec, 0) as zero, RawWorker(cluster.address, spec, 1) as one:
         zero.initialise()
         in_parallel(2, lambda rank: step((zero, one)[rank]))
-        assert keep(cluster, zero, one) == 1
+        assert make_checkpoint(cluster, zero, one) == 1
         cluster.start_again(1)
-        set_back(zero)
+        join_again(zero)
         job = cluster.coordinator.jobs()["job"]
         assert job.members.roster() == ([0], 2, False), "one of two is back"
         assert "waits for workers 1 to join again" in status.table(status.fetch(cluster.address))
-        set_back(one)
+        join_again(one)
         assert job.members.roster() == ([0, 1], 2, True)
 
 
@@ -208,9 +161,9 @@ def test_a_worker_that_does_not_come_back_is_waited_for_no_longer_than_its_lease
     with RawWorker(cluster.address, spec, 0) as zero, RawWorker(cluster.address, spec, 1) as one:
         zero.initialise()
         in_parallel(2, lambda rank: step((zero, one)[rank]))
-        keep(cluster, zero, one)
+        make_checkpoint(cluster, zero, one)
         cluster.start_again(1)
-        set_back(zero)
+        join_again(zero)
         job = cluster.coordinator.jobs()["job"]
 
         def alone() -> bool:
@@ -234,7 +187,8 @@ def test_who_comes_back_to_a_place_that_was_taken_is_refused(make_cluster: MakeC
 
 def test_the_coordinator_comes_back_and_its_workers_notice_nothing(make_cluster: MakeCluster, tmp_path: Path) -> None:
     """The coordinator alone in its process: no shard is lost with it."""
-    from ps_server.server import Server, ServerConfig
+    from ps_server.config import ServerConfig
+    from ps_server.server import Server
 
     directory = tmp_path / "checkpoints"
     alone = Server(ServerConfig(shard_count=1, checkpoint_dir=directory, lease=20.0))
@@ -273,14 +227,14 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before_it_and_that_is_said_and
         worker.initialise()
         for _ in range(2):
             train(worker, 2)
-            keep(cluster, worker)
+            make_checkpoint(cluster, worker)
         last = CheckpointStore(tmp_path).names("job")[-1]
         file = tmp_path / "job" / last / "shard-1.safetensors"
         data = bytearray(file.read_bytes())
         data[-3] ^= 4
         file.write_bytes(data)
         cluster.start_again(1)
-        set_back(worker)
+        join_again(worker)
         assert worker.clock == 2
         assert f"checkpoint {last} cannot be used, trying the one before" in caplog.text
         assert "SHA-256" in caplog.text
@@ -293,11 +247,11 @@ def test_pushes_of_before_reach_nothing_after_the_job_was_set_back(make_cluster:
     with RawWorker(cluster.address, vector_job("job", "sync", CELLS, 1), 0) as worker:
         worker.initialise()
         train(worker, 2)
-        keep(cluster, worker)
+        make_checkpoint(cluster, worker)
         train(worker, 1)
         late = [worker.message(bucket, 3, b"\x00\x00\x80\xbf" * 16) for bucket in worker.trained]
         cluster.start_again(1)
-        set_back(worker)
+        join_again(worker)
         for message in late:
             with pytest.raises(UnknownWorker):
                 worker.send(message)

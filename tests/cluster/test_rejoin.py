@@ -23,11 +23,10 @@ import ps_worker
 from ps_protocol.errors import Fenced, NotFound
 from ps_server.ops import status
 from ps_worker import Session
-from tests.tools.cable import Cable
+from tests.tools.cable import LEASE, Cable, live, lose, session_at
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.raw_worker import RawWorker
 
-LEASE = 2.0
 CELLS = 64
 BUCKET_BYTES = 64
 MODES = ["sync", "ssp:2", "async"]
@@ -81,18 +80,6 @@ class Worker:
         return scrape(self.session.metrics_address)[f"ps_worker_{name}_total"]
 
 
-def live(cluster: Cluster, job: str = "default") -> dict[int, int]:
-    """By rank, the incarnations that the coordinator counts as live."""
-    known = cluster.coordinator.jobs().get(job)
-    return {} if known is None else {member.rank: member.incarnation for member in known.members.all()}
-
-
-def lose(cluster: Cluster, cable: Cable, rank: int = 0) -> None:
-    """Cuts a worker off until its lease is over."""
-    cable.cut()
-    until(lambda: rank not in live(cluster), "the lease runs out")
-
-
 # -- partitions ------------------------------------------------------------------------------------------------------
 
 
@@ -144,10 +131,6 @@ def test_a_worker_that_was_cut_off_takes_its_place_again_and_goes_on(
         assert torch.equal(*trained), "after the same step all have the same weights"
 
 
-def session_at(address: str, mode: str, rank: int, transport: str = "auto", world_size: int = 2) -> Session:
-    return ps_worker.connect(address, mode, rank=rank, world_size=world_size, transport=transport)
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("mode", ["sync", "ssp:0"])
 def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
@@ -158,7 +141,7 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
     sessions: list[Session] = []
 
     def acknowledged() -> bool:
-        pushed = list(sessions[0]._strategy._pushed)  # type: ignore[union-attr]
+        pushed = list(sessions[0]._strategy._training._pushed)  # type: ignore[attr-defined]
         return len(pushed) == 8 and all(push.done() for push in pushed)
 
     def work(which: int) -> None:

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from ps_protocol.errors import TryLater, UnknownWorker
+from ps_runtime import retry
 from ps_server.core.consistency import UpdateRule
 from ps_server.core.membership import JoinRequest
 from ps_server.storage.checkpoints import CheckpointStore
-from ps_worker.cluster import coordinator
 from tests.chaos.oracle import Cells, Life, Rules, Shape, Violation, Witness, judge, too_stale
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.oracle_run import Run
@@ -31,8 +31,8 @@ SHAPE = Shape(buckets=4, rows=4, columns=7)
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that fails is soon made again, so that a test can have many of them."""
-    monkeypatch.setattr(coordinator, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(coordinator, "LONGEST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(retry, "LONGEST_PAUSE_SECONDS", 0.02)
 
 
 def train(cluster: Cluster, mode: str, transport: str) -> list[Violation]:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -23,66 +22,13 @@ from torch import nn
 import ps_server.cli
 import ps_worker.cli
 from ps_server.ops import status
-from ps_server.ops.probe import is_serving
+from ps_server.ops.status import is_serving
 from tests.tools.cluster import Cluster, scrape, until
-from tests.tools.launching import run, script
+from tests.tools.launching import END_SECONDS, Command, run, script
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "train_everything.py")
-END_SECONDS = 30.0
 FOR_EVER = "1000000000"
-
-
-class Command:
-    """A running command, with everything it has printed so far."""
-
-    def __init__(self, directory: Path, *arguments: str, **variables: str) -> None:
-        self._out, self._err = directory / "out", directory / "err"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **variables}
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment
-            )
-        self._family: list[psutil.Process] = []
-
-    @property
-    def out(self) -> str:
-        return self._out.read_text()
-
-    @property
-    def err(self) -> str:
-        return self._err.read_text()
-
-    def says(self, pattern: str, count: int = 1) -> list[str]:
-        """Waits until it has printed a line like this `count` times; what the pattern's group caught."""
-
-        def found() -> list[str]:
-            assert self.process.poll() is None or len(re.findall(pattern, self.out)) >= count, self.err
-            matches = re.findall(pattern, self.out)
-            return matches if len(matches) >= count else []
-
-        return until(found, f"{pattern!r} in the output")
-
-    def family(self) -> list[psutil.Process]:
-        """The processes it has started, and theirs."""
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def end(self, number: int) -> int:
-        """Sends a signal, waits for the end of the command and all it has started, and returns its exit code."""
-        family = self.family()
-        assert family
-        self.process.send_signal(number)
-        code = self.process.wait(END_SECONDS)
-        _, orphans = psutil.wait_procs(family, timeout=END_SECONDS)
-        assert not orphans, f"left behind: {orphans}"
-        return code
-
-    def clean_up(self) -> None:
-        """Leaves nothing behind if a test fails half-way."""
-        if self.process.poll() is None:
-            for process in [*self.family(), psutil.Process(self.process.pid)]:
-                process.kill()
-            self.process.wait()
 
 
 Start = Callable[..., Command]
@@ -341,6 +287,22 @@ def test_help_is_there_at_once() -> None:
         [sys.executable, "-c", check], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
     )
     assert found.stdout == "False\n", "torch takes seconds to import"
+
+
+@pytest.mark.parametrize("module", ["ps_server.cli", "ps_server.server", "ps_worker.cli", "ps_worker.session"])
+def test_what_grpc_reads_from_the_environment_is_set_when_it_is_imported(module: str) -> None:
+    check = (
+        "import os, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'grpc':\n"
+        "            print(os.environ.get('GRPC_ENABLE_FORK_SUPPORT'), os.environ.get('GRPC_VERBOSITY'))\n"
+        f"sys.meta_path.insert(0, Watch())\nimport {module}, grpc"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    command = [sys.executable, "-c", check]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60, check=True)
+    assert done.stdout == "0 ERROR\n"
 
 
 # -- starting workers ------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from ps_server.coordinator.state_file import StateFile
 from ps_server.core.membership import JoinRequest
 from ps_server.ops import status
 from ps_worker import Session
-from tests.launch.test_cli import Command
 from tests.tools.cluster import Cluster, in_parallel, until
+from tests.tools.launching import Command
 
 ROOT = Path(__file__).parents[2]
 END_SECONDS = 60.0

@@ -14,12 +14,14 @@ import ps_worker
 import ps_worker.cli
 from ps_launch.workers import Launch, worker_environment
 from ps_protocol.errors import InvalidRequest
-from ps_runtime.launch_id import LAUNCH_ID, LAUNCH_RANKS
-from ps_runtime.settings import CommandLine
-from ps_runtime.variables import KNOWN, unknown_variables
+from ps_runtime.command_line import CommandLine
+from ps_runtime.launch_id import LAUNCH_ID, LAUNCH_RANKS, LAUNCHED, STARTED_FILE
+from ps_runtime.settings import KNOWN_VARIABLES, as_variables, unknown_variables
+from ps_server.config import SETTINGS as SERVER_SETTINGS
+from ps_server.config import ServerConfig, config_of
+from ps_server.core.limits import Limits
 from ps_server.failpoints import VARIABLE as FAILPOINTS
 from ps_worker.config import OWN_SETTINGS, SETTINGS, WorkerConfig, resolve
-from ps_worker.launched import LAUNCHED, STARTED_FILE
 
 # What each setting takes and refuses: (text, what WorkerConfig has then), and texts that are refused.
 REFUSED_NUMBERS = ("many", "-1", "1.5", "1e3", "٣")
@@ -153,6 +155,63 @@ def test_a_variable_that_kubernetes_set_is_named_with_what_to_do(
     assert found.port == 7, "a flag comes before its variable, whatever that holds"
 
 
+# -- the servers' settings -------------------------------------------------------------------------------------------
+
+FLAGS = (
+    *("--host=::1", "--port=7", "--metrics-host=localhost", "--metrics-port=0", "--lease=2.5", "--apply-threads=3"),
+    *("--shared-directory=/shared", "--tokens=tokens", "--insecure", "--checkpoint-dir=kept", "--checkpoint-every=9s"),
+    *("--keep=7", "--restore", "--max-jobs=3", "--max-caller-bytes=99999999999", "--max-push-norm=2.5"),
+    "--max-handshake-seconds=1.5",
+)
+
+
+@pytest.mark.parametrize("flags", [(), FLAGS], ids=["none", "many"])
+def test_what_a_cluster_is_told_reaches_its_shards_as_variables(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    told = ps_server.cli.parser().read(["up", *flags])
+    for name, value in as_variables(SERVER_SETTINGS, told).items():
+        monkeypatch.setenv(name, value)
+    heard = ps_server.cli.parser().read(["shard", "--index", "1"])
+    assert {s.name: getattr(heard, s.name) for s in SERVER_SETTINGS} == {
+        s.name: getattr(told, s.name) for s in SERVER_SETTINGS
+    }
+    config = config_of(heard, None, 1, "h:1")
+    if not flags:
+        assert config == ServerConfig(index=1, coordinator="h:1", port=50051, metrics_port=9100)
+    else:
+        assert config == ServerConfig(
+            index=1,
+            coordinator="h:1",
+            host="::1",
+            port=7,
+            metrics_host="localhost",
+            lease=2.5,
+            apply_threads=3,
+            shared_directory=Path("/shared"),
+            tokens=Path("tokens"),
+            insecure=True,
+            checkpoint_dir=Path("kept"),
+            checkpoint_every="9s",
+            keep=7,
+            restore=True,
+            limits=Limits(jobs=3, caller_bytes=99999999999, push_norm=2.5, handshake_seconds=1.5),
+        )
+
+
+def test_a_setting_that_is_not_given_is_empty_for_a_child_whatever_the_parent_inherited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = ps_server.cli.parser().read(["up"])
+    variables = as_variables(SERVER_SETTINGS, told)
+    assert variables["PS_CHECKPOINT_DIR"] == variables["PS_MAX_STAGED_BYTES"] == ""
+    assert variables["PS_INSECURE"] == "0"
+    for name, value in {"PS_CHECKPOINT_DIR": "/old", "PS_INSECURE": "1", **variables}.items():
+        monkeypatch.setenv(name, value)
+    heard = ps_server.cli.parser().read(["shard", "--index", "1"])
+    assert (heard.checkpoint_dir, heard.insecure) == (None, False)
+
+
 # -- variables that nothing reads ------------------------------------------------------------------------------------
 
 
@@ -170,8 +229,8 @@ def test_every_variable_that_is_read_is_known() -> None:
     own = {setting.variable for setting in (*SETTINGS, *OWN_SETTINGS)}
     told_by_the_launcher = {LAUNCHED, STARTED_FILE, LAUNCH_ID, LAUNCH_RANKS, "PS_RESTART_COUNT", FAILPOINTS}
     read = declared(ps_server.cli.parser()) | declared(ps_worker.cli.parser()) | own | told_by_the_launcher
-    assert read - KNOWN == set()
-    compose = KNOWN - read
+    assert read - KNOWN_VARIABLES == set()
+    compose = KNOWN_VARIABLES - read
     text = "".join(path.read_text() for path in Path(__file__).parents[2].glob("docker-compose*.yml"))
     assert {name for name in compose if name not in text} == set(), "a name that nothing reads any more"
 

@@ -25,16 +25,16 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = "docker-compose.yml"
-OVERLAYS = ("docker-compose.gpu.yml", "docker-compose.grafana.yml")
-SERVERS = ("coordinator", "shard-0", "shard-1")
+OVERLAYS = GPU, GRAFANA = ("docker-compose.gpu.yml", "docker-compose.grafana.yml")
+SHARDS = ("shard-0", "shard-1")
+SERVERS = ("coordinator", *SHARDS)
 UNPROBED = ("worker", "certs")
-PROMETHEUS = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
 DASHBOARD = ROOT / "deploy/grafana/dashboards/parameter-server.json"
 DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
 
 
-def read(name: str) -> dict[str, Any]:
-    """A compose file with every ${VARIABLE:-default} at its default."""
+def read(name: str) -> Any:
+    """A YAML file with every ${VARIABLE:-default} at its default."""
     return yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (ROOT / name).read_text()))
 
 
@@ -46,34 +46,112 @@ def services() -> dict[str, dict[str, Any]]:
 
 # -- what the files say: no engine needed ----------------------------------------------------------------------------
 
+PROMETHEUS = "deploy/prometheus/prometheus.yml"
+PROVISIONING = "deploy/grafana/provisioning"
+HOME = "/var/lib/grafana-dashboards"
+SD = "https://coordinator:9100/sd"
+HEALTHY = {"condition": "service_healthy"}
+
+
+def certificates(of: str) -> dict[str, str]:
+    return {"PS_TLS_CERT": f"/certs/{of}.pem", "PS_TLS_KEY": f"/certs/{of}.key", "PS_TLS_CA": "/certs/ca.pem"}
+
+
+# What each of some services says, or a whole file without any: see `differs`.
+PROMISES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
+    # Start is gated by health; a probe in exec form needs no shell in the image.
+    (COMPOSE, ("worker",), {"depends_on": dict.fromkeys(SERVERS, HEALTHY)}),
+    (COMPOSE, ("coordinator",), {"depends_on": {"certs": {"condition": "service_completed_successfully"}}}),
+    (COMPOSE, (*SHARDS, "prometheus"), {"depends_on": {"coordinator": HEALTHY}}),
+    (COMPOSE, (*SERVERS, "prometheus"), {"healthcheck": {"test": ["CMD"]}}),
+    # Two workers by default; a container name could not be scaled.
+    (COMPOSE, ("worker",), {"entrypoint": ["ps-worker"], "deploy": {"replicas": 2}, "container_name": None}),
+    # One service builds the image, and none pulls it.
+    (COMPOSE, ("coordinator",), {"build": {"dockerfile": "deploy/Dockerfile"}}),
+    (COMPOSE, (*SHARDS, "worker", "certs", "prometheus"), {"build": None}),
+    (COMPOSE, (*SERVERS, "worker", "certs"), {"pull_policy": "never", "image": "ps-torch:local"}),
+    # Each process sees its own certificates and no other's; shards and workers share memory.
+    (COMPOSE, SERVERS, {"environment": {**certificates("server"), "PS_TOKENS": "/certs/roles"}}),
+    (COMPOSE, SERVERS, {"volumes": ["server-certs:/certs:ro"]}),
+    (COMPOSE, ("worker",), {"environment": {**certificates("client"), "PS_TOKENS": None}}),
+    (COMPOSE, ("worker",), {"volumes": ["client-certs:/certs:ro"]}),
+    (COMPOSE, ("prometheus",), {"volumes": ["reader-certs:/certs:ro"]}),
+    (COMPOSE, (*SHARDS, "worker"), {"volumes": ["shared:/shared"], "environment": {"PS_SHARED_DIRECTORY": "/shared"}}),
+    # The overlay for GPUs changes workers alone, and gives them an image of their own.
+    (GPU, (), {"services": dict.fromkeys({*services()} - {"worker"})}),
+    (GPU, ("worker",), {"image": "ps-torch:local-cuda", "build": {"args": {"TORCH": re.compile("torch.*")}}}),
+    (GPU, ("worker",), {"deploy": {"resources": {"reservations": {"devices": [{"capabilities": ["gpu"]}]}}}}),
+    # Prometheus asks the coordinator for the processes, and keeps our label `job`.
+    (COMPOSE, ("coordinator",), {"command": ["--metrics-port=9100"]}),
+    (COMPOSE, ("prometheus",), {"image": re.compile(r"prom/prometheus:v\d+\.\d+\.\d+")}),
+    (COMPOSE, ("prometheus",), {"volumes": ["./deploy/prometheus:/etc/prometheus:ro"]}),
+    (COMPOSE, ("prometheus",), {"command": ["--config.file=/etc/prometheus/prometheus.yml"]}),
+    (PROMETHEUS, (), {"scrape_configs": [{"static_configs": [{"targets": ["coordinator:9100"]}]}]}),
+    (PROMETHEUS, (), {"scrape_configs": [{"http_sd_configs": [{"url": SD}], "honor_labels": True}]}),
+    # Grafana finds the dashboard and Prometheus.
+    (GRAFANA, ("grafana",), {"volumes": [f"./{PROVISIONING}:/etc/grafana/provisioning:ro"]}),
+    (GRAFANA, ("grafana",), {"volumes": [f"./{DASHBOARD.parent.relative_to(ROOT)}:{HOME}:ro"]}),
+    (
+        GRAFANA,
+        ("grafana",),
+        {"environment": {"GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH": f"{HOME}/{DASHBOARD.name}"}},
+    ),
+    (f"{PROVISIONING}/dashboards/dashboards.yml", (), {"providers": [{"options": {"path": HOME}}]}),
+    (f"{PROVISIONING}/datasources/prometheus.yml", (), {"datasources": [{"url": "http://prometheus:9090"}]}),
+]
+LOCKED_DOWN = {
+    "user": re.compile(r"[1-9]\d*:\d+"),  # not root
+    "read_only": True,
+    "init": True,
+    "cap_drop": ["ALL"],
+    "security_opt": ["no-new-privileges:true"],
+    "mem_limit": re.compile(r"\d+[mg]"),
+    "privileged": None,
+}
+
+
+def differs(there: Any, expected: Any) -> bool:
+    """Whether a document lacks something: a mapping a key with its value (None: no such key), a list an element."""
+    if isinstance(expected, dict):
+        return not isinstance(there, dict) or any(differs(there.get(key), value) for key, value in expected.items())
+    if isinstance(expected, list):
+        return not isinstance(there, list) or any(all(differs(each, one) for each in there) for one in expected)
+    return not expected.fullmatch(there) if isinstance(expected, re.Pattern) else bool(there != expected)
+
+
+@pytest.mark.parametrize(("file", "names", "expected"), PROMISES)
+def test_the_files_say_what_is_promised(file: str, names: tuple[str, ...], expected: dict[str, Any]) -> None:
+    document = read(file)
+    assert [name for name in names if differs(document["services"][name], expected)] == []
+    assert names or not differs(document, expected)
+
 
 @pytest.mark.parametrize("name", sorted(services()))
-def test_every_container_is_locked_down(name: str) -> None:
+def test_every_container_is_locked_down_and_publishes_ports_on_this_machine_only(name: str) -> None:
     service = services()[name]
-    user = str(service["user"])
-    assert int(user.split(":")[0]) > 0, "not root"
-    assert service["read_only"] is True
-    assert service["init"] is True
-    assert service["cap_drop"] == ["ALL"]
-    assert service["security_opt"] == ["no-new-privileges:true"]
-    assert "mem_limit" in service
-    assert "privileged" not in service
+    assert {key for key, value in LOCKED_DOWN.items() if differs(service, {key: value})} == set()
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
 
 
-@pytest.mark.parametrize("name", sorted(services()))
-def test_ports_are_published_on_this_machine_only(name: str) -> None:
-    for port in services()[name].get("ports", []):
-        assert port.startswith("127.0.0.1:")
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        (DOCKERFILE, r'^ENTRYPOINT \["ps-server"\]$'),  # exec form: the program hears SIGTERM
+        (DOCKERFILE, "PYTHONUNBUFFERED=1"),
+        (DOCKERFILE, r"^USER 10001:10001\n\Z"),  # at the end, and so that of the image; compose's is the same
+        ((ROOT / COMPOSE).read_text(), r'^  user: "10001:10001"$'),
+        (DOCKERFILE, r"/src\[demo\]"),
+        ((ROOT / "pyproject.toml").read_text(), r"(?s)^demo = \[.*^ps-server = .*^ps-worker = "),
+    ],
+    ids=["entry", "output", "user", "compose's user", "extra", "commands"],
+)
+def test_the_image_runs_our_commands_as_a_user(text: str, pattern: str) -> None:
+    assert re.search(pattern, text, re.MULTILINE)
 
 
-def test_start_is_gated_by_health() -> None:
-    found = read(COMPOSE)["services"]
-    healthy = {"condition": "service_healthy"}
-    assert found["worker"]["depends_on"] == dict.fromkeys(SERVERS, healthy)
-    for name in ("shard-0", "shard-1", "prometheus"):
-        assert found[name]["depends_on"] == {"coordinator": healthy}
-    for name in (*SERVERS, "prometheus"):
-        assert found[name]["healthcheck"]["test"][0] == "CMD", "exec form: the image needs no shell"
+def test_certificates_are_made_for_every_server() -> None:
+    command = read(COMPOSE)["services"]["certs"]["command"]
+    assert [command[at + 1] for at, word in enumerate(command) if word == "--host"] == list(SERVERS)
 
 
 def test_nothing_is_killed_while_it_stops() -> None:
@@ -101,14 +179,12 @@ def test_the_servers_commands_are_ours() -> None:
         assert arguments[name].coordinator == arguments["coordinator"].advertise
 
 
-@pytest.mark.parametrize("file", [COMPOSE, "docker-compose.gpu.yml"])
+@pytest.mark.parametrize("file", [COMPOSE, GPU])
 def test_the_workers_command_is_ours(file: str) -> None:
     from ps_worker.cli import parser
 
-    base = read(COMPOSE)["services"]["worker"]
     command = read(file)["services"]["worker"]["command"]
     given = parser().parse_args(command)
-    assert base["entrypoint"] == ["ps-worker"]
     assert given.server == read(COMPOSE)["services"]["coordinator"]["command"][4].removeprefix("--advertise=")
     assert given.elastic
     script = next(word for word in command if word.endswith(".py"))
@@ -123,46 +199,6 @@ def test_the_workers_command_is_ours(file: str) -> None:
         check=True,
     ).stdout
     assert all(option in told for option in options), f"{script} knows {options}"
-
-
-def test_everyone_has_its_own_certificates_and_shards_share_memory_with_workers() -> None:
-    found = read(COMPOSE)["services"]
-    for name in (*SERVERS, "worker"):
-        whose = "client" if name == "worker" else "server"
-        environment = found[name]["environment"]
-        assert environment["PS_TLS_CERT"] == f"/certs/{whose}.pem"
-        assert environment["PS_TLS_KEY"] == f"/certs/{whose}.key"
-        assert environment["PS_TLS_CA"] == "/certs/ca.pem"
-        assert environment.get("PS_TOKENS") == (None if name == "worker" else "/certs/roles")
-        assert f"{whose}-certs:/certs:ro" in found[name]["volumes"], "and nobody else's"
-    for name in ("shard-0", "shard-1", "worker"):
-        directory = found[name]["environment"]["PS_SHARED_DIRECTORY"]
-        assert f"shared:{directory}" in found[name]["volumes"]
-    assert "reader-certs:/certs:ro" in found["prometheus"]["volumes"]
-    hosts = [found["certs"]["command"][at + 1] for at, word in enumerate(found["certs"]["command"]) if word == "--host"]
-    assert hosts == list(SERVERS)
-    assert found["coordinator"]["depends_on"] == {"certs": {"condition": "service_completed_successfully"}}
-
-
-def test_two_workers_by_default() -> None:
-    assert read(COMPOSE)["services"]["worker"]["deploy"]["replicas"] == 2
-    assert "container_name" not in read(COMPOSE)["services"]["worker"], "a name of its own could not be scaled"
-
-
-def test_one_service_builds_the_image_and_none_pulls_it() -> None:
-    found = read(COMPOSE)["services"]
-    assert [name for name in found if "build" in found[name]] == ["coordinator"]
-    assert {found[name]["pull_policy"] for name in (*SERVERS, "worker")} == {"never"}
-    assert len({found[name]["image"] for name in (*SERVERS, "worker")}) == 1
-
-
-def test_the_gpu_overlay_reserves_gpus_for_workers_and_nothing_else() -> None:
-    overlay = read("docker-compose.gpu.yml")["services"]
-    assert list(overlay) == ["worker"]
-    device = overlay["worker"]["deploy"]["resources"]["reservations"]["devices"][0]
-    assert device["capabilities"] == ["gpu"]
-    assert overlay["worker"]["build"]["args"]["TORCH"].startswith("torch")
-    assert overlay["worker"]["image"] != read(COMPOSE)["services"]["worker"]["image"]
 
 
 @pytest.mark.parametrize("file", [COMPOSE, *OVERLAYS])
@@ -181,35 +217,6 @@ def test_every_file_that_is_named_exists(file: str) -> None:
             assert (ROOT / line[1:]).exists(), f"{line} lets nothing in"
 
 
-def test_the_image_runs_as_a_user_and_hears_sigterm() -> None:
-    lines = DOCKERFILE.splitlines()
-    user = [line.split()[1] for line in lines if line.startswith("USER ")][-1]
-    assert user == read(COMPOSE)["services"]["worker"]["user"]
-    entry = next(line for line in lines if line.startswith("ENTRYPOINT"))
-    assert json.loads(entry.removeprefix("ENTRYPOINT")) == ["ps-server"], "exec form"
-    assert "PYTHONUNBUFFERED=1" in DOCKERFILE
-
-
-def test_what_the_image_runs_is_installed_by_the_project() -> None:
-    project = (ROOT / "pyproject.toml").read_text()
-    assert re.search(r"^ps-server = ", project, re.MULTILINE)
-    assert re.search(r"^ps-worker = ", project, re.MULTILINE)
-    assert re.search(r"^demo = \[", project, re.MULTILINE)
-    assert "[demo]" in DOCKERFILE
-
-
-def test_prometheus_asks_the_coordinator_who_is_there() -> None:
-    compose = read(COMPOSE)["services"]
-    port = next(word for word in compose["coordinator"]["command"] if "--metrics-port" in word).partition("=")[2]
-    jobs = {job["job_name"]: job for job in PROMETHEUS["scrape_configs"]}
-    assert jobs["ps"]["http_sd_configs"][0]["url"] == f"https://coordinator:{port}/sd"
-    assert jobs["ps-coordinator"]["static_configs"][0]["targets"] == [f"coordinator:{port}"]
-    assert jobs["ps"]["honor_labels"], "else Prometheus renames our label `job`"
-    assert "./deploy/prometheus:/etc/prometheus:ro" in compose["prometheus"]["volumes"]
-    assert "--config.file=/etc/prometheus/prometheus.yml" in compose["prometheus"]["command"]
-    assert re.fullmatch(r"prom/prometheus:v\d+\.\d+\.\d+", compose["prometheus"]["image"]), "a pinned tag"
-
-
 def dashboard_queries() -> list[str]:
     panels = json.loads(DASHBOARD.read_text())["panels"]
     return [target["expr"] for panel in panels for target in panel.get("targets", [])]
@@ -221,18 +228,6 @@ def test_the_dashboard_shows_metrics_that_exist() -> None:
     assert len(used) > 15
     for name in used:
         assert f'"{re.sub("_(bucket|sum|count)$", "", name)}"' in source, f"nobody serves {name}"
-
-
-def test_grafana_finds_the_dashboard_and_prometheus() -> None:
-    grafana = read("docker-compose.grafana.yml")["services"]["grafana"]
-    mounts = {target: ROOT / source for source, target, *_ in (volume.split(":") for volume in grafana["volumes"])}
-    provisioning = mounts["/etc/grafana/provisioning"]
-    provider = yaml.safe_load((provisioning / "dashboards/dashboards.yml").read_text())["providers"][0]
-    home = Path(grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
-    assert str(home.parent) == provider["options"]["path"]
-    assert mounts[str(home.parent)] / home.name == DASHBOARD
-    source = yaml.safe_load((provisioning / "datasources/prometheus.yml").read_text())["datasources"][0]
-    assert source["url"] == "http://prometheus:9090"
 
 
 # -- promtool, where it is installed ---------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from ps_protocol.v1 import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grp
 from tests.tools.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
-PROTOS = sorted((ROOT / "proto").rglob("*.proto"))
+PROTOS = sorted((ROOT / "proto" / "ps_protocol").rglob("*.proto"))
 MODULES = {"control": control_pb2, "data": data_pb2, "job": job_pb2}
 GENERATOR = "1.64.3"  # of grpcio-tools; as old as the oldest protobuf and grpcio that pyproject.toml allows
 

@@ -13,12 +13,13 @@ from google.rpc import code_pb2, error_details_pb2
 from prometheus_client import CollectorRegistry
 
 from ps_protocol import errors
-from ps_protocol.errors import BY_REASON, DOMAIN, PSError, TryLater, Unreachable, error_from, status_of
+from ps_protocol.errors import BY_REASON, DOMAIN, PSError, TryLater, Unreachable
 from ps_runtime.channel import open_channel, server_options
+from ps_runtime.status import LONGEST_RETRY_SECONDS, error_from, status_of
 from ps_server.core.limits import Limits
-from ps_server.rpc.auth import Callers
-from ps_server.rpc.call_limits import Gate
-from ps_server.rpc.interceptor import Boundary
+from ps_server.rpc.auth import Authenticator
+from ps_server.rpc.call_limits import CallLimits
+from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.permissions import EVERYONE, METHODS
 
 ERRORS = sorted(BY_REASON.values(), key=lambda error: error.__name__)
@@ -48,10 +49,10 @@ def address() -> Iterator[str]:
         raise BY_REASON[reason](words) if reason in BY_REASON else RuntimeError(words)
 
     handlers = {"Fail": grpc.unary_unary_rpc_method_handler(fail)}
-    gate = Gate(Callers(), Limits())
+    gate = CallLimits(Authenticator(), Limits())
     with ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
         patch.setitem(METHODS, "/test.Failing/Fail", EVERYONE)
-        server = grpc.server(pool, interceptors=[Boundary(CollectorRegistry(), gate)], options=server_options())
+        server = grpc.server(pool, interceptors=[CallInterceptor(CollectorRegistry(), gate)], options=server_options())
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Failing", handlers),))
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
@@ -133,7 +134,7 @@ def test_nobody_is_kept_waiting_for_ever_by_a_number() -> None:
             error.retry_after = 1e9
             return (("grpc-status-details-bin", status_of(error).SerializeToString()),)
 
-    assert error_from(Call(), PEER).retry_after == errors.LONGEST_RETRY_SECONDS
+    assert error_from(Call(), PEER).retry_after == LONGEST_RETRY_SECONDS
 
 
 def test_the_tree_in_the_docstring_is_the_tree() -> None:

@@ -22,7 +22,7 @@ from ps_server.core.requests import PullCall, PushKind
 from ps_server.rpc import data_messages
 from ps_server.shard.waiting import Notice, PulledBucket
 from ps_worker.cluster import convert as worker_messages
-from ps_worker.cluster.convert import BucketPush, Identity
+from ps_worker.values import BucketPush, Identity
 
 PUSH = data_pb2.PushRequest(
     header=data_pb2.PushHeader(

@@ -8,16 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ps_protocol.codecs import WIRE_FORMATS
 from ps_protocol.convert import hyper_messages, hyper_parameters, job_spec, job_spec_message
 from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError
 from ps_protocol.job import (
+    MAX_BUCKET_BYTES,
     MAX_BUCKETS,
     MAX_DIMENSIONS,
     MAX_ELEMENTS,
     MAX_NAME_LENGTH,
     MAX_PARAMETERS,
     MAX_WORLD_SIZE,
-    WIRE_FORMATS,
     HyperParameters,
     JobSpec,
     NonFinite,
@@ -27,7 +28,6 @@ from ps_protocol.job import (
 from ps_protocol.layout import DATA_TYPES, ParameterSpec, bucket_layout
 from ps_protocol.modes import MAX_STALENESS, Consistency
 from ps_protocol.v1 import job_pb2
-from ps_runtime.channel import MAX_BUCKET_BYTES
 
 WEIGHT = ParameterSpec("layer.weight", (3, 4), "float32", 0)
 BIAS = ParameterSpec("layer.bias", (3,), "float32", 1)
@@ -177,8 +177,8 @@ def jobs(draw: st.DrawFn) -> JobSpec:
         bucket_bytes=draw(st.integers(0, 2**64 - 1)),
         world_size=draw(st.integers(0, 2**32 - 1)),
         non_finite=draw(st.sampled_from(list(NonFinite))),
-        gradient_wire=draw(st.sampled_from(WIRE_FORMATS)),
-        weight_wire=draw(st.sampled_from(WIRE_FORMATS)),
+        gradient_wire=draw(st.sampled_from(list(WIRE_FORMATS))),
+        weight_wire=draw(st.sampled_from(list(WIRE_FORMATS))),
     )
 
 

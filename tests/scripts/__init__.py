@@ -1,1 +1,10 @@
-"""Training scripts that tests start, as users write them."""
+"""Training scripts that tests start, as users write them.
+
+train_everything.py       Trains in whichever way its launcher chooses, and leaves its weights in a file
+train_with_state.py       Dropout, BatchNorm, shuffling, schedulers, noise: all that decides how a run ends
+train_with_frameworks.py  Trains with each framework under a launcher, in sync and in async
+validate_and_stop.py      Validation over all workers, ReduceLROnPlateau, early stopping
+huggingface_jobs.py       One function a test of the Trainer and of Accelerate: a worker's script
+lightning_jobs.py         One function a test of Lightning and Fabric: a worker's script
+models.py                 The model of the equivalence tests: frozen, tied and unused parameters, buffers, and more
+"""

@@ -34,7 +34,8 @@ from ps_protocol.errors import (
 )
 from ps_protocol.job import NonFinite
 from ps_protocol.v1 import control_pb2, data_pb2, job_pb2
-from ps_server.server import Server, ServerConfig
+from ps_server.config import ServerConfig
+from ps_server.server import Server
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.raw_worker import RawWorker, vector_job
 
@@ -667,7 +668,10 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "shards": (["ps-server", "up", "--shards", "no"], "a whole number from 1.*'no'"),
     "shard without a coordinator": (["ps-server", "shard", "--index", "0"], "needs --coordinator HOST:PORT"),
     "shard without an index": (["ps-server", "shard", "--coordinator", "h:1"], "required: --index"),
-    "status of nobody": (["ps-server", "status", "--server", "127.0.0.1:1"], "no coordinator answers at 127.0.0.1:1"),
+    "status of nobody": (
+        ["ps-server", "status", "--server", "127.0.0.1:1"],
+        "coordinator at 127.0.0.1:1 does not answer",
+    ),
     "end of nothing": (["ps-server", "end", "--server", "SHARED", "--job", "no-such"], "no job 'no-such' here"),
 }
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ps_protocol.convert import job_spec_message
-from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError, error_from
+from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
@@ -23,8 +23,9 @@ from ps_protocol.v1 import control_pb2, data_pb2
 from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT
-from ps_server.core.limits import Limits, limit_flags, limits_of
-from ps_server.ops.probe import is_serving
+from ps_runtime.status import error_from
+from ps_server.core.limits import Limits
+from ps_server.ops.status import is_serving
 from ps_server.server import Server
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.slow_client import PREFACE, Dripping, opening
@@ -332,14 +333,3 @@ def test_a_call_without_a_request_is_told_so(cluster: Cluster) -> None:
     with open_channel(cluster.address) as channel, pytest.raises(grpc.RpcError) as caught:
         channel.stream_unary("/ps_protocol.v1.DataService/Push")(iter(()), timeout=SECONDS)
     assert isinstance(error_from(caught.value, "it"), InvalidRequest)
-
-
-def test_every_limit_has_a_flag_that_reaches_the_servers() -> None:
-    from ps_runtime.settings import CommandLine
-    from ps_server.core.limits import add_limits
-
-    parser = CommandLine()
-    add_limits(parser)
-    assert limits_of(parser.parse_args([])) == Limits()
-    wanted = Limits(jobs=3, calls=7, handshake_seconds=1.5, push_norm=2.5, all_calls=9, caller_bytes=11)
-    assert limits_of(parser.parse_args(limit_flags(wanted))) == wanted

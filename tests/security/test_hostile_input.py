@@ -9,10 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ps_protocol.errors import BY_REASON, InvalidRequest, PSError, error_from
+from ps_protocol.errors import BY_REASON, InvalidRequest, PSError
 from ps_protocol.framing import read_message, write_message
 from ps_protocol.v1 import data_pb2
 from ps_runtime.channel import open_channel
+from ps_runtime.status import error_from
 from ps_server.rpc.permissions import METHODS
 from tests.tools.cluster import Cluster
 from tests.tools.fuzzing import KEY, SPEC, WORKER, Target, seeds

@@ -16,15 +16,16 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from torch import nn
 
-from ps_protocol.errors import Forbidden, InvalidRequest, PSError, Unauthenticated, error_from
+from ps_protocol.errors import Forbidden, InvalidRequest, PSError, Unauthenticated
 from ps_protocol.v1 import control_pb2, data_pb2
 from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 from ps_protocol.v1.data_pb2_grpc import DataServiceStub
 from ps_runtime import reloading
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access, Tls, access
-from ps_server.ops import dev_certs, probe, status
-from ps_server.rpc.auth import parse_directory
+from ps_runtime.status import error_from
+from ps_server.ops import dev_certs, status
+from ps_server.rpc.auth import parse_access_list
 from ps_server.rpc.permissions import EVERYONE, METHODS, Permission, Principal, Role
 from tests.tools.cluster import Cluster
 
@@ -122,7 +123,7 @@ def test_the_table_is_what_the_servers_do(guarded: Cluster, role: Role) -> None:
 
 
 def test_health_answers_everyone(guarded: Cluster) -> None:
-    assert probe.is_serving(guarded.address)
+    assert status.is_serving(guarded.address)
 
 
 def test_a_method_that_is_in_no_table_may_be_called_by_nobody() -> None:
@@ -197,7 +198,7 @@ def test_a_certificate_says_who_calls(make_cluster: MakeCluster, tmp_path: Path)
 )
 def test_a_file_of_tokens_that_is_wrong_is_refused_without_telling_a_token(line: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as caught:
-        parse_directory(f"# a comment\n{line}\n", "tokens")
+        parse_access_list(f"# a comment\n{line}\n", "tokens")
     assert "some-length" not in str(caught.value)
 
 
@@ -208,7 +209,7 @@ def test_tokens_are_in_no_repr_and_in_no_log(
     _train(guarded, "mine", token_file=token_file("worker:mine"))
     with pytest.raises(Forbidden):
         status.end_job(guarded.address, "mine", carrying("reader"))
-    found = repr(parse_directory(tokens.read_text(), "tokens")) + repr(access(token_file=token_file("admin")))
+    found = repr(parse_access_list(tokens.read_text(), "tokens")) + repr(access(token_file=token_file("admin")))
     for token in TOKENS.values():
         assert token not in found
         assert token not in caplog.text

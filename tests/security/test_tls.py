@@ -17,9 +17,8 @@ from torch import nn
 import ps_worker
 from ps_protocol.errors import InvalidRequest, Untrusted
 from ps_runtime import reloading
-from ps_runtime.credentials import Access, Tls, access
-from ps_runtime.exposure import is_exposed
-from ps_server.ops import dev_certs, probe, status
+from ps_runtime.credentials import Access, Tls, access, require_encryption
+from ps_server.ops import dev_certs, status
 from tests.tools.cluster import Cluster
 
 MakeCluster = Callable[..., Cluster]
@@ -67,7 +66,7 @@ def test_a_worker_with_a_certificate_trains_over_mutual_tls(
     cluster = make_cluster(tls=server_tls(certs))
     assert one_step(cluster, transport=transport, **files(certs)) == -1.0
     assert status.fetch(cluster.address, client(certs))["processes"][1]["reachable"]
-    assert probe.is_serving(cluster.address, client(certs))
+    assert status.is_serving(cluster.address, client(certs))
 
 
 def test_what_the_two_ends_do_not_agree_on_is_said_in_one_line(
@@ -248,14 +247,14 @@ def test_what_is_secret_is_not_in_a_repr(certs: Path) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "parameter-server", ""])
 def test_plaintext_beyond_this_machine_has_to_be_said(host: str) -> None:
     with pytest.raises(InvalidRequest, match="--insecure"):
-        is_exposed(host, encrypted=False, allowed=False, what="this server", flag="--insecure")
-    assert is_exposed(host, encrypted=False, allowed=True, what="this server", flag="--insecure")
-    assert not is_exposed(host, encrypted=True, allowed=False, what="this server", flag="--insecure")
+        require_encryption(host, encrypted=False, allowed=False, what="this server", flag="--insecure")
+    assert require_encryption(host, encrypted=False, allowed=True, what="this server", flag="--insecure")
+    assert not require_encryption(host, encrypted=True, allowed=False, what="this server", flag="--insecure")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]", "127.1.2.3"])
 def test_loopback_needs_nothing(host: str) -> None:
-    assert not is_exposed(host, encrypted=False, allowed=False, what="this server", flag="--insecure")
+    assert not require_encryption(host, encrypted=False, allowed=False, what="this server", flag="--insecure")
 
 
 @pytest.mark.parametrize("flags", [("--host", "0.0.0.0"), ("--metrics-host", "0.0.0.0")])

@@ -1,4 +1,4 @@
-"""How large buckets are where nobody says."""
+"""How large buckets are where no worker gives a size."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from ps_protocol.convert import job_spec_message
-from ps_protocol.errors import JobMismatch
+from ps_protocol.errors import JobMismatch, LimitExceeded
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import DEFAULT_BUCKET_BYTES, ParameterSpec
 from ps_protocol.modes import Consistency, parse_mode
 from ps_protocol.optimizers import hyper_parameters
 from ps_protocol.v1 import control_pb2
 from ps_server.coordinator.shards import Shards
-from ps_server.core.bucket_sizes import LEAST_BYTES, MOST_BUCKETS, sized
+from ps_server.core.bucket_sizes import MOST_BUCKETS, sized
 from ps_server.core.limits import Limits
 from ps_server.core.validation import check_job_spec
 from ps_server.rpc.shard_client import ShardClient
 from tests.tools.cluster import Cluster
 from tests.tools.raw_worker import RawWorker, vector_job
 
-MIB = 2**20
+KIB, MIB = 2**10, 2**20
 ONE_MACHINE, HOSTS = True, False
 LIMIT = Limits().buckets
 
@@ -37,58 +39,59 @@ def rule(mode: str) -> Consistency:
     return found
 
 
-def job(numel: int, wire: str = "float32", held: int = 2**20) -> JobSpec:
-    parameters = (ParameterSpec("p", (numel,), "float32", 0), ParameterSpec("held", (held,), "float32", None))
+def job(numel: int, wire: str = "float32", frozen: int = 2**20) -> JobSpec:
+    parameters = (ParameterSpec("p", (numel,), "float32", 0), ParameterSpec("frozen", (frozen,), "float32", None))
     return JobSpec("job", parameters, "SGD", ({"lr": 1.0},), rule("sync"), 0, 2, gradient_wire=wire, weight_wire=wire)
 
 
-def test_a_size_that_was_said_stays() -> None:
-    said = replace(job(2**24), bucket_bytes=128)
-    assert sized(said, HOSTS, LIMIT) is said
-
-
-@pytest.mark.parametrize("numel", [1, 2**20, 2**30])
-def test_on_one_machine_a_bucket_is_as_large_as_a_message_should_be(numel: int) -> None:
-    assert sized(job(numel), ONE_MACHINE, LIMIT).bucket_bytes == DEFAULT_BUCKET_BYTES
-    assert sized(job(numel, "bfloat16"), ONE_MACHINE, LIMIT).bucket_bytes == 2 * DEFAULT_BUCKET_BYTES, "in the model"
-
-
 @pytest.mark.parametrize(
-    ("numel", "wire", "size"),
+    ("spec", "one_machine", "size"),
     [
-        (1, "float32", LEAST_BYTES),
-        (8_000_000, "float32", LEAST_BYTES),
-        (16_000_000, "float32", 2 * LEAST_BYTES),
-        (2**26, "float32", 2 * MIB),
-        (2**27, "float32", 4 * MIB),
-        (2**30, "float32", DEFAULT_BUCKET_BYTES),
-        (8_000_000, "bfloat16", 2 * LEAST_BYTES),
-        (2**30, "bfloat16", 2 * DEFAULT_BUCKET_BYTES),
+        (replace(job(2**24), bucket_bytes=128), HOSTS, 128),  # a size that a worker gives stays
+        # On one machine a bucket is as large as travels in one message: with half types twice as large in the model.
+        (job(1), ONE_MACHINE, 4 * MIB),
+        (job(2**30), ONE_MACHINE, 4 * MIB),
+        (job(1, "bfloat16"), ONE_MACHINE, 8 * MIB),
+        (job(70 * 10**9, "bfloat16"), ONE_MACHINE, 8 * MIB),
+        # Between hosts there are about 128 buckets of what is trained, and none is too small.
+        (job(1), HOSTS, 256 * KIB),
+        (job(8_000_000), HOSTS, 256 * KIB),
+        (job(16_000_000), HOSTS, 512 * KIB),
+        (job(2**26), HOSTS, 2 * MIB),
+        (job(2**27), HOSTS, 4 * MIB),
+        (job(2**30), HOSTS, 4 * MIB),
+        (job(8_000_000, "bfloat16"), HOSTS, 512 * KIB),
+        (job(2**30, "bfloat16"), HOSTS, 8 * MIB),
+        # Much that is not trained is not cut into small buckets, and a shape beyond all bounds does no harm.
+        (job(4_000_000, frozen=2**29), HOSTS, 2 * MIB),
+        (job(4_000_000, frozen=60 * 10**9), HOSTS, 4 * MIB),
+        (replace(job(1), parameters=(ParameterSpec("p", (2**63,) * 20, "float32", 0),)), HOSTS, 4 * MIB),
     ],
 )
-def test_between_hosts_there_are_many_buckets_but_none_too_small(numel: int, wire: str, size: int) -> None:
-    assert sized(job(numel, wire), HOSTS, LIMIT).bucket_bytes == size
+def test_the_size_of_buckets_follows_from_model_wire_format_and_place(
+    spec: JobSpec, one_machine: bool, size: int
+) -> None:
+    assert sized(spec, one_machine, LIMIT).bucket_bytes == size
 
 
-@pytest.mark.parametrize("held", [2**30, 7 * 10**9, 60 * 10**9])
-def test_much_that_is_not_trained_is_not_cut_into_crumbs(held: int) -> None:
-    found = sized(job(4_000_000, held=held), HOSTS, LIMIT)
-    check_job_spec(found, Limits())
-    assert found.bucket_bytes == DEFAULT_BUCKET_BYTES or 4 * held // found.bucket_bytes <= MOST_BUCKETS
+def fits(spec: JobSpec, limit: int) -> bool:
+    try:
+        check_job_spec(spec, Limits(buckets=limit))
+    except LimitExceeded:
+        return False
+    return True
 
 
-def test_a_servers_limit_of_buckets_is_kept() -> None:
-    limits = Limits(buckets=64)
-    check_job_spec(sized(job(25_000_000), HOSTS, limits.buckets), limits)
-
-
-def test_a_job_of_half_types_that_fits_with_buckets_twice_as_large_is_not_refused() -> None:
-    check_job_spec(sized(job(70 * 10**9, "bfloat16"), ONE_MACHINE, LIMIT), Limits())
-
-
-def test_a_shape_beyond_all_bounds_does_no_harm() -> None:
-    huge = replace(job(1), parameters=(ParameterSpec("p", (2**63,) * 20, "float32", 0),))
-    assert sized(huge, HOSTS, LIMIT).bucket_bytes == DEFAULT_BUCKET_BYTES
+@given(st.integers(1, 10**11), st.integers(1, 10**11), st.sampled_from(["float32", "bfloat16"]), st.integers(2, LIMIT))
+def test_what_large_buckets_would_fit_into_a_servers_limit_is_never_refused(
+    numel: int, frozen: int, wire: str, limit: int
+) -> None:
+    """And neither the model nor what is frozen in it is cut into more buckets than `sized` allows."""
+    spec = job(numel, wire, frozen)
+    chosen, largest = sized(spec, HOSTS, limit), sized(spec, ONE_MACHINE, limit)
+    assert 256 * KIB <= chosen.bucket_bytes <= largest.bucket_bytes
+    assert chosen == largest or 4 * (numel + frozen) // chosen.bucket_bytes <= min(MOST_BUCKETS, limit)
+    assert fits(chosen, limit) or not fits(largest, limit)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,7 @@ def test_a_shape_beyond_all_bounds_does_no_harm() -> None:
         (["shard-0.shards:5001"], False),
     ],
 )
-def test_shards_are_on_one_machine_if_nobody_else_can_reach_any(addresses: list[str], one_machine: bool) -> None:
+def test_shards_are_on_one_machine_if_all_their_addresses_are_loopback(addresses: list[str], one_machine: bool) -> None:
     with ThreadPoolExecutor(1) as pool:
         shards = Shards(len(addresses), ShardClient, pool)
         for index, address in enumerate(addresses):
@@ -115,21 +118,14 @@ def open_job(server: str, spec: JobSpec) -> int:
     return RawWorker.register(server, control_pb2.RegisterJobRequest(spec=job_spec_message(spec))).bucket_bytes
 
 
-def test_who_does_not_say_is_told_what_the_server_chose(cluster: Cluster) -> None:
-    assert open_job(cluster.address, vector_job("open", "sync", 64, 1)) == DEFAULT_BUCKET_BYTES
-
-
-def test_who_does_not_say_takes_what_the_job_has(cluster: Cluster) -> None:
-    spec = vector_job("said", "sync", 64, 1)
-    RawWorker.register(cluster.address, control_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
-    assert open_job(cluster.address, spec) == spec.bucket_bytes == 64
-
-
-def test_who_says_another_size_is_refused(cluster: Cluster) -> None:
-    spec = vector_job("refused", "sync", 64, 1)
-    open_job(cluster.address, spec)
+def test_a_worker_that_leaves_the_size_open_takes_that_of_the_job_or_the_servers_choice(cluster: Cluster) -> None:
+    own = vector_job("given", "sync", 64, 1)
+    RawWorker.register(cluster.address, control_pb2.RegisterJobRequest(spec=job_spec_message(own)))
+    assert open_job(cluster.address, own) == own.bucket_bytes == 64
+    chosen = vector_job("chosen", "sync", 64, 1)
+    assert open_job(cluster.address, chosen) == DEFAULT_BUCKET_BYTES
     with pytest.raises(JobMismatch, match="the bucket_bytes is 4194304 in the registered job and 64 in this one"):
-        RawWorker.register(cluster.address, control_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
+        RawWorker.register(cluster.address, control_pb2.RegisterJobRequest(spec=job_spec_message(chosen)))
 
 
 def test_a_job_that_goes_on_from_a_checkpoint_keeps_the_size_of_its_buckets(

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ps_protocol.data import BatchLease, DataRange, LeaseReport, LoaderSpec
 from ps_protocol.errors import Fenced, InvalidRequest, JobMismatch, LimitExceeded, UnknownWorker
 from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.consistency import Add
-from ps_server.core.data_commits import MAX_RANGES, Committed, DataCommits, DataRange, common
-from ps_server.core.data_leases import DataLeases, LoaderSpec, Report
+from ps_server.core.data_commits import MAX_RANGES, Committed, DataCommits, common
+from ps_server.core.data_leases import DataLeases
 from ps_server.core.intervals import Intervals
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import PushKind
@@ -50,6 +51,10 @@ def test_intervals_are_sets_of_numbers(
 
 def one(start: int, stop: int, number: int = 0, loader: int = 0) -> DataRange:
     return DataRange(loader, number, start, stop)
+
+
+def spans(lease: BatchLease) -> tuple[tuple[int, int], ...]:
+    return tuple(each.span for each in lease.ranges)
 
 
 def test_a_batch_that_was_half_pushed_is_taken_by_the_buckets_that_missed_it_and_no_other() -> None:
@@ -160,20 +165,20 @@ def test_the_pieces_that_a_pass_is_in_are_bounded(monkeypatch: pytest.MonkeyPatc
 
 
 def fresh(size: int = 10, batch_size: int = 4, **more: bool) -> DataLeases:
-    leases = DataLeases(0, LoaderSpec(size, batch_size, **more))
+    leases = DataLeases(LoaderSpec(0, size, batch_size, **more))
     leases.settle([{}])
     return leases
 
 
 def test_what_comes_back_is_given_out_first_and_as_the_same_batches() -> None:
     leases = fresh(20, 4)
-    assert leases.lease((0, 1), 0, 2).spans == ((0, 4), (4, 8))
-    assert leases.lease((1, 2), 0, 1).spans == ((8, 12),)
+    assert spans(leases.lease((0, 1), 0, 2)) == ((0, 4), (4, 8))
+    assert spans(leases.lease((1, 2), 0, 1)) == ((8, 12),)
     leases.gone(0, 1)
-    assert leases.lease((1, 2), 0, 1, report=Report(held=[one(8, 12)])).spans == ((12, 16),), "it is in doubt"
+    assert spans(leases.lease((1, 2), 0, 1, report=LeaseReport(held=[one(8, 12)]))) == ((12, 16),), "it is in doubt"
     leases.settle([{0: (0, [(0, 4)])}, {0: (0, [(0, 8)])}], gone={(0, 1)})
     held = [one(8, 12), one(12, 16)]
-    assert leases.lease((1, 2), 0, 1, report=Report(held=held)).spans == ((4, 8),), "one shard did not have it"
+    assert spans(leases.lease((1, 2), 0, 1, report=LeaseReport(held=held))) == ((4, 8),), "one shard did not have it"
     assert leases.progress.returned == 4
 
 
@@ -181,17 +186,17 @@ def test_an_answer_that_was_lost_is_given_again() -> None:
     leases = fresh()
     first = leases.lease((0, 1), 0, 1)
     assert leases.lease((0, 1), 0, 1) == first
-    assert leases.lease((0, 1), 0, 1, report=Report(held=[one(0, 4)])).spans == ((4, 8),)
+    assert spans(leases.lease((0, 1), 0, 1, report=LeaseReport(held=[one(0, 4)]))) == ((4, 8),)
 
 
 def test_fewer_are_given_the_fewer_are_left() -> None:
     leases = fresh(64, 1)
-    assert [len(leases.lease((rank, 1), 0, 100, workers=4).spans) for rank in range(4)] == [8, 7, 6, 5]
+    assert [len(leases.lease((rank, 1), 0, 100, workers=4).ranges) for rank in range(4)] == [8, 7, 6, 5]
 
 
 def test_with_drop_last_what_is_behind_the_last_full_batch_is_no_part_of_a_pass() -> None:
     leases = fresh(10, 4, drop_last=True)
-    assert [leases.lease((r, 1), 0, 1).spans for r in range(3)] == [((0, 4),), ((4, 8),), ()]
+    assert [spans(leases.lease((r, 1), 0, 1)) for r in range(3)] == [((0, 4),), ((4, 8),), ()]
 
 
 def test_a_loader_without_a_batch_is_complete_at_once() -> None:
@@ -202,7 +207,7 @@ def test_a_loader_without_a_batch_is_complete_at_once() -> None:
 def test_a_pass_begins_when_the_shards_have_all_of_the_one_before() -> None:
     leases = fresh(4, 4)
     leases.lease((0, 1), 0, 1)
-    pushed = Report(committed=[one(0, 4)])
+    pushed = LeaseReport(committed=[one(0, 4)])
     assert not leases.lease((0, 1), 1, 1, report=pushed).complete, "a worker's word is not enough"
     leases.settle([{0: (0, [(0, 4)])}])
     assert leases.lease((1, 2), 0, 1).complete
@@ -213,26 +218,26 @@ def test_a_pass_begins_when_the_shards_have_all_of_the_one_before() -> None:
 def test_what_a_shard_lost_is_given_out_again() -> None:
     leases = fresh(8, 4)
     leases.lease((0, 1), 0, 2)
-    leases.lease((0, 1), 0, 0, report=Report(held=[one(4, 8)], committed=[one(0, 4)]))
+    leases.lease((0, 1), 0, 0, report=LeaseReport(held=[one(4, 8)], committed=[one(0, 4)]))
     leases.settle([{}, {0: (0, [(0, 4)])}])
-    assert leases.lease((0, 1), 0, 1, report=Report(held=[one(4, 8)])).spans == ((0, 4),)
+    assert spans(leases.lease((0, 1), 0, 1, report=LeaseReport(held=[one(4, 8)]))) == ((0, 4),)
 
 
 def test_a_worker_that_came_back_keeps_what_it_says_it_holds() -> None:
     leases = fresh(8, 4)
     leases.lease((0, 1), 0, 1)
     leases.gone(0, 1)
-    assert leases.lease((0, 2), 0, 1, report=Report(held=[one(0, 4)])).spans == ((4, 8),)
+    assert spans(leases.lease((0, 2), 0, 1, report=LeaseReport(held=[one(0, 4)]))) == ((4, 8),)
     leases.settle([{}], gone=leases.doubtful)
-    assert leases.lease((1, 3), 0, 1).spans == ()
+    assert spans(leases.lease((1, 3), 0, 1)) == ()
 
 
 def test_a_worker_holds_no_more_than_the_limit() -> None:
-    leases = DataLeases(0, LoaderSpec(100, 1), limit=3)
+    leases = DataLeases(LoaderSpec(0, 100, 1), limit=3)
     leases.settle([{}])
     held: list[DataRange] = []
     for _ in range(5):
-        held += [one(*span) for span in leases.lease((0, 1), 0, 2, report=Report(held=held)).spans]
+        held += leases.lease((0, 1), 0, 2, report=LeaseReport(held=held)).ranges
     assert len(held) == 3
 
 
@@ -240,19 +245,19 @@ def test_a_worker_holds_no_more_than_the_limit() -> None:
 def test_ranges_that_are_none_of_the_loaders_are_refused_and_change_nothing(bad: DataRange) -> None:
     leases = fresh(10, 4)
     before = copy.deepcopy(vars(leases))
-    for report in (Report(held=[bad]), Report(committed=[one(0, 4), bad]), Report(returned=[bad])):
+    for report in (LeaseReport(held=[bad]), LeaseReport(committed=[one(0, 4), bad]), LeaseReport(returned=[bad])):
         with pytest.raises(InvalidRequest, match="gives out batches of 4 out of 10"):
             leases.lease((0, 1), 0, 1, report=report)
     assert vars(leases) == before
 
 
 def test_workers_must_agree_on_a_loader() -> None:
-    leases = DataLeases(2, LoaderSpec(10, 4, seed=1))
-    leases.agree(LoaderSpec(10, 4, seed=1))
+    leases = DataLeases(LoaderSpec(2, 10, 4, seed=1))
+    leases.agree(LoaderSpec(2, 10, 4, seed=1))
     with pytest.raises(JobMismatch, match="loader 2 differs: batch_size is 4, got 8"):
-        leases.agree(LoaderSpec(10, 8, seed=1))
+        leases.agree(LoaderSpec(2, 10, 8, seed=1))
     with pytest.raises(JobMismatch, match="seed is 1, got None"):
-        leases.agree(LoaderSpec(10, 4))
+        leases.agree(LoaderSpec(2, 10, 4))
 
 
 # -- all of it together, in any order --------------------------------------------------------------------------------
@@ -272,8 +277,8 @@ class Trainer:
     left: list[int] = field(default_factory=list)  # buckets that the first batch has still to be pushed to
     pushed: list[DataRange] = field(default_factory=list)
 
-    def report(self) -> Report:
-        return Report(held=tuple(self.batches), committed=tuple(self.pushed))
+    def report(self) -> LeaseReport:
+        return LeaseReport(held=tuple(self.batches), committed=tuple(self.pushed))
 
 
 class Training(RuleBasedStateMachine):
@@ -282,7 +287,7 @@ class Training(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.shards = [DataCommits([b for b, home in BUCKETS.items() if home == s]) for s in range(2)]
-        self.leases = DataLeases(0, LoaderSpec(SIZE, BATCH))
+        self.leases = DataLeases(LoaderSpec(0, SIZE, BATCH))
         self.workers: list[Trainer] = []
         self.incarnation = 0
         self.had: Counter[tuple[int, int, int]] = Counter()  # by bucket, pass and position
@@ -325,17 +330,17 @@ class Training(RuleBasedStateMachine):
         if self.leases.stale or self.leases.doubtful:
             self.look()
         ask = (worker.rank, worker.incarnation), worker.asked, count, len(self.workers), worker.report()
-        grant = self.leases.lease(*ask)
+        lease = self.leases.lease(*ask)
         if twice:
-            assert set(grant.spans) <= set(self.leases.lease(*ask).spans)
-        if not grant.spans and not grant.complete:
+            assert set(lease.ranges) <= set(self.leases.lease(*ask).ranges)
+        if not lease.ranges and not lease.complete:
             self.look()
-            grant = self.leases.lease(*ask)
+            lease = self.leases.lease(*ask)
         if lost:
             return
         worker.pushed.clear()
-        worker.batches += [one(*span, number=grant.pass_number) for span in grant.spans]
-        if grant.complete and not worker.batches:
+        worker.batches += lease.ranges
+        if lease.complete and not worker.batches:
             worker.asked += 1
 
     @rule(data=st.data(), many=st.integers(1, 6))
@@ -362,13 +367,13 @@ class Training(RuleBasedStateMachine):
         for worker in data.draw(st.lists(st.sampled_from(self.workers), max_size=1)) if self.workers else []:
             keep = 1 if worker.left else 0
             back, worker.batches = worker.batches[keep:], worker.batches[:keep]
-            report = Report(worker.batches, worker.pushed, back)
+            report = LeaseReport(worker.batches, worker.pushed, back)
             if not self.leases.stale:
                 self.leases.lease((worker.rank, worker.incarnation), worker.asked, 0, 1, report)
 
     @rule()
     def replace_the_coordinator(self) -> None:
-        self.leases = DataLeases(0, LoaderSpec(SIZE, BATCH))
+        self.leases = DataLeases(LoaderSpec(0, SIZE, BATCH))
 
     @rule()
     def checkpoint(self) -> None:

@@ -14,33 +14,12 @@ from ps_protocol.job import HyperParameters, NonFinite
 from ps_protocol.layout import bucket_layout
 from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, hyper_parameter_names
 from ps_server.core.commands import AddWorker, RemoveWorker
-from ps_server.core.consistency import Add
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import Push, PushKind
 from tests.simulation.simulator import HELD, TRAINED, WHOLE, Simulation, image, initial, job_spec, payload, push, stage
+from tests.tools.partitions import running, work
 
 NAN, INF = float("nan"), float("inf")
-
-
-def work(job: JobPartition, index: int) -> None:
-    """Does everything there is to do on one bucket."""
-    bucket = job.buckets[index]
-    while (item := bucket.rule.next()) is not None:
-        if isinstance(item, Add):
-            bucket.weights.add(item.contribution)
-        else:
-            bucket.weights.step()
-        job.done(index, item)
-
-
-def running(mode: str = "sync", workers: int = 1, **more: object) -> JobPartition:
-    """A job on one shard, with its initial weights, and workers 0 .. workers - 1 with incarnations from 1."""
-    job = JobPartition(job_spec(mode, **more), [0, 1, 2])  # type: ignore[arg-type]
-    for rank in range(workers):
-        job.execute(AddWorker(rank, rank + 1, 0))
-    for index in job.buckets:
-        stage(job, initial(index))
-    return job
 
 
 # -- bad pushes ------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, OutOfOrder, U
 from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import PullCall, PushKind, SharedBucket, StepCommit
-from tests.server.test_partition import running, work
 from tests.simulation.simulator import HELD, image, job_spec, payload, push, stage
+from tests.tools.partitions import running, work
 
 
 def commit(

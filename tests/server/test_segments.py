@@ -23,7 +23,7 @@ from ps_server.core.requests import PullCall
 from ps_server.shard.job import HostedJob
 from ps_server.shard.segments import attach
 from ps_server.shard.waiting import Outbox, Pull
-from ps_worker.cluster import transports
+from ps_worker.cluster import shared_memory
 from ps_worker.cluster.shared_memory import LocalSegment, remove_leftovers
 from tests.tools.cluster import Cluster, until
 
@@ -278,7 +278,7 @@ def test_the_lock_that_marks_a_living_maker_is_exclusive(plan: SegmentPlan, tmp_
 def test_a_worker_is_told_of_weights_early_only_where_it_has_to_take_them_over(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, weight_wire: str, notice_bytes: int
 ) -> None:
-    monkeypatch.setattr(transports, "WORD_BYTES", 64)  # one bucket: a word for each, in the middle of a pull
+    monkeypatch.setattr(shared_memory, "NOTICE_BYTES", 64)  # one bucket: a notice for each, in the middle of a pull
     cluster = make_cluster(shards=1)
     asked = []
     check = cluster.shards[0]._pulls.check

@@ -28,7 +28,7 @@ def protocol(mode: str, ranks: int, clock: int = 0) -> tuple[UpdateRule[str], di
     roster = {rank: Live(incarnation=rank + 1, start=clock) for rank in range(ranks)}
     bucket: UpdateRule[str] = UpdateRule(rule_of(mode), roster, initialised=True)
     for rank in roster:
-        bucket.admit_worker(rank, clock)
+        bucket.add_worker(rank, clock)
     return bucket, roster
 
 
@@ -185,7 +185,7 @@ def test_a_joiner_is_needed_only_after_the_clock_it_starts_from() -> None:
     bucket.version = 4
     stage(bucket, 0, 5)
     roster[1] = Live(incarnation=9, start=bucket.frontier())
-    bucket.admit_worker(1, 5)
+    bucket.add_worker(1, 5)
     assert drain(bucket) == ["0@5", "|"]
     stage(bucket, 0, 6)
     assert drain(bucket) == ["0@6"]  # update 6 is the first that needs it
@@ -196,7 +196,7 @@ def test_a_joiner_is_needed_only_after_the_clock_it_starts_from() -> None:
 def test_a_joiners_first_push_waits_while_an_earlier_update_is_open() -> None:
     bucket, roster = protocol("sync", 1)
     roster[1] = Live(incarnation=9, start=1)  # another shard's frontier was 1 already
-    bucket.admit_worker(1, 1)
+    bucket.add_worker(1, 1)
     stage(bucket, 1, 2)
     assert drain(bucket) == []
     stage(bucket, 0, 1)
@@ -208,7 +208,7 @@ def test_a_joiners_first_push_waits_while_an_earlier_update_is_open() -> None:
 def test_a_joiner_does_not_wait_for_an_update_that_only_the_dead_could_have_brought() -> None:
     bucket, roster = protocol("sync", 1)
     roster[1] = Live(incarnation=9, start=1)  # worker 0 had pushed clock 1 to another shard, and not here
-    bucket.admit_worker(1, 1)
+    bucket.add_worker(1, 1)
     del roster[0]
     stage(bucket, 1, 2)
     assert drain(bucket) == ["|", "1@2", "|"]  # update 1 is empty
@@ -229,7 +229,7 @@ def test_a_worker_that_comes_back_does_not_wait_for_what_its_older_self_left_beh
     for _ in range(works):
         bucket.done(bucket.next())  # type: ignore[arg-type]
     roster[0] = Live(incarnation=9, start=5)  # the frontier, as another shard had it
-    bucket.admit_worker(0, 5)
+    bucket.add_worker(0, 5)
     stage(bucket, 1, 3)
     drain(bucket)
     for clock in (4, 5):
@@ -404,7 +404,7 @@ class Interleavings(RuleBasedStateMachine):
         assert start >= max([0, *(clock for _, _, clock in [*self.arrived, *self.open])])
         newcomer = Worker(len(self.everyone) + 1, start, start, joined=False)
         self.roster[rank] = Live(newcomer.incarnation, start)
-        self.bucket.admit_worker(rank, start)
+        self.bucket.add_worker(rank, start)
         self.workers[rank] = newcomer
         self.everyone.append(newcomer)
 
@@ -417,7 +417,7 @@ class Interleavings(RuleBasedStateMachine):
         worker.start = worker.clock = worker.start + number
         worker.joined = True
         self.roster[rank] = Live(worker.incarnation, worker.start)
-        self.bucket.admit_worker(rank, worker.start)
+        self.bucket.add_worker(rank, worker.start)
 
     # -- what holds at all times
 

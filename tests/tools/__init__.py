@@ -1,1 +1,20 @@
-"""Clusters, clients and faults that several tests use."""
+"""Clusters, clients and faults that several tests share.
+
+cluster.py              Real clusters of servers in this process, on free ports
+one_process.py          A coordinator and its shards in one process: calls instead of gRPC, and a clock that waits move
+cable.py                A cable between one worker and the servers, which a test cuts and plugs in again
+rpc_faults.py           Interceptors that lose, delay and repeat gRPC calls
+slow_client.py          A client that sends one byte at a time
+raw_worker.py           A worker without a session: a test sends every message by hand
+partitions.py           One job's buckets on one shard, without its threads
+rollbacks.py            A job whose workers train, have checkpoints made, and join again after a rollback
+optimizers.py           Each optimizer of a shard, with hyper-parameters that are not the defaults
+counting.py             The counting oracle for data: each sample adds 1 to a cell of its own
+oracle_run.py           A job of the counting oracle in threads, to which something happens on the way
+launching.py            Commands as processes: `ps-worker run` to its end, and any command while it runs
+forkserver.py           Server processes that start in a moment: forks of one that has imported everything
+framework_processes.py  Workers of Lightning or Hugging Face, each in a process of its own
+fuzzing.py              One shard and one coordinator without a network, which take any bytes; their state as a hash
+fuzz.py                 The coverage-guided fuzzer behind `make fuzz`
+imports.py              Which file of the packages imports which: for the tests of layers, and drawn on request
+"""

@@ -10,10 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from ps_worker.cluster.convert import JoinResult, ShardMap
+import ps_worker
+from ps_worker import Session
 from ps_worker.cluster.coordinator import CoordinatorClient
+from ps_worker.values import JoinResult, ShardMap
+from tests.tools.cluster import Cluster, until
 
 CHUNK = 2**16
+LEASE = 2.0  # short: a test waits for its end
 
 
 class Proxy:
@@ -107,3 +111,20 @@ class Cable:
     def close(self) -> None:
         for proxy in self._proxies.values():
             proxy.close()
+
+
+def live(cluster: Cluster, job: str = "default") -> dict[int, int]:
+    """By rank, the incarnations that the coordinator counts as live."""
+    known = cluster.coordinator.jobs().get(job)
+    return {} if known is None else {member.rank: member.incarnation for member in known.members()}
+
+
+def lose(cluster: Cluster, cable: Cable, rank: int = 0) -> None:
+    """Cuts a worker off until its lease is over."""
+    cable.cut()
+    until(lambda: rank not in live(cluster), "the lease runs out")
+
+
+def session_at(address: str, mode: str, rank: int, transport: str = "auto", world_size: int = 2) -> Session:
+    """A worker's session through a cable, or beside it: each has an address of its own."""
+    return ps_worker.connect(address, mode, rank=rank, world_size=world_size, transport=transport)

@@ -12,9 +12,10 @@ from typing import TypeVar
 
 import ps_worker
 from ps_protocol.tensors import bytes_of
+from ps_server.config import ServerConfig
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.ops import status
-from ps_server.server import Server, ServerConfig
+from ps_server.server import Server
 from ps_server.shard.shard import Shard
 from ps_worker import Session
 

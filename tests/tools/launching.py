@@ -1,13 +1,19 @@
-"""`ps-worker run` over scripts that a test writes, to its end."""
+"""Commands as processes: `ps-worker run` over a script to its end, and any command while it runs."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
+from tests.tools.cluster import until
+
 ROOT = Path(__file__).parents[2]
+END_SECONDS = 30.0
 
 
 def script(directory: Path, text: str) -> str:
@@ -25,3 +31,55 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     command = [sys.executable, "-m", "ps_worker", "run", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=90, check=False)
+
+
+class Command:
+    """A running command, with everything it has printed so far."""
+
+    def __init__(self, directory: Path, *arguments: str, **variables: str) -> None:
+        self._out, self._err = directory / "out", directory / "err"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **variables}
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment
+            )
+        self._family: list[psutil.Process] = []
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    def says(self, pattern: str, count: int = 1) -> list[str]:
+        """Waits until it has printed a line like this `count` times; what the pattern's group caught."""
+
+        def found() -> list[str]:
+            assert self.process.poll() is None or len(re.findall(pattern, self.out)) >= count, self.err
+            matches = re.findall(pattern, self.out)
+            return matches if len(matches) >= count else []
+
+        return until(found, f"{pattern!r} in the output")
+
+    def family(self) -> list[psutil.Process]:
+        """The processes it has started, and theirs."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self, number: int) -> int:
+        """Sends a signal, waits for the end of the command and all it has started, and returns its exit code."""
+        family = self.family()
+        assert family
+        self.process.send_signal(number)
+        code = self.process.wait(END_SECONDS)
+        _, orphans = psutil.wait_procs(family, timeout=END_SECONDS)
+        assert not orphans, f"left behind: {orphans}"
+        return code
+
+    def clean_up(self) -> None:
+        """Leaves nothing behind if a test fails half-way."""
+        if self.process.poll() is None:
+            for process in [*self.family(), psutil.Process(self.process.pid)]:
+                process.kill()
+            self.process.wait()

@@ -12,7 +12,7 @@ import grpc
 import torch
 
 from ps_protocol.convert import hyper_messages, job_spec_message
-from ps_protocol.errors import Backlogged, TryLater, error_from
+from ps_protocol.errors import Backlogged, TryLater
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import Layout, ParameterSpec, bucket_layout
 from ps_protocol.modes import parse_mode
@@ -20,6 +20,7 @@ from ps_protocol.v1 import control_pb2, data_pb2
 from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 from ps_protocol.v1.data_pb2_grpc import DataServiceStub
 from ps_runtime.channel import open_channel
+from ps_runtime.status import error_from
 
 CALL_SECONDS = 20.0
 

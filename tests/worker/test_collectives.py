@@ -31,17 +31,17 @@ from ps_protocol.errors import (
     PSError,
     UnknownWorker,
     Unsupported,
-    error_from,
 )
 from ps_protocol.v1 import control_pb2
+from ps_runtime import retry
+from ps_runtime.status import error_from
 from ps_server.core.limits import Limits
 from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import Session
-from ps_worker.cluster import coordinator, rounds
+from ps_worker.cluster import rounds
 from ps_worker.strategies import collectives
-from tests.cluster.test_rejoin import LEASE, live, lose, session_at
-from tests.tools.cable import Cable
+from tests.tools.cable import LEASE, Cable, live, lose, session_at
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, until
 from tests.tools.counting import BATCH, BUCKET_BYTES, PASSES, SAMPLES, Cells, Indices, optimizer_for
 from tests.tools.raw_worker import RawWorker, vector_job
@@ -615,8 +615,8 @@ def test_a_new_process_after_a_coordinators_death_learns_what_the_others_had(
 def test_with_calls_lost_unheard_and_repeated_every_round_is_right(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(coordinator, "LONGEST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(retry, "LONGEST_PAUSE_SECONDS", 0.02)
     faults = RpcFaults(seed=3, only={"ExchangeValues"})
     break_calls(monkeypatch, faults)
     cluster = make_cluster(lease=60.0)

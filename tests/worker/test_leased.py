@@ -19,10 +19,10 @@ from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, JobMismatch, L
 from ps_protocol.v1.job_pb2 import DataRange
 from ps_server.ops import status
 from ps_worker import Session
-from tests.cluster.test_recovery import CELLS, keep, set_back
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, until
 from tests.tools.counting import BATCH, BUCKET_BYTES, PASSES, SAMPLES, Cells, Indices, optimizer_for, train
 from tests.tools.raw_worker import RawWorker, vector_job
+from tests.tools.rollbacks import CELLS, join_again, make_checkpoint
 
 MODES = ["sync", "ssp:2", "async"]
 
@@ -363,10 +363,10 @@ def test_what_a_shard_lost_with_its_memory_is_given_out_again(
         worker.initialise()
         first = worker.lease().ranges
         train_on(worker, first)
-        keep(cluster, worker)
+        make_checkpoint(cluster, worker)
         train_on(worker, worker.lease(committed=first).ranges)
         cluster.start_again(1)
-        set_back(worker)
+        join_again(worker)
         taken, last = 0, []
         while not (answer := worker.lease(committed=last)).complete:
             last = list(answer.ranges)

@@ -191,7 +191,9 @@ def test_buckets_leave_before_backward_ends(cluster: Cluster) -> None:
         model, optimizer = _prepare(session, True)
         left = []
         first = next(model.parameters())  # the last to get its gradient
-        first.register_hook(lambda gradient: left.append(len(session._strategy._shards._drafted)))  # type: ignore[union-attr]
+        first.register_hook(
+            lambda gradient: left.append(len(session._strategy._training.participation.connection._drafted))
+        )  # type: ignore[attr-defined]
         _backward(model, torch.ones(4, 8))
         assert left[0] > 0
         until(lambda: _drafts(cluster) > 0)

@@ -215,9 +215,9 @@ def test_an_average_that_is_swapped_in_and_out_changes_nothing(shared: Cluster, 
     with shared.connect("async", job=job) as session:
         model = _net()
         model, optimizer = session.prepare(model, _sgd(model), bucket_bytes=1024)
-        strategy: Any = session._strategy
+        strategy: Any = session._strategy._training  # type: ignore[attr-defined]
         _train(model, optimizer, swap)
-        assert strategy._flat.changed() == set()
+        assert strategy._model.weights.changed() == set()
 
 
 def test_nothing_is_sent_where_nothing_changed(shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,9 +225,9 @@ def test_nothing_is_sent_where_nothing_changed(shared: Cluster, job: str, monkey
     with shared.connect("sync", job=job) as session:
         model = _net()
         model, optimizer = session.prepare(model, _sgd(model), bucket_bytes=1024)
-        strategy: Any = session._strategy
-        usual = strategy._shards.assign
-        strategy._shards.assign = lambda *arguments: (sent.append(arguments), usual(*arguments))
+        strategy: Any = session._strategy._training  # type: ignore[attr-defined]
+        usual = strategy.participation.connection.assign
+        strategy.participation.connection.assign = lambda *arguments: (sent.append(arguments), usual(*arguments))
         _train(model, optimizer, lambda model, number, first: None)
         assert sent == []
         with torch.no_grad():
@@ -299,7 +299,9 @@ def test_parameters_on_another_device_keep_their_memory_and_train(
     """A host has one kind of memory: here two layers only count as being elsewhere. With a GPU: test_gpu.py."""
     model: Any = _net()
     elsewhere = {id(model[4].weight), id(model[4].bias), id(model[1].bias)}
-    monkeypatch.setattr("ps_worker.model.flat.FlatModel._is_elsewhere", lambda self, tensor: id(tensor) in elsewhere)
+    monkeypatch.setattr(
+        "ps_worker.model.buffers.FlatBuffers._is_elsewhere", lambda self, tensor: id(tensor) in elsewhere
+    )
     with shared.connect("sync", job=job, transport=transport) as session:
         before = model[4].weight.data_ptr()
         model, optimizer = session.prepare(model, _sgd(model), bucket_bytes=1024, overlap=True)

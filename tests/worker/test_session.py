@@ -7,7 +7,9 @@ import logging
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import ps_worker
-from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.errors import InvalidRequest, NotShared, Unsupported
 from ps_protocol.modes import Consistency
 from ps_worker import Session
 from ps_worker.config import WorkerConfig, resolve
 from ps_worker.data.loaders import PreparedLoader
+from ps_worker.metrics import WorkerMetrics
+from ps_worker.strategies.single import Single
 from tests.tools.cluster import Cluster, scrape
 
 
@@ -493,3 +497,70 @@ def test_the_public_face_is_what_all_lists() -> None:
     assert sorted(ps_worker.__all__) == ps_worker.__all__
     for name in ps_worker.__all__:
         assert getattr(ps_worker, name).__module__.startswith(("ps_worker", "ps_protocol"))
+
+
+# -- strategies ------------------------------------------------------------------------------------------------------
+
+
+class Recorded(Single):
+    """A further way to train, which notes what it is asked."""
+
+    def __init__(self, metrics: WorkerMetrics, device: torch.device) -> None:
+        super().__init__(metrics, device, wanted=False)
+        self.called: list[str] = []
+
+    def keep(self, things: Sequence[Any]) -> None:
+        self.called.append(f"keep {len(things)}")
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        self.called.append("no_sync")
+        return nullcontext()
+
+    def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
+        self.called.append(what)
+        return {0: value, 1: value}
+
+    def close(self) -> None:
+        self.called.append("close")
+
+
+def test_a_further_way_to_train_is_one_entry_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Recorded] = []
+
+    def make(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device) -> Recorded:
+        made.append(Recorded(metrics, device))
+        return made[-1]
+
+    monkeypatch.setattr("ps_worker.session.STRATEGIES", {"single": make})
+    with ps_worker.connect(mode="single") as session:
+        model = nn.Linear(2, 2)
+        model, optimizer = session.prepare(model, sgd(model))
+        with session.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert session.clock == made[0].clock == 1
+        assert session.gather(7) == [7, 7]
+    assert made[0].called == ["keep 0", "no_sync", "gather", "close"]
+
+
+def test_a_worker_whose_prepare_failed_has_left_and_may_prepare_again(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shared.connect("sync", job=job) as session:
+        model = nn.Linear(2, 2)
+        optimizer, before = sgd(model), model.weight.detach().clone()
+        with monkeypatch.context() as patched:
+            patched.setattr("ps_worker.cluster.connection.share_memory", _no_memory)
+            with pytest.raises(NotShared, match="none today"):
+                session.prepare(model, optimizer)
+        assert job not in shared.coordinator.jobs(), "it was the only worker"
+        assert type(model.weight) is nn.Parameter, "nothing watches it"
+        model, optimizer = session.prepare(model, optimizer)
+        assert torch.equal(model.weight, before)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert session.clock == 1
+
+
+def _no_memory(*_: object) -> None:
+    raise NotShared("none today")

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from ps_protocol.errors import Backlogged, InvalidRequest, PSError, TryLater, Unsupported
-from ps_worker.cluster.coordinator import Retry
+from ps_runtime.retry import Peer, Retry
 from ps_worker.data.loaders import PreparedLoader, shard_loader
 from ps_worker.metrics import StepTimer
 from ps_worker.state.checkpoint import WorkerCheckpoint
@@ -101,8 +101,8 @@ class Worker:
         self._keep, self._back, self._dies = keep, back, dies
 
     def prepare(self, loader: DataLoader[torch.Tensor]) -> PreparedLoader:
-        place = self.rewind.add_loader(shard_loader(loader, lambda: (0, 1), seed=5))
-        return PreparedLoader(place._loader, CPU, StepTimer(), place.batches)
+        share = shard_loader(loader, lambda: (0, 1), seed=5)
+        return PreparedLoader(share, CPU, StepTimer(), self.rewind.add_loader(share).batches)
 
     def _save(self, clock: int, state: bytes) -> None:
         assert self.kept is not None
@@ -140,8 +140,8 @@ class Worker:
         for scheduler in (self.cycle, self.passes):
             scheduler.optimizer = self.optimizer
         self.clock = kept.clock
-        self.rewind.go_back(kept.state, kept.clock)
-        self.rewind.settle()
+        self.rewind.rollback(kept.state, kept.clock)
+        self.rewind.try_restore()
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
@@ -304,7 +304,7 @@ def test_so_does_one_without_a_loader(keep: int, back: int) -> None:
 @pytest.mark.parametrize("error", [Backlogged, TryLater])
 def test_a_call_that_is_repeated_draws_none_of_the_scripts_random_numbers(error: type[PSError]) -> None:
     before = random.getstate(), torch.get_rng_state(), numpy.random.get_state()[1].tolist()
-    Retry("coordinator at 127.0.0.1:1", 60.0, threading.Event()).failed(error("come back"))
+    Retry(Peer("coordinator", "127.0.0.1:1"), 60.0, threading.Event()).wait_after(error("come back"))
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
     assert numpy.random.get_state()[1].tolist() == before[2]
@@ -314,7 +314,7 @@ def test_without_being_put_back_it_ends_elsewhere() -> None:
     """The test can fail: each part of the state counts."""
     undisturbed = run(plain, Worker(3))
     worker = Worker(3, 5)
-    worker.rewind.put = lambda settings: None  # type: ignore[method-assign]
+    worker.rewind.set_settings = lambda settings: None  # type: ignore[method-assign]
     assert not same(run(plain, worker), undisturbed)
 
 
@@ -359,7 +359,7 @@ def test_a_process_that_was_away_leaves_out_the_steps_of_the_others() -> None:
         seen.append([])
         late = Worker(0)
         late.clock = 3 + missed
-        late.rewind.go_back(first.kept.state, 3 + missed)
+        late.rewind.rollback(first.kept.state, 3 + missed)
         loop(late)
         assert seen[-1] == seen[1][3 + missed :]
 
@@ -379,8 +379,8 @@ def kept() -> bytes:
 def test_a_state_is_read_as_it_was_written(kept: bytes) -> None:
     found = decode(kept)
     assert (found.clock, found.feeding, found.per_step) == (3, 0, 1)
-    assert (found.loaders[0].begun, found.loaders[0].going, found.loaders[0].taken) == (1, True, 3)
-    assert isinstance(found.settings.groups[0]["betas"], tuple)
+    assert (found.script.loaders[0].begun, found.script.loaders[0].going, found.script.loaders[0].taken) == (1, True, 3)
+    assert isinstance(found.script.settings.groups[0]["betas"], tuple)
 
 
 def test_what_is_no_state_is_one_clear_error(kept: bytes) -> None:
@@ -401,7 +401,7 @@ def test_what_is_no_state_is_one_clear_error(kept: bytes) -> None:
 def test_the_state_of_another_script_is_refused(kept: bytes) -> None:
     worker = Worker(0)
     worker.rewind._stateful.pop()
-    worker.rewind.go_back(kept, 3)
+    worker.rewind.rollback(kept, 3)
     with pytest.raises(Unsupported, match="of another script"):
         next(iter(worker.loader))
 
@@ -468,6 +468,6 @@ def test_schedulers_go_back(make: Callable[[torch.optim.Optimizer], torch.optim.
     rewind.want(3)
     rewind.stepped()
     first = train(8)
-    rewind.go_back(states[0], 3)
-    rewind.settle()
+    rewind.rollback(states[0], 3)
+    rewind.try_restore()
     assert train(8) == first

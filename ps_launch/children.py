@@ -1,0 +1,198 @@
+"""Child processes of one parent: starts them, hears what they write, sees them end, starts them again, stops them.
+
+A parent has one `Children` and one thread. `wait` is where it spends its time: it hands on what children write, starts
+those whose pause is over, and returns those that have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from ps_launch.output import Output, Stream
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Stopped(Exception):
+    """A signal asked this process to stop."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def stop_on_signals() -> None:
+    """Has SIGTERM and SIGINT raise Stopped, in the main thread, from now on."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number)
+
+    on_signals(stop)
+
+
+def on_signals(action: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    """Sets what SIGTERM and SIGINT do from now on."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, action)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a child runs, in this interpreter.
+
+    arguments: what follows the interpreter
+    out, err:  take what the child writes; None: it goes where this process' own goes
+    is_told:   whether the child has a standard input, for `tell`; it closes when this process ends
+    """
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    out: Output | None = None
+    err: Output | None = None
+    is_told: bool = False
+
+
+class Children:
+    """Child processes by number: those that run, and those that wait to be started again.
+
+    program: says what the child of a number runs, each time that it is started
+    """
+
+    def __init__(self, program: Callable[[int], Program], stack: contextlib.ExitStack) -> None:
+        self._program = program
+        self._guard = _die_with_parent()
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._streams: dict[int, list[Stream]] = {}
+        self._begun: dict[int, float] = {}  # when each was started last
+        self._due: dict[int, float] = {}  # when one that ended is started again
+        self._selector = stack.enter_context(selectors.DefaultSelector())
+        self._selector.register(stack.enter_context(_child_signal()), selectors.EVENT_READ)
+
+    @property
+    def are_left(self) -> bool:
+        """Whether any child runs, or waits to be started again."""
+        return bool(self._running or self._due)
+
+    def start(self, number: int, after: float = 0.0) -> None:
+        """Starts a child, now or when so many seconds are over."""
+        if after > 0:
+            self._due[number] = time.monotonic() + after
+            return
+        program = self._program(number)
+        self._begun[number] = time.monotonic()
+        # A session of its own: Ctrl-C on a terminal reaches this process alone, which stops its children in order.
+        process = subprocess.Popen(
+            [sys.executable, *program.arguments],
+            env=dict(program.environment),
+            stdin=subprocess.PIPE if program.is_told else None,
+            stdout=subprocess.PIPE if program.out is not None else None,
+            stderr=subprocess.PIPE if program.err is not None else None,
+            start_new_session=True,
+            preexec_fn=self._guard,
+        )
+        self._running[number] = process
+        self._streams[number] = []
+        for source, output in ((process.stdout, program.out), (process.stderr, program.err)):
+            if source is not None and output is not None:
+                stream = Stream(source, output)
+                self._streams[number].append(stream)
+                self._selector.register(source, selectors.EVENT_READ, stream)
+
+    def seconds_run(self, number: int) -> float:
+        """Returns how long ago a child was started."""
+        return time.monotonic() - self._begun[number]
+
+    def tell(self, number: int, line: str) -> None:
+        """Writes a line to a child's standard input; one that has ended does not hear it."""
+        process = self._running.get(number)
+        if process is not None and process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(line.encode() + b"\n")
+                process.stdin.flush()
+
+    def wait(self, until: float | None = None) -> list[tuple[int, int]]:
+        """Waits for a moment, and no longer than `until`; returns the numbers and exit codes of those that ended."""
+        for number in [number for number, when in self._due.items() if when <= time.monotonic()]:
+            del self._due[number]
+            self.start(number)
+        deadline = min((when for when in (until, *self._due.values()) if when is not None), default=None)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        for key, _ in self._selector.select(left):
+            if isinstance(key.data, Stream):
+                if not key.data.pump():
+                    self._selector.unregister(key.fileobj)
+            else:
+                os.read(key.fd, 4096)
+        return self._take_ended()
+
+    def stop(self, seconds: float, numbers: Collection[int] | None = None) -> None:
+        """Asks children to end (all by default), hands on what they write meanwhile, and kills the late ones."""
+        deadline = time.monotonic() + seconds
+        wanted = set(self._running if numbers is None else numbers)
+        self._due = {number: when for number, when in self._due.items() if numbers is not None and number not in wanted}
+        for number in wanted & self._running.keys():
+            self._running[number].terminate()
+        while wanted & self._running.keys() and time.monotonic() < deadline:
+            self.wait(deadline)
+        for number in wanted & self._running.keys():
+            self._running[number].kill()
+            self._running[number].wait()
+        self._take_ended()
+
+    def kill(self, *numbers: int) -> None:
+        """Kills children, all by default."""
+        for number in numbers or tuple(self._running):
+            if number in self._running:
+                self._running[number].kill()
+
+    def _take_ended(self) -> list[tuple[int, int]]:
+        """Takes those that have ended off the running ones; all that they wrote is handed on first."""
+        ended = []
+        for number, process in list(self._running.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del self._running[number]
+            for stream in self._streams.pop(number):
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(stream.source)
+                stream.finish()
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
+            ended.append((number, code))
+        return ended
+
+
+@contextlib.contextmanager
+def _child_signal() -> Iterator[int]:
+    """Yields a descriptor that can be read from when a child has ended."""
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+    usual = signal.signal(signal.SIGCHLD, lambda *_: None)  # a signal without a handler wakes nothing
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGCHLD, usual)
+        os.close(reader)
+        os.close(writer)
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """Returns what a child does before it runs: it has the kernel end it if this process is killed. Linux only."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,67 @@
+"""How a bucket's elements become a payload, and back: the one home of wire formats.
+
+A payload is bytes, and its codec alone knows what is in them: both ends ask it for their number, and have it encode and
+decode. `gradient_codec` and `weight_codec` choose one for a bucket, from the job and from nothing else.
+
+Today every format is a cast: one element on the wire for each of the bucket's. Encoding makes one pass over memory, or
+none where the type stays as it is. Decoding makes none: the receiver widens while it adds or copies. Such payloads can
+lie in shared memory as tensors, and be looked at for infinities where they lie. A format with blocks, scales or other
+side data is another class with the same `size`, `encode` and `decode`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ps_protocol.framing import Buffer
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import DATA_TYPES, BucketSpec
+from ps_protocol.tensors import TORCH_DTYPES, tensor_from
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Elements of one type on the wire; `dtype` is its name, torch's own."""
+
+    dtype: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The type as torch has it."""
+        return TORCH_DTYPES[self.dtype]
+
+    def size(self, numel: int) -> int:
+        """Returns how many bytes that many elements take."""
+        return numel * DATA_TYPES[self.dtype].itemsize
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the elements as they travel: [numel]; the tensor itself where it has that type."""
+        return values.to(self.torch_dtype)
+
+    def decode(self, payload: Buffer) -> torch.Tensor:
+        """Returns the elements of a payload: [numel], over its memory. Read from it, never write."""
+        return tensor_from(payload, self.dtype)
+
+    def keeps(self, bucket: BucketSpec) -> bool:
+        """Whether a bucket's elements travel as the very bytes that they are in memory."""
+        return self.dtype == bucket.dtype
+
+
+# Tensors as they are: initial values, what a script assigns, optimizer state, and all that is not float32.
+PLAIN: dict[str, Cast] = {name: Cast(name) for name in DATA_TYPES}
+# What float32 gradients and weights may travel as; a job names one for each.
+WIRE_FORMATS: dict[str, Cast] = {name: PLAIN[name] for name in ("float32", "bfloat16", "float16")}
+
+
+def gradient_codec(spec: JobSpec, bucket: BucketSpec) -> Cast:
+    """Returns how the gradients of a bucket travel."""
+    return WIRE_FORMATS[spec.gradient_wire] if bucket.dtype == "float32" else PLAIN[bucket.dtype]
+
+
+def weight_codec(spec: JobSpec, bucket: BucketSpec) -> Cast:
+    """Returns how the weights of a bucket travel; what no optimizer steps travels as it is."""
+    if bucket.dtype == "float32" and not bucket.held:
+        return WIRE_FORMATS[spec.weight_wire]
+    return PLAIN[bucket.dtype]

@@ -1,0 +1,118 @@
+"""The one retry loop, and what a failed call means.
+
+Retrying is safe because every mutating call can be repeated: the servers know a repeat by its clock and incarnation.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+
+from ps_protocol.errors import PSError, TryLater, Unreachable
+from ps_runtime import tls_diagnosis
+from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.status import error_from
+
+T = TypeVar("T")
+
+log = logging.getLogger("ps_runtime")
+
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
+NOTICE_SECONDS = 1.0
+# Of our own: a script's random numbers must not depend on how often a call was repeated.
+_RANDOM = random.Random()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A server that calls go to.
+
+    role:    what it is, for messages; empty: its address says it all
+    access:  what it is called with
+    """
+
+    role: str
+    address: str
+    access: Access = PLAINTEXT
+
+    def __str__(self) -> str:
+        return f"{self.role} at {self.address}" if self.role else self.address
+
+    def error(self, call: grpc.RpcError) -> PSError:
+        """Returns the error that a failed call stands for: `Untrusted` where the two ends do not trust each other."""
+        return self.explained(error_from(call, str(self)))
+
+    def explained(self, error: PSError) -> PSError:
+        """Returns why TLS does not come about, if that may be why there is no answer; otherwise the error itself."""
+        if not isinstance(error, TryLater):
+            return error
+        return tls_diagnosis.explain(self.address, self.access) or error
+
+
+class Retry:
+    """Repeats a call that failed for a passing reason, with growing pauses, for a stated time.
+
+    A pause that the peer asks for is kept, and counts as progress, however often it asks.
+
+    timeout: seconds without any progress after which the last error is raised as Unreachable
+    closing: once set, nothing is repeated
+    """
+
+    def __init__(self, peer: Peer, timeout: float, closing: threading.Event) -> None:
+        self._peer = peer
+        self._timeout = timeout
+        self._closing = closing
+        self._is_explained = False
+        self._has_named_wait = False  # whether the log says what is waited for
+        self.progressed()
+
+    def progressed(self) -> None:
+        """Starts the time anew, because something came."""
+        self._since = time.monotonic()
+        self._pause = FIRST_PAUSE_SECONDS
+        self._has_warned = False
+
+    def failed(self, call: grpc.RpcError) -> None:
+        """Waits before the next try. Raises the error if it will not pass, Unreachable if the time is over."""
+        self.wait_after(error_from(call, str(self._peer)))
+
+    def wait_after(self, error: PSError) -> None:
+        """Waits before the next try, as `failed` does."""
+        if not error.retryable or self._closing.is_set():
+            raise error
+        if isinstance(error, TryLater) and not self._is_explained:
+            self._is_explained = True
+            explained = self._peer.explained(error)
+            if explained is not error:
+                raise explained from None
+        if error.retry_after is not None:  # the peer lives, and has said when there may be room
+            if isinstance(error, TryLater) and not self._has_named_wait:
+                self._has_named_wait = True
+                log.warning("%s", error)
+            self.progressed()
+            self._closing.wait(error.retry_after * _RANDOM.uniform(1.0, 1.5))
+            return
+        passed = time.monotonic() - self._since
+        if passed >= self._timeout:
+            raise Unreachable(f"gave up after {self._timeout:g} s: {error}") from None
+        if not self._has_warned and passed > NOTICE_SECONDS:
+            log.warning("%s; trying again for %g s", error, self._timeout)
+            self._has_warned = True
+        # Random pauses, so that workers that lost the same server do not come back in step.
+        self._closing.wait(self._pause * _RANDOM.uniform(0.5, 1.0))
+        self._pause = min(self._pause * 2, LONGEST_PAUSE_SECONDS)
+
+    def call(self, attempt: Callable[[], T]) -> T:
+        """Returns the result of the first attempt that succeeds."""
+        while True:
+            try:
+                return attempt()
+            except grpc.RpcError as call:
+                self.failed(call)

@@ -1,0 +1,164 @@
+"""What a server process is told: `ServerConfig`, and each setting that it is made of, declared once."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable
+from dataclasses import Field, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ps_protocol.errors import InvalidRequest
+from ps_runtime.channel import DEFAULT_PORT
+from ps_runtime.credentials import Tls, tls
+from ps_runtime.settings import (
+    DEFAULT_SHARED_DIRECTORY,
+    Setting,
+    access_settings,
+    amount,
+    count,
+    host_port,
+    index,
+    port_number,
+    seconds,
+    whole_number,
+)
+from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.timing import DEFAULT_TIMING, Timing
+from ps_server.core.limits import DEFAULTS, Limits
+
+DEFAULT_METRICS_PORT = 9100
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What one server process is.
+
+    shard_count: of the whole cluster; set where this process is the coordinator, None elsewhere
+    index:       of the shard that this process is; None where it is the coordinator alone
+    coordinator: HOST:PORT of the coordinator; None where it is this process
+    host, port:  where to listen; port 0 lets the system choose
+    advertise:   HOST:PORT under which the others reach this process; None: where it listens
+    lease:       seconds for which a worker counts as live without a heartbeat
+    apply_threads: threads that apply updates
+    shared_directory: where workers on this host leave segments that are files
+    tls:         certificates to serve with, and to call the other servers with; None: plaintext, on loopback
+    tokens:      file that says which caller may do what; None: every caller may do everything
+    insecure:    plaintext may be served beyond this machine; metrics_insecure: metrics may
+    limits:      how much a caller may take
+    checkpoint_dir: where checkpoints are, the same directory for all shards and the coordinator; None: there are none
+    checkpoint_every: `100steps` or `60s`; None: only when asked to, at a job's end, and when the server stops
+    keep:        how many checkpoints of a job are kept
+    restore:     jobs go on from what is in checkpoint_dir; resume: those that ran when the coordinator ended
+    timing:      how often the coordinator looks, and how long it waits for what
+    """
+
+    shard_count: int | None = None
+    index: int | None = None
+    coordinator: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str | None = None
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0
+    lease: float = 10.0
+    apply_threads: int = 1
+    shared_directory: Path = DEFAULT_SHARED_DIRECTORY
+    tls: Tls | None = None
+    tokens: Path | None = None
+    insecure: bool = False
+    metrics_insecure: bool = False
+    limits: Limits = DEFAULTS
+    checkpoint_dir: Path | None = None
+    checkpoint_every: str | None = None
+    keep: int = CheckpointPolicy.keep
+    restore: bool = False
+    resume: bool = False
+    timing: Timing = DEFAULT_TIMING
+
+    def checkpoint_policy(self) -> CheckpointPolicy | None:
+        """Returns when the coordinator makes checkpoints; None if it makes none. Raises InvalidRequest if it cannot."""
+        if self.checkpoint_dir is not None:
+            steps, every = parse_every(self.checkpoint_every) if self.checkpoint_every else (None, None)
+            return CheckpointPolicy(self.checkpoint_dir, steps, every, self.keep, self.restore, self.resume)
+        if self.checkpoint_every or self.restore or self.resume:
+            raise InvalidRequest("--checkpoint-every, --restore and --resume need --checkpoint-dir")
+        return None
+
+
+def parse_every(text: str) -> tuple[int | None, float | None]:
+    """Returns `100steps` or `60s` as (steps, seconds). Raises InvalidRequest for other texts."""
+    for unit, kind in (("steps", int), ("s", float)):
+        if text.endswith(unit):
+            with contextlib.suppress(ValueError):
+                value = kind(text.removesuffix(unit))
+                if 0 < value < 1e9:
+                    return (int(value), None) if unit == "steps" else (None, float(value))
+    raise InvalidRequest(f"expected a number of steps or of seconds, such as 100steps or 60s, got {text!r}")
+
+
+def every(text: str) -> str:
+    """Reads 100steps or 60s."""
+    try:
+        parse_every(text)
+    except InvalidRequest as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+# -- settings: those of a cluster, of a process, of its checkpoints; and limits --------------------------------------
+
+SHARDS = Setting("shards", "how many shards the cluster has", count, 2, "N")
+INDEX = Setting("index", "which shard this is, from 0", index, metavar="I", required=True)
+COORDINATOR = Setting("coordinator", "where the coordinator is", host_port, metavar="HOST:PORT")
+ADVERTISE = Setting("advertise", "how others reach this process", host_port, metavar="HOST:PORT")
+
+PROCESS = (
+    Setting("host", "address to listen on", default=ServerConfig.host),
+    Setting("port", "port to listen on, 0: any free one; shard i of `up` has it plus i", port_number, DEFAULT_PORT),
+    Setting("metrics_host", "address to serve metrics on", default=ServerConfig.metrics_host),
+    Setting("metrics_port", "port of /metrics, likewise", port_number, DEFAULT_METRICS_PORT),
+    Setting("lease", "seconds for which a silent worker counts as live", seconds, ServerConfig.lease),
+    Setting("shared_directory", "where workers on this host may share memory as files", Path, DEFAULT_SHARED_DIRECTORY),
+    Setting("apply_threads", "threads that a shard applies updates with", count, ServerConfig.apply_threads),
+    *access_settings(serves=True),
+    Setting("tokens", "what callers may do: lines ROLE[:JOB] TOKEN and cn:NAME ROLE[:JOB]", Path, metavar="FILE"),
+    Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),
+)
+CHECKPOINTS = (
+    Setting("checkpoint_dir", "where checkpoints are; one directory for all shards", Path, metavar="DIR"),
+    Setting("checkpoint_every", "how often to make one, as in 100steps or 60s", every, metavar="EVERY"),
+    Setting("keep", "how many checkpoints of a job to keep", count, ServerConfig.keep, "N"),
+    Setting("restore", "start jobs from their last checkpoints", bool),
+    Setting("resume", "resume the jobs that ran when the coordinator ended, and no others", bool),
+)
+
+
+def _kind(limit: Field[Any]) -> Callable[[str], Any]:
+    if limit.type == "float":
+        return seconds if limit.name.endswith("_seconds") else amount
+    return whole_number(1, limit.metadata["largest"])
+
+
+LIMITS = tuple(
+    Setting(f"max_{limit.name}", limit.metadata["text"], _kind(limit), limit.default, "N") for limit in fields(Limits)
+)
+# What every server process of one cluster is told alike.
+SETTINGS = (*PROCESS, *CHECKPOINTS, *LIMITS)
+
+
+def config_of(
+    arguments: argparse.Namespace, shard_count: int | None, index: int | None, coordinator: str | None
+) -> ServerConfig:
+    """Returns what the flags of a server process say. Raises InvalidRequest if a file of TLS cannot be used."""
+    given = vars(arguments)
+    names = given.keys() & ServerConfig.__dataclass_fields__.keys() - {"index", "coordinator"}
+    return ServerConfig(
+        shard_count=shard_count,
+        index=index,
+        coordinator=coordinator,
+        tls=tls(arguments.tls_cert, arguments.tls_key, arguments.tls_ca),
+        limits=Limits(**{limit.name: given[f"max_{limit.name}"] for limit in fields(Limits)}),
+        **{name: given[name] for name in names},
+    )

@@ -1,0 +1,73 @@
+"""How operators and shards call the coordinator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from ps_protocol.errors import PSError, Untrusted
+from ps_protocol.v1 import control_pb2
+from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
+from ps_runtime.channel import open_channel
+from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.retry import Peer
+
+CALL_SECONDS = 10.0
+CHECKPOINT_SECONDS = 310.0
+HEALTH_SECONDS = 5.0
+
+
+class CoordinatorClient:
+    """The coordinator, from the side of operators and shards. Methods make one attempt, and raise PSError."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._channel = open_channel(peer.address, peer.access)
+
+    def __enter__(self) -> CoordinatorClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+    def status(self) -> Any:
+        """Returns what is running, as a GetStatusResponse."""
+        return self._call(ClusterServiceStub(self._channel).GetStatus, control_pb2.GetStatusRequest())
+
+    def end_job(self, job: str) -> None:
+        """Ends a job, also while workers take part in it."""
+        self._call(JobServiceStub(self._channel).EndJob, control_pb2.EndJobRequest(job=job))
+
+    def checkpoint_job(self, job: str, seconds: float = CHECKPOINT_SECONDS) -> Any:
+        """Makes a checkpoint of a job; returns it as a CheckpointJobResponse when it is complete."""
+        request = control_pb2.CheckpointJobRequest(job=job)
+        return self._call(JobServiceStub(self._channel).CheckpointJob, request, seconds)
+
+    def register_shard(self, shard: control_pb2.RegisterShardRequest, seconds: float) -> None:
+        """Makes a shard known; waits for a coordinator that is not there yet."""
+        self._call(ClusterServiceStub(self._channel).RegisterShard, shard, seconds, wait_for_ready=True)
+
+    def _call(self, method: Any, request: Any, seconds: float = CALL_SECONDS, **options: Any) -> Any:
+        try:
+            return method(request, timeout=seconds, **options)
+        except grpc.RpcError as call:
+            raise self._peer.error(call) from None
+
+
+def is_serving(address: str, access: Access = PLAINTEXT) -> bool:
+    """Returns whether the server at HOST:PORT answers its health check with SERVING within five seconds.
+
+    Raises Untrusted, saying why, if the two ends do not trust each other.
+    """
+    with open_channel(address, access) as channel:
+        try:
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_SECONDS)
+        except grpc.RpcError as call:
+            error: PSError = Peer("", address, access).error(call)
+            if isinstance(error, Untrusted):
+                raise error from None
+            return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -1,0 +1,64 @@
+"""How a shard makes itself known to the coordinator."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+
+from ps_protocol.errors import PSError
+from ps_protocol.v1 import control_pb2
+from ps_runtime.retry import Peer
+from ps_server.coordinator.shards import SHARD_CALL_SECONDS
+from ps_server.rpc.coordinator_client import CoordinatorClient
+
+log = logging.getLogger("ps_server")
+
+
+class Registration:
+    """Tells the coordinator every few seconds that this shard is here, for as long as it is.
+
+    known: is set when the coordinator has answered
+    """
+
+    def __init__(self, coordinator: Peer, index: int, address: str, metrics_address: str) -> None:
+        self.known = threading.Event()
+        self._coordinator = coordinator
+        self._shard = control_pb2.RegisterShardRequest(
+            index=index,
+            address=address,
+            metrics_address=metrics_address,
+            pid=os.getpid(),
+            process=secrets.randbits(63),
+        )
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops telling the coordinator."""
+        self._stopping.set()
+        self._thread.join()
+
+    def checkpoint(self, job: str, seconds: float) -> None:
+        """Asks the coordinator for a checkpoint; logs a warning if there is none."""
+        with CoordinatorClient(self._coordinator) as coordinator:
+            try:
+                coordinator.checkpoint_job(job, seconds)
+            except PSError as error:
+                log.warning("stopping without a last checkpoint: %s", error)
+
+    def _run(self) -> None:
+        logged: type[PSError] | None = None  # each kind of trouble is logged once, not at every attempt
+        with CoordinatorClient(self._coordinator) as coordinator:
+            while not self._stopping.is_set():
+                try:
+                    coordinator.register_shard(self._shard, SHARD_CALL_SECONDS)
+                    self.known.set()
+                    logged = None
+                except PSError as error:
+                    if type(error) is not logged:
+                        log.warning("%s; trying again", error)
+                        logged = type(error)
+                self._stopping.wait(SHARD_CALL_SECONDS)

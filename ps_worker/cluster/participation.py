@@ -1,0 +1,290 @@
+"""A worker's part in its job, through every place that it has there: one connection after the other.
+
+join       the job is registered, and the membership takes a place and keeps it from here on
+connect    a connection is made from that place: the model moves in with the shards, rank 0 sends the initial values,
+           all pull the weights. It returns when every declared worker has joined
+lost       a lease ran out, a process was replaced, the job was set back: calls fail, or the heartbeat hears of it and
+           cuts them off. The training thread sees PlaceLost at its next step or wait
+rejoin     the old connection ends, and another is made from the place that follows. Should that one be lost on the way,
+           the next
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from ps_protocol.errors import NotFound, PSError, UnknownWorker
+from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, validate
+from ps_protocol.layout import BucketSpec
+from ps_protocol.modes import Consistency
+from ps_runtime.launch_id import UNKNOWN, LaunchId
+from ps_worker.cluster.connection import Connection, ConnectionOptions
+from ps_worker.cluster.coordinator import CoordinatorClient
+from ps_worker.cluster.membership import Membership
+from ps_worker.model.flat import FlatModel
+from ps_worker.model.optimizer_state import States, pieces
+from ps_worker.values import Identity, JoinResult, ShardMap
+
+log = logging.getLogger("ps_worker")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Which job a worker takes part in, and as which of its workers: what `connect` was told.
+
+    rank:          None: the coordinator gives one
+    world_size:    how many workers the job has; 0: elastic
+    start_timeout: seconds to wait until all declared workers have joined
+    link:          how shards, and the coordinator at `server`, are reached
+    launch:        what started this worker
+    """
+
+    server: str
+    job: str
+    consistency: Consistency
+    rank: int | None
+    world_size: int
+    start_timeout: float
+    link: ConnectionOptions
+    launch: LaunchId = UNKNOWN
+
+
+@dataclass(frozen=True)
+class Rejoined:
+    """How a worker came back. before: the place that it had lost; clock: the steps it had finished there."""
+
+    before: JoinResult
+    clock: int
+    checkpoint_wanted: bool
+
+
+class PlaceLost(Exception):
+    """A call failed because the place it was made from was lost; its cause says how."""
+
+
+class Participation:
+    """Owns the connection of now. It is made without calling any server.
+
+    Methods are for the training thread, and raise PSError. The heartbeat's thread asks `_finished` and calls `_moved`;
+    any thread may call `close`, which also ends a `join` or `connect` that waits.
+
+    metrics_address: where this worker serves /metrics, for the servers' side; empty if it cannot be reached there
+    started:         called when all declared workers have joined
+    """
+
+    def __init__(self, options: JobOptions, metrics_address: str, started: Callable[[], None]) -> None:
+        self.options = options
+        self.coordinator = CoordinatorClient(options.server, options.link.timeout, options.link.access)
+        self.members = Membership(
+            self.coordinator,
+            options.job,
+            options.rank,
+            options.world_size,
+            options.link.timeout,
+            options.start_timeout,
+            metrics_address,
+            self._finished,
+            self._moved,
+            options.launch,
+        )
+        self.came_late = False  # the job was under way when this process joined
+        self._metrics_address = metrics_address
+        self._started = started
+        self._shard_map = ShardMap({}, ())
+        self._connection: Connection | None = None  # only until the first one is made
+        self._begun = False
+        self._lost: BaseException | None = None  # how the connection's place was lost, as far as its calls tell
+
+    # -- a place, taken and lost -------------------------------------------------------------------------------------
+
+    def join(self, spec: JobSpec) -> JobSpec:
+        """Registers a job and takes a place in it; returns it with the size of its buckets.
+
+        Raises JobMismatch, JobInUse, Unreachable and other PSErrors.
+        """
+        for last in (False, True):
+            self._shard_map, bucket_bytes = self.coordinator.register(spec)
+            agreed = replace(spec, bucket_bytes=bucket_bytes)
+            validate(agreed, MAX_BUCKET_BYTES)  # whatever the server answers
+            try:
+                self.members.join()
+                return agreed
+            except NotFound as error:  # it ended while this worker waited for a place, with the launch that held it
+                if last or self.is_closed:
+                    raise
+                log.warning("%s: this worker begins it anew", error)
+        raise AssertionError
+
+    def connect(self, model: FlatModel, states: States) -> bool:
+        """Connects from the first place. The model has the weights at its clock then: rank 0's at first.
+
+        states: optimizer state that the job begins with, if this worker has rank 0
+        Returns whether a checkpoint wants this worker's own state at this clock.
+        """
+        place = self.members.place
+        assert place is not None
+        checkpoint_wanted = self._connect(place, model, states)
+        self.came_late = self.connection.place.clock > 0
+        return checkpoint_wanted
+
+    def rejoin(self, model: FlatModel) -> Rejoined:
+        """Goes on from the place that follows a lost one. Raises what took this worker off the job for good."""
+        before = self.connection
+        before.end()
+        checkpoint_wanted = self._connect(self.members.renewed(before.place, self._lost), model, {})
+        return Rejoined(before.place, before.clock, checkpoint_wanted)
+
+    def _connect(self, place: JoinResult, model: FlatModel, states: States) -> bool:
+        """Connects from a place, and from each that comes after it should it be lost on the way."""
+        while True:
+            cause: BaseException | None
+            try:
+                checkpoint_wanted = self._enter(place, model, states)
+                self._lost = None
+                return checkpoint_wanted
+            except PlaceLost as lost:
+                cause = lost.__cause__
+            except Exception as error:
+                if not self.members.has_lost(place, error):
+                    raise
+                cause = error
+            if self._connection is not None:
+                self._connection.end()
+            place = self.members.renewed(place, cause)
+
+    def _enter(self, place: JoinResult, model: FlatModel, states: States) -> bool:
+        """Makes the connection of a place; returns when the weights are here and all declared workers have joined."""
+        self._shard_map = place.shard_map or self._shard_map
+        connection = self._connection = Connection(self.options.link, place, self._shard_map, model)
+        self._check(place)  # what came meanwhile could not cut it off
+        if not self._begun:
+            if place.identity.rank == 0:  # the shards take its values if they have none yet
+                for piece in pieces(model.spec, model.layout, states, states.keys()):
+                    connection.assign(0, piece.bucket, piece.absent, piece.state, piece.payload)
+                self.settle()
+                connection.push_initial(model.layout.buckets)
+                self.settle()
+            self.members.await_started(place)  # with its limit: rank 0 sends what the pulls below wait for
+            connection.pull(held=True)
+            self.settle()
+        model.begin_pull()
+        pulls = connection.pull()
+        self.settle()
+        model.end_pull()
+        self._begun = True
+        self.members.await_started(place)
+        self._check(place)
+        self._started()
+        return any(pull.result().checkpoint for pull in pulls)
+
+    def _check(self, place: JoinResult) -> None:
+        if self.is_closed:
+            raise UnknownWorker("the session was closed while it waited for the other workers to join")
+        if self.members.place is not place:
+            raise PlaceLost
+
+    def beside(self, options: JobOptions) -> Participation:
+        """Returns this worker's part in another job, which it has not joined yet."""
+        return Participation(options, self._metrics_address, self._started)
+
+    # -- the place of now --------------------------------------------------------------------------------------------
+
+    @property
+    def connection(self) -> Connection:
+        """The connection of the place that the training thread is in. There is one from `connect` on."""
+        assert self._connection is not None
+        return self._connection
+
+    @property
+    def has_place(self) -> bool:
+        """Whether the place of the connection is this worker's still, as far as it has heard."""
+        return self._lost is None and self.members.place is self.connection.place
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that take part, as this worker has heard last."""
+        return self.members.roster.ranks
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self.connection.place.identity.rank
+
+    @property
+    def world_size(self) -> int:
+        """The declared world size, or how many take part now in an elastic job."""
+        return self.options.world_size or max(1, len(self.ranks))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0; in an elastic job the lowest live rank, as this worker heard last."""
+        return self.rank == (0 if self.options.world_size else min(self.ranks, default=0))
+
+    def share(self) -> tuple[int, int]:
+        """Returns this worker's share of the data, as (index, how many shares); in an elastic job, among those live."""
+        ranks = self.ranks
+        if self.options.world_size or self.rank not in ranks:
+            return self.rank, self.world_size
+        return ranks.index(self.rank), len(ranks)
+
+    def draft(self, bucket: BucketSpec) -> int:
+        """See Connection.draft."""
+        return self.connection.draft(bucket)
+
+    def settle(self) -> None:
+        """Waits for all that is under way. Raises the first error, as PlaceLost where the loss of the place is why."""
+        error = self.connection.settle()
+        if error is not None:
+            self.members.raise_lost()  # that this worker was fenced explains whatever else failed
+            self._raise_as_lost(error)
+            raise error
+
+    def call(self, ask: Callable[[Identity], T]) -> T:
+        """Returns what the coordinator answers to a worker of this place. Raises PlaceLost where it is lost."""
+        try:
+            return ask(self.connection.place.identity)
+        except PSError as error:
+            self._raise_as_lost(error)
+            raise
+
+    def _raise_as_lost(self, error: BaseException) -> None:
+        if self.members.has_lost(self.connection.place, error):
+            self._lost = error
+            raise PlaceLost from error
+
+    def wait(self, seconds: float) -> None:
+        """Waits; raises the reason if this worker takes part no more."""
+        self.coordinator.closing.wait(seconds)
+        self.members.raise_lost()
+
+    # -- other threads -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this worker has left."""
+        return self.coordinator.closing.is_set()
+
+    def _finished(self, place: JoinResult) -> int:
+        """The steps that this worker has finished in a place."""
+        connection = self._connection
+        return connection.clock if connection is not None and connection.place is place else place.clock
+
+    def _moved(self, place: JoinResult | None) -> None:
+        """Ends what is under way in the old place; the training thread may be in the new one already."""
+        connection = self._connection
+        if connection is not None and connection.place is not place:
+            connection.cut()
+
+    def close(self) -> None:
+        """Leaves the job and ends every thread and connection; may be called more than once."""
+        if not self.is_closed:
+            self.coordinator.closing.set()
+            self.members.close()
+            self.coordinator.close()
+        if self._connection is not None:
+            self._connection.close()

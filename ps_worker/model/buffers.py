@@ -1,0 +1,145 @@
+"""The flat buffers that a model lies in: one contiguous tensor for the weights and one for the gradients of each space.
+
+As in DDP and FSDP, `param.data` and `param.grad` become views into these tensors, in the order of the job's layout,
+and buckets are slices of them. With a segment shared with the shards, and no conversion on the way, these tensors lie
+in the segment itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import BucketSpec, Layout, space_of
+from ps_protocol.segment_layout import SegmentMap
+from ps_protocol.tensors import DTYPE_NAMES, TORCH_DTYPES
+
+
+class FlatBuffers:
+    """The buffers of what a job trains, and where each parameter lies in them.
+
+    trained:        the parameters that an optimizer steps, by index in the job
+    device:         where the buffers are: that of most bytes of the model
+    segment:        shared with the shards on this host; None where there are none
+    weight_views:   by parameter, its part of the weights in its shape; empty before the first `lie_in`
+    gradient_views: by parameter, its part of the gradients
+    elsewhere:      parameters on another device (a model spread over several): they keep memory of their own
+    """
+
+    def __init__(self, spec: JobSpec, tensors: Sequence[torch.Tensor], layout: Layout) -> None:
+        self.spec = spec
+        self.layout = layout
+        self.trained = {
+            index: tensor
+            for index, (parameter, tensor) in enumerate(zip(spec.parameters, tensors, strict=True))
+            if parameter.group is not None
+        }
+        self.device = _main_device(self.trained.values())
+        self._devices = {index: tensor.device for index, tensor in self.trained.items()}
+        self.elsewhere = {index for index, tensor in self.trained.items() if self._is_elsewhere(tensor)}
+        self.segment: SegmentMap | None = None
+        self.weight_views: dict[int, torch.Tensor] = {}
+        self.gradient_views: dict[int, torch.Tensor] = {}
+        self._weights: dict[str, torch.Tensor] = {}  # by space
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._made_at: list[int] = []  # the addresses of both
+
+    def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        return not _is_same(tensor.device, self.device)
+
+    def lie_in(self, segment: SegmentMap | None) -> bool:
+        """Makes the buffers, in this segment where it can hold them; True if there are new ones, not filled yet."""
+        first, before, self.segment = not self.weight_views, self.segment, segment
+        if not first and (self.device.type == "cuda" or (before is None and segment is None)):
+            return False
+        spaces = {bucket.space: bucket.dtype for bucket in self.layout.buckets if not bucket.held}
+        weights, gradients = (segment.weights, segment.gradients) if segment else ({}, {})
+        self._weights = {space: self._space(space, dtype, weights) for space, dtype in spaces.items()}
+        self._gradients = {space: self._space(space, dtype, gradients) for space, dtype in spaces.items()}
+        self._made_at = self._addresses()
+        for index in self.trained:
+            space = space_of(self.spec.parameters[index])
+            self.weight_views[index] = self._view(self._weights[space], index)
+            self.gradient_views[index] = self._view(self._gradients[space], index)
+        return True
+
+    def _space(self, space: str, dtype: str, shared: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The buffer of one space: the segment's own where that holds the same type on the same device."""
+        wanted = TORCH_DTYPES[dtype]
+        if space in shared and self.device.type == "cpu" and shared[space].dtype == wanted:
+            return shared[space].zero_()
+        return torch.zeros(self.layout.space_sizes[space], dtype=wanted, device=self.device)
+
+    def _view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        parameter, offset = self.spec.parameters[index], self.layout.offsets[index]
+        return flat[offset : offset + parameter.numel].view(parameter.shape)
+
+    def _addresses(self) -> list[int]:
+        return [flat.data_ptr() for flat in (*self._weights.values(), *self._gradients.values())]
+
+    # -- buckets -----------------------------------------------------------------------------------------------------
+
+    def weights(self, bucket: BucketSpec) -> torch.Tensor:
+        """A bucket's weights: (numel,)."""
+        return self._weights[bucket.space][bucket.start : bucket.start + bucket.numel]
+
+    def gradients(self, bucket: BucketSpec) -> torch.Tensor:
+        """A bucket's gradients: (numel,)."""
+        return self._gradients[bucket.space][bucket.start : bucket.start + bucket.numel]
+
+    def gradient_versions(self, spaces: Iterable[str]) -> list[int]:
+        """How often torch has seen the gradients of these spaces written in place."""
+        return [self._gradients[space]._version for space in spaces]
+
+    # -- where they lie ----------------------------------------------------------------------------------------------
+
+    @property
+    def gradients_in_segment(self) -> bool:
+        """Whether every gradient is made in the segment that is shared with the shards."""
+        return self.segment is not None and _are_those(self._gradients, self.segment.gradients)
+
+    @property
+    def weights_in_segment(self) -> bool:
+        """Whether what shards write into the segment are the model's weights themselves."""
+        return self.segment is not None and _are_those(self._weights, self.segment.weights)
+
+    @property
+    def were_moved(self) -> bool:
+        """Whether other code has put the buffers elsewhere, as `share_memory()` does."""
+        return self._addresses() != self._made_at
+
+    def check_form(self, index: int) -> None:
+        """Raises InvalidRequest if a parameter has another type, shape or device than at `prepare`."""
+        tensor, parameter, device = self.trained[index], self.spec.parameters[index], self._devices[index]
+        if DTYPE_NAMES.get(tensor.dtype) != parameter.dtype or tuple(tensor.shape) != parameter.shape:
+            raise InvalidRequest(
+                f"{parameter.name} is {tensor.dtype} {tuple(tensor.shape)} now, and the job trains it as "
+                f"{parameter.dtype} {parameter.shape}: convert the model before prepare, or back before "
+                "optimizer.step()"
+            )
+        if not _is_same(tensor.device, device):
+            raise InvalidRequest(
+                f"{parameter.name} is on {tensor.device} now, and the job trains it on {device}: move the model before "
+                "prepare, or back before optimizer.step()"
+            )
+
+
+def _main_device(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """The device that holds most bytes."""
+    sizes: Counter[torch.device] = Counter()
+    for tensor in tensors:
+        sizes[tensor.device] += tensor.nbytes
+    return sizes.most_common(1)[0][0]
+
+
+def _is_same(one: torch.device, other: torch.device) -> bool:
+    """Whether two devices are the same: `cpu` and `cpu:0` are."""
+    return one.type == other.type and (one.index or 0) == (other.index or 0)
+
+
+def _are_those(buffers: dict[str, torch.Tensor], shared: dict[str, torch.Tensor]) -> bool:
+    return all(space in shared and flat is shared[space] for space, flat in buffers.items())

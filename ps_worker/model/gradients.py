@@ -1,0 +1,132 @@
+"""The gradients of a model as views into flat buffers: which are there, which were changed, which are not finite.
+
+Autograd makes each gradient in memory of its own; as soon as it is there it moves into the buffers, and `.grad` becomes
+a view. A script may change gradients after backward (clip, scale, drop): `marks` tells that, by whatever code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.job import NonFinite
+from ps_protocol.layout import BucketSpec
+from ps_protocol.tensors import is_finite
+from ps_worker.model.buffers import FlatBuffers
+from ps_worker.model.tracked import watched_gradient
+
+
+class Gradients:
+    """The gradients of what the optimizers step. Hooks run on autograd's thread, all else on the training thread.
+
+    on_ready: called with a parameter's index when backward has finished its gradient
+    """
+
+    def __init__(self, buffers: FlatBuffers, on_ready: Callable[[int], None]) -> None:
+        self._buffers = buffers
+        self._on_ready = on_ready
+        self._on_gpu = buffers.device.type == "cuda"
+        self._check = buffers.spec.non_finite is not NonFinite.ALLOW
+        self._finite: dict[int, bool] = {}  # by parameter, of those looked at in this step
+        self._touches = 0  # how often a script has asked for some gradient's `.data`
+        self._hooks: list[RemovableHandle] = []
+
+    def watch(self) -> None:
+        """Has each gradient moved into the buffers as soon as backward has finished it."""
+        for index, tensor in self._buffers.trained.items():
+            frozen = not tensor.requires_grad
+            tensor.requires_grad_()  # a frozen one takes no hook, and may be thawed later
+            self._hooks.append(tensor.register_post_accumulate_grad_hook(self._on_accumulated(index)))
+            tensor.requires_grad_(not frozen)
+
+    def _on_accumulated(self, index: int) -> Callable[[torch.Tensor], None]:
+        return lambda _: self._accumulated(index)
+
+    def release(self) -> None:
+        """Looks at no gradient any more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def forget(self) -> None:
+        """Forgets which gradients were finite."""
+        self._finite.clear()
+
+    def move_in(self, before: dict[int, torch.Tensor]) -> None:
+        """Moves the gradients that lay in earlier buffers into new ones. before: the views of then."""
+        for index, view in before.items():
+            tensor = self._buffers.trained[index]
+            if tensor.grad is not None and tensor.grad.data_ptr() == view.data_ptr():
+                self._buffers.gradient_views[index].copy_(view)
+                tensor.grad = self._shown(index)
+
+    def gather(self, indices: Iterable[int]) -> set[int]:
+        """Moves these parameters' gradients into the buffers. Returns those that have none in this step."""
+        absent = set()
+        for index in indices:
+            if self._buffers.trained[index].grad is None:
+                absent.add(index)
+            elif self._adopt(index):
+                # Not the one that backward made; on another device it may be, but a change could not be told.
+                self._finite.pop(index, None)
+        return absent
+
+    def marks(self, spaces: Iterable[str]) -> list[int]:
+        """Returns numbers that grow with every change of a gradient in these spaces, by whatever code."""
+        return [self._touches, *self._buffers.gradient_versions(spaces)]
+
+    def not_finite(self, present: Iterable[int], changed: bool) -> str | None:
+        """Returns the name of a parameter out of these whose gradient holds an infinity or a NaN, if there is one.
+
+        changed: gradients were changed after backward, so what was seen then does not count. Forgets what was seen.
+        """
+        present = list(present)
+        seen = {} if changed else dict(self._finite)
+        for index in present:
+            self._finite.pop(index, None)
+        if not self._check:
+            return None
+        views = self._buffers.gradient_views
+        unseen = {index: views[index] for index in present if not seen.get(index, False)}
+        if self._on_gpu and unseen:
+            totals = torch.stack([view.sum(dtype=torch.float32) for view in unseen.values()])
+            if bool(torch.isfinite(totals).all()):  # one answer to wait for, instead of one each
+                return None
+        return next((self._buffers.spec.parameters[i].name for i, view in unseen.items() if not is_finite(view)), None)
+
+    def saw_not_finite(self, bucket: BucketSpec) -> bool:
+        """Whether backward has made a gradient in this bucket that is not finite."""
+        return any(self._finite.get(segment.parameter) is False for segment in bucket.segments)
+
+    def _accumulated(self, index: int) -> None:
+        """Backward has finished a parameter's gradient."""
+        self._adopt(index)
+        if self._check and not self._on_gpu:  # there the answer would be waited for
+            self._finite[index] = is_finite(self._buffers.gradient_views[index])  # now, while it is in the cache
+        self._on_ready(index)
+
+    def _adopt(self, index: int) -> bool:
+        """Moves a gradient into the buffers, and frees the memory it was made in; True if it was elsewhere."""
+        tensor, view = self._buffers.trained[index], self._buffers.gradient_views[index]
+        gradient = tensor.grad
+        if gradient is None or gradient.data_ptr() == view.data_ptr():
+            return False
+        name = self._buffers.spec.parameters[index].name
+        if gradient.is_sparse:
+            raise Unsupported(f"the gradient of {name} is sparse; use sparse=False")
+        self._buffers.check_form(index)
+        if gradient.shape != view.shape:
+            raise InvalidRequest(f"the gradient of {name}: expected {tuple(view.shape)}, got {tuple(gradient.shape)}")
+        view.copy_(gradient.detach())  # it has a graph of its own after backward(create_graph=True)
+        if index not in self._buffers.elsewhere:
+            tensor.grad = self._shown(index)
+        return True
+
+    def _shown(self, index: int) -> torch.Tensor:
+        """A gradient as the script finds it."""
+        return watched_gradient(self._buffers.gradient_views[index], self._touched)
+
+    def _touched(self, _: torch.Tensor | None) -> None:
+        self._touches += 1

@@ -1,0 +1,194 @@
+"""What a worker pushes in a step, from the first gradient of backward to `optimizer.step()`.
+
+backward   each gradient moves into the flat buffers; a bucket that is full leaves as a draft, if it may (overlap.py)
+end        `optimizer.step()` reads hyper-parameters and looks once more at the gradients: which are there, whether the
+           script has changed them since, whether all are finite. A step that is not fit raises here; nothing is pushed
+pushes     one for each bucket that trains. A script with several optimizers steps one of them: the buckets of the
+           others get empty pushes, because a step has one clock over all buckets
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ps_protocol.data import DataRange
+from ps_protocol.errors import InvalidRequest, NonFiniteGradient
+from ps_protocol.job import HyperParameters, JobSpec, NonFinite
+from ps_protocol.layout import BucketSpec, Layout
+from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters
+from ps_worker.metrics import WorkerMetrics
+from ps_worker.model.flat import FlatModel
+from ps_worker.model.overlap import Overlap
+from ps_worker.values import BucketPush
+
+log = logging.getLogger("ps_worker")
+
+
+@dataclass(frozen=True)
+class EndedStep:
+    """What is pushed in a step, besides the gradients themselves.
+
+    optimizer:   the one that steps, by number; None: none does
+    absent:      its parameters that have no gradient
+    groups:      the hyper-parameters of each group of the job
+    drafts_hold: what has left during backward is as it was, and counts
+    """
+
+    optimizer: int | None
+    absent: Set[int]
+    groups: Sequence[HyperParameters]
+    drafts_hold: bool
+
+
+class StepMaker:
+    """Makes the steps of one job's model, one after the other.
+
+    Gradients become ready on autograd's thread, while the training thread waits in backward; all else is called by the
+    training thread.
+
+    overlap: as in PrepareOptions
+    draft:   sends a bucket that is full; returns how many bytes of it its shard keeps until the step counts
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        tensors: Sequence[torch.Tensor],
+        layout: Layout,
+        optimizers: Sequence[tuple[str, torch.optim.Optimizer]],
+        overlap: bool | None,
+        metrics: WorkerMetrics,
+        draft: Callable[[BucketSpec], int],
+    ) -> None:
+        self.model = FlatModel(spec, tensors, layout, self._gradient_ready)
+        self._trained = [bucket for bucket in layout.buckets if not bucket.held]
+        self._spec = spec
+        self._overlaps = [
+            Overlap([bucket for bucket in self._trained if bucket.optimizer == index], overlap)
+            for index in range(len(optimizers))
+        ]
+        self._groups = LiveGroups(optimizers)
+        self._metrics = metrics
+        self._draft = draft
+        self._draft_room = 0.0  # bytes that may still leave as drafts in this step
+
+    def parameters_of(self, optimizer: int) -> Set[int]:
+        """Returns the parameters that one optimizer steps, by index in the job."""
+        return self._overlaps[optimizer].parameters
+
+    def allow_drafts(self, rank: int, ranks: Sequence[int]) -> None:
+        """Lets buckets of the next step leave during backward, as many as the shards have room for.
+
+        In sync the drafts of the lowest rank become the open sum; the others share as much as the weights. In ssp and
+        async all do. ranks: those that take part, this worker's `rank` among them
+        """
+        aggregate = self._spec.consistency.aggregate
+        if aggregate and rank == min(ranks, default=rank):
+            self._draft_room = math.inf
+        else:
+            sharing = max(1, len(ranks) - 1 if aggregate else len(ranks))
+            self._draft_room = sum(bucket.nbytes for bucket in self._trained) / sharing
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Lets gradients only add up inside; nothing leaves before the next backward outside, or the step."""
+        before = [overlap.paused for overlap in self._overlaps]
+        for overlap in self._overlaps:
+            overlap.paused = True
+        try:
+            yield
+        finally:
+            for overlap, paused in zip(self._overlaps, before, strict=True):
+                overlap.paused = paused
+
+    def end(self, optimizer: int) -> EndedStep:
+        """Ends the step of one optimizer. Raises InvalidRequest or NonFiniteGradient if it is not fit to be pushed."""
+        overlap, gradients = self._overlaps[optimizer], self.model.gradients
+        absent = gradients.gather(overlap.parameters)
+        groups = self._groups.read()
+        changed, drafts_hold = overlap.finish(gradients.marks(overlap.spaces), absent)
+        name = gradients.not_finite(overlap.parameters - absent, changed)
+        if name is not None:
+            self._refuse_or_skip(name)
+            return EndedStep(None, set(), groups, drafts_hold=False)
+        return EndedStep(optimizer, absent, groups, drafts_hold)
+
+    def end_empty(self) -> EndedStep:
+        """Ends a step that counts as none, whatever gradients there are."""
+        self.abandon()
+        return EndedStep(None, set(), self._groups.read(), drafts_hold=False)
+
+    def abandon(self) -> None:
+        """Forgets the step at hand: the next backward begins a new one."""
+        for overlap in self._overlaps:
+            overlap.abandon()
+
+    def pushes(self, step: EndedStep, clock: int, ranges: Sequence[DataRange]) -> list[BucketPush]:
+        """Returns the pushes of a step, of every bucket that trains. ranges: of leased data, that the step used."""
+        return [self._push(bucket, step, clock, ranges) for bucket in self._trained]
+
+    def _push(self, bucket: BucketSpec, step: EndedStep, clock: int, ranges: Sequence[DataRange]) -> BucketPush:
+        self.model.leaving(bucket)
+        skip = bucket.optimizer != step.optimizer
+        absent = [] if skip else [p for p, slice_ in enumerate(bucket.segments) if slice_.parameter in step.absent]
+        groups = {self._spec.parameters[slice_.parameter].group for slice_ in bucket.segments}
+        return BucketPush(
+            bucket=bucket,
+            clock=clock,
+            absent=absent,
+            empty=skip or len(absent) == len(bucket.segments),
+            groups={group: step.groups[group] for group in groups if group is not None},
+            ranges=ranges,
+        )
+
+    def _gradient_ready(self, parameter: int) -> None:
+        """Backward has finished one gradient: full buckets leave now, if they may. Runs on autograd's thread."""
+        self._metrics.timer.gradient()
+        overlap = self._overlaps[self._spec.parameters[parameter].optimizer]
+        for bucket in overlap.ready(parameter, self.model.gradients.marks(overlap.spaces)):
+            if self._draft_room > 0 and not self.model.gradients.saw_not_finite(bucket):
+                self.model.leaving(bucket)
+                self._draft_room -= self._draft(bucket)
+
+    def _refuse_or_skip(self, name: str) -> None:
+        """Raises NonFiniteGradient, for the parameter of that name, unless such steps are left out."""
+        self._metrics.not_finite()
+        if self._spec.non_finite is NonFinite.REFUSE:
+            raise NonFiniteGradient(
+                f"the gradient of {name} is not finite; it was not pushed "
+                "(prepare(..., non_finite='skip') leaves out such steps instead)"
+            )
+        log.warning("the gradient of %s is not finite; this step is skipped", name)
+
+
+class LiveGroups:
+    """The hyper-parameters of the script's optimizers, which schedulers change."""
+
+    def __init__(self, optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> None:
+        """optimizers: each with its name. Groups that are added to one later are no part of this."""
+        self._optimizers = [(name, optimizer, len(optimizer.param_groups)) for name, optimizer in optimizers]
+        self._checked: list[HyperParameters] = []
+
+    def read(self) -> list[HyperParameters]:
+        """Returns those of each group now. Raises InvalidRequest for what the shards would refuse, before a push."""
+        for name, optimizer, count in self._optimizers:
+            if len(optimizer.param_groups) < count:
+                raise InvalidRequest(
+                    f"{name} had {count} parameter groups at prepare and has {len(optimizer.param_groups)} now: groups "
+                    "cannot be taken away; set requires_grad=False on their parameters, or lr to 0"
+                )
+        named = [
+            (name, group) for name, optimizer, count in self._optimizers for group in optimizer.param_groups[:count]
+        ]
+        groups = [hyper_parameters(name, group) for name, group in named]
+        if groups != self._checked:
+            for (name, _), values in zip(named, groups, strict=True):
+                check_hyper_parameters(name, values)
+            self._checked = groups
+        return groups

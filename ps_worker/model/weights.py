@@ -1,0 +1,105 @@
+"""The weights of a model as views into flat buffers, and which of them a script has changed.
+
+A script may change parameters itself, and may put them elsewhere (`model.to(...)`, `p.data = ...`): `changed` finds
+that before each step, and brings them back.
+
+Two kinds of parameters keep memory of their own, and are copied to and from the buffers in their logical order: those
+that are not contiguous (channels_last), and those on another device than most (a model spread over several).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ps_protocol.errors import Unsupported
+from ps_worker.model.buffers import FlatBuffers
+from ps_worker.model.tracked import Touched, Touches, set_values, unwatch, values, watch
+
+
+class Weights:
+    """The parameters that an optimizer steps. For the training thread."""
+
+    def __init__(self, buffers: FlatBuffers) -> None:
+        self._buffers = buffers
+        self._apart: set[int] = set()  # parameters with memory of their own
+        self._touches = Touches()
+        self._marks: list[tuple[int, int]] = []  # of each parameter, since weights last landed
+
+    def watch(self) -> None:
+        """Learns from here on of changes by way of `.data`."""
+        for index, tensor in self._buffers.trained.items():
+            assert isinstance(tensor, nn.Parameter)
+            watch(tensor, self._on_touch(index, tensor))
+
+    def _on_touch(self, index: int, tensor: nn.Parameter) -> Touched:
+        return lambda given_out: self._touches.touched(index, tensor, given_out)
+
+    def move_in(self) -> None:
+        """Moves all parameters into new buffers."""
+        for index in self._buffers.trained:
+            self._take_in(index)
+        self.mark()
+
+    def mark(self) -> None:
+        """Takes the parameters as they are for unchanged."""
+        self._marks = self._marks_now()
+
+    def release(self) -> None:
+        """Watches no parameter any more. They stay where they are."""
+        for tensor in self._buffers.trained.values():
+            unwatch(tensor)
+
+    def changed(self) -> set[int]:
+        """Returns the parameters whose values the script has changed since weights last landed, all in the buffers.
+
+        Raises InvalidRequest, and changes nothing, if one has another type, shape or device now.
+        """
+        if self._buffers.segment is not None and self._buffers.were_moved:
+            raise Unsupported(
+                "the model's memory was moved as a whole (share_memory()), away from the memory that the shards write: "
+                "do that before prepare, or use transport grpc"
+            )
+        before, now, trained = self._marks, self._marks_now(), self._buffers.trained
+        if now == before and not self._touches.before:
+            return set()
+        suspects = {index for index, was, mark in zip(trained, before, now, strict=True) if was != mark}
+        suspects |= self._touches.before.keys()
+        for index in suspects:
+            self._buffers.check_form(index)
+        versions = {index: version for index, (version, _) in zip(trained, before, strict=True)}
+        changed = {index for index in suspects if self._is_changed(index, versions[index])}
+        for index in suspects:
+            self._take_in(index)
+        self.mark()
+        return changed
+
+    def landed(self) -> None:
+        """Copies new weights to the parameters that have memory of their own; what the script does from here counts."""
+        for index in self._apart:
+            values(self._buffers.trained[index]).copy_(self._buffers.weight_views[index])
+        self._touches.landed(self._buffers.trained)
+
+    def _take_in(self, index: int) -> None:
+        """Copies a parameter's values into the buffers, and moves it there if it can be a view."""
+        tensor, view = self._buffers.trained[index], self._buffers.weight_views[index]
+        own = values(tensor)
+        view.copy_(own)
+        if own.is_contiguous() and index not in self._buffers.elsewhere:
+            self._apart.discard(index)
+            set_values(tensor, view)
+        else:
+            self._apart.add(index)
+
+    def _marks_now(self) -> list[tuple[int, int]]:
+        """What tells that a parameter was changed in place, or put elsewhere."""
+        return [(tensor._version, tensor.data_ptr()) for tensor in self._buffers.trained.values()]
+
+    def _is_changed(self, index: int, version: int) -> bool:
+        tensor, view = self._buffers.trained[index], self._buffers.weight_views[index]
+        known = self._touches.before.get(index)
+        if known is None and (index in self._apart or tensor.data_ptr() != view.data_ptr()):
+            known = view  # nothing but landing weights has written it
+        if known is None:
+            return tensor._version != version
+        return not torch.equal(values(tensor).to(known.device), known)

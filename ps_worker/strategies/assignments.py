@@ -1,0 +1,144 @@
+"""What a script sets itself between two steps: weights, and the state of its optimizers.
+
+noted    weights that the script has changed are found by the model before a step; state is handed over by
+         `load_state_dict`
+sent     with the next step, to take effect with it. In sync the lowest live rank's count, so only that worker sends
+lost     with the step at hand, where the place is lost; and if the one worker that sends dies in that step
+repeated when the job is set back, what a script does in its loop over the data is done again; what it does between two
+         passes is not, and the log says so
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
+
+import torch
+
+from ps_worker.cluster.connection import Connection
+from ps_worker.model.flat import FlatModel
+from ps_worker.model.optimizer import ParameterStates
+from ps_worker.model.optimizer_state import States, check_states, pieces
+
+log = logging.getLogger("ps_worker")
+
+
+class Assignments:
+    """What one worker's script has set and no step has taken along yet. For the training thread."""
+
+    def __init__(self, model: FlatModel, tensors: Sequence[torch.Tensor]) -> None:
+        """tensors: the model's, in the order of the job's parameters."""
+        self._model = model
+        self._spec = model.spec
+        self._tensors = tensors
+        self._indices = {id(tensor): index for index, tensor in enumerate(tensors)}
+        self._weights: set[int] = set()  # parameters that the script has set since weights last landed
+        self._states: dict[int, Mapping[str, torch.Tensor]] | None = None  # by parameter
+        self._relied_on: int | None = None  # the rank whose assignments counted in the last step
+        self._between_passes: deque[int] = deque(maxlen=64)  # clocks of what the loop may not do again
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def find_weights(self) -> None:
+        """Finds weights that the script has changed. Raises InvalidRequest if the model cannot be trained as it is."""
+        self._weights |= self._model.weights.changed()
+
+    def lost_step(self) -> None:
+        """Drops changed weights with the step that they would have gone with."""
+        self._weights = set()
+
+    # -- optimizer state ---------------------------------------------------------------------------------------------
+
+    def load(self, parameters: Set[int], states: ParameterStates) -> None:
+        """Has the next step begin with this state of the parameters of one optimizer. Raises what `check_states` does.
+
+        What has none in `states` has none from then on; what other jobs train is left out.
+        """
+        loaded: dict[int, Mapping[str, torch.Tensor]] = {index: {} for index in parameters}
+        for tensor, state in states.items():
+            index = self._indices[id(tensor)]
+            if self._spec.parameters[index].group is not None:
+                loaded[index] = state
+        check_states(self._spec, loaded)
+        self._states = {**(self._states or {}), **loaded}
+
+    def loaded(self, parameters: Set[int]) -> States | None:
+        """Returns the state of these parameters if the script has set it since the last step."""
+        if self._states is None or not parameters <= self._states.keys():
+            return None
+        return {index: self._states[index] for index in parameters}
+
+    def by_tensor(self, parameters: Set[int], states: States) -> dict[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Returns the state of these parameters as torch.optim keeps it."""
+        return {
+            self._tensors[index]: {
+                name: _beside(self._tensors[index], name, value) for name, value in states[index].items()
+            }
+            for index in sorted(parameters & states.keys())
+            if states[index]
+        }
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def send(self, connection: Connection, ranks: Sequence[int], began_late: bool, at_pass_begin: bool) -> bool:
+        """Sends what the script has set, for the step that comes next; True if there is something to settle.
+
+        ranks:         those that take part
+        began_late:    the job was under way when this process joined, and it has made no step yet
+        at_pass_begin: the step is the first of a pass over the data, but not of the first pass
+        """
+        rank, clock = connection.place.identity.rank, connection.clock
+        if at_pass_begin and (self._weights or self._states is not None):
+            self.note_between_passes(clock + 1)
+        self._warn_of_relied_on(ranks)
+        weights, self._weights = self._weights, set()
+        states, self._states = self._states, None
+        if not weights and states is None:
+            return False
+        if began_late:
+            log.warning(
+                "the job was at clock %d when this worker joined: what the script has loaded or changed before its "
+                "first step is not taken over; the servers' weights and optimizer state count",
+                clock,
+            )
+            return False
+        lowest = min(ranks, default=rank)
+        if self._spec.consistency.aggregate and rank != lowest:
+            self._relied_on = lowest
+            return False
+        for bucket in self._model.layout.buckets:
+            absent = [position for position, part in enumerate(bucket.segments) if part.parameter not in weights]
+            if not bucket.held and len(absent) < len(bucket.segments):
+                connection.assign(clock + 1, bucket, absent, None, self._model.assigned(bucket))
+        states = states or {}
+        for piece in pieces(self._spec, self._model.layout, states, states.keys()):
+            connection.assign(clock + 1, piece.bucket, piece.absent, piece.state, piece.payload)
+        return True
+
+    def _warn_of_relied_on(self, ranks: Sequence[int]) -> None:
+        relied_on, self._relied_on = self._relied_on, None
+        if relied_on is not None and relied_on not in ranks:
+            log.warning(
+                "worker %d is gone since the step in which this script changed weights or optimizer state: "
+                "if it died in that step, the change is lost",
+                relied_on,
+            )
+
+    def note_between_passes(self, clock: int) -> None:
+        """Notes that the script has set something before the step of this clock that its loop may not do again."""
+        self._between_passes.append(clock)
+
+    def set_back(self, clock: int) -> None:
+        """Warns, when the job was set back to a clock, of what will not be done again."""
+        if any(changed > clock for changed in self._between_passes):
+            log.warning(
+                "this script changed weights, optimizer state or groups between two passes after clock %d: what it "
+                "does between passes is not done again when they are made again",
+                clock,
+            )
+
+
+def _beside(tensor: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
+    """State lies beside its parameter, but for numbers, which torch keeps on the host."""
+    return value.to(tensor.device) if value.shape == tensor.shape and name != "step" else value

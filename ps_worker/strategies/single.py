@@ -1,0 +1,77 @@
+"""Training in one process, without servers: the reference that every other way is compared with.
+
+It is a dry run, too: what the modes with servers would refuse is in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ps_worker.data.loaders import PreparedLoader, refused_of_loader
+from ps_worker.metrics import WorkerMetrics
+from ps_worker.model.job_spec import refused_of
+from ps_worker.strategies.options import PrepareOptions
+from ps_worker.strategies.strategy import Prepared
+
+log = logging.getLogger("ps_worker")
+
+
+class Single:
+    """One worker. wanted: the mode was asked for, so that what others would refuse is a warning."""
+
+    rank = 0
+    world_size = 1
+    is_main = True
+
+    def __init__(self, metrics: WorkerMetrics, device: torch.device, wanted: bool) -> None:
+        self.clock = 0
+        self._metrics = metrics
+        self._device = device
+        self._level = logging.WARNING if wanted else logging.INFO
+        self._refused: set[str] = set()  # what the log has
+
+    def prepare(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
+    ) -> Prepared:
+        """Returns all as they are."""
+        self._log_refused(refused_of(models, optimizers))
+        for optimizer in optimizers:
+            self._metrics.watch_optimizer(optimizer, self._stepped)
+        return models, optimizers
+
+    def _stepped(self) -> int:
+        self.clock += 1
+        return self.clock
+
+    def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader:
+        """Returns a loader of all of the data."""
+        self._log_refused(refused_of_loader(loader))
+        return PreparedLoader(loader, self._device, self._metrics.timer)
+
+    def keep(self, things: Sequence[Any]) -> None:
+        """Does nothing: there is no checkpoint to go back to."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns a context that does nothing."""
+        return nullcontext()
+
+    def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
+        """Returns this worker's own value."""
+        return {0: value}
+
+    def close(self) -> None:
+        """Does nothing: nothing is open."""
+
+    def _log_refused(self, findings: list[str]) -> None:
+        """Logs once what the modes with servers would refuse."""
+        for text in findings:
+            if text not in self._refused:
+                self._refused.add(text)
+                log.log(self._level, "in sync, ssp and async this is refused: %s", text)

@@ -1,0 +1,71 @@
+"""Wire formats: sizes, values and memory, and the one choice that both ends make."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ps_protocol.codecs import PLAIN, WIRE_FORMATS, gradient_codec, weight_codec
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import DATA_TYPES, ParameterSpec, bucket_layout
+from ps_protocol.modes import Consistency
+from ps_protocol.tensors import bytes_of
+from ps_protocol.v1 import job_pb2
+
+
+def job(gradient_wire: str, weight_wire: str) -> JobSpec:
+    parameters = (
+        ParameterSpec("wide", (8,), "float32", 0),
+        ParameterSpec("half", (8,), "float16", 0),
+        ParameterSpec("double", (8,), "float64", 0),
+        ParameterSpec("buffer", (8,), "float32", None),
+        ParameterSpec("count", (8,), "int64", None),
+    )
+    groups = ({"lr": 0.1},)
+    rule = Consistency(None)
+    return JobSpec(
+        "job", parameters, "SGD", groups, rule, 1024, 0, gradient_wire=gradient_wire, weight_wire=weight_wire
+    )
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_travels_as_it_is_is_never_copied(name: str) -> None:
+    codec, values = PLAIN[name], torch.tensor([0, 1, 1, 0, 1]).to(PLAIN[name].torch_dtype)
+    assert codec.encode(values) is values
+    payload = bytes_of(codec.encode(values))
+    decoded = codec.decode(payload)
+    assert len(payload) == codec.size(5)
+    assert torch.equal(decoded, values)
+    assert decoded.data_ptr() == values.data_ptr()
+
+
+@pytest.mark.parametrize("name", WIRE_FORMATS)
+def test_a_wire_format_rounds_as_torch_does_and_decodes_where_it_lies(name: str) -> None:
+    codec, values = WIRE_FORMATS[name], torch.randn(1000)
+    payload = bytes(bytes_of(codec.encode(values)))
+    assert len(payload) == codec.size(1000)
+    assert torch.equal(codec.decode(payload), values.to(getattr(torch, name)))
+    assert codec.decode(b"").shape == (0,)
+
+
+def test_only_float32_that_an_optimizer_steps_is_narrowed() -> None:
+    spec = job("bfloat16", "float16")
+    chosen = {
+        bucket.space: (gradient_codec(spec, bucket).dtype, weight_codec(spec, bucket).dtype)
+        for bucket in bucket_layout(spec.parameters, spec.bucket_bytes).buckets
+        if not bucket.held
+    }
+    assert chosen == {
+        "float32": ("bfloat16", "float16"),
+        "float16": ("float16", "float16"),
+        "float64": ("float64", "float64"),
+    }
+    untrained = [b for b in bucket_layout(spec.parameters, spec.bucket_bytes).buckets if b.held]
+    assert {weight_codec(spec, bucket).dtype for bucket in untrained} == {"float32", "int64"}
+    assert all(weight_codec(spec, bucket).keeps(bucket) for bucket in untrained)
+
+
+def test_every_format_of_the_contract_has_a_codec_and_every_codec_a_number() -> None:
+    numbers = {name.removeprefix("WIRE_FORMAT_").lower() for name in job_pb2.WireFormat.keys()}  # noqa: SIM118
+    assert numbers == {"unspecified", *WIRE_FORMATS}
+    assert set(PLAIN) == set(DATA_TYPES)

@@ -1,0 +1,59 @@
+"""A job of four buckets whose workers train, have checkpoints made, and join again after a rollback."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from ps_protocol.errors import TryLater, UnknownWorker
+from tests.tools.cluster import Cluster, until
+from tests.tools.raw_worker import RawWorker
+
+CELLS = 64  # four buckets of 16, on two shards
+
+
+def make_checkpoint(cluster: Cluster, *workers: RawWorker) -> int:
+    """Has a checkpoint made while these workers do nothing but send their state; its clock."""
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(cluster.coordinator.job(workers[0].spec.name).checkpoint)
+
+        def done() -> bool:
+            for worker in workers:
+                worker.heartbeat()
+                worker.save_state(worker.clock, b"state of %d" % worker.clock)
+            return made.done()
+
+        until(done, "the checkpoint")
+        return made.result().clock
+
+
+def step(worker: RawWorker, value: float = -1.0) -> torch.Tensor:
+    """One step with the same gradient in every cell, and the weights after it."""
+    worker.step(torch.full((CELLS,), value))
+    return worker.pull()
+
+
+def train(worker: RawWorker, steps: int) -> torch.Tensor:
+    """Several steps, with the worker's state where a checkpoint asks for it; the weights after them."""
+    for _ in range(steps):
+        found = step(worker)
+        if worker.clock in worker.flagged:
+            worker.save_state(worker.clock, f"state of {worker.clock}".encode())
+    return found
+
+
+def join_again(worker: RawWorker) -> None:
+    """Waits until the servers tell the worker to join again, and has it join."""
+
+    def told() -> bool:
+        try:
+            worker.heartbeat()
+        except UnknownWorker:
+            return True
+        except TryLater:
+            pass  # the coordinator itself is away
+        return False
+
+    until(told, "being told to join again")
+    worker.joined = worker.join()  # type: ignore[attr-defined]
