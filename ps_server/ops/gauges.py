@@ -50,7 +50,7 @@ def shard_gauges(shard: Shard) -> Gauges[ShardStatistics]:
 
 
 def coordinator_gauges(coordinator: Coordinator) -> Gauges[CoordinatorStatistics]:
-    """Who takes part, how evenly the buckets lie, and what checkpoints and rollbacks there were."""
+    """Which workers take part, how evenly the buckets lie, and what checkpoints and rollbacks there were."""
 
     def each_job(read: Callable[[JobStatistics], float]) -> Callable[[CoordinatorStatistics], Iterable[Sample]]:
         return lambda statistics: [((name,), read(job)) for name, job in statistics.jobs.items()]

@@ -71,12 +71,6 @@ ONLY_IN = {
 CORE_MAY_IMPORT = {"__future__", "bisect", "collections", "dataclasses", "enum", "hmac", "math", "typing", "torch"}
 MAY_READ_THE_ENVIRONMENT = {"ps_runtime", "ps_launch", "ps_server.failpoints"}
 
-# What stands against the rules above today. A line may go; none may come.
-YET = {}
-CIRCLES_YET = {
-    "ps_server",
-}
-
 
 def is_in(module: str, places: set[str]) -> bool:
     return any(module == place or module.startswith(place + ".") for place in places)
@@ -109,15 +103,13 @@ def forbidden_knowledge() -> set[str]:
 
 
 def test_rooms_import_only_what_they_may() -> None:
-    assert forbidden_imports() | forbidden_knowledge() == YET
+    assert forbidden_imports() | forbidden_knowledge() == set()
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_import_goes_in_a_circle(package: str) -> None:
     """TYPE_CHECKING included."""
     depths = range(2, 4)
-    if package in CIRCLES_YET:
-        pytest.xfail("the cuts are still to be made")
     circles = {depth: found for depth in depths if isinstance(found := floors(within(package, depth)), list)}
     assert circles == {}
 
