@@ -1,11 +1,7 @@
 """Clusters, clients and faults that several tests share.
 
 cluster.py              Real clusters of servers in this process, on free ports
-<<<<<<< HEAD
-one_process.py          A coordinator and its shards in one process: calls for gRPC, and a clock that waits move
-=======
 one_process.py          A coordinator and its shards in one process: calls instead of gRPC, and a clock that waits move
->>>>>>> w-coordinator
 cable.py                A cable between one worker and the servers, which a test cuts and plugs in again
 rpc_faults.py           Interceptors that lose, delay and repeat gRPC calls
 slow_client.py          A client that sends one byte at a time
