@@ -11,12 +11,12 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import HyperParameters, HyperValue, JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
-from ps_protocol.v1 import job_pb2
+from ps_protocol.v1 import job_pb2, types_pb2
 
 T = TypeVar("T")
 
 _DATA_TYPE_NAMES: dict[int, str] = {
-    number: name.removeprefix("DATA_TYPE_").lower() for name, number in job_pb2.DataType.items() if number
+    number: name.removeprefix("DATA_TYPE_").lower() for name, number in types_pb2.DataType.items() if number
 }
 _DATA_TYPES: dict[str, Any] = {name: number for number, name in _DATA_TYPE_NAMES.items()}
 _NON_FINITE: dict[int, NonFinite] = {
@@ -26,10 +26,10 @@ _NON_FINITE: dict[int, NonFinite] = {
     job_pb2.NON_FINITE_POLICY_ALLOW: NonFinite.ALLOW,
 }
 _WIRE_FORMATS: dict[int, str] = {
-    job_pb2.WIRE_FORMAT_UNSPECIFIED: "float32",
-    job_pb2.WIRE_FORMAT_FLOAT32: "float32",
-    job_pb2.WIRE_FORMAT_BFLOAT16: "bfloat16",
-    job_pb2.WIRE_FORMAT_FLOAT16: "float16",
+    types_pb2.WIRE_FORMAT_UNSPECIFIED: "float32",
+    types_pb2.WIRE_FORMAT_FLOAT32: "float32",
+    types_pb2.WIRE_FORMAT_BFLOAT16: "bfloat16",
+    types_pb2.WIRE_FORMAT_FLOAT16: "float16",
 }
 _WIRE_FORMAT_NUMBERS: dict[str, Any] = {name: number for number, name in _WIRE_FORMATS.items()}
 _NON_FINITE_NUMBERS: dict[NonFinite, Any] = {policy: number for number, policy in _NON_FINITE.items()}

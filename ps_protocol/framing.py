@@ -1,8 +1,9 @@
-"""Bucket messages on the wire: a small protobuf header, then the payload as the last field, never copied by protobuf.
+"""Messages with a payload: all fields but the last by protobuf, the payload by hand, never copied by protobuf.
 
-The bytes are those of the generated classes PushRequest and PullResponse (header = field 1, payload = field 15), so
-any protobuf implementation can read and write them; tests hold that. Here they are put together and taken apart by
-hand, because parsing a 4 MiB `bytes` field copies it, on the one thread that serves every call.
+A message of the contract that carries tensors has them in the field `payload`, number 15, which is the highest of the
+message and so the last on the wire. The bytes are those of the generated classes, so any protobuf implementation can
+read and write them; tests hold that. The payload is put behind the others and taken from them by hand, because parsing
+a 4 MiB `bytes` field copies it, on the one thread that serves every call.
 """
 
 from __future__ import annotations
@@ -13,18 +14,70 @@ from ps_protocol.errors import InvalidRequest
 
 Buffer = bytes | bytearray | memoryview
 
-_HEADER_TAG = 1 << 3 | 2  # field 1, length-delimited
-_PAYLOAD_TAG = 15 << 3 | 2  # field 15, length-delimited
+PAYLOAD_FIELD = 15
+_PAYLOAD_TAG = PAYLOAD_FIELD << 3 | 2  # length-delimited
 _LENGTH_DELIMITED = 2
 _LAST_FIELD = 2**29 - 1
 _FIXED_SIZES = {1: 8, 5: 4}  # wire types of fixed64 and fixed32
 
 
-class Header(Protocol):
-    """A generated header message."""
+class Message(Protocol):
+    """A generated message."""
 
     def SerializeToString(self) -> bytes:
         """Its bytes, as every generated class has it."""
+
+
+def write_message(message: Message, payload: Buffer | None = None) -> bytes:
+    """Returns the bytes of the message with this payload: one copy of the payload, into the result.
+
+    message: all fields but the payload, which is not set in it
+    """
+    head = message.SerializeToString()
+    if payload is None:
+        return head
+    return b"".join((head, bytes((_PAYLOAD_TAG,)), _varint(memoryview(payload).nbytes), payload))
+
+
+def split_message(data: bytes) -> tuple[bytes, memoryview | None]:
+    """Returns the bytes of all fields but the payload, and the payload as a view into `data`, None where there is none.
+
+    Raises InvalidRequest for truncated bytes, lengths beyond the message, and a payload that comes twice. Whether the
+    other fields are what they should be shows when the first part is parsed.
+    """
+    view = memoryview(data)
+    payload = None
+    head = bytearray()
+    position = 0
+    while position < len(view):
+        start = position
+        tag, position = _read_varint(view, position)
+        length, position = _length(tag, view, position)
+        if length > len(view) - position:
+            raise InvalidRequest(f"a field of {length} bytes was announced where {len(view) - position} are left")
+        end = position + length
+        if tag != _PAYLOAD_TAG:
+            head += view[start:end]
+        elif payload is None:
+            payload = view[position:end]
+        else:
+            raise InvalidRequest("the message holds its payload twice")
+        position = end
+    return bytes(head), payload
+
+
+def _length(tag: int, view: memoryview, position: int) -> tuple[int, int]:
+    """The bytes of a field's content, and where it begins. A number's content is read already, so it has none."""
+    if not 0 < tag >> 3 <= _LAST_FIELD:
+        raise InvalidRequest(f"the message holds a field {tag >> 3}, which does not exist in protobuf")
+    kind = tag & 7
+    if kind == _LENGTH_DELIMITED:
+        return _read_varint(view, position)
+    if kind == 0:
+        return 0, _read_varint(view, position)[1]
+    if kind in _FIXED_SIZES:
+        return _FIXED_SIZES[kind], position
+    raise InvalidRequest(f"the message holds a field of wire type {kind}, which does not exist here")
 
 
 def _varint(value: int) -> bytes:
@@ -47,47 +100,3 @@ def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, position
     raise InvalidRequest("the message holds a number longer than 64 bits")
-
-
-def write_message(header: Header, payload: Buffer | None = None) -> bytes:
-    """Returns the message with this header and payload: one copy of the payload, into the result."""
-    head = header.SerializeToString()
-    parts: list[Buffer] = [bytes((_HEADER_TAG,)), _varint(len(head)), head]
-    if payload is not None:
-        parts += [bytes((_PAYLOAD_TAG,)), _varint(memoryview(payload).nbytes), payload]
-    return b"".join(parts)
-
-
-def read_message(data: bytes) -> tuple[memoryview, memoryview]:
-    """Returns header bytes and payload of a message, as views into it: nothing is copied.
-
-    Unknown fields are skipped, as protobuf does. Raises InvalidRequest for truncated bytes, lengths beyond the message,
-    and a header or payload that comes twice.
-    """
-    view = memoryview(data)
-    header = payload = None
-    position = 0
-    while position < len(view):
-        tag, position = _read_varint(view, position)
-        if not 0 < tag >> 3 <= _LAST_FIELD:
-            raise InvalidRequest(f"the message holds a field {tag >> 3}, which does not exist in protobuf")
-        if tag & 7 == _LENGTH_DELIMITED:
-            length, position = _read_varint(view, position)
-        elif tag & 7 == 0:
-            _, position = _read_varint(view, position)
-            length = 0
-        elif tag & 7 in _FIXED_SIZES:
-            length = _FIXED_SIZES[tag & 7]
-        else:
-            raise InvalidRequest(f"the message holds a field of wire type {tag & 7}, which does not exist here")
-        if length > len(view) - position:
-            raise InvalidRequest(f"a field of {length} bytes was announced where {len(view) - position} are left")
-        if tag in (_HEADER_TAG, _PAYLOAD_TAG):
-            if (header if tag == _HEADER_TAG else payload) is not None:
-                raise InvalidRequest("the message holds its header or payload twice")
-            field = view[position : position + length]
-            header, payload = (field, payload) if tag == _HEADER_TAG else (header, field)
-        position += length
-    if header is None:
-        raise InvalidRequest("the message has no header")
-    return header, payload if payload is not None else view[:0]

@@ -12,58 +12,53 @@ from google.protobuf.internal import builder as _builder
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from ps_protocol.v1 import job_pb2 as ps__protocol_dot_v1_dot_job__pb2
+from ps_protocol.v1 import types_pb2 as ps__protocol_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ps_protocol/v1/data.proto\x12\x0eps_protocol.v1\x1a\x18ps_protocol/v1/job.proto\"g\n\x14\x41ttachSegmentRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\x10\n\x08location\x18\x02 \x01(\t\x12\r\n\x05nonce\x18\x03 \x01(\x0c\"\x17\n\x15\x41ttachSegmentResponse\"U\n\x0cSharedBucket\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x0c\n\x04skip\x18\x02 \x01(\x08\x12\x17\n\x0f\x61\x62sent_segments\x18\x03 \x03(\r\x12\x0e\n\x06\x66inite\x18\x04 \x01(\x08\"\xd9\x01\n\x11PushSharedRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12-\n\x07\x62uckets\x18\x03 \x03(\x0b\x32\x1c.ps_protocol.v1.SharedBucket\x12+\n\x06groups\x18\x04 \x03(\x0b\x32\x1b.ps_protocol.v1.GroupUpdate\x12)\n\x06ranges\x18\x05 \x03(\x0b\x32\x19.ps_protocol.v1.DataRange\"-\n\x12PushSharedResponse\x12\x17\n\x0f\x64uplicate_count\x18\x01 \x01(\r\"m\n\x15PushPullSharedRequest\x12/\n\x04push\x18\x01 \x01(\x0b\x32!.ps_protocol.v1.PushSharedRequest\x12\x0f\n\x07\x62uckets\x18\x02 \x03(\r\x12\x12\n\nword_bytes\x18\x03 \x01(\x04\"q\n\x12PullSharedResponse\x12+\n\x07headers\x18\x01 \x03(\x0b\x32\x1a.ps_protocol.v1.PullHeader\x12\x1b\n\x0estaged_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x11\n\x0f_staged_seconds\"S\n\x0eWorkerIdentity\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\tlease_key\x18\x04 \x01(\x0c\"V\n\x0bGroupUpdate\x12\r\n\x05group\x18\x01 \x01(\r\x12\x38\n\x10hyper_parameters\x18\x02 \x03(\x0b\x32\x1e.ps_protocol.v1.HyperParameter\"\x92\x02\n\nPushHeader\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\x0e\n\x06\x62ucket\x18\x02 \x01(\r\x12\r\n\x05\x63lock\x18\x03 \x01(\x04\x12&\n\x04kind\x18\x04 \x01(\x0e\x32\x18.ps_protocol.v1.PushKind\x12\x17\n\x0f\x61\x62sent_segments\x18\x05 \x03(\r\x12+\n\x06groups\x18\x06 \x03(\x0b\x32\x1b.ps_protocol.v1.GroupUpdate\x12)\n\x06ranges\x18\x07 \x03(\x0b\x32\x19.ps_protocol.v1.DataRange\x12\r\n\x05\x64raft\x18\x08 \x01(\x08\x12\r\n\x05state\x18\t \x01(\t\"\x93\x01\n\nStepCommit\x12-\n\x07\x62uckets\x18\x01 \x03(\x0b\x32\x1c.ps_protocol.v1.SharedBucket\x12+\n\x06groups\x18\x02 \x03(\x0b\x32\x1b.ps_protocol.v1.GroupUpdate\x12)\n\x06ranges\x18\x03 \x03(\x0b\x32\x19.ps_protocol.v1.DataRange\"J\n\x0bPushRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.ps_protocol.v1.PushHeader\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"2\n\x0cPushResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x11\n\tduplicate\x18\x02 \x01(\x08\"\x9d\x01\n\x0bPullRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x0f\n\x07\x62uckets\x18\x03 \x03(\r\x12\x12\n\nword_bytes\x18\x04 \x01(\x04\x12*\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x1a.ps_protocol.v1.StepCommit\"S\n\x10PullStateRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\x0f\n\x07\x62uckets\x18\x02 \x03(\r\"V\n\x0bStateHeader\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\t\x12\x17\n\x0f\x61\x62sent_segments\x18\x04 \x03(\r\"Q\n\x11PullStateResponse\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x1b.ps_protocol.v1.StateHeader\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"+\n\nWaitNotice\x12\r\n\x05ranks\x18\x01 \x03(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x97\x01\n\nPullHeader\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x16\n\x0ewaited_seconds\x18\x03 \x01(\x01\x12\x30\n\x07waiting\x18\x04 \x01(\x0b\x32\x1a.ps_protocol.v1.WaitNoticeH\x00\x88\x01\x01\x12\x12\n\ncheckpoint\x18\x05 \x01(\x08\x42\n\n\x08_waiting\"K\n\x0cPullResponse\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.ps_protocol.v1.PullHeader\x12\x0f\n\x07payload\x18\x0f \x01(\x0c*\xa0\x01\n\x08PushKind\x12\x19\n\x15PUSH_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12PUSH_KIND_GRADIENT\x10\x01\x12\x1b\n\x17PUSH_KIND_INITIAL_VALUE\x10\x02\x12\x12\n\x0ePUSH_KIND_SKIP\x10\x03\x12\x14\n\x10PUSH_KIND_ASSIGN\x10\x04\x12\x1a\n\x16PUSH_KIND_ASSIGN_STATE\x10\x05\x32\xcc\x04\n\x0b\x44\x61taService\x12\x41\n\x04Push\x12\x1b.ps_protocol.v1.PushRequest\x1a\x1c.ps_protocol.v1.PushResponse\x12\x43\n\x04Pull\x12\x1b.ps_protocol.v1.PullRequest\x1a\x1c.ps_protocol.v1.PullResponse0\x01\x12R\n\tPullState\x12 .ps_protocol.v1.PullStateRequest\x1a!.ps_protocol.v1.PullStateResponse0\x01\x12\\\n\rAttachSegment\x12$.ps_protocol.v1.AttachSegmentRequest\x1a%.ps_protocol.v1.AttachSegmentResponse\x12S\n\nPushShared\x12!.ps_protocol.v1.PushSharedRequest\x1a\".ps_protocol.v1.PushSharedResponse\x12O\n\nPullShared\x12\x1b.ps_protocol.v1.PullRequest\x1a\".ps_protocol.v1.PullSharedResponse0\x01\x12]\n\x0ePushPullShared\x12%.ps_protocol.v1.PushPullSharedRequest\x1a\".ps_protocol.v1.PullSharedResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ps_protocol/v1/data.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18ps_protocol/v1/job.proto\x1a\x1aps_protocol/v1/types.proto\"\x0b\n\tInSegment\"\xab\x01\n\nBucketPush\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12&\n\x04kind\x18\x02 \x01(\x0e\x32\x18.ps_protocol.v1.PushKind\x12\x15\n\rabsent_slices\x18\x03 \x03(\r\x12\x0e\n\x06\x66inite\x18\x04 \x01(\x08\x12\r\n\x05state\x18\x05 \x01(\t\x12/\n\x0bwire_format\x18\x06 \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\"\xd0\x01\n\nPushHeader\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12+\n\x07\x62uckets\x18\x03 \x03(\x0b\x32\x1a.ps_protocol.v1.BucketPush\x12+\n\x06groups\x18\x04 \x03(\x0b\x32\x1b.ps_protocol.v1.GroupUpdate\x12)\n\x06ranges\x18\x05 \x03(\x0b\x32\x19.ps_protocol.v1.DataRange\"\x89\x01\n\x0bPushRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.ps_protocol.v1.PushHeader\x12/\n\nin_segment\x18\x02 \x01(\x0b\x32\x19.ps_protocol.v1.InSegmentH\x00\x12\x11\n\x07payload\x18\x0f \x01(\x0cH\x00\x42\n\n\x08location\"W\n\x0cPushResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12\x17\n\x0f\x64uplicate_count\x18\x02 \x01(\r\"\xa2\x01\n\x0bPullRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x0f\n\x07\x62uckets\x18\x03 \x03(\r\x12-\n\nin_segment\x18\x04 \x01(\x0b\x32\x19.ps_protocol.v1.InSegment\x12\x14\n\x0cnotify_bytes\x18\x05 \x01(\x04\"\xa8\x01\n\x0cPulledBucket\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x30\n\rwait_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cstate_wanted\x18\x04 \x01(\x08\x12/\n\x0bwire_format\x18\x05 \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\"C\n\nWaitNotice\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x15\n\rawaited_ranks\x18\x02 \x03(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xea\x01\n\x0cPullResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12-\n\x07\x62uckets\x18\x02 \x03(\x0b\x32\x1c.ps_protocol.v1.PulledBucket\x12+\n\x07waiting\x18\x03 \x01(\x0b\x32\x1a.ps_protocol.v1.WaitNotice\x12/\n\nin_segment\x18\x04 \x01(\x0b\x32\x19.ps_protocol.v1.InSegmentH\x00\x12\x11\n\x07payload\x18\x0f \x01(\x0cH\x00\x42\n\n\x08location\"\xb2\x01\n\x0f\x45xchangeRequest\x12(\n\x04push\x18\x01 \x01(\x0b\x32\x1a.ps_protocol.v1.PushHeader\x12\x0f\n\x07\x62uckets\x18\x02 \x03(\r\x12\x14\n\x0cnotify_bytes\x18\x03 \x01(\x04\x12/\n\nin_segment\x18\x04 \x01(\x0b\x32\x19.ps_protocol.v1.InSegmentH\x00\x12\x11\n\x07payload\x18\x0f \x01(\x0cH\x00\x42\n\n\x08location\"\xa2\x02\n\x10\x45xchangeResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12-\n\x07\x62uckets\x18\x02 \x03(\x0b\x32\x1c.ps_protocol.v1.PulledBucket\x12+\n\x07waiting\x18\x03 \x01(\x0b\x32\x1a.ps_protocol.v1.WaitNotice\x12/\n\nin_segment\x18\x04 \x01(\x0b\x32\x19.ps_protocol.v1.InSegmentH\x00\x12\x11\n\x07payload\x18\x0f \x01(\x0cH\x00\x12\x32\n\x0fstaged_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\n\n\x08location\"S\n\x10PullStateRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\x0f\n\x07\x62uckets\x18\x02 \x03(\r\"T\n\x0bPulledState\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\t\x12\x15\n\rabsent_slices\x18\x04 \x03(\r\"\x80\x01\n\x11PullStateResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12*\n\x05state\x18\x02 \x01(\x0b\x32\x1b.ps_protocol.v1.PulledState\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"g\n\x14\x41ttachSegmentRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\x10\n\x08location\x18\x02 \x01(\t\x12\r\n\x05nonce\x18\x03 \x01(\x0c\"G\n\x15\x41ttachSegmentResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader*\xcb\x01\n\x08PushKind\x12\x19\n\x15PUSH_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12PUSH_KIND_GRADIENT\x10\x01\x12\x1b\n\x17PUSH_KIND_INITIAL_VALUE\x10\x02\x12\x12\n\x0ePUSH_KIND_SKIP\x10\x03\x12\x13\n\x0fPUSH_KIND_DRAFT\x10\x04\x12\x14\n\x10PUSH_KIND_COMMIT\x10\x05\x12\x14\n\x10PUSH_KIND_ASSIGN\x10\x06\x12\x1a\n\x16PUSH_KIND_ASSIGN_STATE\x10\x07\x32\x98\x03\n\x0b\x44\x61taService\x12\x41\n\x04Push\x12\x1b.ps_protocol.v1.PushRequest\x1a\x1c.ps_protocol.v1.PushResponse\x12\x43\n\x04Pull\x12\x1b.ps_protocol.v1.PullRequest\x1a\x1c.ps_protocol.v1.PullResponse0\x01\x12O\n\x08\x45xchange\x12\x1f.ps_protocol.v1.ExchangeRequest\x1a .ps_protocol.v1.ExchangeResponse0\x01\x12R\n\tPullState\x12 .ps_protocol.v1.PullStateRequest\x1a!.ps_protocol.v1.PullStateResponse0\x01\x12\\\n\rAttachSegment\x12$.ps_protocol.v1.AttachSegmentRequest\x1a%.ps_protocol.v1.AttachSegmentResponseBS\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ps_protocol.v1.data_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_PUSHKIND']._serialized_start=2202
-  _globals['_PUSHKIND']._serialized_end=2362
-  _globals['_ATTACHSEGMENTREQUEST']._serialized_start=71
-  _globals['_ATTACHSEGMENTREQUEST']._serialized_end=174
-  _globals['_ATTACHSEGMENTRESPONSE']._serialized_start=176
-  _globals['_ATTACHSEGMENTRESPONSE']._serialized_end=199
-  _globals['_SHAREDBUCKET']._serialized_start=201
-  _globals['_SHAREDBUCKET']._serialized_end=286
-  _globals['_PUSHSHAREDREQUEST']._serialized_start=289
-  _globals['_PUSHSHAREDREQUEST']._serialized_end=506
-  _globals['_PUSHSHAREDRESPONSE']._serialized_start=508
-  _globals['_PUSHSHAREDRESPONSE']._serialized_end=553
-  _globals['_PUSHPULLSHAREDREQUEST']._serialized_start=555
-  _globals['_PUSHPULLSHAREDREQUEST']._serialized_end=664
-  _globals['_PULLSHAREDRESPONSE']._serialized_start=666
-  _globals['_PULLSHAREDRESPONSE']._serialized_end=779
-  _globals['_WORKERIDENTITY']._serialized_start=781
-  _globals['_WORKERIDENTITY']._serialized_end=864
-  _globals['_GROUPUPDATE']._serialized_start=866
-  _globals['_GROUPUPDATE']._serialized_end=952
-  _globals['_PUSHHEADER']._serialized_start=955
-  _globals['_PUSHHEADER']._serialized_end=1229
-  _globals['_STEPCOMMIT']._serialized_start=1232
-  _globals['_STEPCOMMIT']._serialized_end=1379
-  _globals['_PUSHREQUEST']._serialized_start=1381
-  _globals['_PUSHREQUEST']._serialized_end=1455
-  _globals['_PUSHRESPONSE']._serialized_start=1457
-  _globals['_PUSHRESPONSE']._serialized_end=1507
-  _globals['_PULLREQUEST']._serialized_start=1510
-  _globals['_PULLREQUEST']._serialized_end=1667
-  _globals['_PULLSTATEREQUEST']._serialized_start=1669
-  _globals['_PULLSTATEREQUEST']._serialized_end=1752
-  _globals['_STATEHEADER']._serialized_start=1754
-  _globals['_STATEHEADER']._serialized_end=1840
-  _globals['_PULLSTATERESPONSE']._serialized_start=1842
-  _globals['_PULLSTATERESPONSE']._serialized_end=1923
-  _globals['_WAITNOTICE']._serialized_start=1925
-  _globals['_WAITNOTICE']._serialized_end=1968
-  _globals['_PULLHEADER']._serialized_start=1971
-  _globals['_PULLHEADER']._serialized_end=2122
-  _globals['_PULLRESPONSE']._serialized_start=2124
-  _globals['_PULLRESPONSE']._serialized_end=2199
-  _globals['_DATASERVICE']._serialized_start=2365
-  _globals['_DATASERVICE']._serialized_end=2953
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\023pstorch.protocol.v1P\001Z$ps-torch/ps_protocol/v1;psprotocolv1\252\002\023PsTorch.Protocol.V1'
+  _globals['_PUSHKIND']._serialized_start=2355
+  _globals['_PUSHKIND']._serialized_end=2558
+  _globals['_INSEGMENT']._serialized_start=131
+  _globals['_INSEGMENT']._serialized_end=142
+  _globals['_BUCKETPUSH']._serialized_start=145
+  _globals['_BUCKETPUSH']._serialized_end=316
+  _globals['_PUSHHEADER']._serialized_start=319
+  _globals['_PUSHHEADER']._serialized_end=527
+  _globals['_PUSHREQUEST']._serialized_start=530
+  _globals['_PUSHREQUEST']._serialized_end=667
+  _globals['_PUSHRESPONSE']._serialized_start=669
+  _globals['_PUSHRESPONSE']._serialized_end=756
+  _globals['_PULLREQUEST']._serialized_start=759
+  _globals['_PULLREQUEST']._serialized_end=921
+  _globals['_PULLEDBUCKET']._serialized_start=924
+  _globals['_PULLEDBUCKET']._serialized_end=1092
+  _globals['_WAITNOTICE']._serialized_start=1094
+  _globals['_WAITNOTICE']._serialized_end=1161
+  _globals['_PULLRESPONSE']._serialized_start=1164
+  _globals['_PULLRESPONSE']._serialized_end=1398
+  _globals['_EXCHANGEREQUEST']._serialized_start=1401
+  _globals['_EXCHANGEREQUEST']._serialized_end=1579
+  _globals['_EXCHANGERESPONSE']._serialized_start=1582
+  _globals['_EXCHANGERESPONSE']._serialized_end=1872
+  _globals['_PULLSTATEREQUEST']._serialized_start=1874
+  _globals['_PULLSTATEREQUEST']._serialized_end=1957
+  _globals['_PULLEDSTATE']._serialized_start=1959
+  _globals['_PULLEDSTATE']._serialized_end=2043
+  _globals['_PULLSTATERESPONSE']._serialized_start=2046
+  _globals['_PULLSTATERESPONSE']._serialized_end=2174
+  _globals['_ATTACHSEGMENTREQUEST']._serialized_start=2176
+  _globals['_ATTACHSEGMENTREQUEST']._serialized_end=2279
+  _globals['_ATTACHSEGMENTRESPONSE']._serialized_start=2281
+  _globals['_ATTACHSEGMENTRESPONSE']._serialized_end=2352
+  _globals['_DATASERVICE']._serialized_start=2561
+  _globals['_DATASERVICE']._serialized_end=2969
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,6 @@
+from google.protobuf import duration_pb2 as _duration_pb2
 from ps_protocol.v1 import job_pb2 as _job_pb2
+from ps_protocol.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -13,215 +15,195 @@ class PushKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PUSH_KIND_GRADIENT: _ClassVar[PushKind]
     PUSH_KIND_INITIAL_VALUE: _ClassVar[PushKind]
     PUSH_KIND_SKIP: _ClassVar[PushKind]
+    PUSH_KIND_DRAFT: _ClassVar[PushKind]
+    PUSH_KIND_COMMIT: _ClassVar[PushKind]
     PUSH_KIND_ASSIGN: _ClassVar[PushKind]
     PUSH_KIND_ASSIGN_STATE: _ClassVar[PushKind]
 PUSH_KIND_UNSPECIFIED: PushKind
 PUSH_KIND_GRADIENT: PushKind
 PUSH_KIND_INITIAL_VALUE: PushKind
 PUSH_KIND_SKIP: PushKind
+PUSH_KIND_DRAFT: PushKind
+PUSH_KIND_COMMIT: PushKind
 PUSH_KIND_ASSIGN: PushKind
 PUSH_KIND_ASSIGN_STATE: PushKind
 
-class AttachSegmentRequest(_message.Message):
-    __slots__ = ("worker", "location", "nonce")
-    WORKER_FIELD_NUMBER: _ClassVar[int]
-    LOCATION_FIELD_NUMBER: _ClassVar[int]
-    NONCE_FIELD_NUMBER: _ClassVar[int]
-    worker: WorkerIdentity
-    location: str
-    nonce: bytes
-    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., location: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
-
-class AttachSegmentResponse(_message.Message):
+class InSegment(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class SharedBucket(_message.Message):
-    __slots__ = ("bucket", "skip", "absent_segments", "finite")
+class BucketPush(_message.Message):
+    __slots__ = ("bucket", "kind", "absent_slices", "finite", "state", "wire_format")
     BUCKET_FIELD_NUMBER: _ClassVar[int]
-    SKIP_FIELD_NUMBER: _ClassVar[int]
-    ABSENT_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_SLICES_FIELD_NUMBER: _ClassVar[int]
     FINITE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
     bucket: int
-    skip: bool
-    absent_segments: _containers.RepeatedScalarFieldContainer[int]
+    kind: PushKind
+    absent_slices: _containers.RepeatedScalarFieldContainer[int]
     finite: bool
-    def __init__(self, bucket: _Optional[int] = ..., skip: bool = ..., absent_segments: _Optional[_Iterable[int]] = ..., finite: bool = ...) -> None: ...
+    state: str
+    wire_format: _types_pb2.WireFormat
+    def __init__(self, bucket: _Optional[int] = ..., kind: _Optional[_Union[PushKind, str]] = ..., absent_slices: _Optional[_Iterable[int]] = ..., finite: bool = ..., state: _Optional[str] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ...) -> None: ...
 
-class PushSharedRequest(_message.Message):
+class PushHeader(_message.Message):
     __slots__ = ("worker", "clock", "buckets", "groups", "ranges")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
-    worker: WorkerIdentity
+    worker: _types_pb2.WorkerIdentity
     clock: int
-    buckets: _containers.RepeatedCompositeFieldContainer[SharedBucket]
-    groups: _containers.RepeatedCompositeFieldContainer[GroupUpdate]
-    ranges: _containers.RepeatedCompositeFieldContainer[_job_pb2.DataRange]
-    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[SharedBucket, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupUpdate, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[_job_pb2.DataRange, _Mapping]]] = ...) -> None: ...
-
-class PushSharedResponse(_message.Message):
-    __slots__ = ("duplicate_count",)
-    DUPLICATE_COUNT_FIELD_NUMBER: _ClassVar[int]
-    duplicate_count: int
-    def __init__(self, duplicate_count: _Optional[int] = ...) -> None: ...
-
-class PushPullSharedRequest(_message.Message):
-    __slots__ = ("push", "buckets", "word_bytes")
-    PUSH_FIELD_NUMBER: _ClassVar[int]
-    BUCKETS_FIELD_NUMBER: _ClassVar[int]
-    WORD_BYTES_FIELD_NUMBER: _ClassVar[int]
-    push: PushSharedRequest
-    buckets: _containers.RepeatedScalarFieldContainer[int]
-    word_bytes: int
-    def __init__(self, push: _Optional[_Union[PushSharedRequest, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., word_bytes: _Optional[int] = ...) -> None: ...
-
-class PullSharedResponse(_message.Message):
-    __slots__ = ("headers", "staged_seconds")
-    HEADERS_FIELD_NUMBER: _ClassVar[int]
-    STAGED_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    headers: _containers.RepeatedCompositeFieldContainer[PullHeader]
-    staged_seconds: float
-    def __init__(self, headers: _Optional[_Iterable[_Union[PullHeader, _Mapping]]] = ..., staged_seconds: _Optional[float] = ...) -> None: ...
-
-class WorkerIdentity(_message.Message):
-    __slots__ = ("job", "rank", "incarnation", "lease_key")
-    JOB_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    LEASE_KEY_FIELD_NUMBER: _ClassVar[int]
-    job: str
-    rank: int
-    incarnation: int
-    lease_key: bytes
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., lease_key: _Optional[bytes] = ...) -> None: ...
-
-class GroupUpdate(_message.Message):
-    __slots__ = ("group", "hyper_parameters")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    HYPER_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
-    group: int
-    hyper_parameters: _containers.RepeatedCompositeFieldContainer[_job_pb2.HyperParameter]
-    def __init__(self, group: _Optional[int] = ..., hyper_parameters: _Optional[_Iterable[_Union[_job_pb2.HyperParameter, _Mapping]]] = ...) -> None: ...
-
-class PushHeader(_message.Message):
-    __slots__ = ("worker", "bucket", "clock", "kind", "absent_segments", "groups", "ranges", "draft", "state")
-    WORKER_FIELD_NUMBER: _ClassVar[int]
-    BUCKET_FIELD_NUMBER: _ClassVar[int]
-    CLOCK_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    ABSENT_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
-    RANGES_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    worker: WorkerIdentity
-    bucket: int
-    clock: int
-    kind: PushKind
-    absent_segments: _containers.RepeatedScalarFieldContainer[int]
-    groups: _containers.RepeatedCompositeFieldContainer[GroupUpdate]
-    ranges: _containers.RepeatedCompositeFieldContainer[_job_pb2.DataRange]
-    draft: bool
-    state: str
-    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., bucket: _Optional[int] = ..., clock: _Optional[int] = ..., kind: _Optional[_Union[PushKind, str]] = ..., absent_segments: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[_Union[GroupUpdate, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[_job_pb2.DataRange, _Mapping]]] = ..., draft: bool = ..., state: _Optional[str] = ...) -> None: ...
-
-class StepCommit(_message.Message):
-    __slots__ = ("buckets", "groups", "ranges")
-    BUCKETS_FIELD_NUMBER: _ClassVar[int]
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
-    RANGES_FIELD_NUMBER: _ClassVar[int]
-    buckets: _containers.RepeatedCompositeFieldContainer[SharedBucket]
-    groups: _containers.RepeatedCompositeFieldContainer[GroupUpdate]
-    ranges: _containers.RepeatedCompositeFieldContainer[_job_pb2.DataRange]
-    def __init__(self, buckets: _Optional[_Iterable[_Union[SharedBucket, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupUpdate, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[_job_pb2.DataRange, _Mapping]]] = ...) -> None: ...
+    buckets: _containers.RepeatedCompositeFieldContainer[BucketPush]
+    groups: _containers.RepeatedCompositeFieldContainer[_job_pb2.GroupUpdate]
+    ranges: _containers.RepeatedCompositeFieldContainer[_types_pb2.DataRange]
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketPush, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[_job_pb2.GroupUpdate, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[_types_pb2.DataRange, _Mapping]]] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("header", "payload")
+    __slots__ = ("header", "in_segment", "payload")
     HEADER_FIELD_NUMBER: _ClassVar[int]
+    IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     header: PushHeader
+    in_segment: InSegment
     payload: bytes
-    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PushResponse(_message.Message):
-    __slots__ = ("version", "duplicate")
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    DUPLICATE_FIELD_NUMBER: _ClassVar[int]
-    version: int
-    duplicate: bool
-    def __init__(self, version: _Optional[int] = ..., duplicate: bool = ...) -> None: ...
+    __slots__ = ("header", "duplicate_count")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    header: _types_pb2.ResponseHeader
+    duplicate_count: int
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., duplicate_count: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("worker", "clock", "buckets", "word_bytes", "commit")
+    __slots__ = ("worker", "clock", "buckets", "in_segment", "notify_bytes")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
-    WORD_BYTES_FIELD_NUMBER: _ClassVar[int]
-    COMMIT_FIELD_NUMBER: _ClassVar[int]
-    worker: WorkerIdentity
+    IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    NOTIFY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    worker: _types_pb2.WorkerIdentity
     clock: int
     buckets: _containers.RepeatedScalarFieldContainer[int]
-    word_bytes: int
-    commit: StepCommit
-    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., word_bytes: _Optional[int] = ..., commit: _Optional[_Union[StepCommit, _Mapping]] = ...) -> None: ...
+    in_segment: InSegment
+    notify_bytes: int
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., notify_bytes: _Optional[int] = ...) -> None: ...
+
+class PulledBucket(_message.Message):
+    __slots__ = ("bucket", "version", "wait_duration", "state_wanted", "wire_format")
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WAIT_DURATION_FIELD_NUMBER: _ClassVar[int]
+    STATE_WANTED_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    bucket: int
+    version: int
+    wait_duration: _duration_pb2.Duration
+    state_wanted: bool
+    wire_format: _types_pb2.WireFormat
+    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., wait_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., state_wanted: bool = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ...) -> None: ...
+
+class WaitNotice(_message.Message):
+    __slots__ = ("bucket", "awaited_ranks", "reason")
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_RANKS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    bucket: int
+    awaited_ranks: _containers.RepeatedScalarFieldContainer[int]
+    reason: str
+    def __init__(self, bucket: _Optional[int] = ..., awaited_ranks: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class PullResponse(_message.Message):
+    __slots__ = ("header", "buckets", "waiting", "in_segment", "payload")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    header: _types_pb2.ResponseHeader
+    buckets: _containers.RepeatedCompositeFieldContainer[PulledBucket]
+    waiting: WaitNotice
+    in_segment: InSegment
+    payload: bytes
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., buckets: _Optional[_Iterable[_Union[PulledBucket, _Mapping]]] = ..., waiting: _Optional[_Union[WaitNotice, _Mapping]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class ExchangeRequest(_message.Message):
+    __slots__ = ("push", "buckets", "notify_bytes", "in_segment", "payload")
+    PUSH_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    NOTIFY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    push: PushHeader
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    notify_bytes: int
+    in_segment: InSegment
+    payload: bytes
+    def __init__(self, push: _Optional[_Union[PushHeader, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., notify_bytes: _Optional[int] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class ExchangeResponse(_message.Message):
+    __slots__ = ("header", "buckets", "waiting", "in_segment", "payload", "staged_duration")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    STAGED_DURATION_FIELD_NUMBER: _ClassVar[int]
+    header: _types_pb2.ResponseHeader
+    buckets: _containers.RepeatedCompositeFieldContainer[PulledBucket]
+    waiting: WaitNotice
+    in_segment: InSegment
+    payload: bytes
+    staged_duration: _duration_pb2.Duration
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., buckets: _Optional[_Iterable[_Union[PulledBucket, _Mapping]]] = ..., waiting: _Optional[_Union[WaitNotice, _Mapping]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., payload: _Optional[bytes] = ..., staged_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class PullStateRequest(_message.Message):
     __slots__ = ("worker", "buckets")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
-    worker: WorkerIdentity
+    worker: _types_pb2.WorkerIdentity
     buckets: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, worker: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class StateHeader(_message.Message):
-    __slots__ = ("bucket", "version", "state", "absent_segments")
+class PulledState(_message.Message):
+    __slots__ = ("bucket", "version", "state", "absent_slices")
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
-    ABSENT_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_SLICES_FIELD_NUMBER: _ClassVar[int]
     bucket: int
     version: int
     state: str
-    absent_segments: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., state: _Optional[str] = ..., absent_segments: _Optional[_Iterable[int]] = ...) -> None: ...
+    absent_slices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., state: _Optional[str] = ..., absent_slices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PullStateResponse(_message.Message):
-    __slots__ = ("header", "payload")
+    __slots__ = ("header", "state", "payload")
     HEADER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    header: StateHeader
+    header: _types_pb2.ResponseHeader
+    state: PulledState
     payload: bytes
-    def __init__(self, header: _Optional[_Union[StateHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., state: _Optional[_Union[PulledState, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
-class WaitNotice(_message.Message):
-    __slots__ = ("ranks", "reason")
-    RANKS_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    ranks: _containers.RepeatedScalarFieldContainer[int]
-    reason: str
-    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ...) -> None: ...
+class AttachSegmentRequest(_message.Message):
+    __slots__ = ("worker", "location", "nonce")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    worker: _types_pb2.WorkerIdentity
+    location: str
+    nonce: bytes
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., location: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
-class PullHeader(_message.Message):
-    __slots__ = ("bucket", "version", "waited_seconds", "waiting", "checkpoint")
-    BUCKET_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
-    bucket: int
-    version: int
-    waited_seconds: float
-    waiting: WaitNotice
-    checkpoint: bool
-    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., waited_seconds: _Optional[float] = ..., waiting: _Optional[_Union[WaitNotice, _Mapping]] = ..., checkpoint: bool = ...) -> None: ...
-
-class PullResponse(_message.Message):
-    __slots__ = ("header", "payload")
+class AttachSegmentResponse(_message.Message):
+    __slots__ = ("header",)
     HEADER_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    header: PullHeader
-    payload: bytes
-    def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    header: _types_pb2.ResponseHeader
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ...) -> None: ...

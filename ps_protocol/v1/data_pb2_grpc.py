@@ -31,9 +31,10 @@ if _version_not_supported:
 
 
 class DataServiceStub(object):
-    """Pushes gradients to a shard and pulls weights from it.
+    """Moves gradients to a shard, and weights from it.
 
-    Errors carry google.rpc.ErrorInfo with domain "ps_protocol" and a reason out of ps_protocol/errors.py.
+    Errors of every method: NOT_FOUND: this shard has no such job or bucket. FAILED_PRECONDITION, reason UNKNOWN_WORKER
+    or FENCED: the caller is no live worker, or lost its place. PERMISSION_DENIED: its lease_key is wrong.
     """
 
     def __init__(self, channel):
@@ -52,6 +53,11 @@ class DataServiceStub(object):
                 request_serializer=ps__protocol_dot_v1_dot_data__pb2.PullRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullResponse.FromString,
                 _registered_method=True)
+        self.Exchange = channel.unary_stream(
+                '/ps_protocol.v1.DataService/Exchange',
+                request_serializer=ps__protocol_dot_v1_dot_data__pb2.ExchangeRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_data__pb2.ExchangeResponse.FromString,
+                _registered_method=True)
         self.PullState = channel.unary_stream(
                 '/ps_protocol.v1.DataService/PullState',
                 request_serializer=ps__protocol_dot_v1_dot_data__pb2.PullStateRequest.SerializeToString,
@@ -62,86 +68,58 @@ class DataServiceStub(object):
                 request_serializer=ps__protocol_dot_v1_dot_data__pb2.AttachSegmentRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_data__pb2.AttachSegmentResponse.FromString,
                 _registered_method=True)
-        self.PushShared = channel.unary_unary(
-                '/ps_protocol.v1.DataService/PushShared',
-                request_serializer=ps__protocol_dot_v1_dot_data__pb2.PushSharedRequest.SerializeToString,
-                response_deserializer=ps__protocol_dot_v1_dot_data__pb2.PushSharedResponse.FromString,
-                _registered_method=True)
-        self.PullShared = channel.unary_stream(
-                '/ps_protocol.v1.DataService/PullShared',
-                request_serializer=ps__protocol_dot_v1_dot_data__pb2.PullRequest.SerializeToString,
-                response_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullSharedResponse.FromString,
-                _registered_method=True)
-        self.PushPullShared = channel.unary_stream(
-                '/ps_protocol.v1.DataService/PushPullShared',
-                request_serializer=ps__protocol_dot_v1_dot_data__pb2.PushPullSharedRequest.SerializeToString,
-                response_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullSharedResponse.FromString,
-                _registered_method=True)
 
 
 class DataServiceServicer(object):
-    """Pushes gradients to a shard and pulls weights from it.
+    """Moves gradients to a shard, and weights from it.
 
-    Errors carry google.rpc.ErrorInfo with domain "ps_protocol" and a reason out of ps_protocol/errors.py.
+    Errors of every method: NOT_FOUND: this shard has no such job or bucket. FAILED_PRECONDITION, reason UNKNOWN_WORKER
+    or FENCED: the caller is no live worker, or lost its place. PERMISSION_DENIED: its lease_key is wrong.
     """
 
     def Push(self, request, context):
-        """Stages one bucket's gradient (or its initial value) and answers when it is checked and staged: never waits for
-        another worker. Repeating a push is safe: a repeat is acknowledged and not applied.
-        NOT_FOUND: no such job or bucket here. FAILED_PRECONDITION: unknown or fenced worker, clock out of order.
-        INVALID_ARGUMENT: a size or hyper-parameter is wrong, or the gradient is not finite. RESOURCE_EXHAUSTED: this
-        worker's previous push to the bucket is not yet applied; try again.
+        """Stages buckets of one worker and answers when all are checked and staged. It never waits for another worker. All
+        are checked before any is staged. Repeating a push is safe: a repeat is acknowledged and not applied.
+        FAILED_PRECONDITION, reason OUT_OF_ORDER: the push skips a clock; reason NOT_SHARED: no segment is attached.
+        INVALID_ARGUMENT: a size, a slice, a wire format or a hyper-parameter is wrong, or a gradient is not finite (reason
+        NON_FINITE_GRADIENT). RESOURCE_EXHAUSTED, reason BACKLOGGED: there is no room for it yet; RetryInfo says when to
+        repeat it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """Streams the asked-for buckets, each as soon as the job's consistency admits it, and ends when all are sent. While
-        one is not admitted the stream says from time to time whom it waits for. Changes nothing; safe to repeat.
-        NOT_FOUND and FAILED_PRECONDITION as for Push.
+        """Streams buckets, each as soon as the job's consistency admits it, and ends when all are sent. While a bucket is not
+        admitted, the stream says why: first after two seconds, then every ten. It changes nothing and is safe to repeat.
+        INVALID_ARGUMENT: a bucket comes twice. FAILED_PRECONDITION, reason NOT_SHARED: no segment is attached.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Exchange(self, request, context):
+        """Pushes, then pulls at the same clock, in one call: a call costs as much as a bucket. The pushes are staged before
+        anything is pulled. Safe to repeat. Errors as for Push and Pull.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PullState(self, request, context):
-        """Streams the optimizer state of the asked-for buckets as it is now, one message for each bucket and name, and ends. In
-        sync that is the state of the worker's clock, because no update can complete without its next push.
-        NOT_FOUND and FAILED_PRECONDITION as for Push; INVALID_ARGUMENT: a bucket comes twice, or no optimizer steps it.
+        """Streams the optimizer state of buckets as it is now, one message for each bucket and kind of state, and ends. In
+        sync that is the state of the worker's clock, because no update can complete without the worker's next push.
+        INVALID_ARGUMENT: a bucket comes twice, or no optimizer steps it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AttachSegment(self, request, context):
-        """Maps a memory segment that the worker made, if both are on one host. Where each bucket's gradient and weights lie in
-        it follows from the job alone (ps_protocol/segments.py), so no later message names an offset. Safe to repeat.
-        FAILED_PRECONDITION, reason NOT_SHARED: this shard cannot see that memory; use Push and Pull.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PushShared(self, request, context):
-        """Push for gradients that lie in the attached segment: several buckets at once. All are checked before any is staged.
-        The worker leaves them untouched until a pull at this clock has answered. Errors as for Push, and
-        FAILED_PRECONDITION, reason NOT_SHARED, without a segment.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PullShared(self, request, context):
-        """Pull into the attached segment: each bucket is written there before its header is sent. Errors as for PushShared.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PushPullShared(self, request, context):
-        """PushShared and PullShared in one call, for what is pushed last in a step: a call costs as much as a bucket. The pushes
-        are staged before anything is pulled at their clock. Safe to repeat. Errors as for PushShared.
+        """Maps a memory segment that the worker made, if worker and shard share a host. Where the gradient and the weights of
+        each bucket lie in it follows from the job alone (ps_protocol/segment_layout.py), so no later message names an
+        offset. Safe to repeat.
+        FAILED_PRECONDITION, reason NOT_SHARED: this shard cannot see that memory; payloads have to travel in messages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,6 +138,11 @@ def add_DataServiceServicer_to_server(servicer, server):
                     request_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_data__pb2.PullResponse.SerializeToString,
             ),
+            'Exchange': grpc.unary_stream_rpc_method_handler(
+                    servicer.Exchange,
+                    request_deserializer=ps__protocol_dot_v1_dot_data__pb2.ExchangeRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_data__pb2.ExchangeResponse.SerializeToString,
+            ),
             'PullState': grpc.unary_stream_rpc_method_handler(
                     servicer.PullState,
                     request_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullStateRequest.FromString,
@@ -170,21 +153,6 @@ def add_DataServiceServicer_to_server(servicer, server):
                     request_deserializer=ps__protocol_dot_v1_dot_data__pb2.AttachSegmentRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_data__pb2.AttachSegmentResponse.SerializeToString,
             ),
-            'PushShared': grpc.unary_unary_rpc_method_handler(
-                    servicer.PushShared,
-                    request_deserializer=ps__protocol_dot_v1_dot_data__pb2.PushSharedRequest.FromString,
-                    response_serializer=ps__protocol_dot_v1_dot_data__pb2.PushSharedResponse.SerializeToString,
-            ),
-            'PullShared': grpc.unary_stream_rpc_method_handler(
-                    servicer.PullShared,
-                    request_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullRequest.FromString,
-                    response_serializer=ps__protocol_dot_v1_dot_data__pb2.PullSharedResponse.SerializeToString,
-            ),
-            'PushPullShared': grpc.unary_stream_rpc_method_handler(
-                    servicer.PushPullShared,
-                    request_deserializer=ps__protocol_dot_v1_dot_data__pb2.PushPullSharedRequest.FromString,
-                    response_serializer=ps__protocol_dot_v1_dot_data__pb2.PullSharedResponse.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'ps_protocol.v1.DataService', rpc_method_handlers)
@@ -194,9 +162,10 @@ def add_DataServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DataService(object):
-    """Pushes gradients to a shard and pulls weights from it.
+    """Moves gradients to a shard, and weights from it.
 
-    Errors carry google.rpc.ErrorInfo with domain "ps_protocol" and a reason out of ps_protocol/errors.py.
+    Errors of every method: NOT_FOUND: this shard has no such job or bucket. FAILED_PRECONDITION, reason UNKNOWN_WORKER
+    or FENCED: the caller is no live worker, or lost its place. PERMISSION_DENIED: its lease_key is wrong.
     """
 
     @staticmethod
@@ -254,6 +223,33 @@ class DataService(object):
             _registered_method=True)
 
     @staticmethod
+    def Exchange(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ps_protocol.v1.DataService/Exchange',
+            ps__protocol_dot_v1_dot_data__pb2.ExchangeRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_data__pb2.ExchangeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def PullState(request,
             target,
             options=(),
@@ -297,87 +293,6 @@ class DataService(object):
             '/ps_protocol.v1.DataService/AttachSegment',
             ps__protocol_dot_v1_dot_data__pb2.AttachSegmentRequest.SerializeToString,
             ps__protocol_dot_v1_dot_data__pb2.AttachSegmentResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PushShared(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ps_protocol.v1.DataService/PushShared',
-            ps__protocol_dot_v1_dot_data__pb2.PushSharedRequest.SerializeToString,
-            ps__protocol_dot_v1_dot_data__pb2.PushSharedResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PullShared(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/ps_protocol.v1.DataService/PullShared',
-            ps__protocol_dot_v1_dot_data__pb2.PullRequest.SerializeToString,
-            ps__protocol_dot_v1_dot_data__pb2.PullSharedResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PushPullShared(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/ps_protocol.v1.DataService/PushPullShared',
-            ps__protocol_dot_v1_dot_data__pb2.PushPullSharedRequest.SerializeToString,
-            ps__protocol_dot_v1_dot_data__pb2.PullSharedResponse.FromString,
             options,
             channel_credentials,
             insecure,

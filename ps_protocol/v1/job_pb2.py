@@ -12,37 +12,31 @@ from google.protobuf.internal import builder as _builder
 _sym_db = _symbol_database.Default()
 
 
+from ps_protocol.v1 import types_pb2 as ps__protocol_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18ps_protocol/v1/job.proto\x12\x0eps_protocol.v1\"v\n\rParameterSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12+\n\tdata_type\x18\x03 \x01(\x0e\x32\x18.ps_protocol.v1.DataType\x12\r\n\x05group\x18\x04 \x01(\r\x12\x0c\n\x04held\x18\x05 \x01(\x08\"x\n\x0eHyperParameter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x06number\x18\x02 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x03 \x01(\x08H\x00\x12-\n\x07numbers\x18\x04 \x01(\x0b\x32\x1a.ps_protocol.v1.NumberListH\x00\x42\x07\n\x05value\"\x1c\n\nNumberList\x12\x0e\n\x06values\x18\x01 \x03(\x01\"]\n\x0eParameterGroup\x12\x38\n\x10hyper_parameters\x18\x01 \x03(\x0b\x32\x1e.ps_protocol.v1.HyperParameter\x12\x11\n\toptimizer\x18\x02 \x01(\r\"N\n\x0b\x43onsistency\x12\x1a\n\rmax_staleness\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x11\n\taggregate\x18\x02 \x01(\x08\x42\x10\n\x0e_max_staleness\"\x9b\x03\n\x07JobSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x31\n\nparameters\x18\x02 \x03(\x0b\x32\x1d.ps_protocol.v1.ParameterSpec\x12\x11\n\toptimizer\x18\x03 \x01(\t\x12.\n\x06groups\x18\x04 \x03(\x0b\x32\x1e.ps_protocol.v1.ParameterGroup\x12\x30\n\x0b\x63onsistency\x18\x05 \x01(\x0b\x32\x1b.ps_protocol.v1.Consistency\x12\x14\n\x0c\x62ucket_bytes\x18\x06 \x01(\x04\x12\x12\n\nworld_size\x18\x07 \x01(\r\x12\x33\n\nnon_finite\x18\x08 \x01(\x0e\x32\x1f.ps_protocol.v1.NonFinitePolicy\x12\x31\n\rgradient_wire\x18\t \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12/\n\x0bweight_wire\x18\n \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12\x17\n\x0fmore_optimizers\x18\x0b \x03(\t\"+\n\tShardInfo\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"L\n\x08ShardMap\x12)\n\x06shards\x18\x01 \x03(\x0b\x32\x19.ps_protocol.v1.ShardInfo\x12\x15\n\rbucket_shards\x18\x02 \x03(\r\"M\n\tDataRange\x12\x0e\n\x06loader\x18\x01 \x01(\r\x12\x13\n\x0bpass_number\x18\x02 \x01(\x04\x12\r\n\x05start\x18\x03 \x01(\x04\x12\x0c\n\x04stop\x18\x04 \x01(\x04*\xd5\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x02\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x03\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\x04\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x05\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x06\x12\x12\n\x0e\x44\x41TA_TYPE_BOOL\x10\x07\x12\x13\n\x0f\x44\x41TA_TYPE_UINT8\x10\x08*u\n\nWireFormat\x12\x1b\n\x17WIRE_FORMAT_UNSPECIFIED\x10\x00\x12\x17\n\x13WIRE_FORMAT_FLOAT32\x10\x01\x12\x18\n\x14WIRE_FORMAT_BFLOAT16\x10\x02\x12\x17\n\x13WIRE_FORMAT_FLOAT16\x10\x03*\x8b\x01\n\x0fNonFinitePolicy\x12!\n\x1dNON_FINITE_POLICY_UNSPECIFIED\x10\x00\x12\x1c\n\x18NON_FINITE_POLICY_REFUSE\x10\x01\x12\x1a\n\x16NON_FINITE_POLICY_SKIP\x10\x02\x12\x1b\n\x17NON_FINITE_POLICY_ALLOW\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18ps_protocol/v1/job.proto\x12\x0eps_protocol.v1\x1a\x1aps_protocol/v1/types.proto\"\x83\x03\n\x07JobSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x31\n\nparameters\x18\x02 \x03(\x0b\x32\x1d.ps_protocol.v1.ParameterSpec\x12\x12\n\noptimizers\x18\x03 \x03(\t\x12.\n\x06groups\x18\x04 \x03(\x0b\x32\x1e.ps_protocol.v1.ParameterGroup\x12\x30\n\x0b\x63onsistency\x18\x05 \x01(\x0b\x32\x1b.ps_protocol.v1.Consistency\x12\x14\n\x0c\x62ucket_bytes\x18\x06 \x01(\x04\x12\x12\n\nworld_size\x18\x07 \x01(\r\x12\x33\n\nnon_finite\x18\x08 \x01(\x0e\x32\x1f.ps_protocol.v1.NonFinitePolicy\x12\x31\n\rgradient_wire\x18\t \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12/\n\x0bweight_wire\x18\n \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\"x\n\rParameterSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12+\n\tdata_type\x18\x03 \x01(\x0e\x32\x18.ps_protocol.v1.DataType\x12\r\n\x05group\x18\x04 \x01(\r\x12\x0e\n\x06\x66rozen\x18\x05 \x01(\x08\"]\n\x0eParameterGroup\x12\x38\n\x10hyper_parameters\x18\x01 \x03(\x0b\x32\x1e.ps_protocol.v1.HyperParameter\x12\x11\n\toptimizer\x18\x02 \x01(\r\"x\n\x0eHyperParameter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x06number\x18\x02 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x03 \x01(\x08H\x00\x12-\n\x07numbers\x18\x04 \x01(\x0b\x32\x1a.ps_protocol.v1.NumberListH\x00\x42\x07\n\x05value\"\x1c\n\nNumberList\x12\x0e\n\x06values\x18\x01 \x03(\x01\"V\n\x0bGroupUpdate\x12\r\n\x05group\x18\x01 \x01(\r\x12\x38\n\x10hyper_parameters\x18\x02 \x03(\x0b\x32\x1e.ps_protocol.v1.HyperParameter\"N\n\x0b\x43onsistency\x12\x1a\n\rmax_staleness\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x11\n\taggregate\x18\x02 \x01(\x08\x42\x10\n\x0e_max_staleness*\x8b\x01\n\x0fNonFinitePolicy\x12!\n\x1dNON_FINITE_POLICY_UNSPECIFIED\x10\x00\x12\x1c\n\x18NON_FINITE_POLICY_REFUSE\x10\x01\x12\x1a\n\x16NON_FINITE_POLICY_SKIP\x10\x02\x12\x1b\n\x17NON_FINITE_POLICY_ALLOW\x10\x03\x42S\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ps_protocol.v1.job_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_DATATYPE']._serialized_start=1108
-  _globals['_DATATYPE']._serialized_end=1321
-  _globals['_WIREFORMAT']._serialized_start=1323
-  _globals['_WIREFORMAT']._serialized_end=1440
-  _globals['_NONFINITEPOLICY']._serialized_start=1443
-  _globals['_NONFINITEPOLICY']._serialized_end=1582
-  _globals['_PARAMETERSPEC']._serialized_start=44
-  _globals['_PARAMETERSPEC']._serialized_end=162
-  _globals['_HYPERPARAMETER']._serialized_start=164
-  _globals['_HYPERPARAMETER']._serialized_end=284
-  _globals['_NUMBERLIST']._serialized_start=286
-  _globals['_NUMBERLIST']._serialized_end=314
-  _globals['_PARAMETERGROUP']._serialized_start=316
-  _globals['_PARAMETERGROUP']._serialized_end=409
-  _globals['_CONSISTENCY']._serialized_start=411
-  _globals['_CONSISTENCY']._serialized_end=489
-  _globals['_JOBSPEC']._serialized_start=492
-  _globals['_JOBSPEC']._serialized_end=903
-  _globals['_SHARDINFO']._serialized_start=905
-  _globals['_SHARDINFO']._serialized_end=948
-  _globals['_SHARDMAP']._serialized_start=950
-  _globals['_SHARDMAP']._serialized_end=1026
-  _globals['_DATARANGE']._serialized_start=1028
-  _globals['_DATARANGE']._serialized_end=1105
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\023pstorch.protocol.v1P\001Z$ps-torch/ps_protocol/v1;psprotocolv1\252\002\023PsTorch.Protocol.V1'
+  _globals['_NONFINITEPOLICY']._serialized_start=1000
+  _globals['_NONFINITEPOLICY']._serialized_end=1139
+  _globals['_JOBSPEC']._serialized_start=73
+  _globals['_JOBSPEC']._serialized_end=460
+  _globals['_PARAMETERSPEC']._serialized_start=462
+  _globals['_PARAMETERSPEC']._serialized_end=582
+  _globals['_PARAMETERGROUP']._serialized_start=584
+  _globals['_PARAMETERGROUP']._serialized_end=677
+  _globals['_HYPERPARAMETER']._serialized_start=679
+  _globals['_HYPERPARAMETER']._serialized_end=799
+  _globals['_NUMBERLIST']._serialized_start=801
+  _globals['_NUMBERLIST']._serialized_end=829
+  _globals['_GROUPUPDATE']._serialized_start=831
+  _globals['_GROUPUPDATE']._serialized_end=917
+  _globals['_CONSISTENCY']._serialized_start=919
+  _globals['_CONSISTENCY']._serialized_end=997
 # @@protoc_insertion_point(module_scope)

@@ -11,7 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ps_protocol.errors import PSError
-from ps_protocol.v1 import control_pb2, control_pb2_grpc
+from ps_protocol.v1 import cluster_pb2, cluster_pb2_grpc, control_pb2
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.statistics import ShardStatistics
@@ -21,7 +21,7 @@ from ps_server.rpc.call_limits import may_see
 CONTROL_SERVICES = {name: service.full_name for name, service in control_pb2.DESCRIPTOR.services_by_name.items()}
 
 
-class ClusterService(control_pb2_grpc.ClusterServiceServicer):  # type: ignore[misc,unused-ignore]
+class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[misc,unused-ignore]
     """What shards and operators ask of the coordinator."""
 
     def __init__(self, coordinator: Coordinator, address: str, metrics_address: str) -> None:
@@ -32,13 +32,13 @@ class ClusterService(control_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
 
     def register(self, server: grpc.Server) -> None:
         """Adds the methods to a server."""
-        control_pb2_grpc.add_ClusterServiceServicer_to_server(self, server)
+        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(self, server)
 
     def RegisterShard(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._coordinator.register_shard(
             request.index, request.address, request.metrics_address, request.pid, request.process
         )
-        return control_pb2.RegisterShardResponse(
+        return cluster_pb2.RegisterShardResponse(
             shard_count=self._coordinator.shard_count, stopping=self._coordinator.stopping
         )
 
@@ -46,7 +46,7 @@ class ClusterService(control_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
         shards = sorted(self._coordinator.shards().items())
         jobs = self._coordinator.statistics().jobs
         answers = self._pool.map(_ask_statistics, (shard for _, shard in shards))
-        return control_pb2.GetStatusResponse(
+        return cluster_pb2.GetStatusResponse(
             address=self._address,
             metrics_address=self._metrics_address,
             pid=os.getpid(),
@@ -66,7 +66,7 @@ def _ask_statistics(shard: RegisteredShard) -> tuple[RegisteredShard, ShardStati
 def _shard_status(shard: RegisteredShard, statistics: ShardStatistics | None) -> Any:
     """A shard's status for the caller: shards tell the coordinator of all jobs, and it may not see each of them."""
     jobs = statistics.jobs if statistics is not None else {}
-    return control_pb2.ShardStatus(
+    return cluster_pb2.ShardStatus(
         index=shard.index,
         address=shard.address,
         metrics_address=shard.metrics_address,

@@ -8,7 +8,7 @@ from typing import Any
 
 from ps_protocol.convert import job_spec_message
 from ps_protocol.job import JobSpec
-from ps_protocol.v1 import control_pb2, job_pb2
+from ps_protocol.v1 import cluster_pb2, jobs_pb2, membership_pb2, rounds_pb2, shard_pb2, types_pb2
 from ps_server.coordinator.rounds import ExchangeRequest, Standing
 from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.snapshot import Part, ShardSnapshot, VersionRange
@@ -20,24 +20,22 @@ VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave 
 # -- control ---------------------------------------------------------------------------------------------------------
 
 
-def create_job_request(spec: JobSpec, buckets: list[int]) -> control_pb2.CreateJobRequest:
+def create_job_request(spec: JobSpec, buckets: list[int]) -> shard_pb2.CreateJobRequest:
     """Asks a shard to make room."""
-    return control_pb2.CreateJobRequest(spec=job_spec_message(spec), buckets=buckets)
+    return shard_pb2.CreateJobRequest(spec=job_spec_message(spec), buckets=buckets)
 
 
-def admit_request(
-    job: str, rank: int, incarnation: int, clock: int | None, key: bytes
-) -> control_pb2.AdmitWorkerRequest:
+def admit_request(job: str, rank: int, incarnation: int, clock: int | None, key: bytes) -> shard_pb2.AddWorkerRequest:
     """Asks a shard to count a worker."""
-    return control_pb2.AdmitWorkerRequest(job=job, rank=rank, incarnation=incarnation, clock=clock, lease_key=key)
+    return shard_pb2.AddWorkerRequest(job=job, rank=rank, incarnation=incarnation, clock=clock, lease_key=key)
 
 
-def retire_request(job: str, rank: int, incarnation: int) -> control_pb2.RetireWorkerRequest:
+def retire_request(job: str, rank: int, incarnation: int) -> shard_pb2.RemoveWorkerRequest:
     """Asks a shard to stop counting a worker."""
-    return control_pb2.RetireWorkerRequest(job=job, rank=rank, incarnation=incarnation)
+    return shard_pb2.RemoveWorkerRequest(job=job, rank=rank, incarnation=incarnation)
 
 
-def join_request(request: control_pb2.JoinJobRequest) -> JoinRequest:
+def join_request(request: membership_pb2.JoinRequest) -> JoinRequest:
     """Returns what a process asks for that wants to join."""
     where = request.pid, request.host, request.metrics_address
     first, count = request.launch_first_rank, request.launch_rank_count
@@ -50,10 +48,10 @@ def join_request(request: control_pb2.JoinJobRequest) -> JoinRequest:
     )
 
 
-def join_response(result: JoinResult, lease: float, where: job_pb2.ShardMap) -> control_pb2.JoinJobResponse:
+def join_response(result: JoinResult, lease: float, where: types_pb2.ShardMap) -> membership_pb2.JoinResponse:
     """A worker's place."""
     member = result.member
-    response = control_pb2.JoinJobResponse(
+    response = membership_pb2.JoinResponse(
         rank=member.rank,
         incarnation=member.incarnation,
         clock=result.clock,
@@ -67,22 +65,22 @@ def join_response(result: JoinResult, lease: float, where: job_pb2.ShardMap) -> 
     return response
 
 
-def exchange_request(request: control_pb2.ExchangeValuesRequest) -> ExchangeRequest:
+def exchange_request(request: rounds_pb2.GatherValuesRequest) -> ExchangeRequest:
     """What a worker gives to a round."""
     who = request.rank, request.incarnation
     return ExchangeRequest(*who, request.number, request.clock, request.value, request.lease_key)
 
 
-def exchange_responses(standing: Standing) -> Iterator[control_pb2.ExchangeValuesResponse]:
+def exchange_responses(standing: Standing) -> Iterator[rounds_pb2.GatherValuesResponse]:
     """How a round stands. Its values in as many messages as they need, of which the last says that they are all."""
-    response = control_pb2.ExchangeValuesResponse(
+    response = rounds_pb2.GatherValuesResponse(
         number=standing.number, waiting_for=standing.waiting_for, step_wanted=standing.step_wanted
     )
     size = 0
     for rank, value in standing.found.values if standing.found is not None else ():
         if response.values and size + len(value) > VALUES_BYTES:
             yield response
-            response, size = control_pb2.ExchangeValuesResponse(number=standing.number), 0
+            response, size = rounds_pb2.GatherValuesResponse(number=standing.number), 0
         response.values.add(rank=rank, value=value)
         size += len(value)
     if standing.found is not None:
@@ -90,20 +88,20 @@ def exchange_responses(standing: Standing) -> Iterator[control_pb2.ExchangeValue
     yield response
 
 
-def begin_checkpoint_request(job: str, name: str, clock: int | None) -> control_pb2.BeginCheckpointRequest:
+def begin_checkpoint_request(job: str, name: str, clock: int | None) -> shard_pb2.BeginSnapshotRequest:
     """Asks a shard to take a checkpoint."""
-    return control_pb2.BeginCheckpointRequest(job=job, name=name, clock=clock)
+    return shard_pb2.BeginSnapshotRequest(job=job, name=name, clock=clock)
 
 
-def await_checkpoint_request(job: str, name: str) -> control_pb2.AwaitCheckpointRequest:
+def await_checkpoint_request(job: str, name: str) -> shard_pb2.AwaitSnapshotRequest:
     """Asks a shard whether its part is on disk."""
-    return control_pb2.AwaitCheckpointRequest(job=job, name=name)
+    return shard_pb2.AwaitSnapshotRequest(job=job, name=name)
 
 
-def await_checkpoint_response(captured: ShardSnapshot) -> control_pb2.AwaitCheckpointResponse:
+def await_checkpoint_response(captured: ShardSnapshot) -> shard_pb2.AwaitSnapshotResponse:
     """Says that it is."""
     part, reached = captured.part, captured.extent
-    response = control_pb2.AwaitCheckpointResponse(
+    response = shard_pb2.AwaitSnapshotResponse(
         file=part.file,
         bytes=part.bytes,
         sha256=bytes.fromhex(part.sha256),
@@ -115,16 +113,16 @@ def await_checkpoint_response(captured: ShardSnapshot) -> control_pb2.AwaitCheck
     return response
 
 
-def captured(response: control_pb2.AwaitCheckpointResponse) -> ShardSnapshot:
+def captured(response: shard_pb2.AwaitSnapshotResponse) -> ShardSnapshot:
     """A shard's part."""
     part = Part(response.file, response.bytes, bytes(response.sha256).hex())
     reached = VersionRange(response.version_min, response.version_max, dict(response.clocks))
     return ShardSnapshot(part, reached, response.held_up.ToNanoseconds() / 1e9)
 
 
-def shard_job_status(name: str, job: ShardJobStatistics) -> control_pb2.ShardJobStatus:
+def shard_job_status(name: str, job: ShardJobStatistics) -> shard_pb2.ShardJobStatus:
     """How a job is on a shard."""
-    status = control_pb2.ShardJobStatus(
+    status = shard_pb2.ShardJobStatus(
         job=name,
         bucket_count=job.bucket_count,
         parameter_bytes=job.parameter_bytes,
@@ -148,31 +146,31 @@ def shard_job_status(name: str, job: ShardJobStatistics) -> control_pb2.ShardJob
 
 def restore_job_request(
     spec: JobSpec, buckets: list[int], name: str, last_incarnation: int
-) -> control_pb2.RestoreJobRequest:
+) -> shard_pb2.RestoreJobRequest:
     """Asks a shard to go on from a checkpoint."""
-    return control_pb2.RestoreJobRequest(
+    return shard_pb2.RestoreJobRequest(
         spec=job_spec_message(spec), buckets=buckets, name=name, last_incarnation=last_incarnation
     )
 
 
-def restore_job_response(reached: VersionRange) -> control_pb2.RestoreJobResponse:
+def restore_job_response(reached: VersionRange) -> shard_pb2.RestoreJobResponse:
     """Says how far the checkpoint is."""
-    return control_pb2.RestoreJobResponse(
+    return shard_pb2.RestoreJobResponse(
         version_min=reached.version_min, version_max=reached.version_max, clocks=reached.clocks
     )
 
 
-def restored(response: control_pb2.RestoreJobResponse) -> VersionRange:
+def restored(response: shard_pb2.RestoreJobResponse) -> VersionRange:
     """How far the checkpoint is."""
     return VersionRange(response.version_min, response.version_max, dict(response.clocks))
 
 
-def shard_statistics(response: control_pb2.GetShardStatusResponse) -> ShardStatistics:
+def shard_statistics(response: shard_pb2.GetShardStatusResponse) -> ShardStatistics:
     """What a shard holds."""
     return ShardStatistics({job.job: _shard_job(job) for job in response.jobs})
 
 
-def _shard_job(status: control_pb2.ShardJobStatus) -> ShardJobStatistics:
+def _shard_job(status: shard_pb2.ShardJobStatus) -> ShardJobStatistics:
     waits = tuple(
         Wait(
             wait.rank,
@@ -197,41 +195,41 @@ def _shard_job(status: control_pb2.ShardJobStatus) -> ShardJobStatistics:
     )
 
 
-def checkpoint_job_request(job: str) -> control_pb2.CheckpointJobRequest:
+def checkpoint_job_request(job: str) -> jobs_pb2.CheckpointJobRequest:
     """Asks the coordinator for a checkpoint."""
-    return control_pb2.CheckpointJobRequest(job=job)
+    return jobs_pb2.CheckpointJobRequest(job=job)
 
 
-def drop_job_request(job: str) -> control_pb2.DropJobRequest:
+def drop_job_request(job: str) -> shard_pb2.DropJobRequest:
     """Asks a shard to forget a job."""
-    return control_pb2.DropJobRequest(job=job)
+    return shard_pb2.DropJobRequest(job=job)
 
 
 def register_shard_request(
     index: int, address: str, metrics_address: str, pid: int, process: int
-) -> control_pb2.RegisterShardRequest:
+) -> cluster_pb2.RegisterShardRequest:
     """Makes a shard known."""
-    return control_pb2.RegisterShardRequest(
+    return cluster_pb2.RegisterShardRequest(
         index=index, address=address, metrics_address=metrics_address, pid=pid, process=process
     )
 
 
-def watch_response(ranks: list[int], world_size: int, started: bool) -> control_pb2.WatchJobResponse:
+def watch_response(ranks: list[int], world_size: int, started: bool) -> membership_pb2.WatchResponse:
     """Who takes part now."""
-    return control_pb2.WatchJobResponse(ranks=ranks, world_size=world_size, started=started)
+    return membership_pb2.WatchResponse(ranks=ranks, world_size=world_size, started=started)
 
 
-def shard_map(addresses: dict[int, str], placement: Sequence[int]) -> job_pb2.ShardMap:
+def shard_map(addresses: dict[int, str], placement: Sequence[int]) -> types_pb2.ShardMap:
     """Where the shards are, and which bucket is on which."""
-    return job_pb2.ShardMap(
-        shards=[job_pb2.ShardInfo(index=index, address=address) for index, address in sorted(addresses.items())],
+    return types_pb2.ShardMap(
+        shards=[types_pb2.ShardInfo(index=index, address=address) for index, address in sorted(addresses.items())],
         bucket_shards=placement,
     )
 
 
-def job_status(job: JobStatistics) -> control_pb2.JobStatus:
+def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
     """How a job is."""
-    status = control_pb2.JobStatus(
+    status = cluster_pb2.JobStatus(
         name=job.name,
         mode=job.mode,
         world_size=job.world_size,
@@ -251,8 +249,8 @@ def job_status(job: JobStatistics) -> control_pb2.JobStatus:
     return status
 
 
-def _worker_status(worker: WorkerStatistics) -> control_pb2.WorkerStatus:
-    status = control_pb2.WorkerStatus(
+def _worker_status(worker: WorkerStatistics) -> cluster_pb2.WorkerStatus:
+    status = cluster_pb2.WorkerStatus(
         rank=worker.rank,
         incarnation=worker.incarnation,
         clock=worker.clock,
@@ -267,22 +265,22 @@ def _worker_status(worker: WorkerStatistics) -> control_pb2.WorkerStatus:
     return status
 
 
-def shard_status_request() -> control_pb2.GetShardStatusRequest:
+def shard_status_request() -> shard_pb2.GetShardStatusRequest:
     """Asks a shard what it holds."""
-    return control_pb2.GetShardStatusRequest()
+    return shard_pb2.GetShardStatusRequest()
 
 
-def status_request() -> control_pb2.GetStatusRequest:
+def status_request() -> cluster_pb2.GetStatusRequest:
     """Asks the coordinator what is running."""
-    return control_pb2.GetStatusRequest()
+    return cluster_pb2.GetStatusRequest()
 
 
-def end_job_request(job: str) -> control_pb2.EndJobRequest:
+def end_job_request(job: str) -> jobs_pb2.EndJobRequest:
     """Asks the coordinator to end a job."""
-    return control_pb2.EndJobRequest(job=job)
+    return jobs_pb2.EndJobRequest(job=job)
 
 
-def status_data(response: control_pb2.GetStatusResponse) -> dict[str, Any]:
+def status_data(response: cluster_pb2.GetStatusResponse) -> dict[str, Any]:
     """A GetStatusResponse as plain data: an object each process, and one each job."""
     processes: list[dict[str, Any]] = [
         {
@@ -341,7 +339,7 @@ def status_data(response: control_pb2.GetStatusResponse) -> dict[str, Any]:
     return {"processes": processes, "jobs": [_job_data(job) for job in response.jobs]}
 
 
-def _shard_job_data(job: control_pb2.ShardJobStatus) -> dict[str, Any]:
+def _shard_job_data(job: shard_pb2.ShardJobStatus) -> dict[str, Any]:
     return {
         "job": job.job,
         "buckets": job.bucket_count,
@@ -354,7 +352,7 @@ def _shard_job_data(job: control_pb2.ShardJobStatus) -> dict[str, Any]:
     }
 
 
-def _job_data(job: control_pb2.JobStatus) -> dict[str, Any]:
+def _job_data(job: cluster_pb2.JobStatus) -> dict[str, Any]:
     return {
         "name": job.name,
         "mode": job.mode,

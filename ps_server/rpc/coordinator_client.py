@@ -6,10 +6,10 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
 
 from ps_protocol.errors import PSError, Untrusted
-from ps_protocol.v1 import control_pb2
-from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
+from ps_protocol.v1 import cluster_pb2, jobs_pb2
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer
@@ -34,18 +34,18 @@ class CoordinatorClient:
 
     def status(self) -> Any:
         """Returns what is running, as a GetStatusResponse."""
-        return self._call(ClusterServiceStub(self._channel).GetStatus, control_pb2.GetStatusRequest())
+        return self._call(ClusterServiceStub(self._channel).GetStatus, cluster_pb2.GetStatusRequest())
 
     def end_job(self, job: str) -> None:
         """Ends a job, also while workers take part in it."""
-        self._call(JobServiceStub(self._channel).EndJob, control_pb2.EndJobRequest(job=job))
+        self._call(JobServiceStub(self._channel).EndJob, jobs_pb2.EndJobRequest(job=job))
 
     def checkpoint_job(self, job: str, seconds: float = CHECKPOINT_SECONDS) -> Any:
         """Makes a checkpoint of a job; returns it as a CheckpointJobResponse when it is complete."""
-        request = control_pb2.CheckpointJobRequest(job=job)
+        request = jobs_pb2.CheckpointJobRequest(job=job)
         return self._call(JobServiceStub(self._channel).CheckpointJob, request, seconds)
 
-    def register_shard(self, shard: control_pb2.RegisterShardRequest, seconds: float) -> None:
+    def register_shard(self, shard: cluster_pb2.RegisterShardRequest, seconds: float) -> None:
         """Makes a shard known; waits for a coordinator that is not there yet."""
         self._call(ClusterServiceStub(self._channel).RegisterShard, shard, seconds, wait_for_ready=True)
 

@@ -11,7 +11,7 @@ from ps_protocol.convert import hyper_parameters, known
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import read_message, write_message
 from ps_protocol.job import HyperParameters
-from ps_protocol.v1 import data_pb2
+from ps_protocol.v1 import data_pb2, types_pb2
 from ps_server.core.commands import Staged
 from ps_server.core.requests import PullCall, Push, PushKind, SharedBucket, SharedPush, StepCommit
 from ps_server.rpc.lease_messages import ranges_of
@@ -63,19 +63,19 @@ def attach_request(data: bytes) -> tuple[str, int, int, str, bytes, bytes]:
 
 def shared_push(data: bytes) -> SharedPush:
     """What the bytes of a PushSharedRequest hold. Raises InvalidRequest for a bucket or a group that comes twice."""
-    request = data_pb2.PushSharedRequest()
+    request = data_pb2.PushHeader()
     _parse(request, data)
     return _shared_push(request)
 
 
 def push_pull(data: bytes) -> tuple[SharedPush, PullCall]:
     """What is pushed and what is pulled by a PushPullSharedRequest. Raises as `shared_push`."""
-    request = data_pb2.PushPullSharedRequest()
+    request = data_pb2.ExchangeRequest()
     _parse(request, data)
     return _shared_push(request.push), _pull(request.push.worker, request.push.clock, request)
 
 
-def _shared_push(request: data_pb2.PushSharedRequest) -> SharedPush:
+def _shared_push(request: data_pb2.PushHeader) -> SharedPush:
     buckets = _buckets(request.buckets)
     worker, groups, ranges = request.worker, _group_updates(request.groups), ranges_of(request.ranges)
     who = worker.job, worker.rank, worker.incarnation
@@ -91,7 +91,7 @@ def _buckets(messages: Any) -> tuple[SharedBucket, ...]:
 
 def shared_push_response(duplicates: int) -> bytes:
     """The bytes of the answer to a shared push."""
-    return data_pb2.PushSharedResponse(duplicate_count=duplicates).SerializeToString()
+    return data_pb2.PushResponse(duplicate_count=duplicates).SerializeToString()
 
 
 def _group_updates(updates: Any) -> dict[int, HyperParameters]:
@@ -125,14 +125,14 @@ def pull_state(data: bytes) -> PullCall:
 
 def pull_state_response(state: PulledState) -> bytes:
     """The bytes of a PullStateResponse."""
-    header = data_pb2.StateHeader(
+    header = data_pb2.PulledState(
         bucket=state.bucket, version=state.version, state=state.name, absent_segments=sorted(state.absent)
     )
     return write_message(header, state.payload)
 
 
 def _pull(
-    worker: data_pb2.WorkerIdentity, clock: int, request: data_pb2.PullRequest | data_pb2.PushPullSharedRequest
+    worker: types_pb2.WorkerIdentity, clock: int, request: data_pb2.PullRequest | data_pb2.ExchangeRequest
 ) -> PullCall:
     who = worker.job, worker.rank, worker.incarnation
     return PullCall(*who, clock, tuple(request.buckets), worker.lease_key, request.word_bytes)
@@ -145,13 +145,13 @@ def pull_response(bucket: PulledBucket) -> bytes:
 
 def pull_shared_response(notice: Notice) -> bytes:
     """The bytes of a PullSharedResponse."""
-    return data_pb2.PullSharedResponse(
+    return data_pb2.PullResponse(
         headers=[_pull_header(bucket) for bucket in notice.buckets], staged_seconds=notice.staged_seconds
     ).SerializeToString()
 
 
-def _pull_header(bucket: PulledBucket) -> data_pb2.PullHeader:
-    header = data_pb2.PullHeader(
+def _pull_header(bucket: PulledBucket) -> data_pb2.PulledBucket:
+    header = data_pb2.PulledBucket(
         bucket=bucket.bucket, version=bucket.version, waited_seconds=bucket.waited, checkpoint=bucket.save_state
     )
     if bucket.waiting is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from ps_protocol.convert import job_spec
-from ps_protocol.v1 import control_pb2, control_pb2_grpc
+from ps_protocol.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.members import Roster
 from ps_server.coordinator.rounds import Standing
@@ -18,7 +18,7 @@ from ps_server.rpc.call_limits import check_job, in_pool
 from ps_server.rpc.streams import Outbox, Send
 
 
-class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-ignore]
+class JobService(jobs_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-ignore]
     """What workers ask of the coordinator."""
 
     def __init__(self, coordinator: Coordinator, senders: ThreadPoolExecutor) -> None:
@@ -29,13 +29,13 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
 
     def register(self, server: grpc.Server) -> None:
         """Adds the methods to a server."""
-        control_pb2_grpc.add_JobServiceServicer_to_server(self, server)
+        jobs_pb2_grpc.add_JobServiceServicer_to_server(self, server)
 
     def RegisterJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.spec.name)
         job, created = self._coordinator.register_job(job_spec(request.spec))
         shard_map, size = self._shard_map(job.placed.placement), job.spec.bucket_bytes
-        return control_pb2.RegisterJobResponse(shard_map=shard_map, created=created, bucket_bytes=size)
+        return jobs_pb2.RegisterJobResponse(shard_map=shard_map, created=created, bucket_bytes=size)
 
     def _shard_map(self, placement: Sequence[int]) -> Any:
         addresses = {index: shard.address for index, shard in self._coordinator.shards().items()}
@@ -63,12 +63,12 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
         check_job(request.job)
         who = request.rank, request.incarnation
         live = self._coordinator.job(request.job).members.heartbeat(*who, request.clock, request.lease_key)
-        return control_pb2.HeartbeatResponse(live_count=live)
+        return membership_pb2.HeartbeatResponse(live_count=live)
 
     def LeaveJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.job)
         ended = self._coordinator.leave(request.job, request.rank, request.incarnation, request.lease_key)
-        return control_pb2.LeaveJobResponse(ended=ended)
+        return membership_pb2.LeaveResponse(ended=ended)
 
     def LeaseData(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.job)
@@ -85,15 +85,15 @@ class JobService(control_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unus
         check_job(request.job)
         who = request.rank, request.incarnation, request.lease_key
         self._coordinator.job(request.job).save_worker_state(*who, request.clock, request.state)
-        return control_pb2.SaveWorkerStateResponse()
+        return membership_pb2.SaveWorkerStateResponse()
 
     def CheckpointJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         made = self._coordinator.job(request.job).checkpoint()
-        return control_pb2.CheckpointJobResponse(name=made.name, clock=made.clock, bytes=made.bytes)
+        return jobs_pb2.CheckpointJobResponse(name=made.name, clock=made.clock, bytes=made.bytes)
 
     def EndJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._coordinator.job(request.job).end()
-        return control_pb2.EndJobResponse()
+        return jobs_pb2.EndJobResponse()
 
 
 class _RoundListener:

@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from ps_protocol.data import BatchLease, DataRange, LeaseReport, LeaseRequest, LoaderSpec
-from ps_protocol.v1 import control_pb2, job_pb2
+from ps_protocol.v1 import cluster_pb2, leases_pb2, shard_pb2, types_pb2
 from ps_server.core.data_commits import Committed
 from ps_server.core.data_leases import Progress
 
 
-def ranges_of(ranges: Iterable[job_pb2.DataRange]) -> tuple[DataRange, ...]:
+def ranges_of(ranges: Iterable[types_pb2.DataRange]) -> tuple[DataRange, ...]:
     """The ranges of data that a message names."""
     return tuple(DataRange(one.loader, one.pass_number, one.start, one.stop) for one in ranges)
 
 
-def lease_request(request: control_pb2.LeaseDataRequest) -> LeaseRequest:
+def lease_request(request: leases_pb2.LeaseDataRequest) -> LeaseRequest:
     """What a worker asks of a loader's data."""
     seed = request.seed if request.HasField("seed") else None
     return LeaseRequest(
@@ -27,43 +27,43 @@ def lease_request(request: control_pb2.LeaseDataRequest) -> LeaseRequest:
     )
 
 
-def lease_response(lease: BatchLease) -> control_pb2.LeaseDataResponse:
+def lease_response(lease: BatchLease) -> leases_pb2.LeaseDataResponse:
     """The batches given."""
     ranges = [
-        job_pb2.DataRange(loader=each.loader, pass_number=each.pass_number, start=each.start, stop=each.stop)
+        types_pb2.DataRange(loader=each.loader, pass_number=each.pass_number, start=each.start, stop=each.stop)
         for each in lease.ranges
     ]
-    return control_pb2.LeaseDataResponse(ranges=ranges, complete=lease.complete)
+    return leases_pb2.LeaseDataResponse(ranges=ranges, complete=lease.complete)
 
 
-def committed_request(job: str) -> control_pb2.GetCommittedDataRequest:
+def committed_request(job: str) -> shard_pb2.GetCommittedDataRequest:
     """Asks a shard what is committed."""
-    return control_pb2.GetCommittedDataRequest(job=job)
+    return shard_pb2.GetCommittedDataRequest(job=job)
 
 
-def committed_response(committed: Committed, has_say: bool) -> control_pb2.GetCommittedDataResponse:
+def committed_response(committed: Committed, has_say: bool) -> shard_pb2.GetCommittedDataResponse:
     """What is committed on a shard."""
     loaders = [
-        control_pb2.CommittedData(
+        shard_pb2.CommittedData(
             loader=loader,
             pass_number=number,
-            ranges=[job_pb2.DataRange(loader=loader, pass_number=number, start=a, stop=b) for a, b in spans],
+            ranges=[types_pb2.DataRange(loader=loader, pass_number=number, start=a, stop=b) for a, b in spans],
         )
         for loader, (number, spans) in committed.items()
     ]
-    return control_pb2.GetCommittedDataResponse(loaders=loaders, no_say=not has_say)
+    return shard_pb2.GetCommittedDataResponse(loaders=loaders, no_say=not has_say)
 
 
-def committed(response: control_pb2.GetCommittedDataResponse) -> Committed | None:
+def committed(response: shard_pb2.GetCommittedDataResponse) -> Committed | None:
     """What a shard has committed; None if it has no say."""
     if response.no_say:
         return None
     return {one.loader: (one.pass_number, [(r.start, r.stop) for r in one.ranges]) for one in response.loaders}
 
 
-def loader_status(loader: int, progress: Progress) -> control_pb2.LoaderStatus:
+def loader_status(loader: int, progress: Progress) -> cluster_pb2.LoaderStatus:
     """How far a job is in a loader's data."""
-    return control_pb2.LoaderStatus(
+    return cluster_pb2.LoaderStatus(
         loader=loader,
         pass_number=progress.pass_number,
         sample_count=progress.samples,
@@ -73,7 +73,7 @@ def loader_status(loader: int, progress: Progress) -> control_pb2.LoaderStatus:
     )
 
 
-def loader_data(loader: control_pb2.LoaderStatus) -> dict[str, Any]:
+def loader_data(loader: cluster_pb2.LoaderStatus) -> dict[str, Any]:
     """How far a job is in a loader's data, as plain data."""
     return {
         "loader": loader.loader,

@@ -8,7 +8,7 @@ import secrets
 import threading
 
 from ps_protocol.errors import PSError
-from ps_protocol.v1 import control_pb2
+from ps_protocol.v1 import cluster_pb2
 from ps_runtime.retry import Peer
 from ps_server.coordinator.shards import SHARD_CALL_SECONDS
 from ps_server.rpc.coordinator_client import CoordinatorClient
@@ -25,7 +25,7 @@ class Registration:
     def __init__(self, coordinator: Peer, index: int, address: str, metrics_address: str) -> None:
         self.known = threading.Event()
         self._coordinator = coordinator
-        self._shard = control_pb2.RegisterShardRequest(
+        self._shard = cluster_pb2.RegisterShardRequest(
             index=index,
             address=address,
             metrics_address=metrics_address,

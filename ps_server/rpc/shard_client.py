@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+from ps_protocol.v1.control_pb2_grpc import ShardServiceStub
 
 from ps_protocol.job import JobSpec
-from ps_protocol.v1.control_pb2_grpc import ShardServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.status import error_from

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from ps_protocol.convert import job_spec
-from ps_protocol.v1 import control_pb2, control_pb2_grpc
+from ps_protocol.v1 import shard_pb2, shard_pb2_grpc
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.core.validation import check_job_spec
 from ps_server.rpc import convert, lease_messages
@@ -17,7 +17,7 @@ from ps_server.shard.shard import Shard
 AWAIT_SECONDS = 5.0
 
 
-class ShardService(control_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,unused-ignore]
+class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,unused-ignore]
     """What the coordinator asks of a shard."""
 
     def __init__(self, shard: Shard, limits: Limits = DEFAULTS) -> None:
@@ -26,26 +26,26 @@ class ShardService(control_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,
 
     def register(self, server: grpc.Server) -> None:
         """Adds the methods to a server."""
-        control_pb2_grpc.add_ShardServiceServicer_to_server(self, server)
+        shard_pb2_grpc.add_ShardServiceServicer_to_server(self, server)
 
     def CreateJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         spec = job_spec(request.spec)
         check_job_spec(spec, self._limits)
         self._shard.create_job(spec, list(request.buckets))
-        return control_pb2.CreateJobResponse()
+        return shard_pb2.CreateJobResponse()
 
     def DropJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._shard.drop_job(request.job)
-        return control_pb2.DropJobResponse()
+        return shard_pb2.DropJobResponse()
 
     def AdmitWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
         clock = request.clock if request.HasField("clock") else None
         frontier = self._shard.add_worker(request.job, request.rank, request.incarnation, clock, request.lease_key)
-        return control_pb2.AdmitWorkerResponse(frontier=frontier)
+        return shard_pb2.AddWorkerResponse(frontier=frontier)
 
     def RetireWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._shard.remove_worker(request.job, request.rank, request.incarnation)
-        return control_pb2.RetireWorkerResponse()
+        return shard_pb2.RemoveWorkerResponse()
 
     def GetCommittedData(self, request: Any, context: grpc.ServicerContext) -> Any:
         return lease_messages.committed_response(*self._shard.committed(request.job))
@@ -53,7 +53,7 @@ class ShardService(control_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,
     def BeginCheckpoint(self, request: Any, context: grpc.ServicerContext) -> Any:
         clock = request.clock if request.HasField("clock") else None
         self._shard.begin_checkpoint(request.job, request.name, clock)
-        return control_pb2.BeginCheckpointResponse()
+        return shard_pb2.BeginSnapshotResponse()
 
     def AwaitCheckpoint(self, request: Any, context: grpc.ServicerContext) -> Any:
         captured = self._shard.await_checkpoint(request.job, request.name, AWAIT_SECONDS)
@@ -67,6 +67,6 @@ class ShardService(control_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,
 
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         jobs = self._shard.statistics().jobs
-        return control_pb2.GetShardStatusResponse(
+        return shard_pb2.GetShardStatusResponse(
             jobs=[convert.shard_job_status(name, job) for name, job in jobs.items() if may_see(name)]
         )

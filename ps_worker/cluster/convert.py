@@ -9,7 +9,7 @@ from ps_protocol.convert import hyper_messages
 from ps_protocol.data import BatchLease, DataRange, LeaseRequest
 from ps_protocol.framing import read_message, write_message
 from ps_protocol.job import HyperParameters
-from ps_protocol.v1 import control_pb2, data_pb2, job_pb2
+from ps_protocol.v1 import data_pb2, job_pb2, jobs_pb2, leases_pb2, membership_pb2, rounds_pb2, types_pb2
 from ps_runtime.launch_id import UNKNOWN, LaunchId
 from ps_worker.values import (
     BucketPush,
@@ -24,9 +24,9 @@ from ps_worker.values import (
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def identity(who: Identity) -> data_pb2.WorkerIdentity:
+def identity(who: Identity) -> types_pb2.WorkerIdentity:
     """Returns who calls a shard, as every message to one says it."""
-    return data_pb2.WorkerIdentity(job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key)
+    return types_pb2.WorkerIdentity(job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key)
 
 
 def gradient_push(who: Identity, push: BucketPush, payload: memoryview | None, draft: bool = False) -> bytes:
@@ -77,14 +77,12 @@ def push_pull(
 ) -> bytes:
     """Does as `shared_push`, and asks for buckets at that clock, as `pull_request`."""
     push = _shared_push(who, clock, pushes, finite)
-    return data_pb2.PushPullSharedRequest(push=push, buckets=buckets, word_bytes=notice_bytes).SerializeToString()
+    return data_pb2.ExchangeRequest(push=push, buckets=buckets, word_bytes=notice_bytes).SerializeToString()
 
 
-def _shared_push(
-    who: Identity, clock: int, pushes: Sequence[BucketPush], finite: Set[int]
-) -> data_pb2.PushSharedRequest:
+def _shared_push(who: Identity, clock: int, pushes: Sequence[BucketPush], finite: Set[int]) -> data_pb2.PushHeader:
     groups = {group: values for push in pushes for group, values in push.groups.items()}
-    return data_pb2.PushSharedRequest(
+    return data_pb2.PushHeader(
         worker=identity(who),
         clock=clock,
         buckets=_shared_buckets(pushes, finite),
@@ -93,9 +91,9 @@ def _shared_push(
     )
 
 
-def _shared_buckets(pushes: Sequence[BucketPush], finite: Set[int]) -> list[data_pb2.SharedBucket]:
+def _shared_buckets(pushes: Sequence[BucketPush], finite: Set[int]) -> list[data_pb2.BucketPush]:
     return [
-        data_pb2.SharedBucket(
+        data_pb2.BucketPush(
             bucket=push.bucket.index,
             skip=push.empty,
             absent_segments=push.absent,
@@ -105,16 +103,16 @@ def _shared_buckets(pushes: Sequence[BucketPush], finite: Set[int]) -> list[data
     ]
 
 
-def _ranges(ranges: Sequence[DataRange]) -> list[job_pb2.DataRange]:
+def _ranges(ranges: Sequence[DataRange]) -> list[types_pb2.DataRange]:
     return [
-        job_pb2.DataRange(loader=each.loader, pass_number=each.pass_number, start=each.start, stop=each.stop)
+        types_pb2.DataRange(loader=each.loader, pass_number=each.pass_number, start=each.start, stop=each.stop)
         for each in ranges
     ]
 
 
-def _group_updates(groups: Mapping[int, HyperParameters]) -> list[data_pb2.GroupUpdate]:
+def _group_updates(groups: Mapping[int, HyperParameters]) -> list[job_pb2.GroupUpdate]:
     return [
-        data_pb2.GroupUpdate(group=group, hyper_parameters=hyper_messages(values)) for group, values in groups.items()
+        job_pb2.GroupUpdate(group=group, hyper_parameters=hyper_messages(values)) for group, values in groups.items()
     ]
 
 
@@ -144,26 +142,26 @@ def pull_request(
 def state_chunk(data: bytes) -> StateChunk:
     """Reads one message of the optimizer state of buckets; the payload is a view into it."""
     raw, payload = read_message(data)
-    header = data_pb2.StateHeader.FromString(bytes(raw))
+    header = data_pb2.PulledState.FromString(bytes(raw))
     return StateChunk(header.bucket, header.version, header.state, frozenset(header.absent_segments), payload)
 
 
 def pulled(data: bytes) -> PulledBucket:
     """Reads one message of a pull's stream; the payload is a view into it."""
     raw, payload = read_message(data)
-    return _pulled(data_pb2.PullHeader.FromString(bytes(raw)), payload)
+    return _pulled(data_pb2.PulledBucket.FromString(bytes(raw)), payload)
 
 
 def shared_pulled(data: bytes) -> tuple[list[PulledBucket], float | None]:
     """Reads one message of a shared pull's stream: buckets that are in the segment now, and for how many seconds the
     pushes that went with the pull have been staged, if it says so.
     """
-    message = data_pb2.PullSharedResponse.FromString(data)
+    message = data_pb2.PullResponse.FromString(data)
     buckets = [_pulled(header, memoryview(b"")) for header in message.headers]
     return buckets, message.staged_seconds if message.HasField("staged_seconds") else None
 
 
-def _pulled(header: data_pb2.PullHeader, payload: memoryview) -> PulledBucket:
+def _pulled(header: data_pb2.PulledBucket, payload: memoryview) -> PulledBucket:
     waiting = (tuple(header.waiting.ranks), header.waiting.reason) if header.HasField("waiting") else None
     return PulledBucket(header.bucket, header.version, header.waited_seconds, payload, waiting, header.checkpoint)
 
@@ -171,12 +169,12 @@ def _pulled(header: data_pb2.PullHeader, payload: memoryview) -> PulledBucket:
 # -- control ---------------------------------------------------------------------------------------------------------
 
 
-def registered(response: control_pb2.RegisterJobResponse) -> tuple[ShardMap, int]:
+def registered(response: jobs_pb2.RegisterJobResponse) -> tuple[ShardMap, int]:
     """Reads where a registered job's buckets are, and the bytes of a full one."""
     return _shard_map(response.shard_map), response.bucket_bytes
 
 
-def _shard_map(message: job_pb2.ShardMap) -> ShardMap:
+def _shard_map(message: types_pb2.ShardMap) -> ShardMap:
     return ShardMap({shard.index: shard.address for shard in message.shards}, tuple(message.bucket_shards))
 
 
@@ -195,12 +193,12 @@ class Applicant:
     launch: LaunchId = UNKNOWN
 
 
-def join_request(job: str, rank: int | None, who: Applicant, attempt: int, waited: float) -> control_pb2.JoinJobRequest:
+def join_request(job: str, rank: int | None, who: Applicant, attempt: int, waited: float) -> membership_pb2.JoinRequest:
     """Asks to take part, or to come back.
 
     waited: seconds since it was told first to wait for others
     """
-    request = control_pb2.JoinJobRequest(
+    request = membership_pb2.JoinRequest(
         job=job,
         rank=rank,
         pid=who.pid,
@@ -218,7 +216,7 @@ def join_request(job: str, rank: int | None, who: Applicant, attempt: int, waite
     return request
 
 
-def join_result(job: str, response: control_pb2.JoinJobResponse) -> JoinResult:
+def join_result(job: str, response: membership_pb2.JoinResponse) -> JoinResult:
     """Reads what a worker got when it joined."""
     lease = response.lease.ToNanoseconds() / 1e9
     who = Identity(job, response.rank, response.incarnation, response.lease_key)
@@ -232,9 +230,9 @@ def join_result(job: str, response: control_pb2.JoinJobResponse) -> JoinResult:
     )
 
 
-def lease_request(who: Identity, ask: LeaseRequest) -> control_pb2.LeaseDataRequest:
+def lease_request(who: Identity, ask: LeaseRequest) -> leases_pb2.LeaseDataRequest:
     """Asks for batches of a loader's data."""
-    return control_pb2.LeaseDataRequest(
+    return leases_pb2.LeaseDataRequest(
         job=who.job,
         rank=who.rank,
         incarnation=who.incarnation,
@@ -252,13 +250,13 @@ def lease_request(who: Identity, ask: LeaseRequest) -> control_pb2.LeaseDataRequ
     )
 
 
-def leased(response: control_pb2.LeaseDataResponse) -> BatchLease:
+def leased(response: leases_pb2.LeaseDataResponse) -> BatchLease:
     """Reads which batches were given, and whether the pass is complete."""
     ranges = (DataRange(each.loader, each.pass_number, each.start, each.stop) for each in response.ranges)
     return BatchLease(tuple(ranges), response.complete)
 
 
-def round_news(response: control_pb2.ExchangeValuesResponse) -> RoundNews:
+def round_news(response: rounds_pb2.GatherValuesResponse) -> RoundNews:
     """Reads how a round stands."""
     return RoundNews(
         response.number,

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
+from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 
 from ps_protocol.convert import job_spec_message
 from ps_protocol.data import BatchLease, LeaseRequest
 from ps_protocol.job import JobSpec
-from ps_protocol.v1 import control_pb2
-from ps_protocol.v1.control_pb2_grpc import JobServiceStub
+from ps_protocol.v1 import jobs_pb2, membership_pb2, rounds_pb2
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer, Retry
@@ -62,7 +62,7 @@ class CoordinatorClient:
 
     def register(self, spec: JobSpec) -> tuple[ShardMap, int]:
         """Registers a job, or finds the equal one that is there: where its buckets are, and the bytes of a full one."""
-        request = control_pb2.RegisterJobRequest(spec=job_spec_message(spec))
+        request = jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec))
         return convert.registered(self._call(self._stub.RegisterJob, request))
 
     def join(self, job: str, rank: int | None, who: Applicant) -> JoinResult:
@@ -89,7 +89,7 @@ class CoordinatorClient:
 
     def heartbeat(self, who: Identity, clock: int, timeout: float) -> None:
         """Renews the lease; one attempt."""
-        request = control_pb2.HeartbeatRequest(
+        request = membership_pb2.HeartbeatRequest(
             job=who.job, rank=who.rank, incarnation=who.incarnation, clock=clock, lease_key=who.key
         )
         try:
@@ -99,7 +99,7 @@ class CoordinatorClient:
 
     def save_state(self, who: Identity, clock: int, state: bytes) -> None:
         """Sends a worker's own part of a checkpoint."""
-        request = control_pb2.SaveWorkerStateRequest(
+        request = membership_pb2.SaveWorkerStateRequest(
             job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key, clock=clock, state=state
         )
         self._call(self._stub.SaveWorkerState, request)
@@ -114,7 +114,7 @@ class CoordinatorClient:
         heard: called with news while the round is open; where it says False, the call is given up, and None returned
         """
         retry = Retry(self._peer, self._timeout, self.closing)
-        request = control_pb2.ExchangeValuesRequest(
+        request = rounds_pb2.GatherValuesRequest(
             job=who.job,
             rank=who.rank,
             incarnation=who.incarnation,
@@ -141,7 +141,7 @@ class CoordinatorClient:
 
     def leave(self, who: Identity) -> None:
         """Leaves the job; one attempt, because the lease ends it anyway."""
-        request = control_pb2.LeaveJobRequest(
+        request = membership_pb2.LeaveRequest(
             job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key
         )
         with contextlib.suppress(grpc.RpcError):
@@ -149,7 +149,7 @@ class CoordinatorClient:
 
     def watch(self, job: str) -> Watch:
         """Watches who takes part, now and after every change."""
-        return Watch(lambda: self._stub.WatchJob(control_pb2.WatchJobRequest(job=job)))
+        return Watch(lambda: self._stub.WatchJob(membership_pb2.WatchRequest(job=job)))
 
     def close(self) -> None:
         """Closes the connection; calls in flight end."""

@@ -10,12 +10,12 @@ from typing import Any
 
 import grpc
 import pytest
+from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub, ShardServiceStub
 
 from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import Backlogged, Forbidden, InvalidRequest, LimitExceeded, NotFound, PSError
 from ps_protocol.framing import read_message, write_message
-from ps_protocol.v1 import control_pb2, data_pb2
-from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub, ShardServiceStub
+from ps_protocol.v1 import cluster_pb2, data_pb2, jobs_pb2, membership_pb2, shard_pb2, types_pb2
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access
 from ps_runtime.status import error_from
@@ -43,7 +43,7 @@ def create(**changes: Any) -> bytes:
     spec.name = "another"
     for name, value in changes.items():
         setattr(spec, name, value)
-    return control_pb2.CreateJobRequest(spec=spec, buckets=[0]).SerializeToString()
+    return shard_pb2.CreateJobRequest(spec=spec, buckets=[0]).SerializeToString()
 
 
 def refused(target: Target, method: str, raw: bytes) -> PSError:
@@ -64,7 +64,7 @@ def test_a_bucket_beyond_the_layout_was_an_index_error_on_the_shard(target: Targ
     spec = job_spec_message(SPEC)
     spec.name = "another"
     for buckets in ([2**32 - 1], [0, 0]):
-        raw = control_pb2.CreateJobRequest(spec=spec, buckets=buckets).SerializeToString()
+        raw = shard_pb2.CreateJobRequest(spec=spec, buckets=buckets).SerializeToString()
         assert isinstance(refused(target, "CreateJob", raw), InvalidRequest)
 
 
@@ -73,7 +73,7 @@ def test_a_job_larger_than_any_memory_was_laid_out_before_it_was_refused(target:
     spec.name = "another"
     spec.parameters[0].shape[:] = [2**25, 2**25]
     spec.bucket_bytes = 64
-    raw = control_pb2.CreateJobRequest(spec=spec, buckets=[0]).SerializeToString()
+    raw = shard_pb2.CreateJobRequest(spec=spec, buckets=[0]).SerializeToString()
     assert isinstance(refused(target, "CreateJob", raw), LimitExceeded)
 
 
@@ -84,13 +84,13 @@ def test_one_beta_instead_of_two_was_an_index_error_inside_torch(target: Target)
 
 
 def test_a_guessed_incarnation_let_one_worker_push_for_another(target: Target) -> None:
-    victim = data_pb2.WorkerIdentity(job=JOB, rank=0, incarnation=1, lease_key=KEY)
+    victim = types_pb2.WorkerIdentity(job=JOB, rank=0, incarnation=1, lease_key=KEY)
     header = data_pb2.PushHeader(worker=victim, clock=1, kind=data_pb2.PUSH_KIND_SKIP)
     assert isinstance(refused(target, "Push", write_message(header)), Forbidden)
 
 
 def test_a_stranger_learnt_about_a_gradient_before_it_was_asked_who_it_is(target: Target) -> None:
-    stranger = data_pb2.WorkerIdentity(job=JOB, rank=1, incarnation=2, lease_key=bytes(16))
+    stranger = types_pb2.WorkerIdentity(job=JOB, rank=1, incarnation=2, lease_key=bytes(16))
     header = data_pb2.PushHeader(worker=stranger, clock=1, kind=data_pb2.PUSH_KIND_GRADIENT)
     assert isinstance(refused(target, "Push", write_message(header, b"not 64 bytes")), Forbidden)
 
@@ -104,7 +104,7 @@ def test_a_pull_could_name_millions_of_buckets_and_have_each_looked_at(target: T
 def test_a_host_name_with_control_characters_reached_the_terminal_of_who_asked_for_the_status(
     target: Target, host: str
 ) -> None:
-    request = control_pb2.JoinJobRequest(job=JOB, host=host)
+    request = membership_pb2.JoinRequest(job=JOB, host=host)
     assert isinstance(refused(target, "JoinJob", request.SerializeToString()), InvalidRequest)
 
 
@@ -112,13 +112,13 @@ def test_a_host_name_with_control_characters_reached_the_terminal_of_who_asked_f
 def test_a_worker_could_have_prometheus_scrape_what_is_no_address_and_terminals_show_it(
     target: Target, address: str
 ) -> None:
-    request = control_pb2.JoinJobRequest(job=JOB, host="h", metrics_address=address)
+    request = membership_pb2.JoinRequest(job=JOB, host="h", metrics_address=address)
     assert isinstance(refused(target, "JoinJob", request.SerializeToString()), InvalidRequest)
 
 
 @pytest.mark.parametrize("address", ["http://169.254.0.1/x?", "h:1/../secrets", "h:1\nother:2", ":", "h:"])
 def test_an_address_of_metrics_that_is_none_was_handed_to_prometheus(target: Target, address: str) -> None:
-    request = control_pb2.RegisterShardRequest(index=0, address="127.0.0.1:1", metrics_address=address, process=1)
+    request = cluster_pb2.RegisterShardRequest(index=0, address="127.0.0.1:1", metrics_address=address, process=1)
     assert isinstance(refused(target, "RegisterShard", request.SerializeToString()), InvalidRequest)
 
 
@@ -175,7 +175,7 @@ def test_a_parameters_name_with_control_characters_reached_the_terminals_of_the_
     spec = job_spec_message(SPEC)
     spec.name = "another"
     spec.parameters[0].name = name
-    raw = control_pb2.CreateJobRequest(spec=spec, buckets=[0]).SerializeToString()
+    raw = shard_pb2.CreateJobRequest(spec=spec, buckets=[0]).SerializeToString()
     found = refused(target, "CreateJob", raw)
     assert isinstance(found, InvalidRequest)
     assert str(found).isprintable()
@@ -186,11 +186,11 @@ def test_joining_as_ever_new_ranks_grew_what_every_bucket_remembers_without_end(
     with open_channel(cluster.address) as channel:
         jobs = JobServiceStub(channel)
         spec = job_spec_message(replace(SPEC, world_size=0))
-        jobs.RegisterJob(control_pb2.RegisterJobRequest(spec=spec), timeout=20.0)
-        jobs.JoinJob(control_pb2.JoinJobRequest(job=JOB, rank=3), timeout=20.0)
+        jobs.RegisterJob(jobs_pb2.RegisterJobRequest(spec=spec), timeout=20.0)
+        jobs.JoinJob(membership_pb2.JoinRequest(job=JOB, rank=3), timeout=20.0)
         for rank in (4, 2**32 - 1):
             with pytest.raises(grpc.RpcError) as caught:
-                jobs.JoinJob(control_pb2.JoinJobRequest(job=JOB, rank=rank), timeout=20.0)
+                jobs.JoinJob(membership_pb2.JoinRequest(job=JOB, rank=rank), timeout=20.0)
             found = error_from(caught.value, "it")
             assert isinstance(found, LimitExceeded)
             assert "max-workers" in str(found)
@@ -204,10 +204,10 @@ def test_a_reader_of_one_job_was_told_of_all(make_cluster: MakeCluster, tmp_path
     with open_channel(cluster.address, Access(token=lambda: "a-worker-of-all-jobs")) as channel:
         for name in (JOB, "secret"):
             spec = job_spec_message(replace(SPEC, name=name))
-            JobServiceStub(channel).RegisterJob(control_pb2.RegisterJobRequest(spec=spec), timeout=20.0)
+            JobServiceStub(channel).RegisterJob(jobs_pb2.RegisterJobRequest(spec=spec), timeout=20.0)
     with open_channel(cluster.address, Access(token=lambda: "a-reader-of-one-job")) as channel:
-        found = ClusterServiceStub(channel).GetStatus(control_pb2.GetStatusRequest(), timeout=20.0)
-        shard = ShardServiceStub(channel).GetShardStatus(control_pb2.GetShardStatusRequest(), timeout=20.0)
+        found = ClusterServiceStub(channel).GetStatus(cluster_pb2.GetStatusRequest(), timeout=20.0)
+        shard = ShardServiceStub(channel).GetShardStatus(shard_pb2.GetShardStatusRequest(), timeout=20.0)
     assert [job.name for job in found.jobs] == [JOB]
     assert all(one.reachable for one in found.shards)
     assert {job.job for one in found.shards for job in one.jobs} == {job.job for job in shard.jobs} == {JOB}
@@ -220,16 +220,16 @@ def test_a_state_without_end_could_be_saved_on_the_coordinator_by_anybody(
     with open_channel(cluster.address) as channel:
         jobs = JobServiceStub(channel)
         spec = job_spec_message(replace(SPEC, world_size=1))
-        jobs.RegisterJob(control_pb2.RegisterJobRequest(spec=spec), timeout=20.0)
-        place = jobs.JoinJob(control_pb2.JoinJobRequest(job=JOB, rank=0), timeout=20.0)
+        jobs.RegisterJob(jobs_pb2.RegisterJobRequest(spec=spec), timeout=20.0)
+        place = jobs.JoinJob(membership_pb2.JoinRequest(job=JOB, rank=0), timeout=20.0)
         who = {"job": JOB, "rank": 0, "incarnation": place.incarnation, "lease_key": place.lease_key}
         for change, error in (
             ({"state": bytes(101)}, LimitExceeded),
             ({"state": bytes(100), "lease_key": bytes(16)}, Forbidden),
             ({"state": bytes(100), "job": "../" + JOB}, NotFound),
         ):
-            request = control_pb2.SaveWorkerStateRequest(**{**who, **change})
+            request = membership_pb2.SaveWorkerStateRequest(**{**who, **change})
             with pytest.raises(grpc.RpcError) as caught:
                 jobs.SaveWorkerState(request, timeout=20.0)
             assert isinstance(error_from(caught.value, "it"), error)
-        jobs.SaveWorkerState(control_pb2.SaveWorkerStateRequest(**who, state=bytes(100)), timeout=20.0)
+        jobs.SaveWorkerState(membership_pb2.SaveWorkerStateRequest(**who, state=bytes(100)), timeout=20.0)

@@ -27,7 +27,7 @@ from ps_protocol.job import HyperParameters, JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE
-from ps_protocol.v1 import control_pb2
+from ps_protocol.v1 import jobs_pb2
 from ps_server.config import parse_every
 from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.timing import Timing
@@ -488,7 +488,7 @@ def test_servers_that_are_told_twice_end_at_once(up: tuple[Command, str]) -> Non
 
         def draining() -> bool:
             try:
-                RawWorker.register(address, control_pb2.RegisterJobRequest(spec=job_spec_message(worker.spec)))
+                RawWorker.register(address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(worker.spec)))
             except TryLater as error:
                 return "stopping" in str(error)
             return False

@@ -41,16 +41,16 @@ class Sharer:
         segment.hide()
         self.memory = SegmentMap(segment.memory, plan)
 
-    def request(self, clock: int, pushed: list[int], pulled: list[int], **other: Any) -> data_pb2.PushPullSharedRequest:
-        push = data_pb2.PushSharedRequest(worker=self.raw.identity(**other), clock=clock)
+    def request(self, clock: int, pushed: list[int], pulled: list[int], **other: Any) -> data_pb2.ExchangeRequest:
+        push = data_pb2.PushHeader(worker=self.raw.identity(**other), clock=clock)
         for index in pushed:
             push.buckets.add(bucket=index)
-        return data_pb2.PushPullSharedRequest(push=push, buckets=pulled)
+        return data_pb2.ExchangeRequest(push=push, buckets=pulled)
 
-    def call(self, request: data_pb2.PushPullSharedRequest) -> Any:
+    def call(self, request: data_pb2.ExchangeRequest) -> Any:
         return self._stub.PushPullShared(request, timeout=CALL_SECONDS)
 
-    def headers(self, call: Any) -> list[data_pb2.PullHeader]:
+    def headers(self, call: Any) -> list[data_pb2.PulledBucket]:
         """Of all buckets that the call brings. Raises the PSError that it ended with."""
         try:
             return [header for message in call for header in message.headers]
@@ -135,9 +135,9 @@ def test_without_a_segment_it_is_refused(cluster: Cluster) -> None:
     ):
         raw.join()
         raw.initialise()
-        push = data_pb2.PushSharedRequest(worker=raw.identity(), clock=1)
+        push = data_pb2.PushHeader(worker=raw.identity(), clock=1)
         push.buckets.add(bucket=0)
-        call = DataServiceStub(channel).PushPullShared(data_pb2.PushPullSharedRequest(push=push), timeout=CALL_SECONDS)
+        call = DataServiceStub(channel).PushPullShared(data_pb2.ExchangeRequest(push=push), timeout=CALL_SECONDS)
         with pytest.raises(grpc.RpcError) as refused:
             list(call)
         assert isinstance(error_from(refused.value, "shard"), NotShared)

@@ -10,7 +10,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import DATA_TYPES, ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.tensors import bytes_of
-from ps_protocol.v1 import job_pb2
+from ps_protocol.v1 import types_pb2
 
 
 def job(gradient_wire: str, weight_wire: str) -> JobSpec:
@@ -66,6 +66,6 @@ def test_only_float32_that_an_optimizer_steps_is_narrowed() -> None:
 
 
 def test_every_format_of_the_contract_has_a_codec_and_every_codec_a_number() -> None:
-    numbers = {name.removeprefix("WIRE_FORMAT_").lower() for name in job_pb2.WireFormat.keys()}  # noqa: SIM118
+    numbers = {name.removeprefix("WIRE_FORMAT_").lower() for name in types_pb2.WireFormat.keys()}  # noqa: SIM118
     assert numbers == {"unspecified", *WIRE_FORMATS}
     assert set(PLAIN) == set(DATA_TYPES)

@@ -27,7 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from ps_protocol.v1 import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grpc, job_pb2
+from ps_protocol.v1 import data_pb2, data_pb2_grpc, job_pb2, jobs_pb2, jobs_pb2_grpc, membership_pb2, types_pb2
 from tests.tools.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
@@ -226,8 +226,8 @@ def floats(*values: float) -> bytes:
 SPEC = job_pb2.JobSpec(
     name="by-hand",
     parameters=[
-        job_pb2.ParameterSpec(name="weight", shape=[2, 2], data_type=job_pb2.DATA_TYPE_FLOAT32),
-        job_pb2.ParameterSpec(name="bias", shape=[2], data_type=job_pb2.DATA_TYPE_FLOAT32),
+        job_pb2.ParameterSpec(name="weight", shape=[2, 2], data_type=types_pb2.DATA_TYPE_FLOAT32),
+        job_pb2.ParameterSpec(name="bias", shape=[2], data_type=types_pb2.DATA_TYPE_FLOAT32),
     ],
     optimizer="SGD",
     groups=[job_pb2.ParameterGroup(hyper_parameters=[job_pb2.HyperParameter(name="lr", number=0.5)])],
@@ -253,18 +253,18 @@ def channels(cluster: Cluster) -> Iterator[dict[str, grpc.Channel]]:
 def test_a_client_made_from_the_contract_alone_registers_joins_pushes_and_pulls(
     cluster: Cluster, channels: dict[str, grpc.Channel]
 ) -> None:
-    jobs = control_pb2_grpc.JobServiceStub(channels[cluster.address])
-    registered = jobs.RegisterJob(control_pb2.RegisterJobRequest(spec=SPEC), timeout=10)
+    jobs = jobs_pb2_grpc.JobServiceStub(channels[cluster.address])
+    registered = jobs.RegisterJob(jobs_pb2.RegisterJobRequest(spec=SPEC), timeout=10)
     assert registered.created
-    assert not jobs.RegisterJob(control_pb2.RegisterJobRequest(spec=SPEC), timeout=10).created
-    place = jobs.JoinJob(control_pb2.JoinJobRequest(job="by-hand", rank=0), timeout=10)
+    assert not jobs.RegisterJob(jobs_pb2.RegisterJobRequest(spec=SPEC), timeout=10).created
+    place = jobs.JoinJob(membership_pb2.JoinRequest(job="by-hand", rank=0), timeout=10)
     assert (place.rank, place.clock) == (0, 0)
     assert place.lease.ToTimedelta().total_seconds() == 10
     addresses = {shard.index: shard.address for shard in registered.shard_map.shards}
     assert set(addresses.values()) == set(channels)
     assert sorted(registered.shard_map.bucket_shards) == [0, 1], "a bucket on each shard"
     shards = [data_pb2_grpc.DataServiceStub(channels[addresses[i]]) for i in registered.shard_map.bucket_shards]
-    who = data_pb2.WorkerIdentity(job="by-hand", rank=0, incarnation=place.incarnation, lease_key=place.lease_key)
+    who = types_pb2.WorkerIdentity(job="by-hand", rank=0, incarnation=place.incarnation, lease_key=place.lease_key)
 
     def push(bucket: int, clock: int, kind: data_pb2.PushKind, payload: bytes) -> data_pb2.PushResponse:
         header = data_pb2.PushHeader(worker=who, bucket=bucket, clock=clock, kind=kind)
@@ -291,7 +291,7 @@ def test_a_client_made_from_the_contract_alone_registers_joins_pushes_and_pulls(
         assert found.payload == floats(*values)
     assert (
         jobs.Heartbeat(
-            control_pb2.HeartbeatRequest(
+            membership_pb2.HeartbeatRequest(
                 job="by-hand", rank=0, incarnation=place.incarnation, clock=1, lease_key=place.lease_key
             ),
             timeout=10,
@@ -299,7 +299,7 @@ def test_a_client_made_from_the_contract_alone_registers_joins_pushes_and_pulls(
         == 1
     )
     assert jobs.LeaveJob(
-        control_pb2.LeaveJobRequest(job="by-hand", rank=0, incarnation=place.incarnation, lease_key=place.lease_key),
+        membership_pb2.LeaveRequest(job="by-hand", rank=0, incarnation=place.incarnation, lease_key=place.lease_key),
         timeout=10,
     ).ended
 
@@ -344,7 +344,7 @@ def test_a_client_made_from_reflection_alone_registers_a_job(
     method = pool.FindServiceByName("ps_protocol.v1.JobService").methods_by_name["RegisterJob"]
     request_class = message_factory.GetMessageClass(method.input_type)
     response_class = message_factory.GetMessageClass(method.output_type)
-    assert request_class is not control_pb2.RegisterJobRequest
+    assert request_class is not jobs_pb2.RegisterJobRequest
     request = request_class()
     request.spec.ParseFromString(SPEC.SerializeToString())
     assert request.spec.parameters[0].name == "weight"

@@ -15,7 +15,7 @@ from ps_protocol.convert import hyper_messages
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import read_message, write_message
 from ps_protocol.layout import BucketSpec
-from ps_protocol.v1 import data_pb2
+from ps_protocol.v1 import data_pb2, job_pb2, types_pb2
 from ps_server.core.commands import Staged
 from ps_server.core.consistency import Admission
 from ps_server.core.requests import PullCall, PushKind
@@ -26,12 +26,12 @@ from ps_worker.values import BucketPush, Identity
 
 PUSH = data_pb2.PushRequest(
     header=data_pb2.PushHeader(
-        worker=data_pb2.WorkerIdentity(job="job", rank=3, incarnation=7),
+        worker=types_pb2.WorkerIdentity(job="job", rank=3, incarnation=7),
         bucket=300,
         clock=2**40,
         kind=data_pb2.PUSH_KIND_GRADIENT,
         absent_segments=[0, 5],
-        groups=[data_pb2.GroupUpdate(group=1, hyper_parameters=hyper_messages({"lr": 0.5, "nesterov": True}))],
+        groups=[job_pb2.GroupUpdate(group=1, hyper_parameters=hyper_messages({"lr": 0.5, "nesterov": True}))],
     ),
     payload=bytes(range(200)),
 )
@@ -244,7 +244,7 @@ def test_an_acknowledgement_says_the_version_and_whether_it_was_a_repeat() -> No
     [
         (data_pb2.PushHeader(bucket=1), "kind of push: expected one of .1, 2, 3, 4, 5., got 0"),
         (data_pb2.PushHeader(kind=9), "kind of push: expected one of .1, 2, 3, 4, 5., got 9"),  # type: ignore[arg-type]
-        (data_pb2.PushHeader(kind=1, groups=[data_pb2.GroupUpdate(group=2)] * 2), "group 2 comes twice"),  # type: ignore[arg-type]
+        (data_pb2.PushHeader(kind=1, groups=[job_pb2.GroupUpdate(group=2)] * 2), "group 2 comes twice"),  # type: ignore[arg-type]
     ],
 )
 def test_a_header_that_means_nothing_is_refused(message: Message, said: str) -> None:
@@ -261,11 +261,11 @@ def test_a_header_that_is_no_header_is_refused_by_name() -> None:
 
 def test_a_notice_says_which_buckets_are_there_and_how_long_pushes_have_been_staged() -> None:
     notice = Notice((PulledBucket(4, 3), PulledBucket(2, 5, save_state=True)))
-    response = data_pb2.PullSharedResponse.FromString(data_messages.pull_shared_response(notice))
+    response = data_pb2.PullResponse.FromString(data_messages.pull_shared_response(notice))
     assert [(header.bucket, header.version, header.checkpoint) for header in response.headers] == [
         (4, 3, False),
         (2, 5, True),
     ]
     assert not response.HasField("staged_seconds")
-    response = data_pb2.PullSharedResponse.FromString(data_messages.pull_shared_response(Notice((), 0.5)))
+    response = data_pb2.PullResponse.FromString(data_messages.pull_shared_response(Notice((), 0.5)))
     assert (len(response.headers), response.staged_seconds) == (0, 0.5)

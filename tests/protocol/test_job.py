@@ -27,7 +27,7 @@ from ps_protocol.job import (
 )
 from ps_protocol.layout import DATA_TYPES, ParameterSpec, bucket_layout
 from ps_protocol.modes import MAX_STALENESS, Consistency
-from ps_protocol.v1 import job_pb2
+from ps_protocol.v1 import job_pb2, types_pb2
 
 WEIGHT = ParameterSpec("layer.weight", (3, 4), "float32", 0)
 BIAS = ParameterSpec("layer.bias", (3,), "float32", 1)
@@ -202,7 +202,7 @@ def test_zero_and_false_and_none_are_three_things() -> None:
 
 
 def test_every_element_type_of_the_contract_is_known_and_no_other() -> None:
-    names = {name.removeprefix("DATA_TYPE_").lower() for name in job_pb2.DataType.keys()}  # noqa: SIM118
+    names = {name.removeprefix("DATA_TYPE_").lower() for name in types_pb2.DataType.keys()}  # noqa: SIM118
     assert names == {*DATA_TYPES, "unspecified"}
 
 

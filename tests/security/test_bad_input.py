@@ -33,7 +33,7 @@ from ps_protocol.errors import (
     Unsupported,
 )
 from ps_protocol.job import NonFinite
-from ps_protocol.v1 import control_pb2, data_pb2, job_pb2
+from ps_protocol.v1 import data_pb2, job_pb2, jobs_pb2, types_pb2
 from ps_server.config import ServerConfig
 from ps_server.server import Server
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
@@ -60,7 +60,7 @@ def number(name: str, value: float) -> job_pb2.HyperParameter:
 
 
 def group(index: int, *values: job_pb2.HyperParameter) -> dict[str, object]:
-    return {"groups": [data_pb2.GroupUpdate(group=index, hyper_parameters=values)]}
+    return {"groups": [job_pb2.GroupUpdate(group=index, hyper_parameters=values)]}
 
 
 def floats(*values: float) -> bytes:
@@ -97,7 +97,7 @@ BAD_PUSHES: dict[str, tuple[Change, type[PSError], str]] = {
     ),
     "group that does not exist": (lambda w: w.message(0, 2, **group(1)), InvalidRequest, "group below 1, got 1"),
     "group that comes twice": (
-        lambda w: w.message(0, 2, groups=[data_pb2.GroupUpdate(group=0)] * 2),
+        lambda w: w.message(0, 2, groups=[job_pb2.GroupUpdate(group=0)] * 2),
         InvalidRequest,
         "group 0 comes twice",
     ),
@@ -225,7 +225,7 @@ BAD_JOBS: dict[str, tuple[SpecChange, type[PSError], str]] = {
     "no dtype": (lambda s: setattr(s.parameters[0], "data_type", 0), InvalidRequest, "data type of 'cells'.*got 0"),
     "unknown dtype": (lambda s: setattr(s.parameters[0], "data_type", 99), InvalidRequest, "expected one of.*got 99"),
     "integers to train": (
-        lambda s: setattr(s.parameters[0], "data_type", job_pb2.DATA_TYPE_INT64),
+        lambda s: setattr(s.parameters[0], "data_type", types_pb2.DATA_TYPE_INT64),
         InvalidRequest,
         "cells: an optimizer steps floating-point parameters, got int64",
     ),
@@ -275,7 +275,7 @@ def test_a_bad_job_is_refused_and_no_shard_hears_of_it(shared: Cluster, job: str
     change(spec)
     known = set(shared.coordinator.jobs())
     with pytest.raises(error, match=text) as caught:
-        RawWorker.register(shared.address, control_pb2.RegisterJobRequest(spec=spec))
+        RawWorker.register(shared.address, jobs_pb2.RegisterJobRequest(spec=spec))
     assert type(caught.value) is error
     assert set(shared.coordinator.jobs()) == known
     assert all(set(shard.jobs()) == known for shard in shared.shards)

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
 from torch import nn
 
 from ps_protocol.convert import job_spec_message
@@ -19,8 +20,7 @@ from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
-from ps_protocol.v1 import control_pb2, data_pb2
-from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
+from ps_protocol.v1 import cluster_pb2, data_pb2, jobs_pb2, membership_pb2, types_pb2
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT
 from ps_runtime.status import error_from
@@ -167,7 +167,7 @@ def unread_pulls(cluster: Cluster) -> Iterator[None]:
     big = nn.Linear(1024, 2048)
     with cluster.connect("async", job="big", transport="grpc") as session:
         session.prepare(big, torch.optim.SGD(big.parameters(), lr=0.1))
-        pull = data_pb2.PullRequest(worker=data_pb2.WorkerIdentity(job="big"), buckets=[0, 1, 2]).SerializeToString()
+        pull = data_pb2.PullRequest(worker=types_pb2.WorkerIdentity(job="big"), buckets=[0, 1, 2]).SerializeToString()
         begun = pulls(cluster, "started")
         with grpc.insecure_channel(cluster.address, options=_SMALL_WINDOW) as channel:
             call = channel.unary_stream("/ps_protocol.v1.DataService/Pull")
@@ -237,13 +237,13 @@ def test_calls_in_flight_are_limited_by_caller(make_cluster: MakeCluster) -> Non
         with contextlib.suppress(PSError):
             _register(channel, _spec())
         call = JobServiceStub(channel).WatchJob
-        watching = [call(control_pb2.WatchJobRequest(job="job"), timeout=600) for _ in range(12)]
+        watching = [call(membership_pb2.WatchRequest(job="job"), timeout=600) for _ in range(12)]
         for stream in watching[:8]:
             next(stream)
         with open_channel(cluster.address) as another:  # a connection more is no caller more
             errors, held = set(), []  # those that are let in stay: one of the first may have been refused already
             for _ in range(20):
-                held.append(JobServiceStub(another).WatchJob(control_pb2.WatchJobRequest(job="job"), timeout=5))
+                held.append(JobServiceStub(another).WatchJob(membership_pb2.WatchRequest(job="job"), timeout=5))
                 try:
                     next(held[-1])
                 except grpc.RpcError as error:
@@ -258,7 +258,7 @@ def test_calls_in_flight_are_limited_in_all_but_for_probes(make_cluster: MakeClu
         with contextlib.suppress(PSError):
             _register(channel, _spec())
         watching = [
-            JobServiceStub(channel).WatchJob(control_pb2.WatchJobRequest(job="job"), timeout=600) for _ in range(6)
+            JobServiceStub(channel).WatchJob(membership_pb2.WatchRequest(job="job"), timeout=600) for _ in range(6)
         ]
         await_calls(server, 6)
         with pytest.raises(LimitExceeded, match="max-all-calls is 6"):
@@ -280,7 +280,7 @@ def _spec(name: str = "job", count: int = 1, size: int = 16, bucket: int = 64, l
 
 def _register(channel: grpc.Channel, spec: JobSpec) -> Any:
     try:
-        request = control_pb2.RegisterJobRequest(spec=job_spec_message(spec))
+        request = jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec))
         return JobServiceStub(channel).RegisterJob(request, timeout=SECONDS)
     except grpc.RpcError as error:
         raise error_from(error, "the server") from None
@@ -304,7 +304,7 @@ def test_a_job_past_a_limit_is_told_which(
             _register(channel, spec)
         with pytest.raises(LimitExceeded, match=says):
             _register(channel, specs[-1])
-        jobs = ClusterServiceStub(channel).GetStatus(control_pb2.GetStatusRequest(), timeout=SECONDS).jobs
+        jobs = ClusterServiceStub(channel).GetStatus(cluster_pb2.GetStatusRequest(), timeout=SECONDS).jobs
         assert len(jobs) == len(specs) - 1
 
 
@@ -313,9 +313,9 @@ def test_a_worker_past_the_limit_is_told(make_cluster: MakeCluster) -> None:
     with open_channel(cluster.address) as channel:
         spec = JobSpec("job", _spec().parameters, "SGD", ({"lr": 1.0},), Consistency(None), 64, 0)
         _register(channel, spec)
-        JobServiceStub(channel).JoinJob(control_pb2.JoinJobRequest(job="job"), timeout=SECONDS)
+        JobServiceStub(channel).JoinJob(membership_pb2.JoinRequest(job="job"), timeout=SECONDS)
         with pytest.raises(grpc.RpcError) as caught:
-            JobServiceStub(channel).JoinJob(control_pb2.JoinJobRequest(job="job"), timeout=SECONDS)
+            JobServiceStub(channel).JoinJob(membership_pb2.JoinRequest(job="job"), timeout=SECONDS)
         assert isinstance(error_from(caught.value, "it"), LimitExceeded)
 
 

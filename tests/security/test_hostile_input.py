@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ps_protocol.errors import BY_REASON, InvalidRequest, PSError
 from ps_protocol.framing import read_message, write_message
-from ps_protocol.v1 import data_pb2
+from ps_protocol.v1 import data_pb2, types_pb2
 from ps_runtime.channel import open_channel
 from ps_runtime.status import error_from
 from ps_server.rpc.permissions import METHODS
@@ -98,7 +98,7 @@ def test_a_push_with_any_numbers_is_taken_or_refused_whole(
     key: bytes,
     payload: bytes,
 ) -> None:
-    worker = data_pb2.WorkerIdentity(job=SPEC.name, rank=rank, incarnation=incarnation, lease_key=key)
+    worker = types_pb2.WorkerIdentity(job=SPEC.name, rank=rank, incarnation=incarnation, lease_key=key)
     header = data_pb2.PushHeader(worker=worker, bucket=bucket, clock=clock, absent_segments=absent)
     header.kind = kind  # type: ignore[assignment]
     refused = target.throw("Push", write_message(header, payload))

@@ -14,11 +14,11 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 from torch import nn
 
 from ps_protocol.errors import Forbidden, InvalidRequest, PSError, Unauthenticated
-from ps_protocol.v1 import control_pb2, data_pb2
-from ps_protocol.v1.control_pb2_grpc import JobServiceStub
+from ps_protocol.v1 import data_pb2, membership_pb2, rounds_pb2, types_pb2
 from ps_protocol.v1.data_pb2_grpc import DataServiceStub
 from ps_runtime import reloading
 from ps_runtime.channel import open_channel
@@ -255,7 +255,7 @@ def test_a_worker_cannot_speak_for_another(cluster: Cluster) -> None:
 
     def join_as_rank_1() -> None:
         with open_channel(cluster.address) as channel:
-            request = control_pb2.JoinJobRequest(job="job", rank=1)
+            request = membership_pb2.JoinRequest(job="job", rank=1)
             place.append(JobServiceStub(channel).JoinJob(request, timeout=SECONDS))
 
     with cluster.connect("async", 0, 2, job="job", transport="grpc") as victim:
@@ -267,22 +267,22 @@ def test_a_worker_cannot_speak_for_another(cluster: Cluster) -> None:
         assert len(place[0].lease_key) == 16
         for key in (b"", bytes(16), place[0].lease_key):
             stolen = {"job": "job", "rank": 0, "incarnation": 1, "lease_key": key}
-            worker = data_pb2.WorkerIdentity(**stolen)
+            worker = types_pb2.WorkerIdentity(**stolen)
             header = data_pb2.PushHeader(worker=worker, clock=2, kind=data_pb2.PUSH_KIND_SKIP)
             pull = data_pb2.PullRequest(worker=worker, clock=1)
-            shared = data_pb2.PushSharedRequest(worker=worker, clock=2)
+            shared = data_pb2.PushHeader(worker=worker, clock=2)
             for server, path, request in [
-                (cluster.address, "/ps_protocol.v1.JobService/Heartbeat", control_pb2.HeartbeatRequest(**stolen)),
-                (cluster.address, "/ps_protocol.v1.JobService/LeaveJob", control_pb2.LeaveJobRequest(**stolen)),
+                (cluster.address, "/ps_protocol.v1.JobService/Heartbeat", membership_pb2.HeartbeatRequest(**stolen)),
+                (cluster.address, "/ps_protocol.v1.JobService/LeaveJob", membership_pb2.LeaveRequest(**stolen)),
                 (
                     cluster.address,
                     "/ps_protocol.v1.JobService/SaveWorkerState",
-                    control_pb2.SaveWorkerStateRequest(**stolen),
+                    membership_pb2.SaveWorkerStateRequest(**stolen),
                 ),
                 (
                     cluster.address,
                     "/ps_protocol.v1.JobService/ExchangeValues",
-                    control_pb2.ExchangeValuesRequest(**stolen, number=1),
+                    rounds_pb2.GatherValuesRequest(**stolen, number=1),
                 ),
             ] + [
                 (server.address, f"/ps_protocol.v1.DataService/{method}", request)
@@ -292,7 +292,7 @@ def test_a_worker_cannot_speak_for_another(cluster: Cluster) -> None:
                     ("Pull", pull),
                     ("PullShared", pull),
                     ("PushShared", shared),
-                    ("PushPullShared", data_pb2.PushPullSharedRequest(push=shared)),
+                    ("PushPullShared", data_pb2.ExchangeRequest(push=shared)),
                     ("AttachSegment", data_pb2.AttachSegmentRequest(worker=worker, location="1/1", nonce=bytes(32))),
                 )
             ]:
@@ -310,7 +310,7 @@ def test_a_reader_pulls_the_weights_as_they_are(guarded: Cluster, token_file: Ca
     how = {"job": "mine", "transport": "grpc"}
     with guarded.connect("sync", token_file=token_file("worker:mine"), **how) as session:
         model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        pull = data_pb2.PullRequest(worker=data_pb2.WorkerIdentity(job="mine"), buckets=[0])
+        pull = data_pb2.PullRequest(worker=types_pb2.WorkerIdentity(job="mine"), buckets=[0])
         found = None
         for server in guarded.servers:
             with open_channel(server.address, carrying("reader")) as channel:

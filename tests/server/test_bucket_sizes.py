@@ -19,7 +19,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import DEFAULT_BUCKET_BYTES, ParameterSpec
 from ps_protocol.modes import Consistency, parse_mode
 from ps_protocol.optimizers import hyper_parameters
-from ps_protocol.v1 import control_pb2
+from ps_protocol.v1 import jobs_pb2
 from ps_server.coordinator.shards import Shards
 from ps_server.core.bucket_sizes import MOST_BUCKETS, sized
 from ps_server.core.limits import Limits
@@ -115,17 +115,17 @@ def test_shards_are_on_one_machine_if_all_their_addresses_are_loopback(addresses
 def open_job(server: str, spec: JobSpec) -> int:
     """Registers a job that leaves the size of its buckets open; what the server answers."""
     spec = replace(spec, bucket_bytes=0)
-    return RawWorker.register(server, control_pb2.RegisterJobRequest(spec=job_spec_message(spec))).bucket_bytes
+    return RawWorker.register(server, jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec))).bucket_bytes
 
 
 def test_a_worker_that_leaves_the_size_open_takes_that_of_the_job_or_the_servers_choice(cluster: Cluster) -> None:
     own = vector_job("given", "sync", 64, 1)
-    RawWorker.register(cluster.address, control_pb2.RegisterJobRequest(spec=job_spec_message(own)))
+    RawWorker.register(cluster.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(own)))
     assert open_job(cluster.address, own) == own.bucket_bytes == 64
     chosen = vector_job("chosen", "sync", 64, 1)
     assert open_job(cluster.address, chosen) == DEFAULT_BUCKET_BYTES
     with pytest.raises(JobMismatch, match="the bucket_bytes is 4194304 in the registered job and 64 in this one"):
-        RawWorker.register(cluster.address, control_pb2.RegisterJobRequest(spec=job_spec_message(chosen)))
+        RawWorker.register(cluster.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(chosen)))
 
 
 def test_a_job_that_goes_on_from_a_checkpoint_keeps_the_size_of_its_buckets(
@@ -156,7 +156,7 @@ def test_a_session_cuts_its_model_as_the_job_has_it(cluster: Cluster) -> None:
         1024,
         1,
     )
-    RawWorker.register(cluster.address, control_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
+    RawWorker.register(cluster.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
     with cluster.connect("sync", job="cut") as session:
         before = model.weight.detach().clone()
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))

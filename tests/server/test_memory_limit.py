@@ -9,7 +9,7 @@ import pytest
 
 from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import LimitExceeded
-from ps_protocol.v1 import control_pb2
+from ps_protocol.v1 import jobs_pb2
 from ps_server.shard.memory import free_bytes
 from tests.tools.cluster import Cluster
 from tests.tools.raw_worker import RawWorker, vector_job
@@ -61,7 +61,7 @@ def test_a_job_larger_than_memory_is_refused_and_the_shards_live(cluster: Cluste
         pytest.skip("this system does not say how much memory is free")
     huge = replace(vector_job("huge", "sync", 2**37, 1), bucket_bytes=16 * 2**20)  # 512 GiB
     with pytest.raises(LimitExceeded, match=r"'huge' does not fit into this shard's memory: its weights here are \d+"):
-        RawWorker.register(cluster.address, control_pb2.RegisterJobRequest(spec=job_spec_message(huge)))
+        RawWorker.register(cluster.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(huge)))
     assert cluster.state("huge") == {"known": False}
     with RawWorker(cluster.address, vector_job("after", "sync", 64, 1), 0) as worker:
         worker.initialise()

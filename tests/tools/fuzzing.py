@@ -25,7 +25,17 @@ from ps_protocol.framing import write_message
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
-from ps_protocol.v1 import control_pb2, data_pb2
+from ps_protocol.v1 import (
+    cluster_pb2,
+    control_pb2,
+    data_pb2,
+    jobs_pb2,
+    leases_pb2,
+    membership_pb2,
+    rounds_pb2,
+    shard_pb2,
+    types_pb2,
+)
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.core.requests import Push, PushKind
 from ps_server.rpc import convert
@@ -50,7 +60,7 @@ SPEC = JobSpec(
     64,
     2,
 )
-WORKER = data_pb2.WorkerIdentity(job=JOB, rank=1, incarnation=2, lease_key=KEY)
+WORKER = types_pb2.WorkerIdentity(job=JOB, rank=1, incarnation=2, lease_key=KEY)
 
 
 class Finding(AssertionError):
@@ -123,7 +133,7 @@ class Target:
 
     def _await_checkpoint(self, raw: bytes) -> None:
         try:
-            request = control_pb2.AwaitCheckpointRequest.FromString(raw)
+            request = shard_pb2.AwaitSnapshotRequest.FromString(raw)
         except DecodeError:
             return
         convert.await_checkpoint_response(self.shard.await_checkpoint(request.job, request.name, 0.0))
@@ -235,7 +245,7 @@ def seeds() -> dict[str, list[bytes]]:
     group = header.groups.add(group=0).hyper_parameters
     group.add(name="lr", number=0.5)
     group.add(name="betas").numbers.values.extend([0.9, 0.99])
-    shared = data_pb2.PushSharedRequest(worker=WORKER, clock=1)
+    shared = data_pb2.PushHeader(worker=WORKER, clock=1)
     shared.buckets.add(bucket=0, skip=True)
     skip = data_pb2.PushHeader(worker=WORKER, clock=1, kind=data_pb2.PUSH_KIND_SKIP, bucket=1)
     pull = data_pb2.PullRequest(worker=WORKER, clock=0, buckets=[0, 1, 2])
@@ -243,7 +253,7 @@ def seeds() -> dict[str, list[bytes]]:
     spec = job_spec_message(SPEC)
     spec.name = "new"
     who = {"job": JOB, "rank": 1, "incarnation": 2}
-    lease = control_pb2.LeaseDataRequest(**who, lease_key=KEY, sample_count=12, batch_size=4, seed=1, batch_count=2)
+    lease = leases_pb2.LeaseDataRequest(**who, lease_key=KEY, sample_count=12, batch_size=4, seed=1, batch_count=2)
     lease.held.add(stop=4)
     lease.committed.add(start=4, stop=8)
     header.ranges.add(start=4, stop=8)
@@ -251,39 +261,39 @@ def seeds() -> dict[str, list[bytes]]:
         "PushShared": [shared],
         "Pull": [pull],
         "PullShared": [pull],
-        "PushPullShared": [data_pb2.PushPullSharedRequest(push=shared, buckets=[0])],
+        "PushPullShared": [data_pb2.ExchangeRequest(push=shared, buckets=[0])],
         "AttachSegment": [attach],
-        "RegisterJob": [control_pb2.RegisterJobRequest(spec=spec)],
-        "CreateJob": [control_pb2.CreateJobRequest(spec=spec, buckets=[0, 1])],
-        "JoinJob": [control_pb2.JoinJobRequest(job=JOB, rank=1, metrics_address="h:1", pid=1, host="h")],
-        "WatchJob": [control_pb2.WatchJobRequest(job=JOB)],
-        "Heartbeat": [control_pb2.HeartbeatRequest(**who, clock=1, lease_key=KEY)],
-        "LeaveJob": [control_pb2.LeaveJobRequest(**who, lease_key=KEY)],
+        "RegisterJob": [jobs_pb2.RegisterJobRequest(spec=spec)],
+        "CreateJob": [shard_pb2.CreateJobRequest(spec=spec, buckets=[0, 1])],
+        "JoinJob": [membership_pb2.JoinRequest(job=JOB, rank=1, metrics_address="h:1", pid=1, host="h")],
+        "WatchJob": [membership_pb2.WatchRequest(job=JOB)],
+        "Heartbeat": [membership_pb2.HeartbeatRequest(**who, clock=1, lease_key=KEY)],
+        "LeaveJob": [membership_pb2.LeaveRequest(**who, lease_key=KEY)],
         "LeaseData": [lease],
         "ExchangeValues": [
-            control_pb2.ExchangeValuesRequest(**who, lease_key=KEY, number=number, clock=1, value=b"value")
+            rounds_pb2.GatherValuesRequest(**who, lease_key=KEY, number=number, clock=1, value=b"value")
             for number in (0, 1)
         ],
-        "GetCommittedData": [control_pb2.GetCommittedDataRequest(job=JOB)],
-        "EndJob": [control_pb2.EndJobRequest(job=JOB)],
-        "RegisterShard": [control_pb2.RegisterShardRequest(index=1, address="h:1", process=1)],
-        "DropJob": [control_pb2.DropJobRequest(job="new")],
-        "AdmitWorker": [control_pb2.AdmitWorkerRequest(job="new", rank=1, incarnation=3)],
-        "RetireWorker": [control_pb2.RetireWorkerRequest(job="new", rank=1, incarnation=3)],
-        "SaveWorkerState": [control_pb2.SaveWorkerStateRequest(**who, lease_key=KEY, clock=1, state=b"state")],
-        "CheckpointJob": [control_pb2.CheckpointJobRequest(job=JOB)],
+        "GetCommittedData": [shard_pb2.GetCommittedDataRequest(job=JOB)],
+        "EndJob": [jobs_pb2.EndJobRequest(job=JOB)],
+        "RegisterShard": [cluster_pb2.RegisterShardRequest(index=1, address="h:1", process=1)],
+        "DropJob": [shard_pb2.DropJobRequest(job="new")],
+        "AdmitWorker": [shard_pb2.AddWorkerRequest(job="new", rank=1, incarnation=3)],
+        "RetireWorker": [shard_pb2.RemoveWorkerRequest(job="new", rank=1, incarnation=3)],
+        "SaveWorkerState": [membership_pb2.SaveWorkerStateRequest(**who, lease_key=KEY, clock=1, state=b"state")],
+        "CheckpointJob": [jobs_pb2.CheckpointJobRequest(job=JOB)],
         "BeginCheckpoint": [
-            control_pb2.BeginCheckpointRequest(job=JOB, name="000002", clock=1),
-            control_pb2.BeginCheckpointRequest(job=JOB, name="000003"),
+            shard_pb2.BeginSnapshotRequest(job=JOB, name="000002", clock=1),
+            shard_pb2.BeginSnapshotRequest(job=JOB, name="000003"),
         ],
-        "AwaitCheckpoint": [control_pb2.AwaitCheckpointRequest(job=JOB, name="000003")],
+        "AwaitCheckpoint": [shard_pb2.AwaitSnapshotRequest(job=JOB, name="000003")],
         "RestoreJob": [
-            control_pb2.RestoreJobRequest(
+            shard_pb2.RestoreJobRequest(
                 spec=job_spec_message(replace(SPEC, name=KEPT)), buckets=[0, 1, 2], name=CHECKPOINT, last_incarnation=2
             )
         ],
-        "GetStatus": [control_pb2.GetStatusRequest()],
-        "GetShardStatus": [control_pb2.GetShardStatusRequest()],
+        "GetStatus": [cluster_pb2.GetStatusRequest()],
+        "GetShardStatus": [shard_pb2.GetShardStatusRequest()],
     }
     return {"Push": [write_message(header, bytes(64)), write_message(skip)]} | {
         name: [message.SerializeToString() for message in list_of] for name, list_of in found.items()

@@ -10,14 +10,14 @@ from typing import Any
 
 import grpc
 import torch
+from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 
 from ps_protocol.convert import hyper_messages, job_spec_message
 from ps_protocol.errors import Backlogged, TryLater
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import Layout, ParameterSpec, bucket_layout
 from ps_protocol.modes import parse_mode
-from ps_protocol.v1 import control_pb2, data_pb2
-from ps_protocol.v1.control_pb2_grpc import JobServiceStub
+from ps_protocol.v1 import data_pb2, job_pb2, jobs_pb2, leases_pb2, membership_pb2, types_pb2
 from ps_protocol.v1.data_pb2_grpc import DataServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.status import error_from
@@ -52,7 +52,7 @@ class RawWorker:
         self.layout: Layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         self._channels = [open_channel(server)]
         self.coordinator = JobServiceStub(self._channels[0])
-        found = self._call(self.coordinator.RegisterJob, control_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
+        found = self._call(self.coordinator.RegisterJob, jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
         self.shard_of = list(found.shard_map.bucket_shards)
         self._data: list[DataServiceStub] = []
         for shard in found.shard_map.shards:
@@ -73,14 +73,14 @@ class RawWorker:
             channel.close()
 
     @staticmethod
-    def register(server: str, request: control_pb2.RegisterJobRequest) -> control_pb2.RegisterJobResponse:
+    def register(server: str, request: jobs_pb2.RegisterJobRequest) -> jobs_pb2.RegisterJobResponse:
         """Registers a job and joins nothing."""
         with open_channel(server) as channel:
             return RawWorker._call(JobServiceStub(channel).RegisterJob, request)
 
-    def join(self) -> control_pb2.JoinJobResponse:
+    def join(self) -> membership_pb2.JoinResponse:
         """Joins; again, if this worker was live before. Waits for a job that is being set back."""
-        request = control_pb2.JoinJobRequest(
+        request = membership_pb2.JoinRequest(
             job=self.spec.name, rank=self.rank, previous_incarnation=self.incarnation, clock=self.clock, host="raw"
         )
         deadline = time.monotonic() + CALL_SECONDS
@@ -99,7 +99,7 @@ class RawWorker:
 
     def save_state(self, clock: int, state: bytes) -> None:
         """Sends this worker's own part of a checkpoint."""
-        request = control_pb2.SaveWorkerStateRequest(
+        request = membership_pb2.SaveWorkerStateRequest(
             job=self.spec.name,
             rank=self.rank,
             incarnation=self.incarnation,
@@ -111,7 +111,7 @@ class RawWorker:
 
     def heartbeat(self) -> None:
         """A sign of life."""
-        request = control_pb2.HeartbeatRequest(
+        request = membership_pb2.HeartbeatRequest(
             job=self.spec.name,
             rank=self.rank,
             incarnation=self.incarnation,
@@ -122,12 +122,12 @@ class RawWorker:
 
     def leave(self) -> None:
         """Takes this worker off the job."""
-        request = control_pb2.LeaveJobRequest(
+        request = membership_pb2.LeaveRequest(
             job=self.spec.name, rank=self.rank, incarnation=self.incarnation, lease_key=self.lease_key
         )
         self._call(self.coordinator.LeaveJob, request)
 
-    def lease(self, **fields: Any) -> control_pb2.LeaseDataResponse:
+    def lease(self, **fields: Any) -> leases_pb2.LeaseDataResponse:
         """Asks for batches of 4 out of 12 samples; `fields` sets or replaces fields of the request."""
         asked: dict[str, Any] = {
             "job": self.spec.name,
@@ -138,8 +138,8 @@ class RawWorker:
             "batch_size": 4,
             "batch_count": 1,
         }
-        found: control_pb2.LeaseDataResponse = self._call(
-            self.coordinator.LeaseData, control_pb2.LeaseDataRequest(**{**asked, **fields})
+        found: leases_pb2.LeaseDataResponse = self._call(
+            self.coordinator.LeaseData, leases_pb2.LeaseDataRequest(**{**asked, **fields})
         )
         return found
 
@@ -155,16 +155,16 @@ class RawWorker:
             "bucket": bucket,
             "clock": clock,
             "kind": data_pb2.PUSH_KIND_GRADIENT,
-            "groups": [data_pb2.GroupUpdate(group=0, hyper_parameters=hyper_messages(self.spec.groups[0]))],
+            "groups": [job_pb2.GroupUpdate(group=0, hyper_parameters=hyper_messages(self.spec.groups[0]))],
         }
         size = self.layout.buckets[bucket].nbytes if bucket < len(self.layout.buckets) else 64
         return data_pb2.PushRequest(
             header=data_pb2.PushHeader(**{**fields, **header}), payload=bytes(size) if payload is None else payload
         )
 
-    def identity(self, **other: Any) -> data_pb2.WorkerIdentity:
+    def identity(self, **other: Any) -> types_pb2.WorkerIdentity:
         """Who this worker is, or says it is."""
-        return data_pb2.WorkerIdentity(
+        return types_pb2.WorkerIdentity(
             **{
                 "job": self.spec.name,
                 "rank": self.rank,

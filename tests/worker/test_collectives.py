@@ -32,7 +32,7 @@ from ps_protocol.errors import (
     UnknownWorker,
     Unsupported,
 )
-from ps_protocol.v1 import control_pb2
+from ps_protocol.v1 import rounds_pb2
 from ps_runtime import retry
 from ps_runtime.status import error_from
 from ps_server.core.limits import Limits
@@ -247,7 +247,7 @@ def raw_exchange(worker: RawWorker, **fields: Any) -> list[Any]:
         **fields,
     }
     try:
-        return list(worker.coordinator.ExchangeValues(control_pb2.ExchangeValuesRequest(**asked), timeout=20.0))
+        return list(worker.coordinator.ExchangeValues(rounds_pb2.GatherValuesRequest(**asked), timeout=20.0))
     except grpc.RpcError as error:
         raise error_from(error, "coordinator") from None
 
@@ -363,7 +363,7 @@ def test_workers_that_wait_hold_no_thread_of_the_coordinator(shared: Cluster, jo
         ]
         calls = []
         for worker in workers:
-            request = control_pb2.ExchangeValuesRequest(
+            request = rounds_pb2.GatherValuesRequest(
                 job=job, rank=worker.rank, incarnation=worker.incarnation, lease_key=worker.lease_key, number=1
             )
             calls.append(worker.coordinator.ExchangeValues(request, timeout=20.0))

@@ -1,0 +1,194 @@
+from google.protobuf import duration_pb2 as _duration_pb2
+from ps_protocol.v1 import job_pb2 as _job_pb2
+from ps_protocol.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class VersionRange(_message.Message):
+    __slots__ = ("min_version", "max_version", "clocks")
+    class ClocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CLOCKS_FIELD_NUMBER: _ClassVar[int]
+    min_version: int
+    max_version: int
+    clocks: _containers.ScalarMap[int, int]
+    def __init__(self, min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., clocks: _Optional[_Mapping[int, int]] = ...) -> None: ...
+
+class CommittedData(_message.Message):
+    __slots__ = ("loader", "pass_number", "ranges")
+    LOADER_FIELD_NUMBER: _ClassVar[int]
+    PASS_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    loader: int
+    pass_number: int
+    ranges: _containers.RepeatedCompositeFieldContainer[_types_pb2.DataRange]
+    def __init__(self, loader: _Optional[int] = ..., pass_number: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[_types_pb2.DataRange, _Mapping]]] = ...) -> None: ...
+
+class WaitStatus(_message.Message):
+    __slots__ = ("rank", "clock", "bucket_count", "awaited_ranks", "reason", "wait_duration")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_COUNT_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_RANKS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    WAIT_DURATION_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    clock: int
+    bucket_count: int
+    awaited_ranks: _containers.RepeatedScalarFieldContainer[int]
+    reason: str
+    wait_duration: _duration_pb2.Duration
+    def __init__(self, rank: _Optional[int] = ..., clock: _Optional[int] = ..., bucket_count: _Optional[int] = ..., awaited_ranks: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., wait_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class ShardJobStatus(_message.Message):
+    __slots__ = ("job", "bucket_count", "parameter_bytes", "optimizer_bytes", "staged_bytes", "versions", "waits")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STAGED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    bucket_count: int
+    parameter_bytes: int
+    optimizer_bytes: int
+    staged_bytes: int
+    versions: VersionRange
+    waits: _containers.RepeatedCompositeFieldContainer[WaitStatus]
+    def __init__(self, job: _Optional[str] = ..., bucket_count: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., optimizer_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., waits: _Optional[_Iterable[_Union[WaitStatus, _Mapping]]] = ...) -> None: ...
+
+class CreateJobRequest(_message.Message):
+    __slots__ = ("spec", "buckets")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    spec: _job_pb2.JobSpec
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CreateJobResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DropJobRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class DropJobResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AddWorkerRequest(_message.Message):
+    __slots__ = ("worker", "clock")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    worker: _types_pb2.WorkerIdentity
+    clock: int
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ...) -> None: ...
+
+class AddWorkerResponse(_message.Message):
+    __slots__ = ("frontier",)
+    FRONTIER_FIELD_NUMBER: _ClassVar[int]
+    frontier: int
+    def __init__(self, frontier: _Optional[int] = ...) -> None: ...
+
+class RemoveWorkerRequest(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: _types_pb2.WorkerIdentity
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ...) -> None: ...
+
+class RemoveWorkerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class BeginSnapshotRequest(_message.Message):
+    __slots__ = ("job", "checkpoint", "clock")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    checkpoint: str
+    clock: int
+    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., clock: _Optional[int] = ...) -> None: ...
+
+class BeginSnapshotResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AwaitSnapshotRequest(_message.Message):
+    __slots__ = ("job", "checkpoint")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    checkpoint: str
+    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+
+class AwaitSnapshotResponse(_message.Message):
+    __slots__ = ("file", "size_bytes", "sha256", "versions", "stall_duration")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    STALL_DURATION_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    size_bytes: int
+    sha256: bytes
+    versions: VersionRange
+    stall_duration: _duration_pb2.Duration
+    def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., stall_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class RestoreJobRequest(_message.Message):
+    __slots__ = ("spec", "buckets", "checkpoint", "last_incarnation")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    LAST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    spec: _job_pb2.JobSpec
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    checkpoint: str
+    last_incarnation: int
+    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., checkpoint: _Optional[str] = ..., last_incarnation: _Optional[int] = ...) -> None: ...
+
+class RestoreJobResponse(_message.Message):
+    __slots__ = ("versions",)
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    versions: VersionRange
+    def __init__(self, versions: _Optional[_Union[VersionRange, _Mapping]] = ...) -> None: ...
+
+class GetCommittedDataRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class GetCommittedDataResponse(_message.Message):
+    __slots__ = ("loaders", "trains_buckets")
+    LOADERS_FIELD_NUMBER: _ClassVar[int]
+    TRAINS_BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    loaders: _containers.RepeatedCompositeFieldContainer[CommittedData]
+    trains_buckets: bool
+    def __init__(self, loaders: _Optional[_Iterable[_Union[CommittedData, _Mapping]]] = ..., trains_buckets: bool = ...) -> None: ...
+
+class GetShardStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetShardStatusResponse(_message.Message):
+    __slots__ = ("jobs",)
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedCompositeFieldContainer[ShardJobStatus]
+    def __init__(self, jobs: _Optional[_Iterable[_Union[ShardJobStatus, _Mapping]]] = ...) -> None: ...
