@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Buffer
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import DATA_TYPES, BucketSpec
@@ -47,6 +48,17 @@ class Cast:
     def keeps(self, bucket: BucketSpec) -> bool:
         """Whether a bucket's elements travel as the very bytes that they are in memory."""
         return self.dtype == bucket.dtype
+
+    def wire_format(self, bucket: BucketSpec) -> str:
+        """Returns what a message calls the format of a bucket's payload; empty where it keeps the bucket's type."""
+        return "" if self.dtype == bucket.dtype else self.dtype
+
+    def check_format(self, bucket: BucketSpec, wire_format: str) -> None:
+        """Raises InvalidRequest if a message calls a payload something else; see `wire_format`."""
+        if (wire_format or bucket.dtype) != self.dtype:
+            raise InvalidRequest(
+                f"bucket {bucket.index}: expected elements as {self.dtype}, got {wire_format or bucket.dtype}"
+            )
 
 
 # Tensors as they are: initial values, what a script assigns, optimizer state, and all that is not float32.

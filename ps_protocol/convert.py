@@ -1,4 +1,4 @@
-"""A job and its hyper-parameters as protobuf messages, and back: the same translation at both ends."""
+"""What both ends translate the same way: a job, its hyper-parameters, data ranges, wire formats, durations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from google.protobuf import json_format
+from google.protobuf.duration_pb2 import Duration
 
+from ps_protocol.data import DataRange
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import HyperParameters, HyperValue, JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec
@@ -26,7 +28,7 @@ _NON_FINITE: dict[int, NonFinite] = {
     job_pb2.NON_FINITE_POLICY_ALLOW: NonFinite.ALLOW,
 }
 _WIRE_FORMATS: dict[int, str] = {
-    types_pb2.WIRE_FORMAT_UNSPECIFIED: "float32",
+    types_pb2.WIRE_FORMAT_UNSPECIFIED: "",
     types_pb2.WIRE_FORMAT_FLOAT32: "float32",
     types_pb2.WIRE_FORMAT_BFLOAT16: "bfloat16",
     types_pb2.WIRE_FORMAT_FLOAT16: "float16",
@@ -37,20 +39,22 @@ _NON_FINITE_NUMBERS: dict[NonFinite, Any] = {policy: number for number, policy i
 
 def job_spec(message: job_pb2.JobSpec) -> JobSpec:
     """Returns the job that a message describes. Raises InvalidRequest for enum values that do not exist."""
+    if not message.optimizers:
+        raise InvalidRequest("a job names at least one optimizer, got none")
     rule = message.consistency
     of_group = [group.optimizer for group in message.groups]
     return JobSpec(
         name=message.name,
         parameters=tuple(_parameter(parameter, of_group) for parameter in message.parameters),
-        optimizer=message.optimizer,
+        optimizer=message.optimizers[0],
         groups=tuple(hyper_parameters(group.hyper_parameters) for group in message.groups),
         consistency=Consistency(rule.max_staleness if rule.HasField("max_staleness") else None, rule.aggregate),
         bucket_bytes=message.bucket_bytes,
         world_size=message.world_size,
         non_finite=known(_NON_FINITE, message.non_finite, "policy for gradients that are not finite"),
-        gradient_wire=known(_WIRE_FORMATS, message.gradient_wire, "wire format of gradients"),
-        weight_wire=known(_WIRE_FORMATS, message.weight_wire, "wire format of weights"),
-        more_optimizers=tuple(message.more_optimizers),
+        gradient_wire=wire_format(message.gradient_wire) or "float32",
+        weight_wire=wire_format(message.weight_wire) or "float32",
+        more_optimizers=tuple(message.optimizers[1:]),
         group_optimizers=tuple(of_group) if any(of_group) else (),
     )
 
@@ -61,12 +65,11 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
         name=spec.name,
         parameters=[
             job_pb2.ParameterSpec(
-                name=p.name, shape=p.shape, data_type=_DATA_TYPES[p.dtype], group=p.group or 0, held=p.group is None
+                name=p.name, shape=p.shape, data_type=_DATA_TYPES[p.dtype], group=p.group or 0, frozen=p.group is None
             )
             for p in spec.parameters
         ],
-        optimizer=spec.optimizer,
-        more_optimizers=spec.more_optimizers,
+        optimizers=spec.optimizers,
         groups=[
             job_pb2.ParameterGroup(
                 hyper_parameters=hyper_messages(group),
@@ -91,16 +94,21 @@ def job_spec_data(spec: JobSpec) -> dict[str, Any]:
 
 
 def job_spec_from_data(data: Any) -> JobSpec:
-    """The spec that a file holds. Raises InvalidRequest if it holds none."""
+    """The spec that a file holds, also one of format 1. Raises InvalidRequest if it holds none."""
     try:
+        if "optimizer" in data:  # format 1
+            data = {**data, "optimizers": [data["optimizer"], *data.get("more_optimizers", ())]}
+            renamed = ({("frozen" if key == "held" else key): p[key] for key in p} for p in data.get("parameters", ()))
+            data = {key: data[key] for key in data if key not in ("optimizer", "more_optimizers")}
+            data["parameters"] = list(renamed)
         return job_spec(json_format.ParseDict(data, job_pb2.JobSpec()))
-    except json_format.ParseError as error:
+    except (TypeError, json_format.ParseError) as error:
         raise InvalidRequest(f"no job's spec: {error}") from None
 
 
 def _parameter(message: job_pb2.ParameterSpec, of_group: Sequence[int]) -> ParameterSpec:
     dtype = known(_DATA_TYPE_NAMES, message.data_type, f"data type of {message.name!r}")
-    group = None if message.held else message.group
+    group = None if message.frozen else message.group
     # A group that does not exist is refused by name later on.
     optimizer = of_group[group] if group is not None and group < len(of_group) else 0
     return ParameterSpec(message.name, tuple(message.shape), dtype, group, optimizer)
@@ -131,6 +139,58 @@ def _hyper_message(name: str, value: HyperValue) -> job_pb2.HyperParameter:
     if isinstance(value, tuple):
         return job_pb2.HyperParameter(name=name, numbers=job_pb2.NumberList(values=value))
     return job_pb2.HyperParameter(name=name, number=value)
+
+
+def group_updates(messages: Iterable[job_pb2.GroupUpdate]) -> dict[int, HyperParameters]:
+    """Returns changed hyper-parameters by group. Raises InvalidRequest for a group that comes twice."""
+    groups: dict[int, HyperParameters] = {}
+    for message in messages:
+        if message.group in groups:
+            raise InvalidRequest(f"group {message.group} comes twice")
+        groups[message.group] = hyper_parameters(message.hyper_parameters)
+    return groups
+
+
+def group_update_messages(groups: Mapping[int, HyperParameters]) -> list[job_pb2.GroupUpdate]:
+    """Returns changed hyper-parameters as messages."""
+    return [
+        job_pb2.GroupUpdate(group=group, hyper_parameters=hyper_messages(values)) for group, values in groups.items()
+    ]
+
+
+def data_ranges(messages: Iterable[types_pb2.DataRange]) -> tuple[DataRange, ...]:
+    """Returns the ranges of data that a message names."""
+    return tuple(DataRange(each.loader, each.pass_number, each.start, each.stop) for each in messages)
+
+
+def data_range_messages(ranges: Iterable[DataRange]) -> list[types_pb2.DataRange]:
+    """Returns ranges of data as messages."""
+    return [
+        types_pb2.DataRange(loader=each.loader, pass_number=each.pass_number, start=each.start, stop=each.stop)
+        for each in ranges
+    ]
+
+
+def wire_format(number: int) -> str:
+    """Returns a wire format's name; empty where none is set. Raises InvalidRequest for one that does not exist."""
+    return known(_WIRE_FORMATS, number, "wire format")
+
+
+def wire_format_number(name: str) -> Any:
+    """Returns a wire format's number in the contract; that of none where the name is empty."""
+    return _WIRE_FORMAT_NUMBERS[name]
+
+
+def duration(seconds: float) -> Duration:
+    """Returns seconds as a message, to the nanosecond."""
+    message = Duration()
+    message.FromNanoseconds(int(seconds * 1e9))
+    return message
+
+
+def seconds(message: Duration) -> float:
+    """Returns the seconds that a message says; 0 where it is not set."""
+    return message.ToNanoseconds() / 1e9
 
 
 def known(table: Mapping[int, T], number: int, what: str) -> T:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ps_protocol.codecs import PLAIN, gradient_codec
+from ps_protocol.codecs import PLAIN, Cast, gradient_codec
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient, NotFound
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec
@@ -20,9 +20,10 @@ from ps_protocol.tensors import is_finite
 from ps_server.core.commands import Assign, BucketCommand, Commit, Draft, Initialise, Stage
 from ps_server.core.data_commits import check_ranges
 from ps_server.core.dense import Assignment, Gradient
-from ps_server.core.requests import PullCall, Push, PushKind, StepCommit
+from ps_server.core.requests import Push, PushKind
 
 ASSIGNING = (PushKind.ASSIGN, PushKind.ASSIGN_STATE)
+GRADIENTS = (PushKind.GRADIENT, PushKind.DRAFT)
 
 
 class PushChecker:
@@ -69,33 +70,33 @@ class PushChecker:
             if push.kind is PushKind.ASSIGN_STATE and push.clock == 0:
                 return Initialise(*worker, assignment)
             return Assign(*worker, push.clock, assignment)
+        if push.kind is PushKind.COMMIT:
+            return Commit(*worker, push.clock, push.groups or {}, push.ranges)
         gradient = self._gradient(push, bucket, values)
-        if push.draft:
+        if push.kind is PushKind.DRAFT:
             return Draft(*worker, push.clock, gradient, principal)
         return Stage(*worker, push.clock, gradient, push.ranges, principal)
 
-    def check_step(self, call: PullCall, step: StepCommit) -> list[BucketCommand]:
-        """The commands that make a worker's step count, a bucket each. Raises as `check` for what they name."""
-        check_ranges(step.ranges)
-        self._check_groups(step.groups)
-        commands: list[BucketCommand] = []
-        for bucket in step.buckets:
-            _check_positions(self.trained(bucket.index), bucket.absent)
-            worker = call.rank, call.incarnation, call.key, bucket.index, call.clock
-            if bucket.skip:
-                commands.append(Stage(*worker, Gradient(None, bucket.absent, step.groups), step.ranges))
-            else:
-                commands.append(Commit(*worker, step.groups, step.ranges))
-        return commands
+    def payload_size(self, index: int, kind: PushKind, state: str) -> int:
+        """Returns the bytes that a push of this kind to a bucket has. state: that is assigned"""
+        codec, count = self._encoding(self.bucket(index), kind, state)
+        return codec.size(count)
+
+    def _encoding(self, bucket: BucketSpec, kind: PushKind, state: str) -> tuple[Cast, int]:
+        """How the payload of a push is encoded, and of how many elements."""
+        if kind in GRADIENTS:
+            return gradient_codec(self._spec, bucket), bucket.numel
+        if kind in (PushKind.SKIP, PushKind.COMMIT) or (kind is PushKind.ASSIGN_STATE and not state):
+            return PLAIN[bucket.dtype], 0
+        if kind is PushKind.ASSIGN_STATE and is_scalar_state(self._optimizer(bucket), state):
+            return PLAIN["float32"], len(bucket.segments)
+        return PLAIN[bucket.dtype], bucket.numel
 
     def _values(self, push: Push, bucket: BucketSpec) -> torch.Tensor | None:
         """The payload of a push as a flat tensor; None where it has none to have."""
-        is_gradient, count = push.kind is PushKind.GRADIENT, bucket.numel
-        codec = gradient_codec(self._spec, bucket) if is_gradient else PLAIN[bucket.dtype]
-        if push.kind is PushKind.SKIP or (push.kind is PushKind.ASSIGN_STATE and not push.state):
-            count = 0
-        elif push.kind is PushKind.ASSIGN_STATE and is_scalar_state(self._optimizer(bucket), push.state):
-            codec, count = PLAIN["float32"], len(bucket.segments)
+        codec, count = self._encoding(bucket, push.kind, push.state)
+        if push.kind in GRADIENTS:
+            codec.check_format(bucket, push.wire_format)
         expected = codec.size(count)
         if len(push.payload) != expected:
             raise InvalidRequest(

@@ -40,7 +40,7 @@ from ps_server.core.consistency import Add, Admission, Live, Step, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits
 from ps_server.core.dense import Assignment, DenseBucket, Gradient, Scratch
 from ps_server.core.membership import check_incarnation, check_key
-from ps_server.core.requests import PullCall, Push, StepCommit
+from ps_server.core.requests import Push, PushKind
 from ps_server.core.snapshot import BucketSnapshot, VersionRange, extent
 
 ASSIGNED_WEIGHTS = 4  # what may be assigned and wait for its step, in weights: they and three optimizer states
@@ -146,9 +146,9 @@ class JobPartition:
         """The command that stages a push; see PushChecker."""
         return self._checker.check(push, principal)
 
-    def check_step(self, call: PullCall, step: StepCommit) -> list[BucketCommand]:
-        """The commands that make a worker's step count; see PushChecker."""
-        return self._checker.check_step(call, step)
+    def payload_size(self, bucket: int, kind: PushKind, state: str) -> int:
+        """The bytes that a push to a bucket has; see PushChecker."""
+        return self._checker.payload_size(bucket, kind, state)
 
     # -- changing --------------------------------------------------------------------------------------------------
 

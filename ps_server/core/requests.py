@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ps_protocol.data import DataRange
 from ps_protocol.framing import Buffer
@@ -17,13 +18,15 @@ class PushKind(enum.Enum):
     GRADIENT = "gradient"
     INITIAL_VALUE = "initial_value"
     SKIP = "skip"
+    DRAFT = "draft"  # a gradient that may still change: kept until its commit
+    COMMIT = "commit"  # of the draft of the same clock
     ASSIGN = "assign"
     ASSIGN_STATE = "assign_state"
 
 
 @dataclass(frozen=True)
 class Push:
-    """One bucket from a worker, as it came."""
+    """What a call pushes to one bucket."""
 
     job: str
     rank: int
@@ -38,47 +41,46 @@ class Push:
     key: bytes = field(default=b"", repr=False)
     finite: bool = False  # its worker has looked for infinities and NaNs
     ranges: tuple[DataRange, ...] = ()  # of leased data, that the step used
-    draft: bool = False  # it may still change: kept until its commit
     state: str = ""  # the optimizer state that is assigned
+    wire_format: str = ""  # of a gradient; empty: the bucket's own type
 
 
-@dataclass(frozen=True)
-class SharedBucket:
-    """One bucket of a SharedPush; `skip` when this step has no gradient for it; `finite` if its worker has looked."""
+class PushedBucket(NamedTuple):
+    """One bucket of a PushCall; the fields are those of Push."""
 
     index: int
-    skip: bool
-    absent: frozenset[int]
+    kind: PushKind
+    absent: frozenset[int] = frozenset()
     finite: bool = False
+    state: str = ""
+    wire_format: str = ""
 
 
 @dataclass(frozen=True)
-class SharedPush:
-    """Several buckets from a worker, whose gradients lie in its segment."""
+class PushCall:
+    """Buckets that a worker pushes at a clock of its own.
+
+    payload: of all buckets, one after the other; None: their gradients lie in the worker's segment
+    """
 
     job: str
     rank: int
     incarnation: int
     clock: int
-    buckets: tuple[SharedBucket, ...]
-    groups: Mapping[int, HyperParameters]
+    buckets: tuple[PushedBucket, ...]
+    payload: Buffer | None
+    groups: Mapping[int, HyperParameters] = field(default_factory=dict)
+    ranges: tuple[DataRange, ...] = ()
     key: bytes = field(default=b"", repr=False)
-    ranges: tuple[DataRange, ...] = ()
-
-
-@dataclass(frozen=True)
-class StepCommit:
-    """What counts as pushed with a pull: drafts of its clock, and buckets without a gradient (`skip`)."""
-
-    buckets: tuple[SharedBucket, ...]
-    groups: Mapping[int, HyperParameters]
-    ranges: tuple[DataRange, ...] = ()
 
 
 @dataclass(frozen=True)
 class PullCall:
-    """Which buckets a worker wants, at which clock of its own. `notice_bytes`: into its segment, and it is told of them
-    once they make so many bytes, or all are there; 0: only then. `commit`: what counts as pushed before."""
+    """Which buckets a worker wants, at which clock of its own.
+
+    in_segment:   they go into the worker's segment
+    notify_bytes: it is told of them once they make so many bytes, or all are there; 0: only then
+    """
 
     job: str
     rank: int
@@ -86,5 +88,5 @@ class PullCall:
     clock: int
     buckets: tuple[int, ...]
     key: bytes = field(default=b"", repr=False)
-    notice_bytes: int = 0
-    commit: StepCommit | None = None
+    in_segment: bool = False
+    notify_bytes: int = 0

@@ -1,166 +1,210 @@
-"""Where the messages of the data path become the server's values, and back; see `messages`."""
+"""Where the messages of the data path become the server's values, and back."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
-from ps_protocol.convert import hyper_parameters, known
+from ps_protocol.convert import (
+    data_ranges,
+    duration,
+    group_updates,
+    known,
+    wire_format,
+    wire_format_number,
+)
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.framing import read_message, write_message
-from ps_protocol.job import HyperParameters
+from ps_protocol.framing import split_message, write_message
 from ps_protocol.v1 import data_pb2, types_pb2
 from ps_server.core.commands import Staged
-from ps_server.core.requests import PullCall, Push, PushKind, SharedBucket, SharedPush, StepCommit
-from ps_server.rpc.lease_messages import ranges_of
-from ps_server.shard.waiting import Notice, PulledBucket, PulledState
+from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
+from ps_server.shard.waiting import Answer, Notice, PulledBucket, PulledState
+
+M = TypeVar("M", bound=Message)
 
 _PUSH_KINDS: dict[int, PushKind] = {
-    data_pb2.PUSH_KIND_GRADIENT: PushKind.GRADIENT,
-    data_pb2.PUSH_KIND_INITIAL_VALUE: PushKind.INITIAL_VALUE,
-    data_pb2.PUSH_KIND_SKIP: PushKind.SKIP,
-    data_pb2.PUSH_KIND_ASSIGN: PushKind.ASSIGN,
-    data_pb2.PUSH_KIND_ASSIGN_STATE: PushKind.ASSIGN_STATE,
+    number: PushKind[name.removeprefix("PUSH_KIND_")] for name, number in data_pb2.PushKind.items() if number
 }
+_IN_EXCHANGE = frozenset({PushKind.GRADIENT, PushKind.SKIP, PushKind.COMMIT})
+_IN_SEGMENT = frozenset({PushKind.GRADIENT, PushKind.SKIP})
+
+# -- requests --------------------------------------------------------------------------------------------------------
 
 
-def push(data: bytes) -> Push:
-    """The push that the bytes of a PushRequest hold; its payload is a view into them."""
-    raw, payload = read_message(data)
-    header = data_pb2.PushHeader()
-    _parse(header, raw)
-    return Push(
-        job=header.worker.job,
-        rank=header.worker.rank,
-        incarnation=header.worker.incarnation,
-        bucket=header.bucket,
-        clock=header.clock,
-        kind=known(_PUSH_KINDS, header.kind, "kind of push"),
-        payload=payload,
-        absent=frozenset(header.absent_segments),
-        groups=_group_updates(header.groups),
-        key=header.worker.lease_key,
-        ranges=ranges_of(header.ranges),
-        draft=header.draft,
-        state=header.state,
-    )
+def push(data: bytes) -> PushCall:
+    """Reads a PushRequest; its payload is a view into the bytes."""
+    request, payload = _read(data_pb2.PushRequest, data)
+    call = _push(request.header, request.HasField("in_segment"), payload)
+    _allow(call, frozenset(PushKind) - {PushKind.COMMIT}, "a push")
+    return call
 
 
-def push_response(staged: Staged) -> bytes:
-    """The bytes of the answer to a push."""
-    return data_pb2.PushResponse(version=staged.version, duplicate=staged.duplicate).SerializeToString()
-
-
-def attach_request(data: bytes) -> tuple[str, int, int, str, bytes, bytes]:
-    """Job, rank, incarnation, location, nonce and lease key of an AttachSegmentRequest."""
-    request = data_pb2.AttachSegmentRequest()
-    _parse(request, data)
-    worker = request.worker
-    return worker.job, worker.rank, worker.incarnation, request.location, request.nonce, worker.lease_key
-
-
-def shared_push(data: bytes) -> SharedPush:
-    """What the bytes of a PushSharedRequest hold. Raises InvalidRequest for a bucket or a group that comes twice."""
-    request = data_pb2.PushHeader()
-    _parse(request, data)
-    return _shared_push(request)
-
-
-def push_pull(data: bytes) -> tuple[SharedPush, PullCall]:
-    """What is pushed and what is pulled by a PushPullSharedRequest. Raises as `shared_push`."""
-    request = data_pb2.ExchangeRequest()
-    _parse(request, data)
-    return _shared_push(request.push), _pull(request.push.worker, request.push.clock, request)
-
-
-def _shared_push(request: data_pb2.PushHeader) -> SharedPush:
-    buckets = _buckets(request.buckets)
-    worker, groups, ranges = request.worker, _group_updates(request.groups), ranges_of(request.ranges)
-    who = worker.job, worker.rank, worker.incarnation
-    return SharedPush(*who, request.clock, buckets, groups, worker.lease_key, ranges=ranges)
-
-
-def _buckets(messages: Any) -> tuple[SharedBucket, ...]:
-    buckets = tuple(SharedBucket(b.bucket, b.skip, frozenset(b.absent_segments), b.finite) for b in messages)
-    if len({bucket.index for bucket in buckets}) != len(buckets):
-        raise InvalidRequest("a push names each bucket at most once")
-    return buckets
-
-
-def shared_push_response(duplicates: int) -> bytes:
-    """The bytes of the answer to a shared push."""
-    return data_pb2.PushResponse(duplicate_count=duplicates).SerializeToString()
-
-
-def _group_updates(updates: Any) -> dict[int, HyperParameters]:
-    groups: dict[int, HyperParameters] = {}
-    for update in updates:
-        if update.group in groups:
-            raise InvalidRequest(f"group {update.group} comes twice")
-        groups[update.group] = hyper_parameters(update.hyper_parameters)
-    return groups
+def exchange(data: bytes) -> tuple[PushCall, PullCall]:
+    """Reads an ExchangeRequest: what is pushed, as `push`, and what is pulled."""
+    request, payload = _read(data_pb2.ExchangeRequest, data)
+    in_segment = request.HasField("in_segment")
+    call = _push(request.push, in_segment, payload)
+    _allow(call, _IN_EXCHANGE, "an exchange")
+    return call, _pull(request.push.worker, request.push.clock, request, in_segment)
 
 
 def pull(data: bytes) -> PullCall:
-    """What the bytes of a PullRequest ask for."""
-    request = data_pb2.PullRequest()
-    _parse(request, data)
-    call = _pull(request.worker, request.clock, request)
-    if not request.HasField("commit"):
-        return call
-    found = request.commit
-    commit = StepCommit(_buckets(found.buckets), _group_updates(found.groups), ranges_of(found.ranges))
-    return replace(call, commit=commit)
+    """Reads a PullRequest."""
+    request = _parse(data_pb2.PullRequest, data)
+    return _pull(request.worker, request.clock, request, request.HasField("in_segment"))
 
 
 def pull_state(data: bytes) -> PullCall:
-    """What the bytes of a PullStateRequest ask for."""
-    request = data_pb2.PullStateRequest()
-    _parse(request, data)
+    """Reads a PullStateRequest."""
+    request = _parse(data_pb2.PullStateRequest, data)
     worker = request.worker
     return PullCall(worker.job, worker.rank, worker.incarnation, 0, tuple(request.buckets), worker.lease_key)
 
 
-def pull_state_response(state: PulledState) -> bytes:
-    """The bytes of a PullStateResponse."""
-    header = data_pb2.PulledState(
-        bucket=state.bucket, version=state.version, state=state.name, absent_segments=sorted(state.absent)
+def attach_request(data: bytes) -> tuple[str, int, int, str, bytes, bytes]:
+    """Returns job, rank, incarnation, location, nonce and lease key of an AttachSegmentRequest."""
+    request = _parse(data_pb2.AttachSegmentRequest, data)
+    worker = request.worker
+    return worker.job, worker.rank, worker.incarnation, request.location, request.nonce, worker.lease_key
+
+
+def _push(header: data_pb2.PushHeader, in_segment: bool, payload: memoryview | None) -> PushCall:
+    """What is pushed. Raises InvalidRequest for a bucket or a group that comes twice, and for two locations."""
+    if in_segment and payload is not None:
+        raise InvalidRequest("elements are in the segment or in the message, got both")
+    worker = header.worker
+    call = PushCall(
+        job=worker.job,
+        rank=worker.rank,
+        incarnation=worker.incarnation,
+        clock=header.clock,
+        buckets=tuple(_pushed_bucket(bucket) for bucket in header.buckets),
+        payload=None if in_segment else payload or b"",
+        groups=group_updates(header.groups),
+        ranges=data_ranges(header.ranges),
+        key=worker.lease_key,
     )
-    return write_message(header, state.payload)
+    if len({bucket.index for bucket in call.buckets}) != len(call.buckets):
+        raise InvalidRequest("a push names each bucket at most once")
+    if in_segment:
+        _allow(call, _IN_SEGMENT, "a push by way of a segment")
+    return call
+
+
+def _pushed_bucket(message: data_pb2.BucketPush) -> PushedBucket:
+    return PushedBucket(
+        message.bucket,
+        known(_PUSH_KINDS, message.kind, "kind of push"),
+        frozenset(message.absent_slices),
+        message.finite,
+        message.state,
+        wire_format(message.wire_format),
+    )
+
+
+def _allow(call: PushCall, kinds: frozenset[PushKind], what: str) -> None:
+    for bucket in call.buckets:
+        if bucket.kind not in kinds:
+            raise InvalidRequest(f"{what} is not the way of {bucket.kind.value}, which bucket {bucket.index} has")
 
 
 def _pull(
-    worker: types_pb2.WorkerIdentity, clock: int, request: data_pb2.PullRequest | data_pb2.ExchangeRequest
+    worker: types_pb2.WorkerIdentity,
+    clock: int,
+    request: data_pb2.PullRequest | data_pb2.ExchangeRequest,
+    in_segment: bool,
 ) -> PullCall:
     who = worker.job, worker.rank, worker.incarnation
-    return PullCall(*who, clock, tuple(request.buckets), worker.lease_key, request.word_bytes)
+    return PullCall(*who, clock, tuple(request.buckets), worker.lease_key, in_segment, request.notify_bytes)
 
 
-def pull_response(bucket: PulledBucket) -> bytes:
-    """The bytes of one message of a pull's stream: a bucket, or why it is not admitted yet."""
-    return write_message(_pull_header(bucket), bucket.payload)
+def _read(kind: type[M], data: bytes) -> tuple[M, memoryview | None]:
+    head, payload = split_message(data)
+    return _parse(kind, head), payload
 
 
-def pull_shared_response(notice: Notice) -> bytes:
-    """The bytes of a PullSharedResponse."""
-    return data_pb2.PullResponse(
-        headers=[_pull_header(bucket) for bucket in notice.buckets], staged_seconds=notice.staged_seconds
-    ).SerializeToString()
-
-
-def _pull_header(bucket: PulledBucket) -> data_pb2.PulledBucket:
-    header = data_pb2.PulledBucket(
-        bucket=bucket.bucket, version=bucket.version, waited_seconds=bucket.waited, checkpoint=bucket.save_state
-    )
-    if bucket.waiting is not None:
-        header.waiting.CopyFrom(data_pb2.WaitNotice(ranks=bucket.waiting.waiting_for, reason=bucket.waiting.reason))
-    return header
-
-
-def _parse(message: Any, raw: bytes | memoryview) -> None:
+def _parse(kind: type[M], data: bytes) -> M:
     try:
-        message.ParseFromString(bytes(raw))
+        return kind.FromString(data)
     except DecodeError as error:
-        raise InvalidRequest(f"the bytes are no {message.DESCRIPTOR.name}") from error
+        raise InvalidRequest(f"the bytes are no {kind.DESCRIPTOR.name}") from error
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+
+class Answers(NamedTuple):
+    """Writes the answers of one shard, each with the header that says where it comes from.
+
+    process: the number that the process chose when it started
+    """
+
+    shard_index: int
+    process: int
+
+    def pushed(self, staged: Iterable[Staged]) -> bytes:
+        """Returns the bytes of a PushResponse."""
+        answers = list(staged)
+        header = self._header(min((answer.version for answer in answers), default=0))
+        duplicates = sum(answer.duplicate for answer in answers)
+        return data_pb2.PushResponse(header=header, duplicate_count=duplicates).SerializeToString()
+
+    def attached(self) -> bytes:
+        """Returns the bytes of an AttachSegmentResponse."""
+        return data_pb2.AttachSegmentResponse(header=self._header(0)).SerializeToString()
+
+    def pulled(self, answer: Answer) -> bytes:
+        """Returns the bytes of a PullResponse: buckets that are here, or why one is not admitted yet."""
+        return self._pulled(data_pb2.PullResponse, answer)
+
+    def exchanged(self, answer: Answer) -> bytes:
+        """Returns the bytes of an ExchangeResponse, as `pulled`."""
+        return self._pulled(data_pb2.ExchangeResponse, answer)
+
+    def state(self, answer: Answer) -> bytes:
+        """Returns the bytes of a PullStateResponse."""
+        assert isinstance(answer, PulledState)
+        state = data_pb2.PulledState(
+            bucket=answer.bucket,
+            version=answer.version,
+            state=answer.name,
+            absent_slices=sorted(answer.absent),
+        )
+        response = data_pb2.PullStateResponse(header=self._header(answer.version), state=state)
+        return write_message(response, answer.payload)
+
+    def _pulled(
+        self, kind: Callable[..., data_pb2.PullResponse | data_pb2.ExchangeResponse], answer: Answer
+    ) -> bytes:
+        if isinstance(answer, PulledBucket):
+            if answer.waiting is None:
+                response = kind(header=self._header(answer.version), buckets=[_pulled_bucket(answer)])
+                return write_message(response, answer.payload)
+            notice = data_pb2.WaitNotice(
+                bucket=answer.bucket, awaited_ranks=answer.waiting.waiting_for, reason=answer.waiting.reason
+            )
+            return kind(header=self._header(0), waiting=notice).SerializeToString()
+        assert isinstance(answer, Notice)
+        version = min((bucket.version for bucket in answer.buckets), default=0)
+        response = kind(header=self._header(version), buckets=[_pulled_bucket(bucket) for bucket in answer.buckets])
+        if answer.buckets:
+            response.in_segment.SetInParent()
+        if answer.staged_seconds is not None:
+            assert isinstance(response, data_pb2.ExchangeResponse)
+            response.staged_duration.CopyFrom(duration(answer.staged_seconds))
+        return response.SerializeToString()
+
+    def _header(self, version: int) -> types_pb2.ResponseHeader:
+        return types_pb2.ResponseHeader(shard_index=self.shard_index, process=self.process, version=version)
+
+
+def _pulled_bucket(bucket: PulledBucket) -> data_pb2.PulledBucket:
+    return data_pb2.PulledBucket(
+        bucket=bucket.bucket,
+        version=bucket.version,
+        wait_duration=duration(bucket.waited) if bucket.waited else None,
+        state_wanted=bucket.save_state,
+        wire_format=wire_format_number(bucket.wire_format),
+    )

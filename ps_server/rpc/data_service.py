@@ -9,6 +9,7 @@ import grpc
 from ps_protocol.v1 import data_pb2
 from ps_server.rpc import data_messages
 from ps_server.rpc.call_limits import CALL_THREADS, caller_name, check_job, in_pool
+from ps_server.rpc.data_messages import Answers
 from ps_server.rpc.streams import PullStream, Send
 from ps_server.shard.shard import Shard
 
@@ -16,10 +17,11 @@ DATA_SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 
 
 class DataService:
-    """Push and Pull, with identity serializers: protobuf never sees a payload."""
+    """Push, Pull and their like, with identity serializers: protobuf never sees a payload."""
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, answers: Answers) -> None:
         self._shard = shard
+        self._answers = answers
         self.senders = ThreadPoolExecutor(CALL_THREADS, "send")
         self._push_pool = ThreadPoolExecutor(CALL_THREADS, "push")
         self._pull_pool = ThreadPoolExecutor(CALL_THREADS, "pull")
@@ -28,18 +30,13 @@ class DataService:
         """Adds the methods to a server. Pushes and pulls have pools of their own, so neither can starve the other."""
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(in_pool(method, self._push_pool))
-            for name, method in (
-                ("Push", self._push),
-                ("PushShared", self._push_shared),
-                ("AttachSegment", self._attach),
-            )
+            for name, method in (("Push", self._push), ("AttachSegment", self._attach))
         } | {
             name: grpc.unary_stream_rpc_method_handler(in_pool(method, self._pull_pool, non_blocking=True))
             for name, method in (
                 ("Pull", self._pull),
+                ("Exchange", self._exchange),
                 ("PullState", self._pull_state),
-                ("PullShared", self._pull_shared),
-                ("PushPullShared", self._push_pull_shared),
             )
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(DATA_SERVICE, handlers),))
@@ -50,40 +47,28 @@ class DataService:
             pool.shutdown(wait=True)
 
     def _push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        push = data_messages.push(request)
-        check_job(push.job)
-        return data_messages.push_response(self._shard.push(push, caller_name()))
+        call = data_messages.push(request)
+        check_job(call.job)
+        return self._answers.pushed(self._shard.push(call, caller_name()))
 
     def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        found = data_messages.attach_request(request)
-        check_job(found[0])
-        self._shard.attach(*found)
-        return b""
-
-    def _push_shared(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        push = data_messages.shared_push(request)
-        check_job(push.job)
-        return data_messages.shared_push_response(self._shard.push_shared(push, caller_name()))
-
-    def _pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
-        call = data_messages.pull(request)
-        check_job(call.job)
-        outbox = PullStream(send, context, self.senders, data_messages.pull_shared_response)
-        self._shard.pull(call, outbox, shared=True)
-
-    def _push_pull_shared(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
-        push, pull = data_messages.push_pull(request)
-        check_job(push.job)
-        outbox = PullStream(send, context, self.senders, data_messages.pull_shared_response)
-        self._shard.push_pull_shared(push, pull, outbox, caller_name())
+        attached = data_messages.attach_request(request)
+        check_job(attached[0])
+        self._shard.attach(*attached)
+        return self._answers.attached()
 
     def _pull(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull(request)
         check_job(call.job)
-        outbox = PullStream(send, context, self.senders, data_messages.pull_response)
-        self._shard.pull(call, outbox)
+        self._shard.pull(call, PullStream(send, context, self.senders, self._answers.pulled))
+
+    def _exchange(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
+        push, pull = data_messages.exchange(request)
+        check_job(push.job)
+        outbox = PullStream(send, context, self.senders, self._answers.exchanged)
+        self._shard.exchange(push, pull, outbox, caller_name())
 
     def _pull_state(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull_state(request)
         check_job(call.job)
-        self._shard.pull_state(call, PullStream(send, context, self.senders, data_messages.pull_state_response))
+        self._shard.pull_state(call, PullStream(send, context, self.senders, self._answers.state))

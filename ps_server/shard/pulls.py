@@ -44,12 +44,9 @@ class Pulls:
             if seconds is not None:
                 pull.outbox.tell(Notice(staged_seconds=seconds))
 
-    def check(self, job: HostedJob, call: PullCall, outbox: Outbox, shared: bool) -> Pull:
-        """A pull to `ask` for. Raises what is wrong with it.
-
-        shared: the buckets go into the worker's segment, and only notices of them on the outbox
-        """
-        rank, incarnation, indices = call.rank, call.incarnation, call.buckets
+    def check(self, job: HostedJob, call: PullCall, outbox: Outbox) -> Pull:
+        """A pull to `ask` for. Raises what is wrong with it."""
+        rank, incarnation, indices, shared = call.rank, call.incarnation, call.buckets, call.in_segment
         segment = job.segment(rank, incarnation, call.key) if shared else None
         if len(indices) > len(job.buckets):
             raise InvalidRequest(f"this shard holds {len(job.buckets)} buckets of the job, got {len(indices)}")
@@ -63,7 +60,7 @@ class Pulls:
         elif call.clock or shared:
             raise InvalidRequest(f"who has not joined may only Pull at clock 0, got clock {call.clock}")
         now = self._clock()
-        return Pull(rank, incarnation, call.clock, outbox, len(indices), now, segment, notice_bytes=call.notice_bytes)
+        return Pull(rank, incarnation, call.clock, outbox, len(indices), now, segment, notify_bytes=call.notify_bytes)
 
     def ask(self, job: HostedJob, pull: Pull, indices: Sequence[int]) -> None:
         """Sends each bucket on the pull's outbox as soon as it is admitted, then ends the stream. Returns at once."""
@@ -115,7 +112,13 @@ class Pulls:
             copy_out(target, bucket.weights.flat)
         failpoint("pull-half-sent")
         self._metrics.pulled(job.name, target.nbytes)
-        return PulledBucket(spec.index, version, waited, save_state=_saves_state(job, pull, version))
+        return PulledBucket(
+            spec.index,
+            version,
+            waited,
+            save_state=_saves_state(job, pull, version),
+            wire_format=weight_codec(job.state.spec, spec).wire_format(spec),
+        )
 
     @contextlib.contextmanager
     def _lend(self, job: HostedJob, bucket: HostedBucket, pull: Pull, waited: float) -> Iterator[PulledBucket]:
@@ -126,7 +129,14 @@ class Pulls:
             weights, version = bucket.weights.flat, bucket.rule.version
             payload = bytes_of(weights if codec.keeps(spec) else job.narrowed.get(spec.index, version, weights, codec))
             save_state = _saves_state(job, pull, version)
-            yield PulledBucket(spec.index, version, waited, save_state=save_state, payload=payload)
+            yield PulledBucket(
+                spec.index,
+                version,
+                waited,
+                save_state=save_state,
+                payload=payload,
+                wire_format=codec.wire_format(spec),
+            )
         failpoint("pull-half-sent")
         self._metrics.pulled(job.name, len(payload))
 
@@ -209,8 +219,7 @@ class Pulls:
             for waiter, _ in due.values():
                 waiter.pull.notified = now
         for waiter, index in due.values():
-            bucket = PulledBucket(index, waiting=waiter.admission)
-            waiter.pull.outbox.tell(bucket if waiter.pull.segment is None else Notice((bucket,)))
+            waiter.pull.outbox.tell(PulledBucket(index, waiting=waiter.admission))
 
 
 @contextlib.contextmanager

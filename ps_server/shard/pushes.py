@@ -9,13 +9,13 @@ The thread of the call does all three, and waits for no worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-from ps_protocol.errors import PSError
+from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.framing import Buffer
 from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import BucketCommand, Staged
-from ps_server.core.requests import PullCall, Push, PushKind, SharedPush, StepCommit
+from ps_server.core.requests import PullCall, Push, PushCall, PushedBucket, PushKind
 from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
 from ps_server.shard.job import Attached, HostedJob
@@ -23,9 +23,6 @@ from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.segments import attach
 from ps_server.shard.waiting import Outbox
-
-Worker = tuple[int, int, bytes]  # rank, incarnation, key
-Checked = list[tuple[BucketCommand, int]]  # each with the bytes of its payload
 
 
 class Pushes:
@@ -37,45 +34,24 @@ class Pushes:
         self._updates = updates
         self._shared_directory = shared_directory
 
-    def push(self, job: HostedJob, push: Push, principal: str) -> Staged:
-        """Stages one bucket, and schedules it."""
+    def push(self, job: HostedJob, call: PushCall, principal: str) -> list[Staged]:
+        """Stages buckets, and schedules them."""
         fresh: list[int] = []
         try:
-            worker = push.rank, push.incarnation, push.key
-            [staged] = self._stage_all(job, worker, lambda: _check(job, [push], principal), fresh)
-            return staged
+            return self._stage_all(job, call, principal, fresh)
         finally:
             self._updates.schedule(job, fresh)
 
-    def push_shared(self, job: HostedJob, push: SharedPush, principal: str) -> int:
-        """Stages buckets whose gradients lie in the worker's segment; answers how many were repeats."""
+    def exchange(self, job: HostedJob, call: PushCall, principal: str, wanted: PullCall, outbox: Outbox) -> None:
+        """Stages buckets, then pulls; where all lies in a segment, the calling thread applies what can be applied."""
+        pull = self._pulls.check(job, wanted, outbox)
+        pull.with_pushes = wanted.in_segment
         fresh: list[int] = []
         try:
-            return sum(staged.duplicate for staged in self._stage_shared(job, push, principal, fresh))
+            self._stage_all(job, call, principal, fresh)
+            self._pulls.ask(job, pull, wanted.buckets)
         finally:
-            self._updates.schedule(job, fresh)
-
-    def push_pull_shared(
-        self, job: HostedJob, push: SharedPush, principal: str, call: PullCall, outbox: Outbox
-    ) -> None:
-        """As `push_shared`, then pulls; the calling thread applies what can be applied."""
-        pull = self._pulls.check(job, call, outbox, shared=True)
-        pull.with_pushes = True
-        fresh: list[int] = []
-        try:
-            self._stage_shared(job, push, principal, fresh)
-            self._pulls.ask(job, pull, call.buckets)
-        finally:
-            self._updates.lend(job, fresh)
-
-    def commit(self, job: HostedJob, call: PullCall, step: StepCommit) -> None:
-        """Makes count what a worker's step consists of, besides what it pushes in full."""
-        fresh: list[int] = []
-        try:
-            worker = call.rank, call.incarnation, call.key
-            self._stage_all(job, worker, lambda: [(each, 0) for each in job.state.check_step(call, step)], fresh)
-        finally:
-            self._updates.schedule(job, fresh)
+            (self._updates.lend if wanted.in_segment else self._updates.schedule)(job, fresh)
 
     def attach(self, job: HostedJob, rank: int, incarnation: int, location: str, nonce: bytes, key: bytes) -> None:
         """Maps the segment that a live worker made. Raises NotShared if it is not to be seen from here."""
@@ -86,14 +62,7 @@ class Pushes:
             job.state.check_worker(rank, incarnation, key)
             job.segments[rank] = Attached(incarnation, segment)
 
-    def _stage_shared(self, job: HostedJob, push: SharedPush, principal: str, fresh: list[int]) -> list[Staged]:
-        pushes = _in_segment(job, push)
-        worker = push.rank, push.incarnation, push.key
-        return self._stage_all(job, worker, lambda: _check(job, pushes, principal), fresh)
-
-    def _stage_all(
-        self, job: HostedJob, worker: Worker, check: Callable[[], Checked], fresh: list[int]
-    ) -> list[Staged]:
+    def _stage_all(self, job: HostedJob, call: PushCall, principal: str, fresh: list[int]) -> list[Staged]:
         """Checks all, then stages each: one that is refused for what it holds leaves none behind.
 
         fresh: takes the buckets that are staged, also those before another that was refused: when that one is sent
@@ -102,8 +71,8 @@ class Pushes:
         answers: list[Staged] = []
         try:
             with job.lock:
-                job.state.check_worker(*worker)
-            for command, size in check():
+                job.state.check_worker(call.rank, call.incarnation, call.key)
+            for command, size in _check(job, call, principal):
                 failpoint("push-checked")
                 with job.lock:
                     staged = job.state.execute(command)
@@ -120,28 +89,52 @@ class Pushes:
         return answers
 
 
-def _check(job: HostedJob, pushes: list[Push], principal: str) -> Checked:
-    return [(job.state.check(push, principal), len(push.payload)) for push in pushes]
-
-
-def _in_segment(job: HostedJob, push: SharedPush) -> list[Push]:
-    """A push of each bucket, whose payload is where the worker's segment has it."""
-    segment = job.segment(push.rank, push.incarnation, push.key)
+def _check(job: HostedJob, call: PushCall, principal: str) -> list[tuple[BucketCommand, int]]:
+    """The commands that stage a call, each with the bytes of its payload."""
+    payloads = _payloads(job, call)
     return [
-        Push(
-            job=push.job,
-            rank=push.rank,
-            incarnation=push.incarnation,
-            bucket=bucket.index,
-            clock=push.clock,
-            kind=PushKind.SKIP if bucket.skip else PushKind.GRADIENT,
-            payload=b"" if bucket.skip else bytes_of(segment.gradient(job.state.trained(bucket.index))),
-            absent=bucket.absent,
-            groups=push.groups,
-            borrowed=True,
-            key=push.key,
-            ranges=push.ranges,
-            finite=bucket.finite,
-        )
-        for bucket in push.buckets
+        (job.state.check(_push_of(call, bucket, payload), principal), len(payload))
+        for bucket, payload in zip(call.buckets, payloads, strict=True)
     ]
+
+
+def _push_of(call: PushCall, bucket: PushedBucket, payload: Buffer) -> Push:
+    return Push(
+        job=call.job,
+        rank=call.rank,
+        incarnation=call.incarnation,
+        bucket=bucket.index,
+        clock=call.clock,
+        kind=bucket.kind,
+        payload=payload,
+        absent=bucket.absent,
+        groups=call.groups,
+        borrowed=call.payload is None,
+        key=call.key,
+        finite=bucket.finite,
+        ranges=call.ranges,
+        state=bucket.state,
+        wire_format=bucket.wire_format,
+    )
+
+
+def _payloads(job: HostedJob, call: PushCall) -> list[Buffer]:
+    """The payload of each bucket of a call: a view into the worker's segment, or into the call's own."""
+    if call.payload is None:
+        segment = job.segment(call.rank, call.incarnation, call.key)
+        return [
+            b"" if bucket.kind is PushKind.SKIP else bytes_of(segment.gradient(job.state.trained(bucket.index)))
+            for bucket in call.buckets
+        ]
+    if len(call.buckets) == 1:  # whose check says what was expected of all of it
+        return [call.payload]
+    payloads, position = [], 0
+    for bucket in call.buckets:
+        end = position + job.state.payload_size(bucket.index, bucket.kind, bucket.state)
+        payloads.append(call.payload[position:end])
+        position = end
+    if len(call.payload) != position:
+        raise InvalidRequest(
+            f"{len(call.buckets)} buckets: expected {position} bytes in all, got {len(call.payload)}"
+        )
+    return payloads

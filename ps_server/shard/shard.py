@@ -28,7 +28,7 @@ from ps_server.core.budget import PrincipalBudget
 from ps_server.core.commands import AddWorker, RemoveWorker, RestoreSnapshot, Staged
 from ps_server.core.data_commits import Committed
 from ps_server.core.partition import JobPartition
-from ps_server.core.requests import PullCall, Push, SharedPush
+from ps_server.core.requests import PullCall, PushCall
 from ps_server.core.snapshot import BucketSnapshot, Part, ShardSnapshot, VersionRange
 from ps_server.core.statistics import ShardStatistics
 from ps_server.failpoints import failpoint
@@ -209,25 +209,21 @@ class Shard:
 
     # -- pushes and pulls --------------------------------------------------------------------------------------------
 
-    def push(self, push: Push, principal: str = "") -> Staged:
-        """Checks and stages one push, and has it applied as soon as the rule lets it. `principal`: whose bytes."""
-        return self._pushes.push(self._job(push.job), push, principal)
+    def push(self, call: PushCall, principal: str = "") -> list[Staged]:
+        """Checks and stages buckets, all or none, and has each applied as soon as the rule lets it.
 
-    def push_shared(self, push: SharedPush, principal: str = "") -> int:
-        """As `push`, for buckets whose gradients lie in the worker's segment; answers how many were repeats."""
-        return self._pushes.push_shared(self._job(push.job), push, principal)
+        principal: whose bytes they are
+        """
+        return self._pushes.push(self._job(call.job), call, principal)
 
-    def push_pull_shared(self, push: SharedPush, call: PullCall, outbox: Outbox, principal: str = "") -> None:
-        """As `push_shared`, then `pull`, of one worker at one clock; the calling thread applies what can be applied."""
-        self._pushes.push_pull_shared(self._job(push.job), push, principal, call, outbox)
+    def exchange(self, push: PushCall, pull: PullCall, outbox: Outbox, principal: str = "") -> None:
+        """Does as `push`, then as `pull`, for one worker at one clock."""
+        self._pushes.exchange(self._job(push.job), push, principal, pull, outbox)
 
-    def pull(self, call: PullCall, outbox: Outbox, shared: bool = False) -> None:
-        """Stages the commit that the pull carries, then sends buckets on the outbox as they are admitted; see Pulls."""
+    def pull(self, call: PullCall, outbox: Outbox) -> None:
+        """Sends buckets on the outbox as they are admitted; see Pulls."""
         job = self._job(call.job)
-        pull = self._pulls.check(job, call, outbox, shared)
-        if call.commit is not None:
-            self._pushes.commit(job, call, call.commit)
-        self._pulls.ask(job, pull, call.buckets)
+        self._pulls.ask(job, self._pulls.check(job, call, outbox), call.buckets)
 
     def pull_state(self, call: PullCall, outbox: Outbox) -> None:
         """Sends the optimizer state of buckets as it is now on the outbox, and ends it. Returns at once."""

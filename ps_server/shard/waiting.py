@@ -21,7 +21,8 @@ class PulledBucket(NamedTuple):
     waited:     seconds for which it was held back for other workers
     waiting:    whom it still waits for: it follows later, and the rest says nothing; None: here it is
     save_state: this version is in a checkpoint, and its worker is to save its own state of that clock
-    payload:    its weights in the wire format; None: they are in the worker's segment
+    payload:    its weights; None: they are in the worker's segment
+    wire_format: of its elements; empty: the bucket's own type
     """
 
     bucket: int
@@ -30,6 +31,7 @@ class PulledBucket(NamedTuple):
     waiting: Admission | None = None
     save_state: bool = False
     payload: memoryview | None = None
+    wire_format: str = ""
 
 
 class PulledState(NamedTuple):
@@ -43,8 +45,8 @@ class PulledState(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """What a worker is told of a pull into its segment: buckets that are there now or that wait, and for how many
-    seconds the pushes that came with the pull have been staged (None: it was told before, or none came)."""
+    """What a worker is told of a pull into its segment: buckets that are there now, and for how many seconds
+    the pushes that came with the pull have been staged (None: it was told before, or none came)."""
 
     buckets: tuple[PulledBucket, ...] = ()
     staged_seconds: float | None = None
@@ -78,7 +80,7 @@ class Pull:
 
     segment:      where the buckets are written; None: they go over the network
     notified:     when the worker was last told whom it waits for
-    notice_bytes: see PullCall
+    notify_bytes: see PullCall
     pending:      buckets that are in the segment, and that the worker was not told of yet; pending_bytes: of those
     with_pushes:  it came with pushes, and the worker was not told yet that they are staged
     """
@@ -91,7 +93,7 @@ class Pull:
     since: float
     segment: SegmentMap | None = None
     notified: float = 0.0
-    notice_bytes: int = 0
+    notify_bytes: int = 0
     pending: list[PulledBucket] = field(default_factory=list)
     pending_bytes: int = 0
     with_pushes: bool = False
@@ -101,7 +103,7 @@ class Pull:
         tell the worker of, or the last."""
         self.pending.append(bucket)
         self.pending_bytes += size
-        if self.left and not 0 < self.notice_bytes <= self.pending_bytes:
+        if self.left and not 0 < self.notify_bytes <= self.pending_bytes:
             return ()
         buckets = tuple(self.pending)
         self.pending, self.pending_bytes = [], 0
