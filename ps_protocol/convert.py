@@ -41,14 +41,13 @@ def job_spec(message: job_pb2.JobSpec) -> JobSpec:
     """Returns the job that a message describes. Raises InvalidRequest for enum values that do not exist."""
     if not message.optimizers:
         raise InvalidRequest("a job names at least one optimizer, got none")
-    rule = message.consistency
     of_group = [group.optimizer for group in message.groups]
     return JobSpec(
         name=message.name,
         parameters=tuple(_parameter(parameter, of_group) for parameter in message.parameters),
         optimizer=message.optimizers[0],
         groups=tuple(hyper_parameters(group.hyper_parameters) for group in message.groups),
-        consistency=Consistency(rule.max_staleness if rule.HasField("max_staleness") else None, rule.aggregate),
+        consistency=consistency(message.consistency),
         bucket_bytes=message.bucket_bytes,
         world_size=message.world_size,
         non_finite=known(_NON_FINITE, message.non_finite, "policy for gradients that are not finite"),
@@ -77,15 +76,23 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
             )
             for index, group in enumerate(spec.groups)
         ],
-        consistency=job_pb2.Consistency(
-            max_staleness=spec.consistency.max_staleness, aggregate=spec.consistency.aggregate
-        ),
+        consistency=consistency_message(spec.consistency),
         bucket_bytes=spec.bucket_bytes,
         world_size=spec.world_size,
         non_finite=_NON_FINITE_NUMBERS[spec.non_finite],
         gradient_wire=_WIRE_FORMAT_NUMBERS[spec.gradient_wire],
         weight_wire=_WIRE_FORMAT_NUMBERS[spec.weight_wire],
     )
+
+
+def consistency(message: job_pb2.Consistency) -> Consistency:
+    """Returns the consistency that a message describes."""
+    return Consistency(message.max_staleness if message.HasField("max_staleness") else None, message.aggregate)
+
+
+def consistency_message(rule: Consistency) -> job_pb2.Consistency:
+    """Returns the message that describes a job's consistency."""
+    return job_pb2.Consistency(max_staleness=rule.max_staleness, aggregate=rule.aggregate)
 
 
 def job_spec_data(spec: JobSpec) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import resource
+import secrets
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,11 +28,15 @@ from ps_server.coordinator.coordinator import Coordinator
 from ps_server.ops.gauges import coordinator_gauges, security_gauges, service_discovery, shard_gauges
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CALL_THREADS, CallLimits, grpc_options
-from ps_server.rpc.cluster_service import CONTROL_SERVICES, ClusterService, add_health
-from ps_server.rpc.data_service import DATA_SERVICE, DataService
+from ps_server.rpc.cluster_service import ClusterService, add_health
+from ps_server.rpc.data_messages import Answers
+from ps_server.rpc.data_service import DataService
 from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.job_service import JobService
+from ps_server.rpc.lease_service import DataLeaseService
+from ps_server.rpc.membership_service import MembershipService
 from ps_server.rpc.registration import Registration
+from ps_server.rpc.round_service import RoundService
 from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
 from ps_server.shard.metrics import ShardMetrics
@@ -56,6 +61,7 @@ class Server:
         ELEMENTWISE["SGD"]([torch.zeros(1)], lr=0.0)  # type: ignore[call-arg]
         torch.set_num_threads(1)  # the apply threads are the parallelism; more would fight over the same cores
         self._config = config
+        self._process = secrets.randbits(63)  # another number: another process, which has forgotten what this one had
         exposed = require_encryption(config.host, config.tls is not None, config.insecure, "this server", "--insecure")
         _allow_many_files(config.limits.connections)
         authenticator = Authenticator(config.tokens)
@@ -90,7 +96,9 @@ class Server:
         if config.index is not None:
             address = config.coordinator or f"{_reachable(config.host)}:{port}"
             coordinator = Peer("coordinator", address, self._access)
-            self._registration = Registration(coordinator, config.index, self.address, self.metrics_address)
+            self._registration = Registration(
+                coordinator, config.index, self.address, self.metrics_address, self._process
+            )
 
     def wait_ready(self, timeout: float) -> bool:
         """Waits until the coordinator knows this shard; at once true for a coordinator alone."""
@@ -145,11 +153,18 @@ class Server:
 
     def _add_coordinator(self, coordinator: Coordinator) -> list[str]:
         senders = ThreadPoolExecutor(CALL_THREADS, "watch")
-        JobService(coordinator, senders).register(self._grpc)
-        ClusterService(coordinator, self.address, self.metrics_address).register(self._grpc)
+        services = [
+            JobService(coordinator),
+            MembershipService(coordinator, senders),
+            DataLeaseService(coordinator),
+            RoundService(coordinator, senders),
+            ClusterService(coordinator, self.address, self.metrics_address),
+        ]
+        for service in services:
+            service.register(self._grpc)
         self._registry.register(coordinator_gauges(coordinator))
         self._stops += [coordinator.stop, senders.shutdown]
-        return [CONTROL_SERVICES["JobService"], CONTROL_SERVICES["ClusterService"]]
+        return [service.NAME for service in services]
 
     def _add_shard(self) -> list[str]:
         shard = Shard(
@@ -163,12 +178,13 @@ class Server:
             principal_limit=self._config.limits.caller_bytes,
         )
         self.shard = shard
-        data = DataService(shard)
+        data = DataService(shard, Answers(self._config.index or 0, self._process))
         data.register(self._grpc)
-        ShardService(shard, self._config.limits).register(self._grpc)
+        control = ShardService(shard, self._config.limits)
+        control.register(self._grpc)
         self._registry.register(shard_gauges(shard))
         self._stops += [shard.stop, data.stop]
-        return [DATA_SERVICE, CONTROL_SERVICES["ShardService"]]
+        return [data.NAME, control.NAME]
 
 
 def _bind(server: grpc.Server, host: str, port: int, tls: Tls | None) -> int:

@@ -87,7 +87,8 @@ class PushResult:
 class PulledBucket:
     """One message of a pull: a bucket's payload, or (`waiting`) whom the shard waits for and why.
 
-    checkpoint: this version is kept for a checkpoint, to which this worker's own state belongs
+    checkpoint:  this version is kept for a checkpoint, to which this worker's own state belongs
+    wire_format: of the payload's elements; empty: the bucket's own type
     """
 
     bucket: int
@@ -96,6 +97,7 @@ class PulledBucket:
     payload: memoryview
     waiting: tuple[tuple[int, ...], str] | None
     checkpoint: bool = False
+    wire_format: str = ""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Push:
 class PushedBucket(NamedTuple):
     """One bucket of a PushCall; the fields are those of Push."""
 
-    index: int
+    bucket: int
     kind: PushKind
     absent: frozenset[int] = frozenset()
     finite: bool = False

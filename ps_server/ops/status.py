@@ -34,7 +34,7 @@ def checkpoint_job(server: str, job: str, access: Access = PLAINTEXT) -> str:
     """Makes a checkpoint of a job, and says which when it is complete. Raises Unreachable, NotFound or PSError."""
     with _coordinator(server, access) as coordinator:
         made = coordinator.checkpoint_job(job)
-    return f"job {job}: checkpoint {made.name} at clock {made.clock}, {made.bytes} bytes"
+    return f"job {job}: checkpoint {made.name} at clock {made.clock}, {made.size_bytes} bytes"
 
 
 @contextlib.contextmanager

@@ -11,18 +11,18 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ps_protocol.errors import PSError
-from ps_protocol.v1 import cluster_pb2, cluster_pb2_grpc, control_pb2
+from ps_protocol.v1 import cluster_pb2, cluster_pb2_grpc
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.statistics import ShardStatistics
 from ps_server.rpc import convert
 from ps_server.rpc.call_limits import may_see
 
-CONTROL_SERVICES = {name: service.full_name for name, service in control_pb2.DESCRIPTOR.services_by_name.items()}
-
 
 class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[misc,unused-ignore]
     """What shards and operators ask of the coordinator."""
+
+    NAME = cluster_pb2.DESCRIPTOR.services_by_name["ClusterService"].full_name
 
     def __init__(self, coordinator: Coordinator, address: str, metrics_address: str) -> None:
         self._coordinator = coordinator
@@ -47,10 +47,12 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
         jobs = self._coordinator.statistics().jobs
         answers = self._pool.map(_ask_statistics, (shard for _, shard in shards))
         return cluster_pb2.GetStatusResponse(
-            address=self._address,
-            metrics_address=self._metrics_address,
-            pid=os.getpid(),
-            shard_count=self._coordinator.shard_count,
+            coordinator=cluster_pb2.CoordinatorStatus(
+                address=self._address,
+                metrics_address=self._metrics_address,
+                pid=os.getpid(),
+                shard_count=self._coordinator.shard_count,
+            ),
             shards=[_shard_status(*answer) for answer in answers],
             jobs=[convert.job_status(job) for name, job in sorted(jobs.items()) if may_see(name)],
         )

@@ -3,13 +3,14 @@ or knows the generated classes, but for the stubs and servicers that carry them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ps_protocol.convert import job_spec_message
+from ps_protocol.convert import consistency, consistency_message, duration, job_spec_message, seconds
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import cluster_pb2, jobs_pb2, membership_pb2, rounds_pb2, shard_pb2, types_pb2
 from ps_server.coordinator.rounds import ExchangeRequest, Standing
+from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.snapshot import Part, ShardSnapshot, VersionRange
 from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait, WorkerStatistics
@@ -25,123 +26,133 @@ def create_job_request(spec: JobSpec, buckets: list[int]) -> shard_pb2.CreateJob
     return shard_pb2.CreateJobRequest(spec=job_spec_message(spec), buckets=buckets)
 
 
-def admit_request(job: str, rank: int, incarnation: int, clock: int | None, key: bytes) -> shard_pb2.AddWorkerRequest:
+def add_worker_request(
+    job: str, rank: int, incarnation: int, clock: int | None, key: bytes
+) -> shard_pb2.AddWorkerRequest:
     """Asks a shard to count a worker."""
-    return shard_pb2.AddWorkerRequest(job=job, rank=rank, incarnation=incarnation, clock=clock, lease_key=key)
+    worker = types_pb2.WorkerIdentity(job=job, rank=rank, incarnation=incarnation, lease_key=key)
+    return shard_pb2.AddWorkerRequest(worker=worker, clock=clock)
 
 
-def retire_request(job: str, rank: int, incarnation: int) -> shard_pb2.RemoveWorkerRequest:
+def remove_worker_request(job: str, rank: int, incarnation: int) -> shard_pb2.RemoveWorkerRequest:
     """Asks a shard to stop counting a worker."""
-    return shard_pb2.RemoveWorkerRequest(job=job, rank=rank, incarnation=incarnation)
+    worker = types_pb2.WorkerIdentity(job=job, rank=rank, incarnation=incarnation)
+    return shard_pb2.RemoveWorkerRequest(worker=worker)
 
 
 def join_request(request: membership_pb2.JoinRequest) -> JoinRequest:
     """Returns what a process asks for that wants to join."""
-    where = request.pid, request.host, request.metrics_address
-    first, count = request.launch_first_rank, request.launch_rank_count
+    where, launch = (request.pid, request.host, request.metrics_address), request.launch
     return JoinRequest(
-        *(*where, request.previous_incarnation or None, request.clock, request.attempt),
-        launch=request.launch,
-        take_over=request.take_over,
-        waited=max(0.0, request.waited.ToNanoseconds() / 1e9),
-        launch_ranks=range(first, first + count),
+        *(*where, request.previous_incarnation or None, request.clock, request.request_id),
+        launch=launch.name,
+        take_over=launch.takeover,
+        waited=max(0.0, seconds(request.wait_duration)),
+        launch_ranks=range(launch.first_rank, launch.first_rank + launch.rank_count),
     )
 
 
-def join_response(result: JoinResult, lease: float, where: types_pb2.ShardMap) -> membership_pb2.JoinResponse:
+def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.ShardMap) -> membership_pb2.JoinResponse:
     """A worker's place."""
-    member = result.member
-    response = membership_pb2.JoinResponse(
-        rank=member.rank,
-        incarnation=member.incarnation,
+    member, state = result.member, None
+    if result.state is not None:
+        clock, content = result.state
+        state = membership_pb2.WorkerState(clock=clock, content=content)
+    return membership_pb2.JoinResponse(
+        worker=types_pb2.WorkerIdentity(
+            job=job, rank=member.rank, incarnation=member.incarnation, lease_key=member.key
+        ),
         clock=result.clock,
-        lease_key=member.key,
+        lease_duration=duration(lease),
         shard_map=where,
         restore_count=result.restore_count,
+        worker_state=state,
     )
-    response.lease.FromNanoseconds(int(lease * 1e9))
-    if result.state is not None:
-        response.worker_state_clock, response.worker_state = result.state
-    return response
 
 
-def exchange_request(request: rounds_pb2.GatherValuesRequest) -> ExchangeRequest:
+def gather_request(request: rounds_pb2.GatherValuesRequest) -> ExchangeRequest:
     """What a worker gives to a round."""
-    who = request.rank, request.incarnation
-    return ExchangeRequest(*who, request.number, request.clock, request.value, request.lease_key)
+    worker = request.worker
+    who = worker.rank, worker.incarnation
+    return ExchangeRequest(*who, request.round, request.clock, request.value, worker.lease_key)
 
 
-def exchange_responses(standing: Standing) -> Iterator[rounds_pb2.GatherValuesResponse]:
+def gather_responses(standing: Standing) -> Iterator[rounds_pb2.GatherValuesResponse]:
     """How a round stands. Its values in as many messages as they need, of which the last says that they are all."""
     response = rounds_pb2.GatherValuesResponse(
-        number=standing.number, waiting_for=standing.waiting_for, step_wanted=standing.step_wanted
+        round=standing.number, awaited_ranks=standing.waiting_for, step_wanted=standing.step_wanted
     )
     size = 0
     for rank, value in standing.found.values if standing.found is not None else ():
         if response.values and size + len(value) > VALUES_BYTES:
             yield response
-            response, size = rounds_pb2.GatherValuesResponse(number=standing.number), 0
+            response, size = rounds_pb2.GatherValuesResponse(round=standing.number), 0
         response.values.add(rank=rank, value=value)
         size += len(value)
     if standing.found is not None:
-        response.complete, response.refused = True, standing.found.refused
+        response.complete, response.refusal = True, standing.found.refused
     yield response
 
 
-def begin_checkpoint_request(job: str, name: str, clock: int | None) -> shard_pb2.BeginSnapshotRequest:
+def begin_snapshot_request(job: str, name: str, clock: int | None) -> shard_pb2.BeginSnapshotRequest:
     """Asks a shard to take a checkpoint."""
-    return shard_pb2.BeginSnapshotRequest(job=job, name=name, clock=clock)
+    return shard_pb2.BeginSnapshotRequest(job=job, checkpoint=name, clock=clock)
 
 
-def await_checkpoint_request(job: str, name: str) -> shard_pb2.AwaitSnapshotRequest:
+def await_snapshot_request(job: str, name: str) -> shard_pb2.AwaitSnapshotRequest:
     """Asks a shard whether its part is on disk."""
-    return shard_pb2.AwaitSnapshotRequest(job=job, name=name)
+    return shard_pb2.AwaitSnapshotRequest(job=job, checkpoint=name)
 
 
-def await_checkpoint_response(captured: ShardSnapshot) -> shard_pb2.AwaitSnapshotResponse:
+def await_snapshot_response(captured: ShardSnapshot) -> shard_pb2.AwaitSnapshotResponse:
     """Says that it is."""
-    part, reached = captured.part, captured.extent
-    response = shard_pb2.AwaitSnapshotResponse(
+    part = captured.part
+    return shard_pb2.AwaitSnapshotResponse(
         file=part.file,
-        bytes=part.bytes,
+        size_bytes=part.bytes,
         sha256=bytes.fromhex(part.sha256),
-        version_min=reached.version_min,
-        version_max=reached.version_max,
-        clocks=reached.clocks,
+        versions=_versions_message(captured.extent),
+        stall_duration=duration(captured.held_up),
     )
-    response.held_up.FromNanoseconds(int(captured.held_up * 1e9))
-    return response
 
 
 def captured(response: shard_pb2.AwaitSnapshotResponse) -> ShardSnapshot:
     """A shard's part."""
-    part = Part(response.file, response.bytes, bytes(response.sha256).hex())
-    reached = VersionRange(response.version_min, response.version_max, dict(response.clocks))
-    return ShardSnapshot(part, reached, response.held_up.ToNanoseconds() / 1e9)
+    part = Part(response.file, response.size_bytes, response.sha256.hex())
+    return ShardSnapshot(part, _versions(response.versions), seconds(response.stall_duration))
+
+
+def _versions_message(versions: VersionRange) -> shard_pb2.VersionRange:
+    return shard_pb2.VersionRange(
+        min_version=versions.version_min, max_version=versions.version_max, clocks=versions.clocks
+    )
+
+
+def _versions(message: shard_pb2.VersionRange) -> VersionRange:
+    return VersionRange(message.min_version, message.max_version, dict(message.clocks))
 
 
 def shard_job_status(name: str, job: ShardJobStatistics) -> shard_pb2.ShardJobStatus:
     """How a job is on a shard."""
-    status = shard_pb2.ShardJobStatus(
+    return shard_pb2.ShardJobStatus(
         job=name,
         bucket_count=job.bucket_count,
         parameter_bytes=job.parameter_bytes,
         optimizer_bytes=job.optimizer_bytes,
         staged_bytes=job.staged_bytes,
-        version_min=job.version_min,
-        version_max=job.version_max,
-        clocks=job.clocks,
+        versions=_versions_message(VersionRange(job.version_min, job.version_max, dict(job.clocks))),
+        waits=[
+            shard_pb2.WaitStatus(
+                rank=wait.rank,
+                clock=wait.clock,
+                bucket_count=wait.bucket_count,
+                awaited_ranks=sorted(wait.waiting_for),
+                reason=wait.reason,
+                wait_duration=duration(wait.seconds),
+            )
+            for wait in job.waits
+        ],
     )
-    for wait in job.waits:
-        message = status.waits.add(
-            rank=wait.rank,
-            clock=wait.clock,
-            bucket_count=wait.bucket_count,
-            waiting_for=sorted(wait.waiting_for),
-            reason=wait.reason,
-        )
-        message.waited.FromNanoseconds(int(wait.seconds * 1e9))
-    return status
 
 
 def restore_job_request(
@@ -149,20 +160,18 @@ def restore_job_request(
 ) -> shard_pb2.RestoreJobRequest:
     """Asks a shard to go on from a checkpoint."""
     return shard_pb2.RestoreJobRequest(
-        spec=job_spec_message(spec), buckets=buckets, name=name, last_incarnation=last_incarnation
+        spec=job_spec_message(spec), buckets=buckets, checkpoint=name, last_incarnation=last_incarnation
     )
 
 
 def restore_job_response(reached: VersionRange) -> shard_pb2.RestoreJobResponse:
     """Says how far the checkpoint is."""
-    return shard_pb2.RestoreJobResponse(
-        version_min=reached.version_min, version_max=reached.version_max, clocks=reached.clocks
-    )
+    return shard_pb2.RestoreJobResponse(versions=_versions_message(reached))
 
 
 def restored(response: shard_pb2.RestoreJobResponse) -> VersionRange:
     """How far the checkpoint is."""
-    return VersionRange(response.version_min, response.version_max, dict(response.clocks))
+    return _versions(response.versions)
 
 
 def shard_statistics(response: shard_pb2.GetShardStatusResponse) -> ShardStatistics:
@@ -176,9 +185,9 @@ def _shard_job(status: shard_pb2.ShardJobStatus) -> ShardJobStatistics:
             wait.rank,
             wait.clock,
             wait.bucket_count,
-            frozenset(wait.waiting_for),
+            frozenset(wait.awaited_ranks),
             wait.reason,
-            wait.waited.ToNanoseconds() / 1e9,
+            seconds(wait.wait_duration),
         )
         for wait in status.waits
     )
@@ -187,9 +196,9 @@ def _shard_job(status: shard_pb2.ShardJobStatus) -> ShardJobStatistics:
         parameter_bytes=status.parameter_bytes,
         optimizer_bytes=status.optimizer_bytes,
         staged_bytes=status.staged_bytes,
-        version_min=status.version_min,
-        version_max=status.version_max,
-        clocks=dict(status.clocks),
+        version_min=status.versions.min_version,
+        version_max=status.versions.max_version,
+        clocks=dict(status.versions.clocks),
         waits=waits,
         waiting_pulls=sum(wait.bucket_count for wait in waits),
     )
@@ -219,10 +228,10 @@ def watch_response(ranks: list[int], world_size: int, started: bool) -> membersh
     return membership_pb2.WatchResponse(ranks=ranks, world_size=world_size, started=started)
 
 
-def shard_map(addresses: dict[int, str], placement: Sequence[int]) -> types_pb2.ShardMap:
+def shard_map(shards: Mapping[int, RegisteredShard], placement: Sequence[int]) -> types_pb2.ShardMap:
     """Where the shards are, and which bucket is on which."""
     return types_pb2.ShardMap(
-        shards=[types_pb2.ShardInfo(index=index, address=address) for index, address in sorted(addresses.items())],
+        shards=[types_pb2.ShardInfo(index=index, address=shard.address) for index, shard in sorted(shards.items())],
         bucket_shards=placement,
     )
 
@@ -231,21 +240,21 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
     """How a job is."""
     status = cluster_pb2.JobStatus(
         name=job.name,
-        mode=job.mode,
+        consistency=consistency_message(job.consistency),
         world_size=job.world_size,
         started=job.started,
         parameter_bytes=job.parameter_bytes,
         bucket_count=job.buckets,
         imbalance=job.imbalance,
         restore_count=job.restore_count,
-        lost_steps=job.lost_steps,
-        redone_steps=job.redone_steps,
-        awaited=job.rejoining,
+        lost_step_count=job.lost_steps,
+        redone_step_count=job.redone_steps,
+        rejoining_ranks=job.rejoining,
         workers=[_worker_status(worker) for worker in job.workers],
         loaders=[loader_status(loader, progress) for loader, progress in job.loaders.items()],
     )
     if job.checkpoints is not None and job.checkpoints.name is not None:
-        status.checkpoint, status.checkpoint_clock = job.checkpoints.name, job.checkpoints.clock
+        status.last_checkpoint.name, status.last_checkpoint.clock = job.checkpoints.name, job.checkpoints.clock
     return status
 
 
@@ -258,10 +267,10 @@ def _worker_status(worker: WorkerStatistics) -> cluster_pb2.WorkerStatus:
         host=worker.host,
         metrics_address=worker.metrics_address,
         launch=worker.launch,
+        lease_duration=duration(worker.lease_left),
     )
     if worker.since:
-        status.since.FromMilliseconds(int(worker.since * 1e3))
-    status.lease_left.FromNanoseconds(int(worker.lease_left * 1e9))
+        status.join_time.FromMilliseconds(int(worker.since * 1e3))
     return status
 
 
@@ -282,14 +291,15 @@ def end_job_request(job: str) -> jobs_pb2.EndJobRequest:
 
 def status_data(response: cluster_pb2.GetStatusResponse) -> dict[str, Any]:
     """A GetStatusResponse as plain data: an object each process, and one each job."""
+    coordinator = response.coordinator
     processes: list[dict[str, Any]] = [
         {
             "role": "coordinator",
             "index": 0,
-            "pid": response.pid,
-            "address": response.address,
-            "metrics": response.metrics_address,
-            "shards": response.shard_count,
+            "pid": coordinator.pid,
+            "address": coordinator.address,
+            "metrics": coordinator.metrics_address,
+            "shards": coordinator.shard_count,
         }
     ]
     waits: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -302,9 +312,9 @@ def status_data(response: cluster_pb2.GetStatusResponse) -> dict[str, Any]:
                         "shard": shard.index,
                         "clock": wait.clock,
                         "buckets": wait.bucket_count,
-                        "waiting_for": list(wait.waiting_for),
+                        "waiting_for": list(wait.awaited_ranks),
                         "reason": wait.reason,
-                        "seconds": wait.waited.ToNanoseconds() / 1e9,
+                        "seconds": seconds(wait.wait_duration),
                     }
                 )
         processes.append(
@@ -330,8 +340,8 @@ def status_data(response: cluster_pb2.GetStatusResponse) -> dict[str, Any]:
                 "incarnation": worker.incarnation,
                 "clock": worker.clock,
                 "launch": worker.launch,
-                "since": worker.since.ToJsonString() if worker.HasField("since") else None,
-                "lease_left_seconds": worker.lease_left.ToNanoseconds() / 1e9,
+                "since": worker.join_time.ToJsonString() if worker.HasField("join_time") else None,
+                "lease_left_seconds": seconds(worker.lease_duration),
                 "waits": waits.get((status.name, worker.rank), []),
             }
             for worker in status.workers
@@ -346,16 +356,17 @@ def _shard_job_data(job: shard_pb2.ShardJobStatus) -> dict[str, Any]:
         "parameter_bytes": job.parameter_bytes,
         "optimizer_bytes": job.optimizer_bytes,
         "staged_bytes": job.staged_bytes,
-        "version_min": job.version_min,
-        "version_max": job.version_max,
-        "clocks": {str(rank): clock for rank, clock in sorted(job.clocks.items())},
+        "version_min": job.versions.min_version,
+        "version_max": job.versions.max_version,
+        "clocks": {str(rank): clock for rank, clock in sorted(job.versions.clocks.items())},
     }
 
 
 def _job_data(job: cluster_pb2.JobStatus) -> dict[str, Any]:
+    last = job.last_checkpoint
     return {
         "name": job.name,
-        "mode": job.mode,
+        "mode": str(consistency(job.consistency)),
         "world_size": job.world_size,
         "started": job.started,
         "ranks": [worker.rank for worker in job.workers],
@@ -364,8 +375,8 @@ def _job_data(job: cluster_pb2.JobStatus) -> dict[str, Any]:
         "imbalance": job.imbalance,
         "loaders": [loader_data(loader) for loader in job.loaders],
         "restore_count": job.restore_count,
-        "lost_steps": job.lost_steps,
-        "redone_steps": job.redone_steps,
-        "awaited": list(job.awaited),
-        "checkpoint": {"name": job.checkpoint, "clock": job.checkpoint_clock} if job.checkpoint else None,
+        "lost_steps": job.lost_step_count,
+        "redone_steps": job.redone_step_count,
+        "awaited": list(job.rejoining_ranks),
+        "checkpoint": {"name": last.name, "clock": last.clock} if job.HasField("last_checkpoint") else None,
     }

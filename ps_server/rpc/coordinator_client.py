@@ -6,10 +6,11 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
 
 from ps_protocol.errors import PSError, Untrusted
 from ps_protocol.v1 import cluster_pb2, jobs_pb2
+from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
+from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer
@@ -41,9 +42,9 @@ class CoordinatorClient:
         self._call(JobServiceStub(self._channel).EndJob, jobs_pb2.EndJobRequest(job=job))
 
     def checkpoint_job(self, job: str, seconds: float = CHECKPOINT_SECONDS) -> Any:
-        """Makes a checkpoint of a job; returns it as a CheckpointJobResponse when it is complete."""
+        """Makes a checkpoint of a job; returns it as a Checkpoint when it is complete."""
         request = jobs_pb2.CheckpointJobRequest(job=job)
-        return self._call(JobServiceStub(self._channel).CheckpointJob, request, seconds)
+        return self._call(JobServiceStub(self._channel).CheckpointJob, request, seconds).checkpoint
 
     def register_shard(self, shard: cluster_pb2.RegisterShardRequest, seconds: float) -> None:
         """Makes a shard known; waits for a coordinator that is not there yet."""

@@ -86,7 +86,7 @@ def _push(header: data_pb2.PushHeader, in_segment: bool, payload: memoryview | N
         ranges=data_ranges(header.ranges),
         key=worker.lease_key,
     )
-    if len({bucket.index for bucket in call.buckets}) != len(call.buckets):
+    if len({bucket.bucket for bucket in call.buckets}) != len(call.buckets):
         raise InvalidRequest("a push names each bucket at most once")
     if in_segment:
         _allow(call, _IN_SEGMENT, "a push by way of a segment")
@@ -107,7 +107,7 @@ def _pushed_bucket(message: data_pb2.BucketPush) -> PushedBucket:
 def _allow(call: PushCall, kinds: frozenset[PushKind], what: str) -> None:
     for bucket in call.buckets:
         if bucket.kind not in kinds:
-            raise InvalidRequest(f"{what} is not the way of {bucket.kind.value}, which bucket {bucket.index} has")
+            raise InvalidRequest(f"{what} is not the way of {bucket.kind.value}, which bucket {bucket.bucket} has")
 
 
 def _pull(
@@ -175,9 +175,7 @@ class Answers(NamedTuple):
         response = data_pb2.PullStateResponse(header=self._header(answer.version), state=state)
         return write_message(response, answer.payload)
 
-    def _pulled(
-        self, kind: Callable[..., data_pb2.PullResponse | data_pb2.ExchangeResponse], answer: Answer
-    ) -> bytes:
+    def _pulled(self, kind: Callable[..., data_pb2.PullResponse | data_pb2.ExchangeResponse], answer: Answer) -> bytes:
         if isinstance(answer, PulledBucket):
             if answer.waiting is None:
                 response = kind(header=self._header(answer.version), buckets=[_pulled_bucket(answer)])

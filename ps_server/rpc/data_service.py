@@ -13,11 +13,11 @@ from ps_server.rpc.data_messages import Answers
 from ps_server.rpc.streams import PullStream, Send
 from ps_server.shard.shard import Shard
 
-DATA_SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
-
 
 class DataService:
     """Push, Pull and their like, with identity serializers: protobuf never sees a payload."""
+
+    NAME = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 
     def __init__(self, shard: Shard, answers: Answers) -> None:
         self._shard = shard
@@ -39,7 +39,7 @@ class DataService:
                 ("PullState", self._pull_state),
             )
         }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(DATA_SERVICE, handlers),))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.NAME, handlers),))
 
     def stop(self) -> None:
         """Ends the pools after what they are doing."""

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from ps_protocol.data import BatchLease, DataRange, LeaseReport, LeaseRequest, LoaderSpec
+from ps_protocol.convert import data_range_messages, data_ranges
+from ps_protocol.data import BatchLease, LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.v1 import cluster_pb2, leases_pb2, shard_pb2, types_pb2
 from ps_server.core.data_commits import Committed
 from ps_server.core.data_leases import Progress
 
 
-def ranges_of(ranges: Iterable[types_pb2.DataRange]) -> tuple[DataRange, ...]:
-    """The ranges of data that a message names."""
-    return tuple(DataRange(one.loader, one.pass_number, one.start, one.stop) for one in ranges)
-
-
 def lease_request(request: leases_pb2.LeaseDataRequest) -> LeaseRequest:
     """What a worker asks of a loader's data."""
-    seed = request.seed if request.HasField("seed") else None
+    loader = request.loader
+    seed = loader.seed if loader.HasField("seed") else None
     return LeaseRequest(
-        loader=LoaderSpec(request.loader, request.sample_count, request.batch_size, request.drop_last, seed),
+        loader=LoaderSpec(loader.loader, loader.sample_count, loader.batch_size, loader.drop_last, seed),
         pass_number=request.pass_number,
         count=request.batch_count,
-        report=LeaseReport(ranges_of(request.held), ranges_of(request.committed), ranges_of(request.returned)),
+        report=LeaseReport(data_ranges(request.leased), data_ranges(request.committed), data_ranges(request.returned)),
     )
 
 
 def lease_response(lease: BatchLease) -> leases_pb2.LeaseDataResponse:
     """The batches given."""
-    ranges = [
-        types_pb2.DataRange(loader=each.loader, pass_number=each.pass_number, start=each.start, stop=each.stop)
-        for each in lease.ranges
-    ]
-    return leases_pb2.LeaseDataResponse(ranges=ranges, complete=lease.complete)
+    return leases_pb2.LeaseDataResponse(ranges=data_range_messages(lease.ranges), complete=lease.complete)
 
 
 def committed_request(job: str) -> shard_pb2.GetCommittedDataRequest:
@@ -51,12 +43,12 @@ def committed_response(committed: Committed, has_say: bool) -> shard_pb2.GetComm
         )
         for loader, (number, spans) in committed.items()
     ]
-    return shard_pb2.GetCommittedDataResponse(loaders=loaders, no_say=not has_say)
+    return shard_pb2.GetCommittedDataResponse(loaders=loaders, trains_buckets=has_say)
 
 
 def committed(response: shard_pb2.GetCommittedDataResponse) -> Committed | None:
     """What a shard has committed; None if it has no say."""
-    if response.no_say:
+    if not response.trains_buckets:
         return None
     return {one.loader: (one.pass_number, [(r.start, r.stop) for r in one.ranges]) for one in response.loaders}
 

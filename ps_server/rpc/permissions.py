@@ -1,4 +1,4 @@
-"""What each role may call: one table of every method, and principals as values.
+"""What each role may call: one table of every method, by service, and principals as values.
 
 A principal has permissions, each a role for every job or for one. A method names the roles that may call it; a method
 that is not in the table is refused to all.
@@ -8,8 +8,21 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
+
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
 from ps_protocol.errors import Forbidden, InvalidRequest
+from ps_protocol.v1 import (
+    cluster_pb2,
+    data_pb2,
+    jobs_pb2,
+    leases_pb2,
+    membership_pb2,
+    rounds_pb2,
+    shard_pb2,
+)
 
 
 class Role(enum.Enum):
@@ -28,40 +41,25 @@ _WORKERS: Roles = frozenset({Role.WORKER})
 _LOOKING: Roles = frozenset({Role.READER, Role.ADMIN, Role.CLUSTER})
 _CLUSTER: Roles = frozenset({Role.CLUSTER})
 
-_V1 = "/ps_protocol.v1."
+_ADMIN: Roles = frozenset({Role.ADMIN})
+
+
+def _service(module: Any, name: str, roles: Roles, **exceptions: Roles) -> dict[str, Roles]:
+    """The roles that may call each method of a service: `roles`, but for those methods that are named."""
+    service = module.DESCRIPTOR.services_by_name[name]
+    return {f"/{service.full_name}/{method.name}": exceptions.get(method.name, roles) for method in service.methods}
+
+
 METHODS: dict[str, Roles] = {
-    _V1 + "DataService/Push": _WORKERS,
-    _V1 + "DataService/Pull": _WORKERS | {Role.READER},
-    _V1 + "DataService/PullState": _WORKERS,
-    _V1 + "DataService/AttachSegment": _WORKERS,
-    _V1 + "DataService/PushShared": _WORKERS,
-    _V1 + "DataService/PullShared": _WORKERS,
-    _V1 + "DataService/PushPullShared": _WORKERS,
-    _V1 + "JobService/RegisterJob": _WORKERS,
-    _V1 + "JobService/JoinJob": _WORKERS,
-    _V1 + "JobService/WatchJob": _WORKERS | _LOOKING,
-    _V1 + "JobService/Heartbeat": _WORKERS,
-    _V1 + "JobService/LeaveJob": _WORKERS,
-    _V1 + "JobService/EndJob": frozenset({Role.ADMIN}),
-    _V1 + "JobService/SaveWorkerState": _WORKERS,
-    _V1 + "JobService/CheckpointJob": frozenset({Role.ADMIN, Role.CLUSTER}),
-    _V1 + "JobService/LeaseData": _WORKERS,
-    _V1 + "JobService/ExchangeValues": _WORKERS,
-    _V1 + "ClusterService/RegisterShard": _CLUSTER,
-    _V1 + "ClusterService/GetStatus": _LOOKING,
-    _V1 + "ShardService/CreateJob": _CLUSTER,
-    _V1 + "ShardService/DropJob": _CLUSTER,
-    _V1 + "ShardService/AdmitWorker": _CLUSTER,
-    _V1 + "ShardService/RetireWorker": _CLUSTER,
-    _V1 + "ShardService/BeginCheckpoint": _CLUSTER,
-    _V1 + "ShardService/AwaitCheckpoint": _CLUSTER,
-    _V1 + "ShardService/RestoreJob": _CLUSTER,
-    _V1 + "ShardService/GetCommittedData": _CLUSTER,
-    _V1 + "ShardService/GetShardStatus": _LOOKING,
-    "/grpc.health.v1.Health/Check": EVERYONE,
-    "/grpc.health.v1.Health/Watch": _LOOKING,
-    "/grpc.health.v1.Health/List": _LOOKING,
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _LOOKING,
+    **_service(data_pb2, "DataService", _WORKERS, Pull=_WORKERS | {Role.READER}),
+    **_service(jobs_pb2, "JobService", _ADMIN, RegisterJob=_WORKERS, CheckpointJob=_ADMIN | _CLUSTER),
+    **_service(membership_pb2, "MembershipService", _WORKERS, Watch=_WORKERS | _LOOKING),
+    **_service(leases_pb2, "DataLeaseService", _WORKERS),
+    **_service(rounds_pb2, "RoundService", _WORKERS),
+    **_service(cluster_pb2, "ClusterService", _CLUSTER, GetStatus=_LOOKING),
+    **_service(shard_pb2, "ShardService", _CLUSTER, GetShardStatus=_LOOKING),
+    **_service(health_pb2, "Health", _LOOKING, Check=EVERYONE),
+    **_service(reflection_pb2, "ServerReflection", _LOOKING),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 
 from ps_protocol.errors import PSError
@@ -19,10 +18,11 @@ log = logging.getLogger("ps_server")
 class Registration:
     """Tells the coordinator every few seconds that this shard is here, for as long as it is.
 
-    known: is set when the coordinator has answered
+    process: the number that this process chose when it started
+    known:   is set when the coordinator has answered
     """
 
-    def __init__(self, coordinator: Peer, index: int, address: str, metrics_address: str) -> None:
+    def __init__(self, coordinator: Peer, index: int, address: str, metrics_address: str, process: int) -> None:
         self.known = threading.Event()
         self._coordinator = coordinator
         self._shard = cluster_pb2.RegisterShardRequest(
@@ -30,7 +30,7 @@ class Registration:
             address=address,
             metrics_address=metrics_address,
             pid=os.getpid(),
-            process=secrets.randbits(63),
+            process=process,
         )
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)

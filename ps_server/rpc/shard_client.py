@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
-from ps_protocol.v1.control_pb2_grpc import ShardServiceStub
 
 from ps_protocol.job import JobSpec
+from ps_protocol.v1.shard_pb2_grpc import ShardServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.status import error_from
@@ -41,12 +41,12 @@ class ShardClient:
 
     def add_worker(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes) -> int:
         """Counts a worker as live; answers with the shard's frontier."""
-        request = convert.admit_request(job, rank, incarnation, clock, key)
-        return int(self._call(self._stub.AdmitWorker, request).frontier)
+        request = convert.add_worker_request(job, rank, incarnation, clock, key)
+        return int(self._call(self._stub.AddWorker, request).frontier)
 
     def remove_worker(self, job: str, rank: int, incarnation: int) -> None:
         """Stops counting a worker as live."""
-        self._call(self._stub.RetireWorker, convert.retire_request(job, rank, incarnation))
+        self._call(self._stub.RemoveWorker, convert.remove_worker_request(job, rank, incarnation))
 
     def committed(self, job: str) -> Committed | None:
         """The leased data that every bucket that trains there has had; None if there is no such bucket."""
@@ -55,11 +55,11 @@ class ShardClient:
 
     def begin_checkpoint(self, job: str, name: str, clock: int | None) -> None:
         """Has the shard take its part of a checkpoint."""
-        self._call(self._stub.BeginCheckpoint, convert.begin_checkpoint_request(job, name, clock))
+        self._call(self._stub.BeginSnapshot, convert.begin_snapshot_request(job, name, clock))
 
     def await_checkpoint(self, job: str, name: str) -> ShardSnapshot:
         """The shard's part, once it is on disk. Raises TryLater after a few seconds."""
-        return convert.captured(self._call(self._stub.AwaitCheckpoint, convert.await_checkpoint_request(job, name)))
+        return convert.captured(self._call(self._stub.AwaitSnapshot, convert.await_snapshot_request(job, name)))
 
     def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int) -> VersionRange:
         """Has the shard hold a job as a checkpoint has it."""

@@ -20,6 +20,8 @@ AWAIT_SECONDS = 5.0
 class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,unused-ignore]
     """What the coordinator asks of a shard."""
 
+    NAME = shard_pb2.DESCRIPTOR.services_by_name["ShardService"].full_name
+
     def __init__(self, shard: Shard, limits: Limits = DEFAULTS) -> None:
         self._shard = shard
         self._limits = limits
@@ -38,31 +40,32 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         self._shard.drop_job(request.job)
         return shard_pb2.DropJobResponse()
 
-    def AdmitWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
-        clock = request.clock if request.HasField("clock") else None
-        frontier = self._shard.add_worker(request.job, request.rank, request.incarnation, clock, request.lease_key)
+    def AddWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
+        worker, clock = request.worker, request.clock if request.HasField("clock") else None
+        frontier = self._shard.add_worker(worker.job, worker.rank, worker.incarnation, clock, worker.lease_key)
         return shard_pb2.AddWorkerResponse(frontier=frontier)
 
-    def RetireWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
-        self._shard.remove_worker(request.job, request.rank, request.incarnation)
+    def RemoveWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
+        worker = request.worker
+        self._shard.remove_worker(worker.job, worker.rank, worker.incarnation)
         return shard_pb2.RemoveWorkerResponse()
 
     def GetCommittedData(self, request: Any, context: grpc.ServicerContext) -> Any:
         return lease_messages.committed_response(*self._shard.committed(request.job))
 
-    def BeginCheckpoint(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def BeginSnapshot(self, request: Any, context: grpc.ServicerContext) -> Any:
         clock = request.clock if request.HasField("clock") else None
-        self._shard.begin_checkpoint(request.job, request.name, clock)
+        self._shard.begin_checkpoint(request.job, request.checkpoint, clock)
         return shard_pb2.BeginSnapshotResponse()
 
-    def AwaitCheckpoint(self, request: Any, context: grpc.ServicerContext) -> Any:
-        captured = self._shard.await_checkpoint(request.job, request.name, AWAIT_SECONDS)
-        return convert.await_checkpoint_response(captured)
+    def AwaitSnapshot(self, request: Any, context: grpc.ServicerContext) -> Any:
+        captured = self._shard.await_checkpoint(request.job, request.checkpoint, AWAIT_SECONDS)
+        return convert.await_snapshot_response(captured)
 
     def RestoreJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         spec = job_spec(request.spec)
         check_job_spec(spec, self._limits)
-        reached = self._shard.restore_job(spec, list(request.buckets), request.name, request.last_incarnation)
+        reached = self._shard.restore_job(spec, list(request.buckets), request.checkpoint, request.last_incarnation)
         return convert.restore_job_response(reached)
 
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:

@@ -103,7 +103,7 @@ def _push_of(call: PushCall, bucket: PushedBucket, payload: Buffer) -> Push:
         job=call.job,
         rank=call.rank,
         incarnation=call.incarnation,
-        bucket=bucket.index,
+        bucket=bucket.bucket,
         clock=call.clock,
         kind=bucket.kind,
         payload=payload,
@@ -123,18 +123,16 @@ def _payloads(job: HostedJob, call: PushCall) -> list[Buffer]:
     if call.payload is None:
         segment = job.segment(call.rank, call.incarnation, call.key)
         return [
-            b"" if bucket.kind is PushKind.SKIP else bytes_of(segment.gradient(job.state.trained(bucket.index)))
+            b"" if bucket.kind is PushKind.SKIP else bytes_of(segment.gradient(job.state.trained(bucket.bucket)))
             for bucket in call.buckets
         ]
     if len(call.buckets) == 1:  # whose check says what was expected of all of it
         return [call.payload]
     payloads, position = [], 0
     for bucket in call.buckets:
-        end = position + job.state.payload_size(bucket.index, bucket.kind, bucket.state)
+        end = position + job.state.payload_size(bucket.bucket, bucket.kind, bucket.state)
         payloads.append(call.payload[position:end])
         position = end
     if len(call.payload) != position:
-        raise InvalidRequest(
-            f"{len(call.buckets)} buckets: expected {position} bytes in all, got {len(call.payload)}"
-        )
+        raise InvalidRequest(f"{len(call.buckets)} buckets: expected {position} bytes in all, got {len(call.payload)}")
     return payloads

@@ -156,7 +156,7 @@ class Connection:
         for index, transport in self._transports.items():
             wanted = [bucket for bucket in self._buckets[index] if not bucket.held]
             own = [push for push in pushes if self._shard_of[push.bucket.index] == index]
-            both = transport.push_pull(clock, own, wanted) if wanted else None
+            both = transport.exchange(clock, own, wanted) if wanted else None
             if both is not None:
                 pushed += both[0]
                 pulled.append(both[1])

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
-from ps_protocol.convert import hyper_messages
-from ps_protocol.data import BatchLease, DataRange, LeaseRequest
-from ps_protocol.framing import read_message, write_message
-from ps_protocol.job import HyperParameters
-from ps_protocol.v1 import data_pb2, job_pb2, jobs_pb2, leases_pb2, membership_pb2, rounds_pb2, types_pb2
+from ps_protocol.convert import (
+    data_range_messages,
+    data_ranges,
+    duration,
+    group_update_messages,
+    seconds,
+    wire_format,
+    wire_format_number,
+)
+from ps_protocol.data import BatchLease, LeaseRequest
+from ps_protocol.framing import split_message, write_message
+from ps_protocol.layout import BucketSpec
+from ps_protocol.v1 import data_pb2, jobs_pb2, leases_pb2, membership_pb2, rounds_pb2, types_pb2
 from ps_runtime.launch_id import UNKNOWN, LaunchId
 from ps_worker.values import (
     BucketPush,
@@ -21,27 +29,32 @@ from ps_worker.values import (
     StateChunk,
 )
 
+WireFormatOf = Callable[[BucketSpec], str]
+
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
 def identity(who: Identity) -> types_pb2.WorkerIdentity:
-    """Returns who calls a shard, as every message to one says it."""
+    """Returns who calls, as every message of a worker says it."""
     return types_pb2.WorkerIdentity(job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key)
 
 
-def gradient_push(who: Identity, push: BucketPush, payload: memoryview | None, draft: bool = False) -> bytes:
-    """Writes one bucket's gradient; without payload, that this step has none. `draft`: it does not count yet."""
-    header = data_pb2.PushHeader(
-        worker=identity(who),
-        bucket=push.bucket.index,
-        clock=push.clock,
-        kind=data_pb2.PUSH_KIND_SKIP if payload is None else data_pb2.PUSH_KIND_GRADIENT,
-        absent_segments=push.absent,
-        groups=_group_updates(push.groups),
-        ranges=_ranges(push.ranges),
-        draft=draft,
-    )
-    return write_message(header, payload)
+def gradient_push(
+    who: Identity, push: BucketPush, payload: memoryview | None, wire_format: str, draft: bool = False
+) -> bytes:
+    """Writes one bucket's gradient; without payload, that this step has none.
+
+    wire_format: of the payload; empty: the bucket's own type
+    draft:       it does not count yet
+    """
+    kind = data_pb2.PUSH_KIND_DRAFT if draft else data_pb2.PUSH_KIND_GRADIENT
+    header = _push_header(who, push.clock, [push], kind, lambda _: wire_format)
+    return write_message(data_pb2.PushRequest(header=header), payload)
+
+
+def initial_push(who: Identity, bucket: int, payload: memoryview) -> bytes:
+    """Writes one bucket's initial value."""
+    return _setting(who, 0, data_pb2.BucketPush(bucket=bucket, kind=data_pb2.PUSH_KIND_INITIAL_VALUE), payload)
 
 
 def assignment(
@@ -49,121 +62,139 @@ def assignment(
 ) -> bytes:
     """Writes weights (`state` None) or optimizer state that a script has set in a bucket before its step of a clock.
 
-    state: a kind of state; "": the segments that are not absent lose theirs
+    state: a kind of state; "": the slices that are not absent lose theirs
     """
-    header = data_pb2.PushHeader(
-        worker=identity(who),
-        bucket=bucket,
-        clock=clock,
-        kind=data_pb2.PUSH_KIND_ASSIGN if state is None else data_pb2.PUSH_KIND_ASSIGN_STATE,
-        absent_segments=absent,
-        state=state,
-    )
-    return write_message(header, payload)
+    kind = data_pb2.PUSH_KIND_ASSIGN if state is None else data_pb2.PUSH_KIND_ASSIGN_STATE
+    push = data_pb2.BucketPush(bucket=bucket, kind=kind, absent_slices=absent, state=state or "")
+    return _setting(who, clock, push, payload)
 
 
-def shared_push(who: Identity, clock: int, pushes: Sequence[BucketPush], finite: Set[int] = frozenset()) -> bytes:
-    """Announces buckets whose gradients lie in the segment; `finite`: those whose bytes there were looked at."""
-    return _shared_push(who, clock, pushes, finite).SerializeToString()
+def _setting(who: Identity, clock: int, push: data_pb2.BucketPush, payload: memoryview | None) -> bytes:
+    header = data_pb2.PushHeader(worker=identity(who), clock=clock, buckets=[push])
+    return write_message(data_pb2.PushRequest(header=header), payload)
 
 
-def push_pull(
+def shared_push(
+    who: Identity, clock: int, pushes: Sequence[BucketPush], finite: Set[int], wire_format: WireFormatOf
+) -> bytes:
+    """Announces buckets whose gradients lie in the segment.
+
+    finite:      those whose bytes there were looked at
+    wire_format: of each gradient, as in `gradient_push`
+    """
+    header = _push_header(who, clock, pushes, data_pb2.PUSH_KIND_GRADIENT, wire_format, finite)
+    return data_pb2.PushRequest(header=header, in_segment=data_pb2.InSegment()).SerializeToString()
+
+
+def shared_exchange(
     who: Identity,
     clock: int,
     pushes: Sequence[BucketPush],
     finite: Set[int],
+    wire_format: WireFormatOf,
     buckets: Sequence[int],
-    notice_bytes: int,
+    notify_bytes: int,
 ) -> bytes:
-    """Does as `shared_push`, and asks for buckets at that clock, as `pull_request`."""
-    push = _shared_push(who, clock, pushes, finite)
-    return data_pb2.ExchangeRequest(push=push, buckets=buckets, word_bytes=notice_bytes).SerializeToString()
+    """Does as `shared_push`, and asks for buckets at that clock, as `shared_pull`."""
+    return data_pb2.ExchangeRequest(
+        push=_push_header(who, clock, pushes, data_pb2.PUSH_KIND_GRADIENT, wire_format, finite),
+        buckets=buckets,
+        notify_bytes=notify_bytes,
+        in_segment=data_pb2.InSegment(),
+    ).SerializeToString()
 
 
-def _shared_push(who: Identity, clock: int, pushes: Sequence[BucketPush], finite: Set[int]) -> data_pb2.PushHeader:
+def commit_exchange(who: Identity, clock: int, commit: Sequence[BucketPush], buckets: Sequence[int]) -> bytes:
+    """Has a step count: pushes that left as drafts, and empty ones; then asks for buckets at that clock."""
+    header = _push_header(who, clock, commit, data_pb2.PUSH_KIND_COMMIT, lambda _: "")
+    return data_pb2.ExchangeRequest(push=header, buckets=buckets).SerializeToString()
+
+
+def _push_header(
+    who: Identity,
+    clock: int,
+    pushes: Sequence[BucketPush],
+    kind: data_pb2.PushKind,
+    wire_format: WireFormatOf,
+    finite: Set[int] = frozenset(),
+) -> data_pb2.PushHeader:
+    """The header of pushes of one clock, so of one step. kind: of those that are not empty."""
     groups = {group: values for push in pushes for group, values in push.groups.items()}
     return data_pb2.PushHeader(
         worker=identity(who),
         clock=clock,
-        buckets=_shared_buckets(pushes, finite),
-        groups=_group_updates(groups),
-        ranges=_ranges(pushes[0].ranges),  # of one clock, so of one step
+        buckets=[
+            data_pb2.BucketPush(
+                bucket=push.bucket.index,
+                kind=data_pb2.PUSH_KIND_SKIP if push.empty else kind,
+                absent_slices=push.absent,
+                finite=push.bucket.index in finite,
+                wire_format=wire_format_number(wire_format(push.bucket)),
+            )
+            for push in pushes
+        ],
+        groups=group_update_messages(groups),
+        ranges=data_range_messages(pushes[0].ranges if pushes else ()),
     )
 
 
-def _shared_buckets(pushes: Sequence[BucketPush], finite: Set[int]) -> list[data_pb2.BucketPush]:
-    return [
-        data_pb2.BucketPush(
-            bucket=push.bucket.index,
-            skip=push.empty,
-            absent_segments=push.absent,
-            finite=push.bucket.index in finite,
-        )
-        for push in pushes
-    ]
+def pull_request(who: Identity, clock: int, buckets: Sequence[int]) -> bytes:
+    """Asks a shard for buckets at a clock, as payloads."""
+    return data_pb2.PullRequest(worker=identity(who), clock=clock, buckets=buckets).SerializeToString()
 
 
-def _ranges(ranges: Sequence[DataRange]) -> list[types_pb2.DataRange]:
-    return [
-        types_pb2.DataRange(loader=each.loader, pass_number=each.pass_number, start=each.start, stop=each.stop)
-        for each in ranges
-    ]
+def shared_pull(who: Identity, clock: int, buckets: Sequence[int], notify_bytes: int) -> bytes:
+    """Asks a shard for buckets at a clock, into the segment.
 
-
-def _group_updates(groups: Mapping[int, HyperParameters]) -> list[job_pb2.GroupUpdate]:
-    return [
-        job_pb2.GroupUpdate(group=group, hyper_parameters=hyper_messages(values)) for group, values in groups.items()
-    ]
-
-
-def initial_push(who: Identity, bucket: int, payload: memoryview) -> bytes:
-    """Writes one bucket's initial value."""
-    kind = data_pb2.PUSH_KIND_INITIAL_VALUE
-    return write_message(data_pb2.PushHeader(worker=identity(who), bucket=bucket, kind=kind), payload)
-
-
-def pull_request(
-    who: Identity, clock: int, buckets: Sequence[int], notice_bytes: int = 0, commit: Sequence[BucketPush] = ()
-) -> bytes:
-    """Asks a shard for buckets at a clock.
-
-    notice_bytes: into the segment, and to be told of them whenever they make so many bytes; 0: when all are there
-    commit:     of that clock: pushes that left as drafts, and empty ones; they count before anything is pulled
+    notify_bytes: to be told of them whenever they make so many bytes; 0: when all are there
     """
-    request = data_pb2.PullRequest(worker=identity(who), clock=clock, buckets=buckets, word_bytes=notice_bytes)
-    if commit:
-        groups = {group: values for push in commit for group, values in push.groups.items()}
-        request.commit.buckets.extend(_shared_buckets(commit, frozenset()))
-        request.commit.groups.extend(_group_updates(groups))
-        request.commit.ranges.extend(_ranges(commit[0].ranges))
-    return request.SerializeToString()
+    return data_pb2.PullRequest(
+        worker=identity(who), clock=clock, buckets=buckets, in_segment=data_pb2.InSegment(), notify_bytes=notify_bytes
+    ).SerializeToString()
 
 
 def state_chunk(data: bytes) -> StateChunk:
     """Reads one message of the optimizer state of buckets; the payload is a view into it."""
-    raw, payload = read_message(data)
-    header = data_pb2.PulledState.FromString(bytes(raw))
-    return StateChunk(header.bucket, header.version, header.state, frozenset(header.absent_segments), payload)
+    head, payload = split_message(data)
+    state = data_pb2.PullStateResponse.FromString(head).state
+    content = payload if payload is not None else memoryview(b"")
+    return StateChunk(state.bucket, state.version, state.state, frozenset(state.absent_slices), content)
 
 
-def pulled(data: bytes) -> PulledBucket:
-    """Reads one message of a pull's stream; the payload is a view into it."""
-    raw, payload = read_message(data)
-    return _pulled(data_pb2.PulledBucket.FromString(bytes(raw)), payload)
+def pulled(data: bytes, size: Callable[[int], int]) -> list[PulledBucket]:
+    """Reads one message of a pull's stream; payloads are views into it. size: bytes of a bucket's weights, by index"""
+    head, payload = split_message(data)
+    return _pulled(data_pb2.PullResponse.FromString(head), payload, size)
 
 
-def shared_pulled(data: bytes) -> tuple[list[PulledBucket], float | None]:
-    """Reads one message of a shared pull's stream: buckets that are in the segment now, and for how many seconds the
-    pushes that went with the pull have been staged, if it says so.
+def exchanged(data: bytes, size: Callable[[int], int]) -> tuple[list[PulledBucket], float | None]:
+    """Reads one message of an exchange's stream, as `pulled`; and for how many seconds its pushes have been staged, if
+    the message says so.
     """
-    message = data_pb2.PullResponse.FromString(data)
-    buckets = [_pulled(header, memoryview(b"")) for header in message.headers]
-    return buckets, message.staged_seconds if message.HasField("staged_seconds") else None
+    head, payload = split_message(data)
+    response = data_pb2.ExchangeResponse.FromString(head)
+    staged = seconds(response.staged_duration) if response.HasField("staged_duration") else None
+    return _pulled(response, payload, size), staged
 
 
-def _pulled(header: data_pb2.PulledBucket, payload: memoryview) -> PulledBucket:
-    waiting = (tuple(header.waiting.ranks), header.waiting.reason) if header.HasField("waiting") else None
-    return PulledBucket(header.bucket, header.version, header.waited_seconds, payload, waiting, header.checkpoint)
+def _pulled(
+    response: data_pb2.PullResponse | data_pb2.ExchangeResponse,
+    payload: memoryview | None,
+    size: Callable[[int], int],
+) -> list[PulledBucket]:
+    if response.HasField("waiting"):
+        notice = response.waiting
+        why = tuple(notice.awaited_ranks), notice.reason
+        return [PulledBucket(notice.bucket, 0, 0.0, memoryview(b""), why)]
+    rest = payload if payload is not None else memoryview(b"")
+    buckets = []
+    for bucket in response.buckets:
+        end = len(rest) if payload is None or len(response.buckets) == 1 else size(bucket.bucket)
+        elements, rest = rest[:end], rest[end:]
+        waited = seconds(bucket.wait_duration) if bucket.HasField("wait_duration") else 0.0
+        what = wire_format(bucket.wire_format)
+        buckets.append(PulledBucket(bucket.bucket, bucket.version, waited, elements, None, bucket.state_wanted, what))
+    return buckets
 
 
 # -- control ---------------------------------------------------------------------------------------------------------
@@ -193,10 +224,13 @@ class Applicant:
     launch: LaunchId = UNKNOWN
 
 
-def join_request(job: str, rank: int | None, who: Applicant, attempt: int, waited: float) -> membership_pb2.JoinRequest:
+def join_request(
+    job: str, rank: int | None, who: Applicant, request_id: int, waited: float
+) -> membership_pb2.JoinRequest:
     """Asks to take part, or to come back.
 
-    waited: seconds since it was told first to wait for others
+    request_id: the same in every repeat of one wish
+    waited:     seconds since it was told first to wait for others
     """
     request = membership_pb2.JoinRequest(
         job=job,
@@ -206,63 +240,66 @@ def join_request(job: str, rank: int | None, who: Applicant, attempt: int, waite
         metrics_address=who.metrics_address,
         previous_incarnation=who.previous,
         clock=who.clock,
-        attempt=attempt,
-        launch=who.launch.name,
-        take_over=who.launch.take_over,
-        launch_first_rank=who.launch.ranks.start,
-        launch_rank_count=len(who.launch.ranks),
+        request_id=request_id,
+        wait_duration=duration(waited),
     )
-    request.waited.FromNanoseconds(int(waited * 1e9))
+    if who.launch != UNKNOWN:
+        ranks = who.launch.ranks
+        request.launch.CopyFrom(
+            membership_pb2.Launch(
+                name=who.launch.name,
+                first_rank=ranks.start,
+                rank_count=len(ranks),
+                takeover=who.launch.take_over,
+            )
+        )
     return request
 
 
-def join_result(job: str, response: membership_pb2.JoinResponse) -> JoinResult:
+def join_result(response: membership_pb2.JoinResponse) -> JoinResult:
     """Reads what a worker got when it joined."""
-    lease = response.lease.ToNanoseconds() / 1e9
-    who = Identity(job, response.rank, response.incarnation, response.lease_key)
+    worker = response.worker
     return JoinResult(
-        who,
+        Identity(worker.job, worker.rank, worker.incarnation, worker.lease_key),
         response.clock,
-        lease,
+        seconds(response.lease_duration),
         _shard_map(response.shard_map) if response.HasField("shard_map") else None,
         response.restore_count,
-        response.worker_state if response.HasField("worker_state") else None,
+        response.worker_state.content if response.HasField("worker_state") else None,
     )
 
 
 def lease_request(who: Identity, ask: LeaseRequest) -> leases_pb2.LeaseDataRequest:
     """Asks for batches of a loader's data."""
     return leases_pb2.LeaseDataRequest(
-        job=who.job,
-        rank=who.rank,
-        incarnation=who.incarnation,
-        lease_key=who.key,
-        loader=ask.loader.loader,
-        sample_count=ask.loader.size,
-        batch_size=ask.loader.batch_size,
-        drop_last=ask.loader.drop_last,
-        seed=ask.loader.seed,
+        worker=identity(who),
+        loader=leases_pb2.LoaderSpec(
+            loader=ask.loader.loader,
+            sample_count=ask.loader.size,
+            batch_size=ask.loader.batch_size,
+            drop_last=ask.loader.drop_last,
+            seed=ask.loader.seed,
+        ),
         pass_number=ask.pass_number,
         batch_count=ask.count,
-        held=_ranges(ask.report.held),
-        committed=_ranges(ask.report.committed),
-        returned=_ranges(ask.report.returned),
+        leased=data_range_messages(ask.report.held),
+        committed=data_range_messages(ask.report.committed),
+        returned=data_range_messages(ask.report.returned),
     )
 
 
 def leased(response: leases_pb2.LeaseDataResponse) -> BatchLease:
     """Reads which batches were given, and whether the pass is complete."""
-    ranges = (DataRange(each.loader, each.pass_number, each.start, each.stop) for each in response.ranges)
-    return BatchLease(tuple(ranges), response.complete)
+    return BatchLease(data_ranges(response.ranges), response.complete)
 
 
 def round_news(response: rounds_pb2.GatherValuesResponse) -> RoundNews:
     """Reads how a round stands."""
     return RoundNews(
-        response.number,
+        response.round,
         response.complete,
         {each.rank: each.value for each in response.values},
-        response.refused,
-        tuple(response.waiting_for),
+        response.refusal,
+        tuple(response.awaited_ranks),
         response.step_wanted,
     )

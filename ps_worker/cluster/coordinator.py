@@ -12,12 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
-from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 
 from ps_protocol.convert import job_spec_message
 from ps_protocol.data import BatchLease, LeaseRequest
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import jobs_pb2, membership_pb2, rounds_pb2
+from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
+from ps_protocol.v1.leases_pb2_grpc import DataLeaseServiceStub
+from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
+from ps_protocol.v1.rounds_pb2_grpc import RoundServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer, Retry
@@ -58,12 +61,15 @@ class CoordinatorClient:
         self._timeout = timeout
         self._peer = Peer("coordinator", address, access)
         self._channel = open_channel(address, access)
-        self._stub = JobServiceStub(self._channel)
+        self._jobs = JobServiceStub(self._channel)
+        self._members = MembershipServiceStub(self._channel)
+        self._leases = DataLeaseServiceStub(self._channel)
+        self._rounds = RoundServiceStub(self._channel)
 
     def register(self, spec: JobSpec) -> tuple[ShardMap, int]:
         """Registers a job, or finds the equal one that is there: where its buckets are, and the bytes of a full one."""
         request = jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec))
-        return convert.registered(self._call(self._stub.RegisterJob, request))
+        return convert.registered(self._call(self._jobs.RegisterJob, request))
 
     def join(self, job: str, rank: int | None, who: Applicant) -> JoinResult:
         """Makes a process a live worker of the job.
@@ -72,41 +78,38 @@ class CoordinatorClient:
         they are live, it waits, however short the timeout: that ends with their lease.
         """
         # One number for all repeats: whichever arrives, and however late, they are one wish to join.
-        attempt, since = secrets.randbits(63), math.inf
+        request_id, since = secrets.randbits(63), math.inf
 
         def ask() -> Any:
             nonlocal since
-            request = convert.join_request(job, rank, who, attempt, max(0.0, time.monotonic() - since))
+            request = convert.join_request(job, rank, who, request_id, max(0.0, time.monotonic() - since))
             try:
-                return self._stub.JoinJob(request, timeout=min(CALL_SECONDS, self._timeout))
+                return self._members.Join(request, timeout=min(CALL_SECONDS, self._timeout))
             except grpc.RpcError as error:
                 # The coordinator knows of this wish, and of what is in the way.
                 if error_from(error, str(self._peer)).retry_after is not None:
                     since = min(since, time.monotonic())
                 raise
 
-        return convert.join_result(job, Retry(self._peer, self._timeout, self.closing).call(ask))
+        return convert.join_result(Retry(self._peer, self._timeout, self.closing).call(ask))
 
     def heartbeat(self, who: Identity, clock: int, timeout: float) -> None:
         """Renews the lease; one attempt."""
-        request = membership_pb2.HeartbeatRequest(
-            job=who.job, rank=who.rank, incarnation=who.incarnation, clock=clock, lease_key=who.key
-        )
+        request = membership_pb2.HeartbeatRequest(worker=convert.identity(who), clock=clock)
         try:
-            self._stub.Heartbeat(request, timeout=timeout)
+            self._members.Heartbeat(request, timeout=timeout)
         except grpc.RpcError as error:
             raise error_from(error, str(self._peer)) from None
 
     def save_state(self, who: Identity, clock: int, state: bytes) -> None:
         """Sends a worker's own part of a checkpoint."""
-        request = membership_pb2.SaveWorkerStateRequest(
-            job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key, clock=clock, state=state
-        )
-        self._call(self._stub.SaveWorkerState, request)
+        saved = membership_pb2.WorkerState(clock=clock, content=state)
+        request = membership_pb2.SaveWorkerStateRequest(worker=convert.identity(who), state=saved)
+        self._call(self._members.SaveWorkerState, request)
 
     def lease(self, who: Identity, ask: LeaseRequest) -> BatchLease:
         """Leases batches of a loader's data."""
-        return convert.leased(self._call(self._stub.LeaseData, convert.lease_request(who, ask)))
+        return convert.leased(self._call(self._leases.LeaseData, convert.lease_request(who, ask)))
 
     def exchange(self, who: Identity, offer: Offer, heard: Callable[[RoundNews], bool]) -> RoundNews | None:
         """Gives a value to a round; returns the round with all its values when it is complete.
@@ -115,18 +118,12 @@ class CoordinatorClient:
         """
         retry = Retry(self._peer, self._timeout, self.closing)
         request = rounds_pb2.GatherValuesRequest(
-            job=who.job,
-            rank=who.rank,
-            incarnation=who.incarnation,
-            lease_key=who.key,
-            number=offer.number,
-            clock=offer.clock,
-            value=offer.value,
+            worker=convert.identity(who), round=offer.number, clock=offer.clock, value=offer.value
         )
         while True:
             values: dict[int, bytes] = {}
             try:
-                call = self._stub.ExchangeValues(request, timeout=ROUND_SECONDS)
+                call = self._rounds.GatherValues(request, timeout=ROUND_SECONDS)
                 for message in call:
                     retry.progressed()
                     news = convert.round_news(message)
@@ -141,15 +138,12 @@ class CoordinatorClient:
 
     def leave(self, who: Identity) -> None:
         """Leaves the job; one attempt, because the lease ends it anyway."""
-        request = membership_pb2.LeaveRequest(
-            job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key
-        )
         with contextlib.suppress(grpc.RpcError):
-            self._stub.LeaveJob(request, timeout=CALL_SECONDS)
+            self._members.Leave(membership_pb2.LeaveRequest(worker=convert.identity(who)), timeout=CALL_SECONDS)
 
     def watch(self, job: str) -> Watch:
         """Watches who takes part, now and after every change."""
-        return Watch(lambda: self._stub.WatchJob(membership_pb2.WatchRequest(job=job)))
+        return Watch(lambda: self._members.Watch(membership_pb2.WatchRequest(job=job)))
 
     def close(self) -> None:
         """Closes the connection; calls in flight end."""

@@ -47,7 +47,8 @@ class NetworkTransport:
 
         def message() -> tuple[bytes, int]:
             payload = None if push.empty else self._flat.gradient(push.bucket)
-            return convert.gradient_push(self._who, push, payload), _size(payload)
+            wire_format = self._flat.gradient_format(push.bucket)
+            return convert.gradient_push(self._who, push, payload, wire_format), _size(payload)
 
         return self._push(message)
 
@@ -89,7 +90,9 @@ class NetworkTransport:
                 return PushResult(0, time.perf_counter())
             with self._free:
                 payload = self._flat.gradient(push.bucket)
-                message, size = convert.gradient_push(self._who, push, payload, draft=True), len(payload)
+                wire_format = self._flat.gradient_format(push.bucket)
+                message = convert.gradient_push(self._who, push, payload, wire_format, draft=True)
+                size = len(payload)
                 del payload
                 try:
                     self._calls.try_once("Push", message)
@@ -105,18 +108,29 @@ class NetworkTransport:
     # -- pulls -------------------------------------------------------------------------------------------------------
 
     def pull(self, clock: int, buckets: Sequence[BucketSpec], commit: Sequence[BucketPush] = ()) -> Future[PullResult]:
-        """Fetches buckets in one stream."""
+        """Fetches buckets in one stream. `commit`: what counts as pushed before, which makes the pull an exchange."""
 
         def land(bucket: BucketSpec, pulled: PulledBucket) -> int:
-            self._flat.land(bucket, pulled.payload)
+            self._flat.land(bucket, pulled.payload, pulled.wire_format)
             return len(pulled.payload)
 
         def request(missing: list[int]) -> bytes:
-            return convert.pull_request(self._who, clock, missing, commit=commit)
+            if commit:
+                return convert.commit_exchange(self._who, clock, commit, missing)
+            return convert.pull_request(self._who, clock, missing)
 
-        return self._puller.submit(lambda: self._calls.pull("Pull", request, clock, buckets, _pulled, land))
+        def read(message: bytes) -> list[PulledBucket]:
+            if commit:
+                return convert.exchanged(message, self._weight_bytes)[0]
+            return convert.pulled(message, self._weight_bytes)
 
-    def push_pull(
+        method = "Exchange" if commit else "Pull"
+        return self._puller.submit(lambda: self._calls.pull(method, request, clock, buckets, read, land))
+
+    def _weight_bytes(self, index: int) -> int:
+        return self._flat.weight_bytes(self._flat.layout.buckets[index])
+
+    def exchange(
         self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[BucketSpec]
     ) -> tuple[list[Future[PushResult]], Future[PullResult]] | None:
         """Returns None: payloads travel side by side, and weights come back while gradients still leave."""
@@ -141,7 +155,3 @@ class NetworkTransport:
 
 def _size(payload: memoryview | None) -> int:
     return 0 if payload is None else len(payload)
-
-
-def _pulled(message: bytes) -> tuple[PulledBucket]:
-    return (convert.pulled(message),)

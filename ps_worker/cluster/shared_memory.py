@@ -41,7 +41,7 @@ log = logging.getLogger("ps_worker")
 # Where weights do not land in place, a worker is told of buckets in its segment once they make so many bytes: it takes
 # some over while others are applied. Elsewhere it is told of all at once. A notice costs both ends a few turns of
 # threads: a round of 256 MiB took 57 ms with a notice for each 16 MiB, 48 with one for 64, 47 with one at the end.
-NOTICE_BYTES = 64 * 2**20
+NOTIFY_BYTES = 64 * 2**20
 
 
 # -- the segment -----------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class SharedTransport:
 
     # -- a whole step ------------------------------------------------------------------------------------------------
 
-    def push_pull(
+    def exchange(
         self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[BucketSpec]
     ) -> tuple[list[Future[PushResult]], Future[PullResult]] | None:
         """Makes the pushes and the pull in one call; None where gradients are not made in the segment."""
@@ -174,10 +174,11 @@ class SharedTransport:
         finite = self._finite(pushes)
 
         def request(missing: list[int]) -> bytes:
-            return convert.push_pull(self._who, clock, pushes, finite, missing, self._notice_bytes)
+            wire_format = self._flat.gradient_format
+            return convert.shared_exchange(self._who, clock, pushes, finite, wire_format, missing, self._notify_bytes)
 
         def read(message: bytes) -> list[PulledBucket]:
-            pulled, staged_seconds = convert.shared_pulled(message)
+            pulled, staged_seconds = convert.exchanged(message, _nothing_here)
             if staged_seconds is not None:
                 all_staged(time.perf_counter() - staged_seconds)
             return pulled
@@ -196,9 +197,7 @@ class SharedTransport:
                 if not future.done():
                     future.set_exception(error)
 
-        pull = self._puller.submit(
-            lambda: self._calls.pull("PushPullShared", request, clock, buckets, read, self._land)
-        )
+        pull = self._puller.submit(lambda: self._calls.pull("Exchange", request, clock, buckets, read, self._land))
         pull.add_done_callback(ended)
         return staged, pull
 
@@ -231,7 +230,8 @@ class SharedTransport:
         for push in pushes:
             if not push.empty:
                 self._share(push)
-        self._calls.unary("PushShared", convert.shared_push(self._who, clock, pushes, self._finite(pushes)))
+        finite, wire_format = self._finite(pushes), self._flat.gradient_format
+        self._calls.unary("Push", convert.shared_push(self._who, clock, pushes, finite, wire_format))
 
     def _share(self, push: BucketPush) -> None:
         """The gradient is in the segment when this returns, as it counts."""
@@ -253,19 +253,19 @@ class SharedTransport:
         """Fetches buckets in one stream. `commit` is empty: no shard has a draft of what lies in a segment."""
 
         def request(missing: list[int]) -> bytes:
-            return convert.pull_request(self._who, clock, missing, self._notice_bytes)
+            return convert.shared_pull(self._who, clock, missing, self._notify_bytes)
 
         def read(message: bytes) -> list[PulledBucket]:
-            return convert.shared_pulled(message)[0]
+            return convert.pulled(message, _nothing_here)
 
-        return self._puller.submit(lambda: self._calls.pull("PullShared", request, clock, buckets, read, self._land))
+        return self._puller.submit(lambda: self._calls.pull("Pull", request, clock, buckets, read, self._land))
 
     @property
-    def _notice_bytes(self) -> int:
-        return 0 if self._flat.lands_in_place else NOTICE_BYTES
+    def _notify_bytes(self) -> int:
+        return 0 if self._flat.lands_in_place else NOTIFY_BYTES
 
-    def _land(self, bucket: BucketSpec, _: PulledBucket) -> int:
-        self._flat.land_shared(bucket)
+    def _land(self, bucket: BucketSpec, pulled: PulledBucket) -> int:
+        self._flat.land_shared(bucket, pulled.wire_format)
         return self._flat.weight_bytes(bucket)
 
     def close(self) -> None:
@@ -273,6 +273,11 @@ class SharedTransport:
         self._calls.close()
         for pool in (self._puller, self._pusher, self._copier):
             pool.close()
+
+
+def _nothing_here(index: int) -> int:
+    """The bytes that a message holds of a bucket which is in the segment."""
+    return 0
 
 
 class _Together:

@@ -50,7 +50,7 @@ class Transport(Protocol):
         commit: what left as a draft and counts now, and what is empty
         """
 
-    def push_pull(
+    def exchange(
         self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[BucketSpec]
     ) -> tuple[list[Future[PushResult]], Future[PullResult]] | None:
         """Makes all those pushes, and the pull, in one call; None where that is no gain."""

@@ -103,6 +103,10 @@ class FlatModel:
         """Returns the bytes of a bucket's gradient in its wire format."""
         return gradient_codec(self.spec, bucket).size(bucket.numel)
 
+    def gradient_format(self, bucket: BucketSpec) -> str:
+        """Returns what messages call the format of a bucket's gradient; see Cast.wire_format."""
+        return gradient_codec(self.spec, bucket).wire_format(bucket)
+
     def was_looked_at(self, bucket: BucketSpec) -> bool:
         """Whether a bucket that leaves was looked at for infinities and NaNs, in the very bytes that leave: a half type
         has infinities where float32 has none."""
@@ -139,9 +143,10 @@ class FlatModel:
         if self._staging is not None:
             self._staging.begin()
 
-    def land(self, bucket: BucketSpec, payload: memoryview) -> None:
-        """Writes a pulled bucket into the model. Raises InvalidRequest if its size is not the bucket's."""
+    def land(self, bucket: BucketSpec, payload: memoryview, wire_format: str) -> None:
+        """Writes a pulled bucket into the model. Raises InvalidRequest if its size or format is not the bucket's."""
         codec = weight_codec(self.spec, bucket)
+        codec.check_format(bucket, wire_format)
         if len(payload) != codec.size(bucket.numel):
             raise InvalidRequest(
                 f"bucket {bucket.index}: expected {codec.size(bucket.numel)} bytes, got {len(payload)}"
@@ -152,9 +157,10 @@ class FlatModel:
         else:
             self._write(bucket, values, shared=False)
 
-    def land_shared(self, bucket: BucketSpec) -> None:
+    def land_shared(self, bucket: BucketSpec, wire_format: str) -> None:
         """Takes a bucket that a shard has written into the segment, unless the model lies there."""
         assert self._buffers.segment is not None
+        weight_codec(self.spec, bucket).check_format(bucket, wire_format)
         self._write(bucket, self._buffers.segment.weight(bucket), shared=True)
 
     def end_pull(self) -> None:

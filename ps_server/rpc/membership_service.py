@@ -1,0 +1,72 @@
+"""Serves workers that join a job, stay in it, and leave it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from ps_protocol.v1 import membership_pb2, membership_pb2_grpc
+from ps_server.coordinator.coordinator import Coordinator
+from ps_server.coordinator.members import Roster
+from ps_server.rpc import convert
+from ps_server.rpc.call_limits import check_job, in_pool
+from ps_server.rpc.streams import Outbox, Send
+
+
+class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type: ignore[misc,unused-ignore]
+    """Lets workers join and leave, and says who takes part.
+
+    senders: send to those that watch
+    """
+
+    NAME = membership_pb2.DESCRIPTOR.services_by_name["MembershipService"].full_name
+
+    def __init__(self, coordinator: Coordinator, senders: ThreadPoolExecutor) -> None:
+        self._coordinator = coordinator
+        self._senders = senders
+        setattr(self, "Watch", in_pool(self._watch, senders, non_blocking=True))  # noqa: B010
+
+    def register(self, server: grpc.Server) -> None:
+        """Adds the methods to a server."""
+        membership_pb2_grpc.add_MembershipServiceServicer_to_server(self, server)
+
+    def Join(self, request: Any, context: grpc.ServicerContext) -> Any:
+        check_job(request.job)
+        rank = request.rank if request.HasField("rank") else None
+        result = self._coordinator.join(request.job, rank, convert.join_request(request))
+        where = convert.shard_map(self._coordinator.shards(), result.placement)
+        return convert.join_response(request.job, result, self._coordinator.lease, where)
+
+    def _watch(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
+        check_job(request.job)
+        outbox = Outbox(send, context, self._senders)
+
+        def changed(roster: Roster | None) -> None:
+            if roster is None:
+                outbox.finish()
+            else:
+                outbox.put(lambda: convert.watch_response(*roster))
+
+        outbox.on_close(self._coordinator.job(request.job).watch(changed))
+
+    def Heartbeat(self, request: Any, context: grpc.ServicerContext) -> Any:
+        worker = request.worker
+        check_job(worker.job)
+        members = self._coordinator.job(worker.job).members
+        live = members.heartbeat(worker.rank, worker.incarnation, request.clock, worker.lease_key)
+        return membership_pb2.HeartbeatResponse(live_count=live)
+
+    def SaveWorkerState(self, request: Any, context: grpc.ServicerContext) -> Any:
+        worker, state = request.worker, request.state
+        check_job(worker.job)
+        who = worker.rank, worker.incarnation, worker.lease_key
+        self._coordinator.job(worker.job).save_worker_state(*who, state.clock, state.content)
+        return membership_pb2.SaveWorkerStateResponse()
+
+    def Leave(self, request: Any, context: grpc.ServicerContext) -> Any:
+        worker = request.worker
+        check_job(worker.job)
+        ended = self._coordinator.leave(worker.job, worker.rank, worker.incarnation, worker.lease_key)
+        return membership_pb2.LeaveResponse(ended=ended)
