@@ -13,6 +13,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import grpc
 import torch
@@ -48,6 +49,16 @@ log = logging.getLogger("ps_server")
 
 CONTROL_THREADS = 1024  # more than one caller may have in flight; they are made when they are needed
 STOP_GRACE_SECONDS = 2.0
+
+
+class Service(Protocol):
+    """A gRPC service of this process; NAME is its full name."""
+
+    @property
+    def NAME(self) -> str: ...
+
+    def register(self, server: grpc.Server) -> None:
+        """Adds its methods to a server."""
 
 
 class Server:
@@ -153,7 +164,7 @@ class Server:
 
     def _add_coordinator(self, coordinator: Coordinator) -> list[str]:
         senders = ThreadPoolExecutor(CALL_THREADS, "watch")
-        services = [
+        services: list[Service] = [
             JobService(coordinator),
             MembershipService(coordinator, senders),
             DataLeaseService(coordinator),

@@ -103,7 +103,7 @@ class CoordinatedJob:
         now = self._cluster.clock.now()
         return JobStatistics(
             name=self.spec.name,
-            mode=str(self.spec.consistency),
+            consistency=self.spec.consistency,
             world_size=world_size,
             started=started,
             parameter_bytes=self.placed.nbytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ps_protocol.modes import Consistency
 from ps_server.core.data_leases import Progress
 
 
@@ -114,7 +115,7 @@ class JobStatistics:
     """
 
     name: str
-    mode: str
+    consistency: Consistency
     world_size: int
     started: bool
     parameter_bytes: int
