@@ -5,13 +5,16 @@ call_limits.py      Authenticates and limits every call, and cancels slow peers
 cluster_service.py  Serves what shards and operators ask of the coordinator, and health
 convert.py          Where protobuf messages become the server's values, and back
 coordinator_client.py How operators and shards call the coordinator
-data_messages.py    Where the messages of the data path become the server's values, and back; see `messages`
+data_messages.py    Where the messages of the data path become the server's values, and back
 data_service.py     Serves pushes and pulls
 interceptor.py      Intercepts every gRPC method: errors become statuses, and calls are counted
-job_service.py      Serves what workers ask of the coordinator
-lease_messages.py   Messages about leased data as the server's values, and back: what `messages` is for everything else
+job_service.py      Serves what is asked of the coordinator about jobs as a whole: they are registered, saved and ended
+lease_messages.py   Messages about leased data as the server's values, and back: what convert.py is for everything else
+lease_service.py    Serves workers of elastic jobs that lease data
+membership_service.py Serves workers that join a job, stay in it, and leave it
 permissions.py      What each role may call: one table of every method, and principals as values
 registration.py     How a shard makes itself known to the coordinator
+round_service.py    Serves workers that gather values from each other, in rounds
 shard_client.py     How the coordinator calls the shards
 shard_service.py    Serves what the coordinator asks of a shard
 streams.py          Server streams that hold no thread while they wait

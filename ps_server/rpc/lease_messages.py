@@ -1,4 +1,4 @@
-"""Messages about leased data as the server's values, and back: what `messages` is for everything else."""
+"""Messages about leased data as the server's values, and back: what convert.py is for everything else."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.consistency import Add, Step
 from ps_server.core.partition import JobPartition
-from ps_server.core.requests import Push, PushKind
+from ps_server.core.requests import Push, PushCall, PushedBucket, PushKind
 
 # -- a small job and its pushes --------------------------------------------------------------------------------------
 
@@ -57,6 +57,13 @@ def push(bucket: int = 0, clock: int = 1, rank: int = 0, incarnation: int = 1, *
     """A gradient of ones for a bucket, but for what is said otherwise."""
     found: dict[str, object] = {"kind": PushKind.GRADIENT, "payload": payload(1.0), **more}
     return Push("sums", rank, incarnation, bucket, clock, **found)  # type: ignore[arg-type]
+
+
+def call_of(push: Push) -> PushCall:
+    """The call that pushes one bucket."""
+    bucket = PushedBucket(push.bucket, push.kind, push.absent, push.finite, push.state, push.wire_format)
+    who = push.job, push.rank, push.incarnation
+    return PushCall(*who, push.clock, (bucket,), push.payload, push.groups or {}, push.ranges, push.key)
 
 
 def initial(bucket: int, rank: int = 0, incarnation: int = 1) -> Push:

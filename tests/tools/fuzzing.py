@@ -16,18 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import PSError
-from ps_protocol.framing import write_message
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.v1 import (
     cluster_pb2,
-    control_pb2,
     data_pb2,
     jobs_pb2,
     leases_pb2,
@@ -37,11 +36,15 @@ from ps_protocol.v1 import (
     types_pb2,
 )
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.core.requests import Push, PushKind
+from ps_server.core.requests import PushCall, PushedBucket, PushKind
 from ps_server.rpc import convert
 from ps_server.rpc.cluster_service import ClusterService
+from ps_server.rpc.data_messages import Answers
 from ps_server.rpc.data_service import DataService
 from ps_server.rpc.job_service import JobService
+from ps_server.rpc.lease_service import DataLeaseService
+from ps_server.rpc.membership_service import MembershipService
+from ps_server.rpc.round_service import RoundService
 from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
 from ps_server.shard.metrics import ShardMetrics
@@ -111,32 +114,35 @@ class Target:
         self.shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), checkpoints=self.store)
         self.coordinator = Coordinator(1, ShardClient)
         self._fill()
-        data = DataService(self.shard)
+        data = DataService(self.shard, Answers(0, 1))
         data.senders = _Inline()  # type: ignore[assignment]
         pool: Any = _Inline()
         self.handlers: dict[str, Callable[[bytes], Any]] = {
             "Push": lambda raw: data._push(raw, _Context()),  # type: ignore[arg-type]
             "AttachSegment": lambda raw: data._attach(raw, _Context()),  # type: ignore[arg-type]
-            "PushShared": lambda raw: data._push_shared(raw, _Context()),  # type: ignore[arg-type]
             "Pull": lambda raw: data._pull(raw, _Context(), _ignore),  # type: ignore[arg-type]
-            "PullShared": lambda raw: data._pull_shared(raw, _Context(), _ignore),  # type: ignore[arg-type]
-            "PushPullShared": lambda raw: data._push_pull_shared(raw, _Context(), _ignore),  # type: ignore[arg-type]
+            "Exchange": lambda raw: data._exchange(raw, _Context(), _ignore),  # type: ignore[arg-type]
+            "PullState": lambda raw: data._pull_state(raw, _Context(), _ignore),  # type: ignore[arg-type]
         }
-        jobs = JobService(self.coordinator, pool)
-        cluster = ClusterService(self.coordinator, "127.0.0.1:1", "")
-        shard_service = ShardService(self.shard)
-        for service in (jobs, cluster, shard_service):
-            described = control_pb2.DESCRIPTOR.services_by_name[type(service).__name__]
-            for method in described.methods:
+        services = [
+            JobService(self.coordinator),
+            MembershipService(self.coordinator, pool),
+            DataLeaseService(self.coordinator),
+            RoundService(self.coordinator, pool),
+            ClusterService(self.coordinator, "127.0.0.1:1", ""),
+            ShardService(self.shard),
+        ]
+        for service in services:
+            for method in descriptor_pool.Default().FindServiceByName(service.NAME).methods:
                 self.handlers[method.name] = _handler(service, method)
-        self.handlers["AwaitCheckpoint"] = self._await_checkpoint  # as the service does, but for the waiting
+        self.handlers["AwaitSnapshot"] = self._await_snapshot  # as the service does, but for the waiting
 
-    def _await_checkpoint(self, raw: bytes) -> None:
+    def _await_snapshot(self, raw: bytes) -> None:
         try:
             request = shard_pb2.AwaitSnapshotRequest.FromString(raw)
         except DecodeError:
             return
-        convert.await_checkpoint_response(self.shard.await_checkpoint(request.job, request.name, 0.0))
+        convert.await_snapshot_response(self.shard.await_checkpoint(request.job, request.checkpoint, 0.0))
 
     def _fill(self) -> None:
         shard = self.shard
@@ -149,7 +155,8 @@ class Target:
             if layout.dtype == "float32":
                 payload = torch.arange(layout.numel, dtype=torch.float32).numpy().tobytes()
             initial = PushKind.INITIAL_VALUE
-            shard.push(Push(JOB, 0, 1, index, 0, initial, payload, key=b"another key of 1"))
+            buckets = (PushedBucket(index, initial),)
+            shard.push(PushCall(JOB, 0, 1, 0, buckets, payload, key=b"another key of 1"))
 
         self._keep(shard)
 
@@ -159,7 +166,8 @@ class Target:
         shard.create_job(spec, [0, 1, 2])
         shard.add_worker(KEPT, 0, 1, 0, KEY)
         for bucket in bucket_layout(spec.parameters, spec.bucket_bytes).buckets:
-            shard.push(Push(KEPT, 0, 1, bucket.index, 0, PushKind.INITIAL_VALUE, bytes(bucket.nbytes), key=KEY))
+            pushed = (PushedBucket(bucket.index, PushKind.INITIAL_VALUE),)
+            shard.push(PushCall(KEPT, 0, 1, 0, pushed, bytes(bucket.nbytes), key=KEY))
         shard.begin_checkpoint(KEPT, CHECKPOINT, None)
         part = shard.await_checkpoint(KEPT, CHECKPOINT, 0.0).part
         shard.drop_job(KEPT)
@@ -224,7 +232,7 @@ def _ignore(message: Any) -> None:
 
 def _handler(service: Any, method: Any) -> Callable[[bytes], Any]:
     behaviour = getattr(service, method.name)
-    parse = getattr(control_pb2, method.input_type.name).FromString
+    parse = message_factory.GetMessageClass(method.input_type).FromString
 
     def handle(raw: bytes) -> None:
         try:
@@ -241,60 +249,78 @@ def _handler(service: Any, method: Any) -> Callable[[bytes], Any]:
 
 def seeds() -> dict[str, list[bytes]]:
     """Well-formed requests by method: what a fuzzer starts from."""
-    header = data_pb2.PushHeader(worker=WORKER, clock=1, kind=data_pb2.PUSH_KIND_GRADIENT, bucket=0)
-    group = header.groups.add(group=0).hyper_parameters
+    gradient, skip = data_pb2.PUSH_KIND_GRADIENT, data_pb2.PUSH_KIND_SKIP
+
+    def header(*buckets: tuple[int, data_pb2.PushKind]) -> data_pb2.PushHeader:
+        pushed = [data_pb2.BucketPush(bucket=bucket, kind=kind) for bucket, kind in buckets]
+        return data_pb2.PushHeader(worker=WORKER, clock=1, buckets=pushed)
+
+    full = header((0, gradient))
+    group = full.groups.add(group=0).hyper_parameters
     group.add(name="lr", number=0.5)
     group.add(name="betas").numbers.values.extend([0.9, 0.99])
-    shared = data_pb2.PushHeader(worker=WORKER, clock=1)
-    shared.buckets.add(bucket=0, skip=True)
-    skip = data_pb2.PushHeader(worker=WORKER, clock=1, kind=data_pb2.PUSH_KIND_SKIP, bucket=1)
-    pull = data_pb2.PullRequest(worker=WORKER, clock=0, buckets=[0, 1, 2])
-    attach = data_pb2.AttachSegmentRequest(worker=WORKER, location="1/2", nonce=bytes(32))
+    full.ranges.add(start=4, stop=8)
+    in_segment = data_pb2.InSegment()
     spec = job_spec_message(SPEC)
     spec.name = "new"
-    who = {"job": JOB, "rank": 1, "incarnation": 2}
-    lease = leases_pb2.LeaseDataRequest(**who, lease_key=KEY, sample_count=12, batch_size=4, seed=1, batch_count=2)
-    lease.held.add(stop=4)
+    lease = leases_pb2.LeaseDataRequest(worker=WORKER, batch_count=2)
+    lease.loader.CopyFrom(leases_pb2.LoaderSpec(sample_count=12, batch_size=4, seed=1))
+    lease.leased.add(stop=4)
     lease.committed.add(start=4, stop=8)
-    header.ranges.add(start=4, stop=8)
+    newcomer = types_pb2.WorkerIdentity(job="new", rank=1, incarnation=3)
+    launch = membership_pb2.Launch(name="launch", rank_count=2)
+    state = membership_pb2.WorkerState(clock=1, content=b"state")
     found: dict[str, list[Any]] = {
-        "PushShared": [shared],
-        "Pull": [pull],
-        "PullShared": [pull],
-        "PushPullShared": [data_pb2.ExchangeRequest(push=shared, buckets=[0])],
-        "AttachSegment": [attach],
+        "Push": [
+            data_pb2.PushRequest(header=full, payload=bytes(64)),
+            data_pb2.PushRequest(header=header((0, data_pb2.PUSH_KIND_DRAFT)), payload=bytes(64)),
+            data_pb2.PushRequest(header=header((0, gradient), (1, gradient)), payload=bytes(128)),
+            data_pb2.PushRequest(header=header((1, skip))),
+            data_pb2.PushRequest(header=header((0, skip)), in_segment=in_segment),
+        ],
+        "Pull": [
+            data_pb2.PullRequest(worker=WORKER, clock=0, buckets=[0, 1, 2]),
+            data_pb2.PullRequest(worker=WORKER, clock=0, buckets=[0, 1], in_segment=in_segment, notify_bytes=64),
+        ],
+        "Exchange": [
+            data_pb2.ExchangeRequest(push=header((0, data_pb2.PUSH_KIND_COMMIT), (1, skip)), buckets=[0]),
+            data_pb2.ExchangeRequest(push=header((0, skip)), buckets=[0], in_segment=in_segment),
+            data_pb2.ExchangeRequest(push=header((0, gradient), (1, gradient)), buckets=[0, 1], payload=bytes(128)),
+        ],
+        "PullState": [data_pb2.PullStateRequest(worker=WORKER, buckets=[0, 1])],
+        "AttachSegment": [data_pb2.AttachSegmentRequest(worker=WORKER, location="1/2", nonce=bytes(32))],
         "RegisterJob": [jobs_pb2.RegisterJobRequest(spec=spec)],
         "CreateJob": [shard_pb2.CreateJobRequest(spec=spec, buckets=[0, 1])],
-        "JoinJob": [membership_pb2.JoinRequest(job=JOB, rank=1, metrics_address="h:1", pid=1, host="h")],
-        "WatchJob": [membership_pb2.WatchRequest(job=JOB)],
-        "Heartbeat": [membership_pb2.HeartbeatRequest(**who, clock=1, lease_key=KEY)],
-        "LeaveJob": [membership_pb2.LeaveRequest(**who, lease_key=KEY)],
+        "Join": [membership_pb2.JoinRequest(job=JOB, rank=1, metrics_address="h:1", pid=1, host="h", launch=launch)],
+        "Watch": [membership_pb2.WatchRequest(job=JOB)],
+        "Heartbeat": [membership_pb2.HeartbeatRequest(worker=WORKER, clock=1)],
+        "Leave": [membership_pb2.LeaveRequest(worker=WORKER)],
         "LeaseData": [lease],
-        "ExchangeValues": [
-            rounds_pb2.GatherValuesRequest(**who, lease_key=KEY, number=number, clock=1, value=b"value")
-            for number in (0, 1)
+        "GatherValues": [
+            rounds_pb2.GatherValuesRequest(worker=WORKER, round=number, clock=1, value=b"value") for number in (0, 1)
         ],
         "GetCommittedData": [shard_pb2.GetCommittedDataRequest(job=JOB)],
         "EndJob": [jobs_pb2.EndJobRequest(job=JOB)],
         "RegisterShard": [cluster_pb2.RegisterShardRequest(index=1, address="h:1", process=1)],
         "DropJob": [shard_pb2.DropJobRequest(job="new")],
-        "AdmitWorker": [shard_pb2.AddWorkerRequest(job="new", rank=1, incarnation=3)],
-        "RetireWorker": [shard_pb2.RemoveWorkerRequest(job="new", rank=1, incarnation=3)],
-        "SaveWorkerState": [membership_pb2.SaveWorkerStateRequest(**who, lease_key=KEY, clock=1, state=b"state")],
+        "AddWorker": [shard_pb2.AddWorkerRequest(worker=newcomer)],
+        "RemoveWorker": [shard_pb2.RemoveWorkerRequest(worker=newcomer)],
+        "SaveWorkerState": [membership_pb2.SaveWorkerStateRequest(worker=WORKER, state=state)],
         "CheckpointJob": [jobs_pb2.CheckpointJobRequest(job=JOB)],
-        "BeginCheckpoint": [
-            shard_pb2.BeginSnapshotRequest(job=JOB, name="000002", clock=1),
-            shard_pb2.BeginSnapshotRequest(job=JOB, name="000003"),
+        "BeginSnapshot": [
+            shard_pb2.BeginSnapshotRequest(job=JOB, checkpoint="000002", clock=1),
+            shard_pb2.BeginSnapshotRequest(job=JOB, checkpoint="000003"),
         ],
-        "AwaitCheckpoint": [shard_pb2.AwaitSnapshotRequest(job=JOB, name="000003")],
+        "AwaitSnapshot": [shard_pb2.AwaitSnapshotRequest(job=JOB, checkpoint="000003")],
         "RestoreJob": [
             shard_pb2.RestoreJobRequest(
-                spec=job_spec_message(replace(SPEC, name=KEPT)), buckets=[0, 1, 2], name=CHECKPOINT, last_incarnation=2
+                spec=job_spec_message(replace(SPEC, name=KEPT)),
+                buckets=[0, 1, 2],
+                checkpoint=CHECKPOINT,
+                last_incarnation=2,
             )
         ],
         "GetStatus": [cluster_pb2.GetStatusRequest()],
         "GetShardStatus": [shard_pb2.GetShardStatusRequest()],
     }
-    return {"Push": [write_message(header, bytes(64)), write_message(skip)]} | {
-        name: [message.SerializeToString() for message in list_of] for name, list_of in found.items()
-    }
+    return {name: [message.SerializeToString() for message in messages] for name, messages in found.items()}

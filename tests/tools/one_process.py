@@ -21,7 +21,7 @@ from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.timing import Clock
 from ps_server.core.data_commits import Committed
 from ps_server.core.membership import JoinRequest, JoinResult
-from ps_server.core.requests import PullCall, Push, PushKind
+from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
 from ps_server.core.snapshot import ShardSnapshot, VersionRange
 from ps_server.core.statistics import ShardStatistics
 from ps_server.shard.metrics import ShardMetrics
@@ -177,8 +177,16 @@ class DirectWorker:
 
     def _push(self, bucket: int, clock: int, kind: PushKind, values: torch.Tensor) -> None:
         member = self.place.member
-        push = Push(self.spec.name, self.rank, member.incarnation, bucket, clock, kind, bytes(bytes_of(values)))
-        self._shard(bucket).push(Push(**{**vars(push), "key": member.key}))
+        call = PushCall(
+            self.spec.name,
+            self.rank,
+            member.incarnation,
+            clock,
+            (PushedBucket(bucket, kind),),
+            bytes(bytes_of(values)),
+            key=member.key,
+        )
+        self._shard(bucket).push(call)
 
     def pull(self) -> torch.Tensor:
         """The weights after the last step of all workers. Notes whether this one is to save its state."""

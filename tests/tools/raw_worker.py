@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 import torch
-from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 
 from ps_protocol.convert import hyper_messages, job_spec_message
 from ps_protocol.errors import Backlogged, TryLater
@@ -19,6 +18,10 @@ from ps_protocol.layout import Layout, ParameterSpec, bucket_layout
 from ps_protocol.modes import parse_mode
 from ps_protocol.v1 import data_pb2, job_pb2, jobs_pb2, leases_pb2, membership_pb2, types_pb2
 from ps_protocol.v1.data_pb2_grpc import DataServiceStub
+from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
+from ps_protocol.v1.leases_pb2_grpc import DataLeaseServiceStub
+from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
+from ps_protocol.v1.rounds_pb2_grpc import RoundServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.status import error_from
 
@@ -51,8 +54,12 @@ class RawWorker:
         self.rank = rank
         self.layout: Layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         self._channels = [open_channel(server)]
-        self.coordinator = JobServiceStub(self._channels[0])
-        found = self._call(self.coordinator.RegisterJob, jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
+        self.members = MembershipServiceStub(self._channels[0])
+        self.leases = DataLeaseServiceStub(self._channels[0])
+        self.rounds = RoundServiceStub(self._channels[0])
+        found = self._call(
+            JobServiceStub(self._channels[0]).RegisterJob, jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec))
+        )
         self.shard_of = list(found.shard_map.bucket_shards)
         self._data: list[DataServiceStub] = []
         for shard in found.shard_map.shards:
@@ -86,61 +93,42 @@ class RawWorker:
         deadline = time.monotonic() + CALL_SECONDS
         while True:
             try:
-                place = self._call(self.coordinator.JoinJob, request)
+                place = self._call(self.members.Join, request)
                 break
             except TryLater:
                 if time.monotonic() > deadline:
                     raise
                 threading.Event().wait(0.05)
-        self.incarnation = place.incarnation
-        self.lease_key: bytes = place.lease_key
+        self.incarnation = place.worker.incarnation
+        self.lease_key: bytes = place.worker.lease_key
         self.clock = place.clock
         return place  # type: ignore[no-any-return]
 
     def save_state(self, clock: int, state: bytes) -> None:
         """Sends this worker's own part of a checkpoint."""
         request = membership_pb2.SaveWorkerStateRequest(
-            job=self.spec.name,
-            rank=self.rank,
-            incarnation=self.incarnation,
-            lease_key=self.lease_key,
-            clock=clock,
-            state=state,
+            worker=self.identity(), state=membership_pb2.WorkerState(clock=clock, content=state)
         )
-        self._call(self.coordinator.SaveWorkerState, request)
+        self._call(self.members.SaveWorkerState, request)
 
     def heartbeat(self) -> None:
         """A sign of life."""
-        request = membership_pb2.HeartbeatRequest(
-            job=self.spec.name,
-            rank=self.rank,
-            incarnation=self.incarnation,
-            clock=self.clock,
-            lease_key=self.lease_key,
-        )
-        self._call(self.coordinator.Heartbeat, request)
+        request = membership_pb2.HeartbeatRequest(worker=self.identity(), clock=self.clock)
+        self._call(self.members.Heartbeat, request)
 
     def leave(self) -> None:
         """Takes this worker off the job."""
-        request = membership_pb2.LeaveRequest(
-            job=self.spec.name, rank=self.rank, incarnation=self.incarnation, lease_key=self.lease_key
-        )
-        self._call(self.coordinator.LeaveJob, request)
+        self._call(self.members.Leave, membership_pb2.LeaveRequest(worker=self.identity()))
 
     def lease(self, **fields: Any) -> leases_pb2.LeaseDataResponse:
-        """Asks for batches of 4 out of 12 samples; `fields` sets or replaces fields of the request."""
-        asked: dict[str, Any] = {
-            "job": self.spec.name,
-            "rank": self.rank,
-            "incarnation": self.incarnation,
-            "lease_key": self.lease_key,
-            "sample_count": 12,
-            "batch_size": 4,
-            "batch_count": 1,
-        }
-        found: leases_pb2.LeaseDataResponse = self._call(
-            self.coordinator.LeaseData, leases_pb2.LeaseDataRequest(**{**asked, **fields})
+        """Asks for batches of 4 out of 12 samples; `fields` sets or replaces fields of the request and what is in it."""
+        worker, loader = _taken(types_pb2.WorkerIdentity, fields), _taken(leases_pb2.LoaderSpec, fields)
+        request = leases_pb2.LeaseDataRequest(
+            worker=self.identity(**worker),
+            loader=leases_pb2.LoaderSpec(**{"sample_count": 12, "batch_size": 4, **loader}),
+            **{"batch_count": 1, **fields},
         )
+        found: leases_pb2.LeaseDataResponse = self._call(self.leases.LeaseData, request)
         return found
 
     @property
@@ -149,12 +137,13 @@ class RawWorker:
         return [bucket.index for bucket in self.layout.buckets if not bucket.held]
 
     def message(self, bucket: int, clock: int, payload: bytes | None = None, **header: Any) -> data_pb2.PushRequest:
-        """A push of one bucket, of zeros if no payload is given; `header` sets or replaces fields of its header."""
+        """A push of one bucket, of zeros if no payload is given; `header` sets or replaces fields of its header and of
+        what that says of the bucket."""
+        pushed = {"bucket": bucket, "kind": data_pb2.PUSH_KIND_GRADIENT, **_taken(data_pb2.BucketPush, header)}
         fields: dict[str, Any] = {
             "worker": self.identity(),
-            "bucket": bucket,
             "clock": clock,
-            "kind": data_pb2.PUSH_KIND_GRADIENT,
+            "buckets": [data_pb2.BucketPush(**pushed)],
             "groups": [job_pb2.GroupUpdate(group=0, hyper_parameters=hyper_messages(self.spec.groups[0]))],
         }
         size = self.layout.buckets[bucket].nbytes if bucket < len(self.layout.buckets) else 64
@@ -176,7 +165,7 @@ class RawWorker:
 
     def send(self, message: data_pb2.PushRequest, shard: int | None = None) -> data_pb2.PushResponse:
         """Sends a push to its bucket's shard, or to another."""
-        bucket = message.header.bucket
+        bucket = message.header.buckets[0].bucket
         where = shard if shard is not None else self.shard_of[bucket] if bucket < len(self.shard_of) else 0
         return self._call(self._data[where].Push, message)
 
@@ -217,7 +206,7 @@ class RawWorker:
         """What a Pull call answers with, notices of waiting left out."""
         try:
             for response in call:
-                if not response.header.HasField("waiting"):
+                if not response.HasField("waiting"):
                     yield response
         except grpc.RpcError as error:
             raise error_from(error, "shard") from None
@@ -229,9 +218,10 @@ class RawWorker:
             mine = [index for index in self.trained if self.shard_of[index] == shard]
             if mine:
                 for response in self.answers(self.ask(self.clock, mine)):
-                    if response.header.checkpoint:
+                    [pulled] = response.buckets
+                    if pulled.state_wanted:
                         self.flagged.add(self.clock)
-                    bucket = self.layout.buckets[response.header.bucket]
+                    bucket = self.layout.buckets[pulled.bucket]
                     values = torch.frombuffer(bytearray(response.payload), dtype=torch.float32)
                     found[bucket.start : bucket.start + bucket.numel] = values
         return found[: self.spec.parameters[0].numel]
@@ -242,3 +232,8 @@ class RawWorker:
             return method(request, timeout=CALL_SECONDS)
         except grpc.RpcError as error:
             raise error_from(error, "server") from None
+
+
+def _taken(kind: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that a class of messages has, taken from others."""
+    return {field.name: fields.pop(field.name) for field in kind.DESCRIPTOR.fields if field.name in fields}
