@@ -39,20 +39,18 @@ _NON_FINITE_NUMBERS: dict[NonFinite, Any] = {policy: number for number, policy i
 
 def job_spec(message: job_pb2.JobSpec) -> JobSpec:
     """Returns the job that a message describes. Raises InvalidRequest for enum values that do not exist."""
-    if not message.optimizers:
-        raise InvalidRequest("a job names at least one optimizer, got none")
     of_group = [group.optimizer for group in message.groups]
     return JobSpec(
         name=message.name,
         parameters=tuple(_parameter(parameter, of_group) for parameter in message.parameters),
-        optimizer=message.optimizers[0],
+        optimizer=next(iter(message.optimizers), ""),
         groups=tuple(hyper_parameters(group.hyper_parameters) for group in message.groups),
         consistency=consistency(message.consistency),
         bucket_bytes=message.bucket_bytes,
         world_size=message.world_size,
         non_finite=known(_NON_FINITE, message.non_finite, "policy for gradients that are not finite"),
-        gradient_wire=wire_format(message.gradient_wire) or "float32",
-        weight_wire=wire_format(message.weight_wire) or "float32",
+        gradient_wire=wire_format(message.gradient_wire, "wire format of gradients") or "float32",
+        weight_wire=wire_format(message.weight_wire, "wire format of weights") or "float32",
         more_optimizers=tuple(message.optimizers[1:]),
         group_optimizers=tuple(of_group) if any(of_group) else (),
     )
@@ -178,9 +176,9 @@ def data_range_messages(ranges: Iterable[DataRange]) -> list[types_pb2.DataRange
     ]
 
 
-def wire_format(number: int) -> str:
+def wire_format(number: int, what: str = "wire format") -> str:
     """Returns a wire format's name; empty where none is set. Raises InvalidRequest for one that does not exist."""
-    return known(_WIRE_FORMATS, number, "wire format")
+    return known(_WIRE_FORMATS, number, what)
 
 
 def wire_format_number(name: str) -> Any:

@@ -40,7 +40,7 @@ def identity(who: Identity) -> types_pb2.WorkerIdentity:
 
 
 def gradient_push(
-    who: Identity, push: BucketPush, payload: memoryview | None, wire_format: str, draft: bool = False
+    who: Identity, push: BucketPush, payload: memoryview | None, wire_format: str = "", draft: bool = False
 ) -> bytes:
     """Writes one bucket's gradient; without payload, that this step has none.
 
@@ -129,7 +129,7 @@ def _push_header(
                 kind=data_pb2.PUSH_KIND_SKIP if push.empty else kind,
                 absent_slices=push.absent,
                 finite=push.bucket.index in finite,
-                wire_format=wire_format_number(wire_format(push.bucket)),
+                wire_format=wire_format_number("" if push.empty else wire_format(push.bucket)),
             )
             for push in pushes
         ],

@@ -46,9 +46,10 @@ class NetworkTransport:
         """Sends a bucket; its message is made when its turn has come, so that only those in flight are in memory."""
 
         def message() -> tuple[bytes, int]:
-            payload = None if push.empty else self._flat.gradient(push.bucket)
-            wire_format = self._flat.gradient_format(push.bucket)
-            return convert.gradient_push(self._who, push, payload, wire_format), _size(payload)
+            if push.empty:
+                return convert.gradient_push(self._who, push, None), 0
+            payload, wire_format = self._flat.gradient(push.bucket), self._flat.gradient_format(push.bucket)
+            return convert.gradient_push(self._who, push, payload, wire_format), len(payload)
 
         return self._push(message)
 

@@ -10,12 +10,15 @@ from typing import Any
 
 import grpc
 import pytest
-from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub, ShardServiceStub
 
 from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import Backlogged, Forbidden, InvalidRequest, LimitExceeded, NotFound, PSError
-from ps_protocol.framing import read_message, write_message
+from ps_protocol.framing import split_message
 from ps_protocol.v1 import cluster_pb2, data_pb2, jobs_pb2, membership_pb2, shard_pb2, types_pb2
+from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
+from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
+from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
+from ps_protocol.v1.shard_pb2_grpc import ShardServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access
 from ps_runtime.status import error_from
@@ -60,6 +63,13 @@ def test_an_optimizer_that_does_not_exist_sent_straight_to_a_shard_was_looked_up
     assert isinstance(refused(target, "CreateJob", create(optimizer="__import__")), InvalidRequest)
 
 
+SKIP = data_pb2.BucketPush(kind=data_pb2.PUSH_KIND_SKIP)
+
+
+def push_of(header: data_pb2.PushHeader, payload: bytes | None = None) -> bytes:
+    return data_pb2.PushRequest(header=header, payload=payload).SerializeToString()
+
+
 def test_a_bucket_beyond_the_layout_was_an_index_error_on_the_shard(target: Target) -> None:
     spec = job_spec_message(SPEC)
     spec.name = "another"
@@ -78,21 +88,22 @@ def test_a_job_larger_than_any_memory_was_laid_out_before_it_was_refused(target:
 
 
 def test_one_beta_instead_of_two_was_an_index_error_inside_torch(target: Target) -> None:
-    header = data_pb2.PushHeader(worker=WORKER, clock=1, kind=data_pb2.PUSH_KIND_SKIP)
+    header = data_pb2.PushHeader(worker=WORKER, clock=1, buckets=[SKIP])
     header.groups.add(group=0).hyper_parameters.add(name="betas").numbers.values.append(0.9)
-    assert isinstance(refused(target, "Push", write_message(header)), InvalidRequest)
+    assert isinstance(refused(target, "Push", push_of(header)), InvalidRequest)
 
 
 def test_a_guessed_incarnation_let_one_worker_push_for_another(target: Target) -> None:
     victim = types_pb2.WorkerIdentity(job=JOB, rank=0, incarnation=1, lease_key=KEY)
-    header = data_pb2.PushHeader(worker=victim, clock=1, kind=data_pb2.PUSH_KIND_SKIP)
-    assert isinstance(refused(target, "Push", write_message(header)), Forbidden)
+    header = data_pb2.PushHeader(worker=victim, clock=1, buckets=[SKIP])
+    assert isinstance(refused(target, "Push", push_of(header)), Forbidden)
 
 
 def test_a_stranger_learnt_about_a_gradient_before_it_was_asked_who_it_is(target: Target) -> None:
     stranger = types_pb2.WorkerIdentity(job=JOB, rank=1, incarnation=2, lease_key=bytes(16))
-    header = data_pb2.PushHeader(worker=stranger, clock=1, kind=data_pb2.PUSH_KIND_GRADIENT)
-    assert isinstance(refused(target, "Push", write_message(header, b"not 64 bytes")), Forbidden)
+    gradient = data_pb2.BucketPush(kind=data_pb2.PUSH_KIND_GRADIENT)
+    header = data_pb2.PushHeader(worker=stranger, clock=1, buckets=[gradient])
+    assert isinstance(refused(target, "Push", push_of(header, b"not 64 bytes")), Forbidden)
 
 
 def test_a_pull_could_name_millions_of_buckets_and_have_each_looked_at(target: Target) -> None:
@@ -105,7 +116,7 @@ def test_a_host_name_with_control_characters_reached_the_terminal_of_who_asked_f
     target: Target, host: str
 ) -> None:
     request = membership_pb2.JoinRequest(job=JOB, host=host)
-    assert isinstance(refused(target, "JoinJob", request.SerializeToString()), InvalidRequest)
+    assert isinstance(refused(target, "Join", request.SerializeToString()), InvalidRequest)
 
 
 @pytest.mark.parametrize("address", ["http://h:1/x", "h:1\nother:2", "\x1b[2Jh:1", "h", "h:123456", "a" * 300 + ":1"])
@@ -113,7 +124,7 @@ def test_a_worker_could_have_prometheus_scrape_what_is_no_address_and_terminals_
     target: Target, address: str
 ) -> None:
     request = membership_pb2.JoinRequest(job=JOB, host="h", metrics_address=address)
-    assert isinstance(refused(target, "JoinJob", request.SerializeToString()), InvalidRequest)
+    assert isinstance(refused(target, "Join", request.SerializeToString()), InvalidRequest)
 
 
 @pytest.mark.parametrize("address", ["http://169.254.0.1/x?", "h:1/../secrets", "h:1\nother:2", ":", "h:"])
@@ -127,7 +138,6 @@ def test_an_address_of_metrics_that_is_none_was_handed_to_prometheus(target: Tar
     [
         b"\x0a\xff\xff\xff\xff\x0f",  # a header of 4 GiB
         b"\x0a\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80\x01",  # a length of more than 64 bits
-        b"\x0a\x00\x0a\x00",  # two headers
         b"\x0a\x00\x7a\x01a\x7a\x01b",  # two payloads: which one was checked?
         b"\x0a\x00\x7a\x05abc",  # a payload that is cut off
         b"\x0b",  # a group, which nothing here sends
@@ -135,7 +145,7 @@ def test_an_address_of_metrics_that_is_none_was_handed_to_prometheus(target: Tar
 )
 def test_lengths_that_lie_and_fields_that_come_twice_are_refused_by_the_decoder(raw: bytes) -> None:
     with pytest.raises(InvalidRequest):
-        read_message(raw)
+        split_message(raw)
 
 
 def test_bytes_that_are_no_request_of_reflection_kept_a_server_from_ever_stopping() -> None:
@@ -184,13 +194,13 @@ def test_a_parameters_name_with_control_characters_reached_the_terminals_of_the_
 def test_joining_as_ever_new_ranks_grew_what_every_bucket_remembers_without_end(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(shards=1, limits=Limits(workers=4))
     with open_channel(cluster.address) as channel:
-        jobs = JobServiceStub(channel)
+        jobs, members = JobServiceStub(channel), MembershipServiceStub(channel)
         spec = job_spec_message(replace(SPEC, world_size=0))
         jobs.RegisterJob(jobs_pb2.RegisterJobRequest(spec=spec), timeout=20.0)
-        jobs.JoinJob(membership_pb2.JoinRequest(job=JOB, rank=3), timeout=20.0)
+        members.Join(membership_pb2.JoinRequest(job=JOB, rank=3), timeout=20.0)
         for rank in (4, 2**32 - 1):
             with pytest.raises(grpc.RpcError) as caught:
-                jobs.JoinJob(membership_pb2.JoinRequest(job=JOB, rank=rank), timeout=20.0)
+                members.Join(membership_pb2.JoinRequest(job=JOB, rank=rank), timeout=20.0)
             found = error_from(caught.value, "it")
             assert isinstance(found, LimitExceeded)
             assert "max-workers" in str(found)
@@ -218,18 +228,24 @@ def test_a_state_without_end_could_be_saved_on_the_coordinator_by_anybody(
 ) -> None:
     cluster = make_cluster(shards=1, limits=Limits(state_bytes=100), checkpoint_dir=tmp_path)
     with open_channel(cluster.address) as channel:
-        jobs = JobServiceStub(channel)
+        jobs, members = JobServiceStub(channel), MembershipServiceStub(channel)
         spec = job_spec_message(replace(SPEC, world_size=1))
         jobs.RegisterJob(jobs_pb2.RegisterJobRequest(spec=spec), timeout=20.0)
-        place = jobs.JoinJob(membership_pb2.JoinRequest(job=JOB, rank=0), timeout=20.0)
-        who = {"job": JOB, "rank": 0, "incarnation": place.incarnation, "lease_key": place.lease_key}
-        for change, error in (
-            ({"state": bytes(101)}, LimitExceeded),
-            ({"state": bytes(100), "lease_key": bytes(16)}, Forbidden),
-            ({"state": bytes(100), "job": "../" + JOB}, NotFound),
+        place = members.Join(membership_pb2.JoinRequest(job=JOB, rank=0), timeout=20.0)
+        who = {"job": JOB, "rank": 0, "incarnation": place.worker.incarnation, "lease_key": place.worker.lease_key}
+
+        def save(size: int, **change: Any) -> None:
+            worker = types_pb2.WorkerIdentity(**{**who, **change})
+            state = membership_pb2.WorkerState(content=bytes(size))
+            request = membership_pb2.SaveWorkerStateRequest(worker=worker, state=state)
+            members.SaveWorkerState(request, timeout=20.0)
+
+        for size, change, error in (
+            (101, {}, LimitExceeded),
+            (100, {"lease_key": bytes(16)}, Forbidden),
+            (100, {"job": "../" + JOB}, NotFound),
         ):
-            request = membership_pb2.SaveWorkerStateRequest(**{**who, **change})
             with pytest.raises(grpc.RpcError) as caught:
-                jobs.SaveWorkerState(request, timeout=20.0)
+                save(size, **change)
             assert isinstance(error_from(caught.value, "it"), error)
-        jobs.SaveWorkerState(membership_pb2.SaveWorkerStateRequest(**who, state=bytes(100)), timeout=20.0)
+        save(100)

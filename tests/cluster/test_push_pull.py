@@ -44,16 +44,16 @@ class Sharer:
     def request(self, clock: int, pushed: list[int], pulled: list[int], **other: Any) -> data_pb2.ExchangeRequest:
         push = data_pb2.PushHeader(worker=self.raw.identity(**other), clock=clock)
         for index in pushed:
-            push.buckets.add(bucket=index)
-        return data_pb2.ExchangeRequest(push=push, buckets=pulled)
+            push.buckets.add(bucket=index, kind=data_pb2.PUSH_KIND_GRADIENT)
+        return data_pb2.ExchangeRequest(push=push, buckets=pulled, in_segment=data_pb2.InSegment())
 
     def call(self, request: data_pb2.ExchangeRequest) -> Any:
-        return self._stub.PushPullShared(request, timeout=CALL_SECONDS)
+        return self._stub.Exchange(request, timeout=CALL_SECONDS)
 
     def headers(self, call: Any) -> list[data_pb2.PulledBucket]:
         """Of all buckets that the call brings. Raises the PSError that it ended with."""
         try:
-            return [header for message in call for header in message.headers]
+            return [bucket for message in call for bucket in message.buckets]
         except grpc.RpcError as error:
             raise error_from(error, "shard") from None
 
@@ -93,15 +93,15 @@ def test_who_waits_for_others_is_told_that_its_pushes_are_staged_and_since_when(
     first, second = Sharer(cluster, "sync", 0, 2), Sharer(cluster, "sync", 1, 2)
     call = first.call(first.request(1, [0, 1, 2], [0, 1, 2]))
     told = next(call)
-    assert not told.headers
-    assert told.staged_seconds >= 0.1
+    assert not told.buckets
+    assert told.staged_duration.ToNanoseconds() >= 1e8
     other = second.call(second.request(1, [0, 1, 2], [0, 1, 2]))
     told = next(other)
-    assert told.HasField("staged_seconds"), "in the first message, whatever else it brings"
-    assert len(told.headers) + len(second.headers(other)) == 3
+    assert told.HasField("staged_duration"), "in the first message, whatever else it brings"
+    assert len(told.buckets) + len(second.headers(other)) == 3
     found = list(call)
-    assert sum(len(message.headers) for message in found) == 3
-    assert not any(message.HasField("staged_seconds") for message in found), "it is said once"
+    assert sum(len(message.buckets) for message in found) == 3
+    assert not any(message.HasField("staged_duration") for message in found), "it is said once"
     first.close()
     second.close()
 
@@ -136,8 +136,9 @@ def test_without_a_segment_it_is_refused(cluster: Cluster) -> None:
         raw.join()
         raw.initialise()
         push = data_pb2.PushHeader(worker=raw.identity(), clock=1)
-        push.buckets.add(bucket=0)
-        call = DataServiceStub(channel).PushPullShared(data_pb2.ExchangeRequest(push=push), timeout=CALL_SECONDS)
+        push.buckets.add(bucket=0, kind=data_pb2.PUSH_KIND_GRADIENT)
+        request = data_pb2.ExchangeRequest(push=push, in_segment=data_pb2.InSegment())
+        call = DataServiceStub(channel).Exchange(request, timeout=CALL_SECONDS)
         with pytest.raises(grpc.RpcError) as refused:
             list(call)
         assert isinstance(error_from(refused.value, "shard"), NotShared)

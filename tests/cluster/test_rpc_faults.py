@@ -89,8 +89,8 @@ def test_with_calls_lost_unheard_and_repeated_every_push_counts_once(
     cluster = make_cluster(lease=60.0)
     assert train(cluster, mode, transport) == []
     faults.finish()
-    methods = ("PushPullShared",) if transport == "shm" else ("Push", "Pull")
-    for method in (*methods, "AdmitWorker", "JoinJob"):
+    methods = ("Exchange",) if transport == "shm" else ("Push", "Pull")
+    for method in (*methods, "AddWorker", "Join"):
         assert all(faults.counts[method, kind] for kind in KINDS), f"{method}: {faults.counts}"
 
 

@@ -7,96 +7,104 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.convert import hyper_messages
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.framing import read_message, write_message
+from ps_protocol.framing import PAYLOAD_FIELD, split_message, write_message
 from ps_protocol.layout import BucketSpec
 from ps_protocol.v1 import data_pb2, job_pb2, types_pb2
 from ps_server.core.commands import Staged
 from ps_server.core.consistency import Admission
-from ps_server.core.requests import PullCall, PushKind
+from ps_server.core.requests import PullCall, PushedBucket, PushKind
 from ps_server.rpc import data_messages
 from ps_server.shard.waiting import Notice, PulledBucket
 from ps_worker.cluster import convert as worker_messages
 from ps_worker.values import BucketPush, Identity
 
-PUSH = data_pb2.PushRequest(
+HEAD = data_pb2.PushRequest(
     header=data_pb2.PushHeader(
         worker=types_pb2.WorkerIdentity(job="job", rank=3, incarnation=7),
-        bucket=300,
         clock=2**40,
-        kind=data_pb2.PUSH_KIND_GRADIENT,
-        absent_segments=[0, 5],
+        buckets=[data_pb2.BucketPush(bucket=300, kind=data_pb2.PUSH_KIND_GRADIENT, absent_slices=[0, 5])],
         groups=[job_pb2.GroupUpdate(group=1, hyper_parameters=hyper_messages({"lr": 0.5, "nesterov": True}))],
-    ),
-    payload=bytes(range(200)),
+    )
 )
+PUSH = data_pb2.PushRequest(header=HEAD.header, payload=bytes(range(200)))
 WHO = Identity("job", 3, 7)
+ANSWERS = data_messages.Answers(2, 2**63 - 1)
+HEADER = types_pb2.ResponseHeader(shard_index=2, process=2**63 - 1)
+# Of each message with a payload, all but that.
+HEADS = [
+    HEAD,
+    data_pb2.PullResponse(header=HEADER, buckets=[data_pb2.PulledBucket(bucket=7, version=40)]),
+    data_pb2.ExchangeRequest(push=HEAD.header, buckets=[1, 2], notify_bytes=7),
+    data_pb2.ExchangeResponse(header=HEADER, buckets=[data_pb2.PulledBucket(bucket=7, version=40)]),
+    data_pb2.PullStateResponse(header=HEADER, state=data_pb2.PulledState(bucket=1, state="exp_avg")),
+]
 
 
 # -- the same bytes as the generated classes -------------------------------------------------------------------------
 
 
+def test_the_payload_is_the_last_field_of_every_message_that_has_one() -> None:
+    carriers = [kind for kind in data_pb2.DESCRIPTOR.message_types_by_name.values() if "payload" in kind.fields_by_name]
+    assert {kind.name for kind in carriers} == {head.DESCRIPTOR.name for head in HEADS}
+    for kind in carriers:
+        assert max(kind.fields_by_number) == kind.fields_by_name["payload"].number == PAYLOAD_FIELD
+
+
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.DESCRIPTOR.name)
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 300, 2**14, 2**21 + 1])
-def test_what_is_written_by_hand_is_what_the_generated_class_writes(size: int) -> None:
-    payload = bytes(size)
-    message = data_pb2.PushRequest(header=PUSH.header, payload=payload)
-    written = write_message(PUSH.header, payload)
-    assert data_pb2.PushRequest.FromString(written) == message
-    if size:  # proto3 leaves an empty field out
-        assert written == message.SerializeToString(deterministic=True)
+def test_what_is_written_by_hand_is_what_the_generated_class_writes_and_the_reverse(head: Any, size: int) -> None:
+    whole = type(head)()
+    whole.CopyFrom(head)
+    whole.payload = b"x" * size
+    written = write_message(head, whole.payload)
+    assert type(head).FromString(written) == whole
+    if size or head.DESCRIPTOR.fields_by_name["payload"].containing_oneof:  # otherwise proto3 leaves it out
+        assert written == whole.SerializeToString(deterministic=True)
+        rest, payload = split_message(whole.SerializeToString())
+        assert (type(head).FromString(rest), payload) == (head, whole.payload)
 
 
-@pytest.mark.parametrize("size", [0, 1, 127, 128, 300, 2**14, 2**21 + 1])
-def test_what_the_generated_class_writes_is_read_by_hand(size: int) -> None:
-    message = data_pb2.PushRequest(header=PUSH.header, payload=b"x" * size)
-    header, payload = read_message(message.SerializeToString())
-    assert data_pb2.PushHeader.FromString(bytes(header)) == PUSH.header
-    assert bytes(payload) == message.payload
-
-
-def test_a_header_alone_has_an_empty_payload() -> None:
-    header, payload = read_message(write_message(PUSH.header))
-    assert (bytes(header), bytes(payload)) == (PUSH.header.SerializeToString(), b"")
+def test_a_message_without_payload_has_none() -> None:
+    assert split_message(write_message(HEAD)) == (HEAD.SerializeToString(), None)
 
 
 def test_a_payload_is_a_view_of_the_message_and_not_a_copy() -> None:
-    data = write_message(PUSH.header, b"payload")
-    _, payload = read_message(data)
+    data = write_message(HEAD, b"payload")
+    _, payload = split_message(data)
+    assert payload is not None
     assert payload.obj is data
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, lambda b: memoryview(b).cast("B")])
 def test_a_payload_may_be_any_buffer_of_bytes(kind: Callable[[bytes], Any]) -> None:
-    _, payload = read_message(write_message(PUSH.header, kind(b"payload")))
-    assert bytes(payload) == b"payload"
+    _, payload = split_message(write_message(HEAD, kind(b"payload")))
+    assert payload == b"payload"
 
 
 def test_fields_of_a_later_version_are_skipped_wherever_they_stand() -> None:
-    number, text, eight_bytes, four_bytes = b"\x10\x96\x01", b"\x1a\x03abc", b"\x21" + bytes(8), b"\x2d" + bytes(4)
+    number, text, eight_bytes, four_bytes = b"\x20\x96\x01", b"\x1a\x03abc", b"\x29" + bytes(8), b"\x35" + bytes(4)
     later = number + text + eight_bytes + four_bytes
     header, payload = b"\x0a\x02\x10\x05", b"\x7a\x02hi"
     for data in (later + header + payload, header + later + payload, payload + later + header + later):
-        found = read_message(data)
-        assert (bytes(found[0]), bytes(found[1])) == (b"\x10\x05", b"hi")
+        head, elements = split_message(data)
+        assert (data_pb2.PushRequest.FromString(head).header.clock, elements) == (5, b"hi")
         assert data_pb2.PushRequest.FromString(data).payload == b"hi"
 
 
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "no header"),
-        (b"\x7a\x02hi", "no header"),
         (b"\x0a", "ends inside a number"),
         (b"\x0a\x05\x10", "a field of 5 bytes was announced where 1 are left"),
         (b"\x0a\xff\xff\xff\xff\x7f", "was announced where 0 are left"),
         (b"\x0a" + b"\xff" * 11, "longer than 64 bits"),
-        (b"\x0a\x00\x0a\x00", "header or payload twice"),
-        (b"\x0a\x00\x7a\x00\x7a\x00", "header or payload twice"),
+        (b"\x0a\x00\x7a\x00\x7a\x00", "payload twice"),
         (b"\x0a\x00\x0b", "wire type 3"),
         (b"\x0a\x00\x0f", "wire type 7"),
         (b"\x0a\x00\x02\x00", "field 0"),
@@ -106,7 +114,7 @@ def test_fields_of_a_later_version_are_skipped_wherever_they_stand() -> None:
 )
 def test_broken_bytes_are_refused_with_what_is_wrong(data: bytes, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        read_message(data)
+        split_message(data)
 
 
 def test_every_truncation_of_a_message_is_refused_or_read_as_protobuf_reads_it() -> None:
@@ -118,13 +126,14 @@ def test_every_truncation_of_a_message_is_refused_or_read_as_protobuf_reads_it()
 def compare_with_protobuf(data: bytes) -> None:
     """Whatever is accepted here, the generated class accepts, and finds the same in it."""
     try:
-        header, payload = read_message(data)
-        parsed = data_pb2.PushHeader.FromString(bytes(header))
+        head, payload = split_message(data)
+        parsed = data_pb2.PushRequest.FromString(head)
     except (InvalidRequest, DecodeError):
         return
     message = data_pb2.PushRequest.FromString(data)
-    assert message.header.SerializeToString(deterministic=True) == parsed.SerializeToString(deterministic=True)
-    assert message.payload == bytes(payload)
+    assert message.header.SerializeToString(deterministic=True) == parsed.header.SerializeToString(deterministic=True)
+    if message.WhichOneof("location") == "payload":
+        assert message.payload == payload
 
 
 # Bytes as random as may be, and bytes that look like a message: fields of ours and of others, with lengths that lie.
@@ -156,7 +165,7 @@ BYTES = st.binary(max_size=64) | st.lists(FIELDS, max_size=5).map(b"".join)
 
 @settings(max_examples=1000)
 @given(BYTES)
-@example(b"\x0a\x00\x8a\x00\x00")  # a tag longer than it need be, which makes the header come twice
+@example(b"\x7a\x01a\xfa\x00\x01b")  # a tag longer than it need be, which makes the payload come twice
 def test_what_is_accepted_is_what_protobuf_finds(data: bytes) -> None:
     compare_with_protobuf(data)
 
@@ -167,7 +176,8 @@ def test_no_bytes_make_the_server_fail_in_another_way_than_it_should(data: bytes
     for read in (
         data_messages.push,
         data_messages.pull,
-        data_messages.shared_push,
+        data_messages.exchange,
+        data_messages.pull_state,
         data_messages.attach_request,
     ):
         with contextlib.suppress(InvalidRequest):
@@ -178,82 +188,134 @@ def test_no_bytes_make_the_server_fail_in_another_way_than_it_should(data: bytes
 
 
 def test_the_server_reads_a_push_as_the_generated_class_wrote_it() -> None:
-    found = data_messages.push(PUSH.SerializeToString())
-    assert (found.job, found.rank, found.incarnation) == ("job", 3, 7)
-    assert (found.bucket, found.clock, found.kind) == (300, 2**40, PushKind.GRADIENT)
-    assert (found.absent, found.groups) == ({0, 5}, {1: {"lr": 0.5, "nesterov": True}})
-    assert bytes(found.payload) == PUSH.payload
+    call = data_messages.push(PUSH.SerializeToString())
+    assert (call.job, call.rank, call.incarnation, call.clock) == ("job", 3, 7, 2**40)
+    assert call.buckets == (PushedBucket(300, PushKind.GRADIENT, frozenset({0, 5})),)
+    assert (call.groups, call.payload) == ({1: {"lr": 0.5, "nesterov": True}}, PUSH.payload)
+
+
+def bucket_push(index: int, clock: int, empty: bool = False, **more: Any) -> BucketPush:
+    return BucketPush(
+        BucketSpec(index, "float32", "float32", False, 0, 50, ()), clock, empty, **{"absent": [], "groups": {}, **more}
+    )
 
 
 def test_the_generated_class_reads_a_push_as_the_worker_wrote_it() -> None:
-    bucket = BucketSpec(300, "float32", "float32", False, 0, 50, ())
-    step = BucketPush(bucket, 2**40, False, [0, 5], {1: {"lr": 0.5, "nesterov": True}})
+    step = bucket_push(300, 2**40, absent=[0, 5], groups={1: {"lr": 0.5, "nesterov": True}})
     written = worker_messages.gradient_push(WHO, step, memoryview(PUSH.payload))
     assert data_pb2.PushRequest.FromString(written) == PUSH
 
 
-def test_an_initial_value_and_a_step_without_gradient_say_what_they_are() -> None:
-    first = data_messages.push(worker_messages.initial_push(WHO, 2, memoryview(b"abcd")))
-    assert (first.kind, first.bucket, bytes(first.payload)) == (PushKind.INITIAL_VALUE, 2, b"abcd")
-    bucket = BucketSpec(1, "float32", "float32", False, 0, 50, ())
-    nothing = data_messages.push(worker_messages.gradient_push(WHO, BucketPush(bucket, 5, True, [], {}), None))
-    assert (nothing.kind, nothing.clock, bytes(nothing.payload)) == (PushKind.SKIP, 5, b"")
+def test_a_push_says_its_kind_and_wire_format() -> None:
+    def kinds(data: bytes) -> list[tuple[int, PushKind, str]]:
+        return [(bucket.bucket, bucket.kind, bucket.wire_format) for bucket in data_messages.push(data).buckets]
+
+    elements = memoryview(b"abcd")
+    assert kinds(worker_messages.initial_push(WHO, 2, elements)) == [(2, PushKind.INITIAL_VALUE, "")]
+    assert kinds(worker_messages.gradient_push(WHO, bucket_push(1, 5, True), None)) == [(1, PushKind.SKIP, "")]
+    draft = worker_messages.gradient_push(WHO, bucket_push(1, 5), elements, "bfloat16", draft=True)
+    assert kinds(draft) == [(1, PushKind.DRAFT, "bfloat16")]
+    assert data_messages.push(draft).payload == b"abcd"
+    shared = worker_messages.shared_push(WHO, 5, [bucket_push(1, 5), bucket_push(4, 5, True)], {1}, lambda _: "float16")
+    assert kinds(shared) == [(1, PushKind.GRADIENT, "float16"), (4, PushKind.SKIP, "")]
+    assert data_messages.push(shared).payload is None, "it is in the segment"
 
 
 def test_a_pull_is_read_as_it_was_asked() -> None:
     request = worker_messages.pull_request(WHO, 12, [4, 2])
     assert data_messages.pull(request) == PullCall("job", 3, 7, 12, (4, 2), WHO.key)
     assert data_pb2.PullRequest.FromString(request).clock == 12
-    request = worker_messages.pull_request(WHO, 12, [4], 100)
-    assert data_messages.pull(request) == PullCall("job", 3, 7, 12, (4,), WHO.key, 100)
+    request = worker_messages.shared_pull(WHO, 12, [4], 100)
+    assert data_messages.pull(request) == PullCall("job", 3, 7, 12, (4,), WHO.key, True, 100)
 
 
-def test_a_pull_that_comes_with_pushes_is_of_the_same_worker_at_the_same_clock() -> None:
-    bucket = BucketSpec(1, "float32", "float32", False, 0, 50, ())
-    request = worker_messages.push_pull(WHO, 5, [BucketPush(bucket, 5, False, [], {})], {1}, [1, 4], 100)
-    push, pull = data_messages.push_pull(request)
+def test_an_exchange_is_of_one_worker_at_one_clock() -> None:
+    request = worker_messages.shared_exchange(WHO, 5, [bucket_push(1, 5)], {1}, lambda _: "", [1, 4], 100)
+    push, pull = data_messages.exchange(request)
     assert (push.job, push.rank, push.incarnation, push.clock, push.key) == ("job", 3, 7, 5, WHO.key)
-    assert [(found.index, found.finite) for found in push.buckets] == [(1, True)]
-    assert pull == PullCall("job", 3, 7, 5, (1, 4), WHO.key, 100)
+    assert push.buckets == (PushedBucket(1, PushKind.GRADIENT, finite=True),)
+    assert push.payload is None
+    assert pull == PullCall("job", 3, 7, 5, (1, 4), WHO.key, True, 100)
+    push, pull = data_messages.exchange(
+        worker_messages.commit_exchange(WHO, 5, [bucket_push(1, 5), bucket_push(2, 5, True)], [1, 2])
+    )
+    assert [bucket.kind for bucket in push.buckets] == [PushKind.COMMIT, PushKind.SKIP]
+    assert (push.payload, pull) == (b"", PullCall("job", 3, 7, 5, (1, 2), WHO.key))
 
 
 def test_a_pulled_bucket_is_read_as_it_was_sent_by_hand_and_by_the_generated_class() -> None:
-    data = data_messages.pull_response(PulledBucket(7, 40, 0.25, payload=memoryview(b"weights!")))
-    found = worker_messages.pulled(data)
+    data = ANSWERS.pulled(PulledBucket(7, 40, 0.25, payload=memoryview(b"weights!"), wire_format="float16"))
+    [found] = worker_messages.pulled(data, len)  # type: ignore[arg-type]
     assert (found.bucket, found.version, found.waited, found.waiting) == (7, 40, 0.25, None)
-    assert bytes(found.payload) == b"weights!"
+    assert (found.payload, found.wire_format) == (b"weights!", "float16")
     message = data_pb2.PullResponse.FromString(data)
     assert message.payload == b"weights!"
-    assert worker_messages.pulled(message.SerializeToString()) == found
+    assert message.header == types_pb2.ResponseHeader(shard_index=2, process=2**63 - 1, version=40)
+    assert worker_messages.pulled(message.SerializeToString(), len) == [found]  # type: ignore[arg-type]
+
+
+def test_payloads_of_several_buckets_follow_each_other() -> None:
+    buckets = [data_pb2.PulledBucket(bucket=index) for index in (5, 3)]
+    message = data_pb2.PullResponse(buckets=buckets, payload=b"fiverest")
+    found = worker_messages.pulled(message.SerializeToString(), lambda index: {5: 4, 3: 4}[index])
+    assert [(bucket.bucket, bytes(bucket.payload)) for bucket in found] == [(5, b"five"), (3, b"rest")]
 
 
 def test_the_notice_that_a_bucket_is_not_admitted_says_whom_it_waits_for_and_why() -> None:
     admission = Admission(False, (1, 4), "worker 1 is at clock 3")
-    data = data_messages.pull_response(PulledBucket(7, waiting=admission))
-    assert worker_messages.pulled(data).waiting == ((1, 4), "worker 1 is at clock 3")
-    assert data_pb2.PullResponse.FromString(data).header.HasField("waiting")
+    for data, kind in (
+        (ANSWERS.pulled(PulledBucket(7, waiting=admission)), data_pb2.PullResponse),
+        (ANSWERS.exchanged(PulledBucket(7, waiting=admission)), data_pb2.ExchangeResponse),
+    ):
+        [found] = worker_messages.pulled(data, len)  # type: ignore[arg-type]
+        assert (found.bucket, found.waiting) == (7, ((1, 4), "worker 1 is at clock 3"))
+        assert kind.FromString(data).HasField("waiting")
 
 
-def test_an_acknowledgement_says_the_version_and_whether_it_was_a_repeat() -> None:
-    response = data_pb2.PushResponse.FromString(data_messages.push_response(Staged(9, duplicate=True)))
-    assert (response.version, response.duplicate) == (9, True)
+def test_an_acknowledgement_says_the_lowest_version_and_how_many_were_repeats() -> None:
+    data = ANSWERS.pushed([Staged(9, duplicate=True), Staged(8, duplicate=False)])
+    response = data_pb2.PushResponse.FromString(data)
+    assert (response.header.version, response.duplicate_count) == (8, 1)
+    assert (response.header.shard_index, response.header.process) == (2, 2**63 - 1)
+
+
+GRADIENT, COMMIT, ASSIGN = data_pb2.PUSH_KIND_GRADIENT, data_pb2.PUSH_KIND_COMMIT, data_pb2.PUSH_KIND_ASSIGN
+
+
+def pushing(*kinds: Any, **fields: Any) -> data_pb2.PushHeader:
+    buckets = [data_pb2.BucketPush(bucket=index, kind=kind) for index, kind in enumerate(kinds)]
+    return data_pb2.PushHeader(**{"buckets": buckets, **fields})
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("header", "said"),
     [
-        (data_pb2.PushHeader(bucket=1), "kind of push: expected one of .1, 2, 3, 4, 5., got 0"),
-        (data_pb2.PushHeader(kind=9), "kind of push: expected one of .1, 2, 3, 4, 5., got 9"),  # type: ignore[arg-type]
-        (data_pb2.PushHeader(kind=1, groups=[job_pb2.GroupUpdate(group=2)] * 2), "group 2 comes twice"),  # type: ignore[arg-type]
+        (pushing(0), "kind of push: expected one of .1, 2, 3, 4, 5, 6, 7., got 0"),
+        (pushing(9), "kind of push: expected one of .1, 2, 3, 4, 5, 6, 7., got 9"),
+        (pushing(GRADIENT, groups=[job_pb2.GroupUpdate(group=2)] * 2), "group 2 comes twice"),
+        (pushing(buckets=[data_pb2.BucketPush(kind=GRADIENT)] * 2), "each bucket at most once"),
+        (pushing(GRADIENT, COMMIT), "a push is not the way of commit, which bucket 1 has"),
     ],
 )
-def test_a_header_that_means_nothing_is_refused(message: Message, said: str) -> None:
+def test_a_header_that_means_nothing_is_refused(header: data_pb2.PushHeader, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        data_messages.push(write_message(message, b""))
+        data_messages.push(data_pb2.PushRequest(header=header).SerializeToString())
 
 
-def test_a_header_that_is_no_header_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match="the bytes are no PushHeader"):
+def test_what_travels_another_way_is_refused() -> None:
+    exchange = data_pb2.ExchangeRequest(push=pushing(ASSIGN))
+    with pytest.raises(InvalidRequest, match="an exchange is not the way of assign, which bucket 0 has"):
+        data_messages.exchange(exchange.SerializeToString())
+    exchange = data_pb2.ExchangeRequest(push=pushing(COMMIT), in_segment=data_pb2.InSegment())
+    with pytest.raises(InvalidRequest, match="a push by way of a segment is not the way of commit"):
+        data_messages.exchange(exchange.SerializeToString())
+    both = write_message(data_pb2.PushRequest(header=pushing(GRADIENT), in_segment=data_pb2.InSegment()), b"elements")
+    with pytest.raises(InvalidRequest, match="in the segment or in the message, got both"):
+        data_messages.push(both)
+
+
+def test_a_message_that_is_none_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match="the bytes are no PushRequest"):
         data_messages.push(b"\x0a\x02\x0a\x05")
     with pytest.raises(InvalidRequest, match="the bytes are no PullRequest"):
         data_messages.pull(b"\x0a\x05")
@@ -261,11 +323,11 @@ def test_a_header_that_is_no_header_is_refused_by_name() -> None:
 
 def test_a_notice_says_which_buckets_are_there_and_how_long_pushes_have_been_staged() -> None:
     notice = Notice((PulledBucket(4, 3), PulledBucket(2, 5, save_state=True)))
-    response = data_pb2.PullResponse.FromString(data_messages.pull_shared_response(notice))
-    assert [(header.bucket, header.version, header.checkpoint) for header in response.headers] == [
+    response = data_pb2.ExchangeResponse.FromString(ANSWERS.exchanged(notice))
+    assert [(bucket.bucket, bucket.version, bucket.state_wanted) for bucket in response.buckets] == [
         (4, 3, False),
         (2, 5, True),
     ]
-    assert not response.HasField("staged_seconds")
-    response = data_pb2.PullResponse.FromString(data_messages.pull_shared_response(Notice((), 0.5)))
-    assert (len(response.headers), response.staged_seconds) == (0, 0.5)
+    assert (response.header.version, response.WhichOneof("location")) == (3, "in_segment")
+    assert not response.HasField("staged_duration")
+    assert worker_messages.exchanged(ANSWERS.exchanged(Notice((), 0.5)), len) == ([], 0.5)  # type: ignore[arg-type]

@@ -91,7 +91,7 @@ BAD_PUSHES: dict[str, tuple[Change, type[PSError], str]] = {
     ),
     "clock with a gap": (lambda w: w.message(0, 3), OutOfOrder, "pushed clock 3 where 2 comes next"),
     "segment that does not exist": (
-        lambda w: w.message(0, 2, absent_segments=[5]),
+        lambda w: w.message(0, 2, absent_slices=[5]),
         InvalidRequest,
         "has 1 segments, got segment 5",
     ),

@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from ps_protocol.v1.control_pb2_grpc import ClusterServiceStub, JobServiceStub
 from torch import nn
 
 from ps_protocol.convert import job_spec_message
@@ -21,6 +20,9 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.v1 import cluster_pb2, data_pb2, jobs_pb2, membership_pb2, types_pb2
+from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
+from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
+from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT
 from ps_runtime.status import error_from
@@ -66,7 +68,7 @@ def slow_uploads(cluster: Cluster, count: int) -> Iterator[None]:
         calls = []
         for server in cluster.servers:
             channel = stack.enter_context(open_channel(server.address))
-            for path in ("DataService/Push", "DataService/Pull", "JobService/Heartbeat"):
+            for path in ("DataService/Push", "DataService/Pull", "MembershipService/Heartbeat"):
                 call = channel.stream_stream(f"/ps_protocol.v1.{path}")
                 calls += [call(nothing(), timeout=600) for _ in range(count)]
         await_calls(cluster.servers[0], 3 * count)
@@ -117,7 +119,7 @@ def dripping(
         clients.stop()
 
 
-@pytest.mark.parametrize("method", ["DataService/Push", "JobService/Heartbeat"])
+@pytest.mark.parametrize("method", ["DataService/Push", "MembershipService/Heartbeat"])
 def test_clients_that_send_a_request_byte_by_byte_delay_nobody_and_are_cut_off(
     make_cluster: MakeCluster, method: str
 ) -> None:
@@ -236,14 +238,14 @@ def test_calls_in_flight_are_limited_by_caller(make_cluster: MakeCluster) -> Non
     with open_channel(cluster.address) as channel:
         with contextlib.suppress(PSError):
             _register(channel, _spec())
-        call = JobServiceStub(channel).WatchJob
+        call = MembershipServiceStub(channel).Watch
         watching = [call(membership_pb2.WatchRequest(job="job"), timeout=600) for _ in range(12)]
         for stream in watching[:8]:
             next(stream)
         with open_channel(cluster.address) as another:  # a connection more is no caller more
             errors, held = set(), []  # those that are let in stay: one of the first may have been refused already
             for _ in range(20):
-                held.append(JobServiceStub(another).WatchJob(membership_pb2.WatchRequest(job="job"), timeout=5))
+                held.append(MembershipServiceStub(another).Watch(membership_pb2.WatchRequest(job="job"), timeout=5))
                 try:
                     next(held[-1])
                 except grpc.RpcError as error:
@@ -258,7 +260,7 @@ def test_calls_in_flight_are_limited_in_all_but_for_probes(make_cluster: MakeClu
         with contextlib.suppress(PSError):
             _register(channel, _spec())
         watching = [
-            JobServiceStub(channel).WatchJob(membership_pb2.WatchRequest(job="job"), timeout=600) for _ in range(6)
+            MembershipServiceStub(channel).Watch(membership_pb2.WatchRequest(job="job"), timeout=600) for _ in range(6)
         ]
         await_calls(server, 6)
         with pytest.raises(LimitExceeded, match="max-all-calls is 6"):
@@ -313,9 +315,9 @@ def test_a_worker_past_the_limit_is_told(make_cluster: MakeCluster) -> None:
     with open_channel(cluster.address) as channel:
         spec = JobSpec("job", _spec().parameters, "SGD", ({"lr": 1.0},), Consistency(None), 64, 0)
         _register(channel, spec)
-        JobServiceStub(channel).JoinJob(membership_pb2.JoinRequest(job="job"), timeout=SECONDS)
+        MembershipServiceStub(channel).Join(membership_pb2.JoinRequest(job="job"), timeout=SECONDS)
         with pytest.raises(grpc.RpcError) as caught:
-            JobServiceStub(channel).JoinJob(membership_pb2.JoinRequest(job="job"), timeout=SECONDS)
+            MembershipServiceStub(channel).Join(membership_pb2.JoinRequest(job="job"), timeout=SECONDS)
         assert isinstance(error_from(caught.value, "it"), LimitExceeded)
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.errors import BY_REASON, InvalidRequest, PSError
-from ps_protocol.framing import read_message, write_message
+from ps_protocol.framing import read_message
 from ps_protocol.v1 import data_pb2, types_pb2
 from ps_runtime.channel import open_channel
 from ps_runtime.status import error_from
@@ -62,7 +62,7 @@ def test_no_handler_fails_on_random_or_damaged_bytes(target: Target, name: str) 
 def test_the_seeds_are_what_the_handlers_take(target: Target) -> None:
     """Else the fuzzing above would stop at the door."""
     fresh = Target()
-    assert {name for name in ("Push", "Pull", "CreateJob", "AdmitWorker") if fresh.throw(name, SEEDS[name][0])} == set()
+    assert {name for name in ("Push", "Pull", "CreateJob", "AddWorker") if fresh.throw(name, SEEDS[name][0])} == set()
     fresh.stop()
 
 
@@ -99,9 +99,10 @@ def test_a_push_with_any_numbers_is_taken_or_refused_whole(
     payload: bytes,
 ) -> None:
     worker = types_pb2.WorkerIdentity(job=SPEC.name, rank=rank, incarnation=incarnation, lease_key=key)
-    header = data_pb2.PushHeader(worker=worker, bucket=bucket, clock=clock, absent_segments=absent)
-    header.kind = kind  # type: ignore[assignment]
-    refused = target.throw("Push", write_message(header, payload))
+    pushed = data_pb2.BucketPush(bucket=bucket, absent_slices=absent)
+    pushed.kind = kind  # type: ignore[assignment]
+    header = data_pb2.PushHeader(worker=worker, clock=clock, buckets=[pushed])
+    refused = target.throw("Push", data_pb2.PushRequest(header=header, payload=payload).SerializeToString())
     if (rank, incarnation, key) != (WORKER.rank, WORKER.incarnation, KEY):
         assert refused is not None
 

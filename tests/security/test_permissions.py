@@ -14,12 +14,12 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from ps_protocol.v1.control_pb2_grpc import JobServiceStub
 from torch import nn
 
 from ps_protocol.errors import Forbidden, InvalidRequest, PSError, Unauthenticated
 from ps_protocol.v1 import data_pb2, membership_pb2, rounds_pb2, types_pb2
 from ps_protocol.v1.data_pb2_grpc import DataServiceStub
+from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_runtime import reloading
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access, Tls, access
@@ -256,7 +256,7 @@ def test_a_worker_cannot_speak_for_another(cluster: Cluster) -> None:
     def join_as_rank_1() -> None:
         with open_channel(cluster.address) as channel:
             request = membership_pb2.JoinRequest(job="job", rank=1)
-            place.append(JobServiceStub(channel).JoinJob(request, timeout=SECONDS))
+            place.append(MembershipServiceStub(channel).Join(request, timeout=SECONDS).worker)
 
     with cluster.connect("async", 0, 2, job="job", transport="grpc") as victim:
         model, optimizer = _prepare_beside(victim, model, join_as_rank_1)
@@ -266,33 +266,29 @@ def test_a_worker_cannot_speak_for_another(cluster: Cluster) -> None:
         before = [parameter.detach().clone() for parameter in model.parameters()]
         assert len(place[0].lease_key) == 16
         for key in (b"", bytes(16), place[0].lease_key):
-            stolen = {"job": "job", "rank": 0, "incarnation": 1, "lease_key": key}
-            worker = types_pb2.WorkerIdentity(**stolen)
-            header = data_pb2.PushHeader(worker=worker, clock=2, kind=data_pb2.PUSH_KIND_SKIP)
+            worker = types_pb2.WorkerIdentity(job="job", rank=0, incarnation=1, lease_key=key)
+            skip = data_pb2.BucketPush(kind=data_pb2.PUSH_KIND_SKIP)
+            header, here = data_pb2.PushHeader(worker=worker, clock=2, buckets=[skip]), data_pb2.InSegment()
             pull = data_pb2.PullRequest(worker=worker, clock=1)
-            shared = data_pb2.PushHeader(worker=worker, clock=2)
+            pull_here = data_pb2.PullRequest(worker=worker, clock=1, in_segment=here)
             for server, path, request in [
-                (cluster.address, "/ps_protocol.v1.JobService/Heartbeat", membership_pb2.HeartbeatRequest(**stolen)),
-                (cluster.address, "/ps_protocol.v1.JobService/LeaveJob", membership_pb2.LeaveRequest(**stolen)),
-                (
-                    cluster.address,
-                    "/ps_protocol.v1.JobService/SaveWorkerState",
-                    membership_pb2.SaveWorkerStateRequest(**stolen),
-                ),
-                (
-                    cluster.address,
-                    "/ps_protocol.v1.JobService/ExchangeValues",
-                    rounds_pb2.GatherValuesRequest(**stolen, number=1),
-                ),
+                (cluster.address, f"/ps_protocol.v1.{method}", request)
+                for method, request in (
+                    ("MembershipService/Heartbeat", membership_pb2.HeartbeatRequest(worker=worker)),
+                    ("MembershipService/Leave", membership_pb2.LeaveRequest(worker=worker)),
+                    ("MembershipService/SaveWorkerState", membership_pb2.SaveWorkerStateRequest(worker=worker)),
+                    ("RoundService/GatherValues", rounds_pb2.GatherValuesRequest(worker=worker, round=1)),
+                )
             ] + [
                 (server.address, f"/ps_protocol.v1.DataService/{method}", request)
                 for server in cluster.servers
                 for method, request in (
                     ("Push", data_pb2.PushRequest(header=header)),
                     ("Pull", pull),
-                    ("PullShared", pull),
-                    ("PushShared", shared),
-                    ("PushPullShared", data_pb2.ExchangeRequest(push=shared)),
+                    ("Pull", pull_here),
+                    ("Push", data_pb2.PushRequest(header=header, in_segment=here)),
+                    ("Exchange", data_pb2.ExchangeRequest(push=header)),
+                    ("Exchange", data_pb2.ExchangeRequest(push=header, in_segment=here)),
                     ("AttachSegment", data_pb2.AttachSegmentRequest(worker=worker, location="1/1", nonce=bytes(32))),
                 )
             ]:

@@ -10,7 +10,7 @@ import torch
 from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, OutOfOrder, UnknownWorker
 from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.partition import JobPartition
-from ps_server.core.requests import PullCall, PushKind, SharedBucket, StepCommit
+from ps_server.core.requests import PushKind
 from tests.simulation.simulator import HELD, image, job_spec, payload, push, stage
 from tests.tools.partitions import running, work
 
@@ -25,10 +25,10 @@ def commit(
     **groups: float,
 ) -> bool:
     """Commits one bucket; True if it counts now."""
-    step = StepCommit((SharedBucket(bucket, skip, frozenset()),), {0: dict(groups)} if groups else {})
-    call = PullCall(job.spec.name, rank, incarnation, clock, ())
-    [command] = job.check_step(call, step)
-    return job.execute(command).fresh
+    kind = PushKind.SKIP if skip else PushKind.COMMIT
+    changed = {0: dict(groups)} if groups else {}
+    one = push(bucket, clock, rank, incarnation, kind=kind, payload=b"", groups=changed)
+    return job.execute(job.check(one)).fresh
 
 
 def weight(job: JobPartition, bucket: int = 0) -> float:
@@ -38,7 +38,7 @@ def weight(job: JobPartition, bucket: int = 0) -> float:
 
 
 def draft(job: JobPartition, clock: int, value: float = 1.0, rank: int = 0, incarnation: int = 1) -> None:
-    stage(job, push(clock=clock, rank=rank, incarnation=incarnation, payload=payload(value), draft=True))
+    stage(job, push(clock=clock, rank=rank, incarnation=incarnation, payload=payload(value), kind=PushKind.DRAFT))
 
 
 def assign(job: JobPartition, clock: int, value: float, rank: int = 0, incarnation: int = 1) -> None:
@@ -152,10 +152,10 @@ def test_only_the_segments_that_are_named_are_assigned() -> None:
         (push(kind=PushKind.ASSIGN_STATE, state="", payload=payload(1.0)), "expected 0 bytes"),
         (push(kind=PushKind.ASSIGN_STATE, state="exp_avg"), "the state of SGD is momentum_buffer, got 'exp_avg'"),
         (push(HELD, kind=PushKind.ASSIGN, payload=payload(0.0, 16)), "holds what no optimizer steps"),
-        (push(clock=2, draft=True), "pushed clock 2 where 1 comes next"),
+        (push(clock=2, kind=PushKind.DRAFT), "pushed clock 2 where 1 comes next"),
         (push(clock=2, kind=PushKind.ASSIGN), "pushed clock 2 where 1 comes next"),
-        (push(incarnation=9, draft=True), "was replaced"),
-        (push(rank=3, draft=True), "not a live member"),
+        (push(incarnation=9, kind=PushKind.DRAFT), "was replaced"),
+        (push(rank=3, kind=PushKind.DRAFT), "not a live member"),
     ],
 )
 def test_bad_drafts_and_assignments_are_refused_and_change_nothing(bad: object, said: str) -> None:

@@ -11,11 +11,11 @@ from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import Backlogged
 from ps_server.core.budget import PrincipalBudget, StagingBudget
-from ps_server.core.requests import Push
+from ps_server.core.requests import PushCall
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
-from tests.simulation.simulator import initial, job_spec, push
+from tests.simulation.simulator import call_of, initial, job_spec, push
 
 BUCKET = 128  # bytes
 
@@ -55,7 +55,7 @@ def shard_of(mode: str, workers: int, limit: int) -> Shard:
     for rank in range(workers):
         made.add_worker("sums", rank, rank + 1, 0)
     for index in range(3):
-        made.push(initial(index))
+        made.push(call_of(initial(index)))
     return made
 
 
@@ -66,8 +66,8 @@ def shard() -> Iterator[Shard]:
     made.stop()
 
 
-def of(principal: str, bucket: int, rank: int, clock: int = 1) -> tuple[Push, str]:
-    return push(bucket, clock, rank, rank + 1), principal
+def of(principal: str, bucket: int, rank: int, clock: int = 1) -> tuple[PushCall, str]:
+    return call_of(push(bucket, clock, rank, rank + 1)), principal
 
 
 def test_a_caller_past_its_bytes_is_told_to_come_back_whichever_worker_it_is(shard: Shard) -> None:
@@ -76,9 +76,12 @@ def test_a_caller_past_its_bytes_is_told_to_come_back_whichever_worker_it_is(sha
         shard.push(*of("them", 0, 2))
     with pytest.raises(Backlogged, match="max-caller-bytes"):
         shard.push(*of("them", 1, 1))
-    assert shard.push(*of("them", 0, 1)).duplicate, "a repeat is acknowledged all the same"
-    assert shard.push(*of("others", 1, 1)) is not None
-    assert shard.push(*of("them", 0, 2 - 2)).version == 0  # worker 0, for whom all of them wait
+    [again] = shard.push(*of("them", 0, 1))
+    assert again.duplicate, "a repeat is acknowledged all the same"
+    assert shard.push(*of("others", 1, 1))
+    assert [staged.version for staged in shard.push(*of("them", 0, 2 - 2))] == [
+        0
+    ]  # worker 0, for whom all of them wait
     assert shard.principals.bytes_of("them") == 0 or shard.jobs()["sums"].buckets[0].rule.version == 0
     shard.push(*of("them", 0, 2))
     assert shard.jobs()["sums"].buckets[0].rule.version == 1

@@ -11,13 +11,13 @@ from prometheus_client import CollectorRegistry
 from ps_protocol.errors import Backlogged, PSError
 from ps_protocol.layout import bucket_layout
 from ps_protocol.segment_layout import SegmentMap, segment_plan
-from ps_server.core.requests import PullCall, SharedBucket, SharedPush
+from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
 from ps_server.shard.waiting import Answer, Notice
 from ps_worker.cluster.shared_memory import LocalSegment
-from tests.simulation.simulator import initial, job_spec, push
+from tests.simulation.simulator import call_of, initial, job_spec, push
 
 BUCKET = 128  # bytes
 CALLER = "them"
@@ -55,7 +55,7 @@ def shard() -> Iterator[Shard]:
     for rank in (0, 1):
         shard.add_worker("sums", rank, rank + 1, 0)
     for index in range(3):
-        shard.push(initial(index))
+        shard.push(call_of(initial(index)))
     yield shard
     shard.stop()
 
@@ -71,17 +71,18 @@ def lend_segment(shard: Shard) -> None:
 
 
 def push_shared(shard: Shard) -> list[Answer]:
-    shard.push_shared(SHARED, CALLER)
+    shard.push(SHARED, CALLER)
     return []
 
 
 def push_and_pull(shard: Shard) -> list[Answer]:
     outbox = Answers()
-    shard.push_pull_shared(SHARED, PullCall("sums", 1, 2, 1, (0, 1)), outbox, CALLER)
+    shard.exchange(SHARED, PullCall("sums", 1, 2, 1, (0, 1), in_segment=True), outbox, CALLER)
     return outbox.told
 
 
-SHARED = SharedPush("sums", 1, 2, 1, tuple(SharedBucket(index, False, frozenset()) for index in (0, 1)), {})
+GRADIENTS = tuple(PushedBucket(index, PushKind.GRADIENT) for index in (0, 1))
+SHARED = PushCall("sums", 1, 2, 1, GRADIENTS, None)
 
 
 @pytest.mark.parametrize("call", [push_shared, push_and_pull])
@@ -90,13 +91,13 @@ def test_a_push_that_is_refused_half_way_is_applied_so_far_and_whole_when_it_is_
 ) -> None:
     lend_segment(shard)
     buckets = shard.jobs()["sums"].buckets
-    shard.push(push(0))  # worker 0's: the update of bucket 0 waits for worker 1, that of bucket 1 for both
+    shard.push(call_of(push(0)))  # worker 0's: the update of bucket 0 waits for worker 1, that of bucket 1 for both
     with pytest.raises(Backlogged, match="max-caller-bytes"):
         call(shard)
     assert [buckets[index].rule.version for index in (0, 1)] == [1, 0], "what completed an update is not left lying"
     assert buckets[0].weights.flat.tolist() == [-2.0] * 32
     told = call(shard)  # bucket 0 is a repeat, and there is room for bucket 1 now
-    shard.push(push(1))
+    shard.push(call_of(push(1)))
     assert [buckets[index].rule.version for index in (0, 1)] == [1, 1]
     assert buckets[1].weights.flat.tolist() == [-2.0] * 32
     if call is push_and_pull:

@@ -274,18 +274,18 @@ def test_the_lock_that_marks_a_living_maker_is_exclusive(plan: SegmentPlan, tmp_
     segment.hide()
 
 
-@pytest.mark.parametrize(("weight_wire", "notice_bytes"), [("float32", 0), ("bfloat16", 64)])
+@pytest.mark.parametrize(("weight_wire", "notify_bytes"), [("float32", 0), ("bfloat16", 64)])
 def test_a_worker_is_told_of_weights_early_only_where_it_has_to_take_them_over(
-    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, weight_wire: str, notice_bytes: int
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, weight_wire: str, notify_bytes: int
 ) -> None:
-    monkeypatch.setattr(shared_memory, "NOTICE_BYTES", 64)  # one bucket: a notice for each, in the middle of a pull
+    monkeypatch.setattr(shared_memory, "NOTIFY_BYTES", 64)  # one bucket: a notice for each, in the middle of a pull
     cluster = make_cluster(shards=1)
     asked = []
     check = cluster.shards[0]._pulls.check
 
-    def checked(job: HostedJob, call: PullCall, outbox: Outbox, shared: bool) -> Pull:
-        asked.append((shared, call.notice_bytes))
-        return check(job, call, outbox, shared)
+    def checked(job: HostedJob, call: PullCall, outbox: Outbox) -> Pull:
+        asked.append((call.in_segment, call.notify_bytes))
+        return check(job, call, outbox)
 
     monkeypatch.setattr(cluster.shards[0]._pulls, "check", checked)
     with cluster.connect("sync", transport="shm") as session:
@@ -300,4 +300,4 @@ def test_a_worker_is_told_of_weights_early_only_where_it_has_to_take_them_over(
             optimizer.step()
             optimizer.zero_grad()
         assert torch.equal(model.weight, torch.full((8, 16), -3.0))
-    assert set(asked) == {(True, notice_bytes)}
+    assert set(asked) == {(True, notify_bytes)}

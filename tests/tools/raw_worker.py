@@ -121,7 +121,7 @@ class RawWorker:
         self._call(self.members.Leave, membership_pb2.LeaveRequest(worker=self.identity()))
 
     def lease(self, **fields: Any) -> leases_pb2.LeaseDataResponse:
-        """Asks for batches of 4 out of 12 samples; `fields` sets or replaces fields of the request and what is in it."""
+        """Asks for batches of 4 out of 12 samples; `fields` sets fields of the request and of what is in it."""
         worker, loader = _taken(types_pb2.WorkerIdentity, fields), _taken(leases_pb2.LoaderSpec, fields)
         request = leases_pb2.LeaseDataRequest(
             worker=self.identity(**worker),

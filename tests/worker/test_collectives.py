@@ -238,16 +238,10 @@ def test_values_that_fill_several_messages_arrive(shared: Cluster, job: str) -> 
 
 
 def raw_exchange(worker: RawWorker, **fields: Any) -> list[Any]:
-    asked = {
-        "job": worker.spec.name,
-        "rank": worker.rank,
-        "incarnation": worker.incarnation,
-        "lease_key": worker.lease_key,
-        "number": 1,
-        **fields,
-    }
+    asked = {"round": 1, **{name: fields.pop(name) for name in ("round", "clock", "value") if name in fields}}
+    request = rounds_pb2.GatherValuesRequest(worker=worker.identity(**fields), **asked)
     try:
-        return list(worker.coordinator.ExchangeValues(rounds_pb2.GatherValuesRequest(**asked), timeout=20.0))
+        return list(worker.rounds.GatherValues(request, timeout=20.0))
     except grpc.RpcError as error:
         raise error_from(error, "coordinator") from None
 
@@ -259,17 +253,17 @@ def test_only_a_live_worker_may_give_a_value_and_only_for_the_open_round(shared:
             (UnknownWorker, {"rank": 1}),
             (Fenced, {"incarnation": worker.incarnation + 1}),
             (NotFound, {"job": "another"}),
-            (InvalidRequest, {"number": 2}),
-            (InvalidRequest, {"number": 2**64 - 1}),
+            (InvalidRequest, {"round": 2}),
+            (InvalidRequest, {"round": 2**64 - 1}),
         ]
         for error, fields in refused:
             with pytest.raises(error):
                 raw_exchange(worker, **fields)
         assert shared.coordinator.jobs()[job].rounds.done() == (0, ())
-        [answer] = raw_exchange(worker, number=0, clock=9)
-        assert (answer.number, answer.complete) == (1, False)
+        [answer] = raw_exchange(worker, round=0, clock=9)
+        assert (answer.round, answer.complete) == (1, False)
         [answer] = raw_exchange(worker, value=b"mine")
-        assert (answer.number, answer.complete, answer.values[0].value) == (1, True, b"mine")
+        assert (answer.round, answer.complete, answer.values[0].value) == (1, True, b"mine")
         worker.leave()
 
 
@@ -363,10 +357,8 @@ def test_workers_that_wait_hold_no_thread_of_the_coordinator(shared: Cluster, jo
         ]
         calls = []
         for worker in workers:
-            request = rounds_pb2.GatherValuesRequest(
-                job=job, rank=worker.rank, incarnation=worker.incarnation, lease_key=worker.lease_key, number=1
-            )
-            calls.append(worker.coordinator.ExchangeValues(request, timeout=20.0))
+            request = rounds_pb2.GatherValuesRequest(worker=worker.identity(), round=1)
+            calls.append(worker.rounds.GatherValues(request, timeout=20.0))
         until(lambda: in_round(shared, job, count - 1))
         until(lambda: not busy("watch"), "the threads are given back")
         raw_exchange(last, value=b"last")

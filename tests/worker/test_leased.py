@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import ps_worker
 from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, JobMismatch, LimitExceeded, UnknownWorker
-from ps_protocol.v1.job_pb2 import DataRange
+from ps_protocol.v1.types_pb2 import DataRange
 from ps_server.ops import status
 from ps_worker import Session
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, until
@@ -418,7 +418,7 @@ def test_only_live_workers_of_elastic_jobs_lease(shared: Cluster, job: str) -> N
         ({"batch_size": 0}, InvalidRequest, "a batch has at least one sample, got batch_size 0"),
         ({"loader": 64}, LimitExceeded, "at most 64 loaders, got loader 64"),
         ({"sample_count": 2**41}, LimitExceeded, "max-samples is 1099511627776"),
-        ({"held": [DataRange(stop=4)] * 1025}, LimitExceeded, "max-leases is 1024, got a report of 1025"),
+        ({"leased": [DataRange(stop=4)] * 1025}, LimitExceeded, "max-leases is 1024, got a report of 1025"),
         ({"returned": [DataRange(start=2, stop=14)]}, InvalidRequest, "batches of 4 out of 12 samples, got .2, 14."),
         ({"sample_count": 13}, JobMismatch, "size is 12, got 13"),
     ],

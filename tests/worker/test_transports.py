@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from ps_protocol.layout import BucketSpec
-from ps_protocol.v1.data_pb2 import PushSharedRequest
+from ps_protocol.v1.data_pb2 import PushRequest
 from ps_worker.cluster.calls import DATA_SERVICE, ShardCalls
 from ps_worker.cluster.network import PUSHES_IN_FLIGHT, PUSHES_TO_ONE_SHARD, NetworkTransport, network_pushers
 from ps_worker.cluster.shared_memory import SharedTransport
@@ -32,9 +32,7 @@ class Peer:
         self.requests: list[bytes] = []
         push = grpc.unary_unary_rpc_method_handler(self._push)
         self._server = grpc.server(ThreadPoolExecutor(16))
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(DATA_SERVICE, {"Push": push, "PushShared": push}),)
-        )
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(DATA_SERVICE, {"Push": push}),))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 
@@ -150,7 +148,7 @@ def test_gradients_that_are_copied_leave_with_those_that_came_while_a_message_wa
     assert not any(future.done() for future in sent)
     peer.open.set()
     results = [future.result(20.0) for future in sent]
-    messages = [PushSharedRequest.FromString(request) for request in peer.requests]
+    messages = [PushRequest.FromString(request) for request in peer.requests]
     assert [[(bucket.bucket, bucket.finite) for bucket in message.buckets] for message in messages] == [
         [(0, False)],
         [(1, False), (2, True)],
