@@ -54,8 +54,7 @@ STOP_GRACE_SECONDS = 2.0
 class Service(Protocol):
     """A gRPC service of this process; NAME is its full name."""
 
-    @property
-    def NAME(self) -> str: ...
+    NAME: str
 
     def register(self, server: grpc.Server) -> None:
         """Adds its methods to a server."""

@@ -14,7 +14,7 @@ import pytest
 from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import Backlogged, Forbidden, InvalidRequest, LimitExceeded, NotFound, PSError
 from ps_protocol.framing import split_message
-from ps_protocol.v1 import cluster_pb2, data_pb2, jobs_pb2, membership_pb2, shard_pb2, types_pb2
+from ps_protocol.v1 import cluster_pb2, data_pb2, job_pb2, jobs_pb2, membership_pb2, shard_pb2, types_pb2
 from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
 from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
 from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
@@ -44,8 +44,9 @@ def target() -> Iterator[Target]:
 def create(**changes: Any) -> bytes:
     spec = job_spec_message(SPEC)
     spec.name = "another"
-    for name, value in changes.items():
-        setattr(spec, name, value)
+    for name in changes:
+        spec.ClearField(name)  # type: ignore[arg-type]
+    spec.MergeFrom(job_pb2.JobSpec(**changes))
     return shard_pb2.CreateJobRequest(spec=spec, buckets=[0]).SerializeToString()
 
 
@@ -60,7 +61,7 @@ def test_buckets_of_no_bytes_sent_straight_to_a_shard_divided_by_zero(target: Ta
 
 
 def test_an_optimizer_that_does_not_exist_sent_straight_to_a_shard_was_looked_up_unchecked(target: Target) -> None:
-    assert isinstance(refused(target, "CreateJob", create(optimizer="__import__")), InvalidRequest)
+    assert isinstance(refused(target, "CreateJob", create(optimizers=["__import__"])), InvalidRequest)
 
 
 SKIP = data_pb2.BucketPush(kind=data_pb2.PUSH_KIND_SKIP)

@@ -136,7 +136,7 @@ BAD_PUSHES: dict[str, tuple[Change, type[PSError], str]] = {
     "kind that is not set": (
         lambda w: w.message(0, 2, kind=data_pb2.PUSH_KIND_UNSPECIFIED),
         InvalidRequest,
-        r"kind of push: expected one of \[1, 2, 3, 4, 5\], got 0",
+        r"kind of push: expected one of \[1, 2, 3, 4, 5, 6, 7\], got 0",
     ),
     "kind that does not exist": (lambda w: w.message(0, 2, kind=9), InvalidRequest, "expected one of.*got 9"),
     "infinity": (
@@ -240,7 +240,11 @@ BAD_JOBS: dict[str, tuple[SpecChange, type[PSError], str]] = {
         LimitExceeded,
         "bytes|buckets",
     ),
-    "unknown optimizer": (lambda s: setattr(s, "optimizer", "LBFGS"), InvalidRequest, "expected an optimizer.*'LBFGS'"),
+    "unknown optimizer": (
+        lambda s: s.optimizers.__setitem__(0, "LBFGS"),
+        InvalidRequest,
+        "expected an optimizer.*'LBFGS'",
+    ),
     "hyper-parameter out of range": (
         lambda s: s.groups[0].hyper_parameters.add(name="momentum", number=-0.5),
         InvalidRequest,

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.errors import BY_REASON, InvalidRequest, PSError
-from ps_protocol.framing import read_message
+from ps_protocol.framing import split_message
 from ps_protocol.v1 import data_pb2, types_pb2
 from ps_runtime.channel import open_channel
 from ps_runtime.status import error_from
@@ -70,7 +70,7 @@ def test_the_seeds_are_what_the_handlers_take(target: Target) -> None:
 @given(st.binary(max_size=300))
 def test_the_decoder_reads_or_refuses(raw: bytes) -> None:
     try:
-        header, payload = read_message(raw)
+        header, payload = split_message(raw)
     except InvalidRequest:
         return
     assert len(header) + len(payload) <= len(raw)

@@ -11,9 +11,8 @@ import grpc
 import pytest
 import torch
 from google.protobuf import message_factory
-from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from torch import nn
 
 from ps_protocol.errors import Forbidden, InvalidRequest, PSError, Unauthenticated
@@ -68,18 +67,12 @@ def carrying(role: str) -> Access:
 
 def services(cluster: Cluster) -> Iterator[tuple[str, Any]]:
     """(method path, descriptor) of everything that the servers say they serve."""
-    pool = DescriptorPool()
     for server in cluster.servers:
         with open_channel(server.address, carrying("admin")) as channel:
-            ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
-            request = reflection_pb2.ServerReflectionRequest
-            listed = next(ask(iter([request(list_services="")]), timeout=SECONDS)).list_services_response
-            for service in listed.service:
-                answer = next(ask(iter([request(file_containing_symbol=service.name)]), timeout=SECONDS))
-                for raw in reversed(answer.file_descriptor_response.file_descriptor_proto):
-                    pool.Add(FileDescriptorProto.FromString(raw))
-                found = pool.FindServiceByName(service.name)
-                yield from ((f"/{service.name}/{method.name}", method) for method in found.methods)
+            database = ProtoReflectionDescriptorDatabase(channel)
+            pool = DescriptorPool(database)
+            for name in database.get_services():
+                yield from ((f"/{name}/{method.name}", method) for method in pool.FindServiceByName(name).methods)
 
 
 def test_every_method_of_every_service_is_in_the_table(guarded: Cluster) -> None:

@@ -79,9 +79,7 @@ def test_a_caller_past_its_bytes_is_told_to_come_back_whichever_worker_it_is(sha
     [again] = shard.push(*of("them", 0, 1))
     assert again.duplicate, "a repeat is acknowledged all the same"
     assert shard.push(*of("others", 1, 1))
-    assert [staged.version for staged in shard.push(*of("them", 0, 2 - 2))] == [
-        0
-    ]  # worker 0, for whom all of them wait
+    assert [staged.version for staged in shard.push(*of("them", 0, 2 - 2))] == [0]  # all wait for it
     assert shard.principals.bytes_of("them") == 0 or shard.jobs()["sums"].buckets[0].rule.version == 0
     shard.push(*of("them", 0, 2))
     assert shard.jobs()["sums"].buckets[0].rule.version == 1

@@ -86,9 +86,9 @@ def test_the_norm_of_half_types_is_taken_in_float32(wire: str) -> None:
     job = limited(100_000.0, replace(job_spec("sync"), gradient_wire=wire))
     size = job.bucket(0).spec.numel
     value = 2.0**14  # that times the root of 32 is beyond float16
-    assert checked(job, push(payload=gradient(job, 0, value, wire))).values is not None
+    assert checked(job, push(payload=gradient(job, 0, value, wire), wire_format=wire)).values is not None
     with pytest.raises(LimitExceeded, match=rf"bucket 0 has norm {1.5 * value * math.sqrt(size):g}, and"):
-        job.check(push(payload=gradient(job, 0, 1.5 * value, wire)))
+        job.check(push(payload=gradient(job, 0, 1.5 * value, wire), wire_format=wire))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

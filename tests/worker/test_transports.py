@@ -124,6 +124,9 @@ class CopiedGradients:
     def gradient_bytes(self, bucket: BucketSpec) -> int:
         return bucket.nbytes
 
+    def gradient_format(self, bucket: BucketSpec) -> str:
+        return ""
+
 
 @pytest.fixture
 def shared() -> Iterator[tuple[Peer, CopiedGradients, SharedTransport]]:
@@ -148,7 +151,7 @@ def test_gradients_that_are_copied_leave_with_those_that_came_while_a_message_wa
     assert not any(future.done() for future in sent)
     peer.open.set()
     results = [future.result(20.0) for future in sent]
-    messages = [PushRequest.FromString(request) for request in peer.requests]
+    messages = [PushRequest.FromString(request).header for request in peer.requests]
     assert [[(bucket.bucket, bucket.finite) for bucket in message.buckets] for message in messages] == [
         [(0, False)],
         [(1, False), (2, True)],
