@@ -74,6 +74,6 @@ def gradient_codec(spec: JobSpec, bucket: BucketSpec) -> Cast:
 
 def weight_codec(spec: JobSpec, bucket: BucketSpec) -> Cast:
     """Returns how the weights of a bucket travel; what no optimizer steps travels as it is."""
-    if bucket.dtype == "float32" and not bucket.held:
+    if bucket.dtype == "float32" and not bucket.frozen:
         return WIRE_FORMATS[spec.weight_wire]
     return PLAIN[bucket.dtype]

@@ -21,7 +21,7 @@ DEFAULT_BUCKET_BYTES = 4 * 2**20
 
 # In a worker's own part of a checkpoint, a parameter that no optimizer steps is called so, and its index: buffers that
 # training changes, which `ps-server export` puts into the model.
-HELD = "held/"
+FROZEN = "held/"  # as files of earlier versions have it
 
 
 @dataclass(frozen=True)
@@ -93,16 +93,17 @@ class Slice:
 class BucketSpec:
     """A contiguous slice of one flat space: elements [start, start + numel) of `space`.
 
+    frozen:    no optimizer steps it: what is in it never changes on a shard
     optimizer: the job's optimizer that steps it; 0 where none does
     """
 
     index: int
     space: str
     dtype: str
-    held: bool
+    frozen: bool
     start: int
     numel: int
-    segments: tuple[Slice, ...]
+    slices: tuple[Slice, ...]
     optimizer: int = 0
 
     @property
@@ -128,7 +129,7 @@ class Layout:
 def space_of(parameter: ParameterSpec) -> str:
     """Returns the name of the flat space that a parameter lies in."""
     if parameter.group is None:
-        return f"held-{parameter.dtype}"
+        return f"frozen-{parameter.dtype}"
     return f"{parameter.dtype}.{parameter.optimizer}" if parameter.optimizer else parameter.dtype
 
 
@@ -140,12 +141,12 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Lay
     spaces: dict[tuple[bool, str, int], list[int]] = {}
     for index in reversed(range(len(parameters))):
         spec = parameters[index]
-        held = spec.group is None
-        spaces.setdefault((held, spec.dtype, 0 if held else spec.optimizer), []).append(index)
+        frozen = spec.group is None
+        spaces.setdefault((frozen, spec.dtype, 0 if frozen else spec.optimizer), []).append(index)
     buckets: list[BucketSpec] = []
     offsets = [0] * len(parameters)
     sizes: dict[str, int] = {}
-    for (held, dtype, optimizer), members in sorted(
+    for (frozen, dtype, optimizer), members in sorted(
         spaces.items(), key=lambda item: item[0][0]
     ):  # stable: what trains comes first
         space = space_of(parameters[members[0]])
@@ -158,8 +159,8 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Lay
         sizes[space] = end
         pieces = _cut(members, parameters, offsets, end, bucket_bytes // itemsize)
         buckets += [
-            BucketSpec(k + len(buckets), space, dtype, held, start, numel, segments, optimizer)
-            for k, (start, numel, segments) in enumerate(pieces)
+            BucketSpec(k + len(buckets), space, dtype, frozen, start, numel, slices, optimizer)
+            for k, (start, numel, slices) in enumerate(pieces)
         ]
     return Layout(tuple(buckets), tuple(offsets), sizes)
 
@@ -167,17 +168,17 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Lay
 def _cut(
     members: list[int], parameters: Sequence[ParameterSpec], offsets: list[int], end: int, size: int
 ) -> list[tuple[int, int, tuple[Slice, ...]]]:
-    """Cuts one space into buckets of `size` elements: of each, its start, its elements and its segments.
+    """Cuts one space into buckets of `size` elements: of each, its start, its elements and its slices.
 
     members: the space's parameters in the order of their offsets
     """
-    segments: list[list[Slice]] = [[] for _ in range(-(-end // size))]
+    slices: list[list[Slice]] = [[] for _ in range(-(-end // size))]
     for index in members:
         start, stop = offsets[index], offsets[index] + parameters[index].numel
         position = start
         while position < stop:
             bucket = position // size
             cut = min(stop, (bucket + 1) * size)
-            segments[bucket].append(Slice(index, position - start, position - bucket * size, cut - position))
+            slices[bucket].append(Slice(index, position - start, position - bucket * size, cut - position))
             position = cut
-    return [(k * size, min(size, end - k * size), tuple(inside)) for k, inside in enumerate(segments)]
+    return [(k * size, min(size, end - k * size), tuple(inside)) for k, inside in enumerate(slices)]

@@ -45,7 +45,7 @@ class SegmentPlan:
 
 def segment_plan(spec: JobSpec, layout: Layout) -> SegmentPlan:
     """Returns the places of a job's gradients and weights in a segment."""
-    spaces = {bucket.space: bucket for bucket in layout.buckets if not bucket.held}
+    spaces = {bucket.space: bucket for bucket in layout.buckets if not bucket.frozen}
     end = PAGE_BYTES
     directions: list[dict[str, Region]] = []
     for codec_of in (gradient_codec, weight_codec):

@@ -45,9 +45,9 @@ class PushChecker:
         return self._buckets[index]
 
     def trained(self, index: int) -> BucketSpec:
-        """A bucket that an optimizer steps. Raises InvalidRequest for one that is held."""
+        """A bucket that an optimizer steps. Raises InvalidRequest for one that is frozen."""
         bucket = self.bucket(index)
-        if bucket.held:
+        if bucket.frozen:
             raise InvalidRequest(f"bucket {index} holds what no optimizer steps: it is not in a segment")
         return bucket
 
@@ -89,7 +89,7 @@ class PushChecker:
         if kind in (PushKind.SKIP, PushKind.COMMIT) or (kind is PushKind.ASSIGN_STATE and not state):
             return PLAIN[bucket.dtype], 0
         if kind is PushKind.ASSIGN_STATE and is_scalar_state(self._optimizer(bucket), state):
-            return PLAIN["float32"], len(bucket.segments)
+            return PLAIN["float32"], len(bucket.slices)
         return PLAIN[bucket.dtype], bucket.numel
 
     def _values(self, push: Push, bucket: BucketSpec) -> torch.Tensor | None:
@@ -111,7 +111,7 @@ class PushChecker:
         if limited and borrowed:
             values, borrowed = values.clone(), False  # or its worker could write another after this one was checked
         if not push.finite and self._spec.non_finite is not NonFinite.ALLOW:
-            for position, part in enumerate(bucket.segments):
+            for position, part in enumerate(bucket.slices):
                 if position not in push.absent and not is_finite(values[part.offset : part.offset + part.length]):
                     if self._spec.non_finite is NonFinite.SKIP:
                         return Gradient(None, push.absent, push.groups)
@@ -123,14 +123,14 @@ class PushChecker:
 
     def _assignment(self, push: Push, bucket: BucketSpec, values: torch.Tensor | None) -> Assignment:
         """What an assigning push sets."""
-        present = [position for position in range(len(bucket.segments)) if position not in push.absent]
+        present = [position for position in range(len(bucket.slices)) if position not in push.absent]
         if values is None:
             return Assignment(reset=frozenset(present))
         if push.kind is PushKind.ASSIGN_STATE and is_scalar_state(self._optimizer(bucket), push.state):
             if not bool(torch.isfinite(values[present]).all()):
                 raise InvalidRequest(f"the state {push.state!r} of bucket {push.bucket} is not finite")
             return Assignment(state={p: {push.state: values[p].clone()} for p in present})
-        slices = {p: values[bucket.segments[p].offset :][: bucket.segments[p].length] for p in present}
+        slices = {p: values[bucket.slices[p].offset :][: bucket.slices[p].length] for p in present}
         if push.kind is PushKind.ASSIGN:
             return Assignment(slices)
         return Assignment(state={p: {push.state: tensor} for p, tensor in slices.items()})
@@ -146,7 +146,7 @@ class PushChecker:
                 self._checked[group] = hyper_parameters
 
     def _check_norm(self, push: Push, bucket: BucketSpec, values: torch.Tensor) -> None:
-        present = [s for position, s in enumerate(bucket.segments) if position not in push.absent]
+        present = [s for position, s in enumerate(bucket.slices) if position not in push.absent]
         wide = torch.float32 if values.itemsize < 4 else values.dtype  # half types overflow
         norms = [torch.linalg.vector_norm(values[s.offset : s.offset + s.length], dtype=wide).item() for s in present]
         norm = math.hypot(*norms)
@@ -162,5 +162,5 @@ class PushChecker:
 
 def _check_positions(bucket: BucketSpec, absent: Iterable[int]) -> None:
     for position in absent:
-        if position >= len(bucket.segments):
-            raise InvalidRequest(f"bucket {bucket.index} has {len(bucket.segments)} segments, got segment {position}")
+        if position >= len(bucket.slices):
+            raise InvalidRequest(f"bucket {bucket.index} has {len(bucket.slices)} slices, got slice {position}")

@@ -102,8 +102,8 @@ class DenseBucket:
         self._name = spec.optimizers[bucket.optimizer]
         self._scratch = scratch
         self.flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])  # [numel]
-        self._segments = [self.flat[s.offset : s.offset + s.length] for s in bucket.segments]  # each [length]
-        self._optimizer = None if bucket.held else _optimizer(spec, self._name, bucket, self._segments)
+        self._segments = [self.flat[s.offset : s.offset + s.length] for s in bucket.slices]  # each [length]
+        self._optimizer = None if bucket.frozen else _optimizer(spec, self._name, bucket, self._segments)
         self._step = None if self._optimizer is None else _bare_step(self._optimizer)
         self._divides = _is_fused(self._name, bucket)
         self._sum: torch.Tensor | None = None  # [numel], of the open update
@@ -135,7 +135,7 @@ class DenseBucket:
         if gradient.absent:
             values = values.clone()
             for position in gradient.absent:
-                segment = self.bucket.segments[position]
+                segment = self.bucket.slices[position]
                 values[segment.offset : segment.offset + segment.length] = 0
         self._present.update(set(range(len(self._segments))) - gradient.absent)
         self._count += 1
@@ -182,7 +182,7 @@ class DenseBucket:
                 group.update(self._groups.get(group["index"], {}))
             for positions in self._rounds(self._optimizer):
                 for position in positions:
-                    segment = self.bucket.segments[position]
+                    segment = self.bucket.slices[position]
                     self._segments[position].grad = mean[segment.offset : segment.offset + segment.length]
                 self._step()
                 for tensor in self._segments:
@@ -243,7 +243,7 @@ class DenseBucket:
             numbers = [0.0 if p in absent else float(state[name]) for p, state in enumerate(states)]
             return torch.tensor(numbers, dtype=torch.float32), absent
         found = torch.zeros_like(self.flat)
-        for position, segment in enumerate(self.bucket.segments):
+        for position, segment in enumerate(self.bucket.slices):
             if position not in absent:
                 found[segment.offset : segment.offset + segment.length] = states[position][name]
         return found, absent
@@ -300,7 +300,7 @@ class DenseBucket:
 def _optimizer(spec: JobSpec, name: str, bucket: BucketSpec, segments: list[torch.Tensor]) -> torch.optim.Optimizer:
     """The bucket's optimizer over its segments, with the job's parameter groups."""
     members: dict[int, list[torch.Tensor]] = {}
-    for segment, tensor in zip(bucket.segments, segments, strict=True):
+    for segment, tensor in zip(bucket.slices, segments, strict=True):
         group = spec.parameters[segment.parameter].group
         assert group is not None
         members.setdefault(group, []).append(tensor)

@@ -114,7 +114,7 @@ class JobPartition:
         self.buckets = _buckets(spec, [layout.buckets[index] for index in indices], self.roster)
         # Bytes of the weights on this shard, added up once: it is asked for at each push.
         self.parameter_bytes = sum(bucket.spec.nbytes for bucket in self.buckets.values())
-        self.data = DataCommits(index for index in indices if not layout.buckets[index].held)
+        self.data = DataCommits(index for index in indices if not layout.buckets[index].frozen)
         self._checker = PushChecker(spec, {index: layout.buckets[index] for index in indices}, norm_limit)
         self._removed: dict[int, int] = {}  # by rank, the highest incarnation that was removed
         self._fenced = 0  # no incarnation up to this one may come back
@@ -130,7 +130,7 @@ class JobPartition:
         return self.buckets[index]
 
     def trained(self, index: int) -> BucketSpec:
-        """A bucket that an optimizer steps. Raises InvalidRequest for one that is held."""
+        """A bucket that an optimizer steps. Raises InvalidRequest for one that is frozen."""
         return self._checker.trained(index)
 
     def check_worker(self, rank: int, incarnation: int, key: bytes | None = None) -> None:
@@ -368,11 +368,11 @@ class JobPartition:
         """Raises InvalidRequest for state that the optimizer could not go on with."""
         name = self.spec.optimizers[bucket.optimizer]
         for position, state in assignment.state.items():
-            group = self.spec.parameters[bucket.segments[position].parameter].group
+            group = self.spec.parameters[bucket.slices[position].parameter].group
             assert group is not None
             missing = required_state(name, self.spec.groups[group]) - state.keys()
             if missing:
-                parameter = self.spec.parameters[bucket.segments[position].parameter].name
+                parameter = self.spec.parameters[bucket.slices[position].parameter].name
                 raise InvalidRequest(
                     f"the state assigned to {parameter} lacks {', '.join(sorted(missing))}, which {name} needs"
                 )
@@ -437,7 +437,7 @@ class JobPartition:
     def admits(self, index: int, rank: int, clock: int) -> Admission:
         """Whether this bucket may be sent to a worker at `clock`. What no optimizer steps only waits for rank 0."""
         bucket = self.bucket(index)
-        return bucket.rule.admits(rank, 0 if bucket.spec.held else clock)
+        return bucket.rule.admits(rank, 0 if bucket.spec.frozen else clock)
 
     # -- leased data -------------------------------------------------------------------------------------------------
 
@@ -475,11 +475,11 @@ class JobPartition:
     def extent(self) -> VersionRange:
         """How far the buckets that train are, with the clocks of the dead."""
         return extent(
-            (bucket.rule.version, bucket.rule.applied) for bucket in self.buckets.values() if not bucket.spec.held
+            (bucket.rule.version, bucket.rule.applied) for bucket in self.buckets.values() if not bucket.spec.frozen
         )
 
     def _trained(self) -> Iterator[Bucket]:
-        return (bucket for bucket in self.buckets.values() if not bucket.spec.held)
+        return (bucket for bucket in self.buckets.values() if not bucket.spec.frozen)
 
 
 def _buckets(spec: JobSpec, buckets: Iterable[BucketSpec], roster: dict[int, Live]) -> dict[int, Bucket]:

@@ -50,7 +50,7 @@ class SnapshotTask:
         self._now = now
         self._changed = threading.Condition()
         specs = list(buckets)
-        self._trained = {spec.index for spec in specs if not spec.held}
+        self._trained = {spec.index for spec in specs if not spec.frozen}
         self._wanted = {spec.index for spec in specs}
         self._images: list[BucketSnapshot] = []
         self._held_up = 0.0
@@ -71,7 +71,7 @@ class SnapshotTask:
         """Raises OutOfOrder if a bucket is at the clock already or past it, TryLater if it has no weights yet."""
         if not rule.initialised:
             raise TryLater("the job has no initial weights yet")
-        if self.clock is not None and not spec.held and rule.version >= self.clock:
+        if self.clock is not None and not spec.frozen and rule.version >= self.clock:
             raise OutOfOrder(f"bucket {spec.index} is at version {rule.version}, and the checkpoint is of {self.clock}")
 
     def begin(self) -> None:
@@ -81,7 +81,7 @@ class SnapshotTask:
 
     def look(self, spec: BucketSpec, version: int) -> None:
         """Copies a bucket if its moment is now. The caller holds the bucket's `tensors` lock."""
-        if spec.index not in self._wanted or not (version == self.clock or self.clock is None or spec.held):
+        if spec.index not in self._wanted or not (version == self.clock or self.clock is None or spec.frozen):
             return
         started = self._now()
         image = self._copy(spec.index)

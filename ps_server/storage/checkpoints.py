@@ -354,10 +354,10 @@ def _image(file: Any, bucket: BucketSpec) -> BucketSnapshot:
         if index != str(bucket.index) or rest == ["weights"]:
             continue
         position, name = int(rest[0]), rest[1]
-        if not _STATE_NAME.fullmatch(name) or not 0 <= position < len(bucket.segments):
+        if not _STATE_NAME.fullmatch(name) or not 0 <= position < len(bucket.slices):
             raise ValueError(f"bucket {bucket.index} has no optimizer state {'/'.join(rest)[:80]!r}")
         tensor = file.get_tensor(key)
-        if not tensor.is_floating_point() or tensor.shape not in ((), (1,), (bucket.segments[position].length,)):
+        if not tensor.is_floating_point() or tensor.shape not in ((), (1,), (bucket.slices[position].length,)):
             raise ValueError(f"{key}: shape {tuple(tensor.shape)} and type {tensor.dtype} fit no optimizer state")
         state.setdefault(position, {})[name] = tensor
     groups = {int(group): _hyper_parameters(values) for group, values in described["groups"].items()}

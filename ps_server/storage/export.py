@@ -19,7 +19,7 @@ import torch
 from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import HELD, BucketSpec, bucket_layout
+from ps_protocol.layout import FROZEN, BucketSpec, bucket_layout
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.snapshot import BucketSnapshot
 from ps_server.storage.checkpoints import CheckpointStore, Manifest
@@ -86,7 +86,7 @@ def _changed(store: CheckpointStore, job: str, manifest: Manifest, spec: JobSpec
         return {}
     try:
         held = safetensors.torch.load(store.read_worker(job, manifest.name, manifest.workers[rank].part))
-        found = {int(key.removeprefix(HELD)): tensor for key, tensor in held.items() if key.startswith(HELD)}
+        found = {int(key.removeprefix(FROZEN)): tensor for key, tensor in held.items() if key.startswith(FROZEN)}
         for index, tensor in found.items():
             parameter = spec.parameters[index]
             if tensor.shape != parameter.shape or tensor.dtype != TORCH_DTYPES[parameter.dtype]:
@@ -109,7 +109,7 @@ def _gather(
         image = images[bucket.index]
         for group, last in image.groups.items():
             groups[group].update(last)
-        for position, segment in enumerate(bucket.segments):
+        for position, segment in enumerate(bucket.slices):
             parameter = spec.parameters[segment.parameter]
             whole = slice(segment.start, segment.start + segment.length)
             model[parameter.name][whole] = image.weights[segment.offset : segment.offset + segment.length]

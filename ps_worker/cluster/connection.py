@@ -123,17 +123,17 @@ class Connection:
     def pull_state(self, land: Callable[[StateChunk], None]) -> None:
         """Fetches the optimizer state of all buckets; see `NetworkTransport.pull_state`."""
         for index, buckets in self._buckets.items():
-            wanted = [bucket for bucket in buckets if not bucket.held]
+            wanted = [bucket for bucket in buckets if not bucket.frozen]
             if wanted:
                 self._under_way.append(self._network[index].pull_state(wanted, land))
 
-    def pull(self, held: bool = False) -> list[Future[PullResult]]:
-        """Asks every shard for the weights at this clock; `held`: for what no optimizer steps."""
+    def pull(self, frozen: bool = False) -> list[Future[PullResult]]:
+        """Asks every shard for the weights at this clock; `frozen`: for what no optimizer steps."""
         pulls = []
         for index, buckets in self._buckets.items():
-            wanted = [bucket for bucket in buckets if bucket.held == held]
+            wanted = [bucket for bucket in buckets if bucket.frozen == frozen]
             if wanted:
-                pulls.append((self._network if held else self._transports)[index].pull(self.clock, wanted))
+                pulls.append((self._network if frozen else self._transports)[index].pull(self.clock, wanted))
         return self._note(pulls)
 
     def push_pull(
@@ -154,7 +154,7 @@ class Connection:
         rest: list[BucketPush] = []
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         for index, transport in self._transports.items():
-            wanted = [bucket for bucket in self._buckets[index] if not bucket.held]
+            wanted = [bucket for bucket in self._buckets[index] if not bucket.frozen]
             own = [push for push in pushes if self._shard_of[push.bucket.index] == index]
             both = transport.exchange(clock, own, wanted) if wanted else None
             if both is not None:

@@ -170,7 +170,7 @@ class Participation:
                 connection.push_initial(model.layout.buckets)
                 self.settle()
             self.members.await_started(place)  # with its limit: rank 0 sends what the pulls below wait for
-            connection.pull(held=True)
+            connection.pull(frozen=True)
             self.settle()
         model.begin_pull()
         pulls = connection.pull()

@@ -56,7 +56,7 @@ class FlatBuffers:
         first, before, self.segment = not self.weight_views, self.segment, segment
         if not first and (self.device.type == "cuda" or (before is None and segment is None)):
             return False
-        spaces = {bucket.space: bucket.dtype for bucket in self.layout.buckets if not bucket.held}
+        spaces = {bucket.space: bucket.dtype for bucket in self.layout.buckets if not bucket.frozen}
         weights, gradients = (segment.weights, segment.gradients) if segment else ({}, {})
         self._weights = {space: self._space(space, dtype, weights) for space, dtype in spaces.items()}
         self._gradients = {space: self._space(space, dtype, gradients) for space, dtype in spaces.items()}

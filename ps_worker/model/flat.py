@@ -122,10 +122,10 @@ class FlatModel:
 
     def initial(self, bucket: BucketSpec) -> memoryview:
         """Returns a bucket's value as the model has it now, in its own type."""
-        if not bucket.held:
+        if not bucket.frozen:
             return self.assigned(bucket)
         flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])
-        for part in bucket.segments:
+        for part in bucket.slices:
             whole = self._tensors[part.parameter].detach().reshape(-1)
             flat[part.offset : part.offset + part.length] = whole[part.start : part.start + part.length].cpu()
         return bytes_of(flat)
@@ -152,7 +152,7 @@ class FlatModel:
                 f"bucket {bucket.index}: expected {codec.size(bucket.numel)} bytes, got {len(payload)}"
             )
         values = codec.decode(payload)
-        if bucket.held:
+        if bucket.frozen:
             self._land_untrained(bucket, values)
         else:
             self._write(bucket, values, shared=False)
@@ -177,7 +177,7 @@ class FlatModel:
             weights.copy_(values)
 
     def _land_untrained(self, bucket: BucketSpec, values: torch.Tensor) -> None:
-        for part in bucket.segments:
+        for part in bucket.slices:
             tensor, pulled = self._tensors[part.parameter], values[part.offset : part.offset + part.length]
             with torch.no_grad():
                 whole = tensor.contiguous().view(-1)  # the tensor's own memory, unless it is channels_last, say

@@ -32,7 +32,7 @@ def describe(
     """Returns the job that trains these models with these optimizers, and the models' tensors in the job's order.
 
     Tied parameters appear once. Names are those in the model's state_dict; of several models, with the model's number
-    in front ("0.weight"). Parameters that no optimizer has, and buffers, are held: every worker starts with rank 0's
+    in front ("0.weight"). Parameters that no optimizer has, and buffers, are frozen: every worker starts with rank 0's
     and goes on with its own. Without bucket_bytes their size is left open. Raises Unsupported for what a parameter
     server cannot do, naming it.
     """

@@ -61,28 +61,28 @@ def pieces(spec: JobSpec, layout: Layout, states: States, parameters: Collection
     """Yields what the shards are told so that these parameters have these states and no others."""
     for bucket in layout.buckets:
         inside = {
-            p: s.parameter for p, s in enumerate(bucket.segments) if not bucket.held and s.parameter in parameters
+            p: s.parameter for p, s in enumerate(bucket.slices) if not bucket.frozen and s.parameter in parameters
         }
         if not inside:
             continue
-        others = tuple(position for position in range(len(bucket.segments)) if position not in inside)
+        others = tuple(position for position in range(len(bucket.slices)) if position not in inside)
         yield StatePiece(bucket, others, "", None)
         found = {position: states.get(index, {}) for position, index in inside.items()}
         for name in sorted({name for state in found.values() for name in state}):
             present = {position: state[name] for position, state in found.items() if name in state}
-            absent = tuple(position for position in range(len(bucket.segments)) if position not in present)
+            absent = tuple(position for position in range(len(bucket.slices)) if position not in present)
             yield StatePiece(bucket, absent, name, _payload(spec, bucket, name, present))
 
 
 def _payload(spec: JobSpec, bucket: BucketSpec, name: str, present: Mapping[int, torch.Tensor]) -> memoryview:
     if is_scalar_state(spec.optimizers[bucket.optimizer], name):
-        numbers = torch.zeros(len(bucket.segments), dtype=torch.float32)
+        numbers = torch.zeros(len(bucket.slices), dtype=torch.float32)
         for position, value in present.items():
             numbers[position] = float(value)
         return bytes_of(numbers)
     flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])
     for position, value in present.items():
-        part = bucket.segments[position]
+        part = bucket.slices[position]
         whole = value.detach().reshape(-1)
         flat[part.offset : part.offset + part.length] = whole[part.start : part.start + part.length].cpu()
     return bytes_of(flat)
@@ -102,12 +102,12 @@ class StateCollector:
         bucket = self._layout.buckets[chunk.bucket]
         scalar = is_scalar_state(self._spec.optimizers[bucket.optimizer], chunk.state)
         found = tensor_from(chunk.payload, "float32" if scalar else bucket.dtype)
-        expected = len(bucket.segments) if scalar else bucket.numel
+        expected = len(bucket.slices) if scalar else bucket.numel
         if found.numel() != expected:
             raise InvalidRequest(
                 f"state {chunk.state!r} of bucket {chunk.bucket}: expected {expected} numbers, got {found.numel()}"
             )
-        for position, part in enumerate(bucket.segments):
+        for position, part in enumerate(bucket.slices):
             if position in chunk.absent:
                 continue
             if scalar:

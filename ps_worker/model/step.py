@@ -67,7 +67,7 @@ class StepMaker:
         draft: Callable[[BucketSpec], int],
     ) -> None:
         self.model = FlatModel(spec, tensors, layout, self._gradient_ready)
-        self._trained = [bucket for bucket in layout.buckets if not bucket.held]
+        self._trained = [bucket for bucket in layout.buckets if not bucket.frozen]
         self._spec = spec
         self._overlaps = [
             Overlap([bucket for bucket in self._trained if bucket.optimizer == index], overlap)
@@ -136,13 +136,13 @@ class StepMaker:
     def _push(self, bucket: BucketSpec, step: EndedStep, clock: int, ranges: Sequence[DataRange]) -> BucketPush:
         self.model.leaving(bucket)
         skip = bucket.optimizer != step.optimizer
-        absent = [] if skip else [p for p, slice_ in enumerate(bucket.segments) if slice_.parameter in step.absent]
-        groups = {self._spec.parameters[slice_.parameter].group for slice_ in bucket.segments}
+        absent = [] if skip else [p for p, slice_ in enumerate(bucket.slices) if slice_.parameter in step.absent]
+        groups = {self._spec.parameters[slice_.parameter].group for slice_ in bucket.slices}
         return BucketPush(
             bucket=bucket,
             clock=clock,
             absent=absent,
-            empty=skip or len(absent) == len(bucket.segments),
+            empty=skip or len(absent) == len(bucket.slices),
             groups={group: step.groups[group] for group in groups if group is not None},
             ranges=ranges,
         )

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.layout import HELD
+from ps_protocol.layout import FROZEN
 
 FORMAT = 1
 KEY = "ps_worker"
@@ -148,7 +148,7 @@ def encode(state: WorkerState) -> bytes:
         "per_step": state.per_step,
         "held": sorted(state.tensors),
     }
-    held = {f"{HELD}{index}": tensor.detach().to("cpu").contiguous() for index, tensor in state.tensors.items()}
+    held = {f"{FROZEN}{index}": tensor.detach().to("cpu").contiguous() for index, tensor in state.tensors.items()}
     return save(tensors | held, {KEY: json.dumps(document)})
 
 
@@ -221,7 +221,7 @@ def decode(data: bytes) -> WorkerState:
             ),
             feeding=None if document["feeding"] is None else _whole(document["feeding"]),
             per_step=_whole(document["per_step"]),
-            tensors={_whole(index): tensors[f"{HELD}{index}"] for index in document["held"]},
+            tensors={_whole(index): tensors[f"{FROZEN}{index}"] for index in document["held"]},
         )
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise InvalidRequest(f"what the servers keep of this worker's state cannot be read: {error}") from None

@@ -108,8 +108,8 @@ class Assignments:
             self._relied_on = lowest
             return False
         for bucket in self._model.layout.buckets:
-            absent = [position for position, part in enumerate(bucket.segments) if part.parameter not in weights]
-            if not bucket.held and len(absent) < len(bucket.segments):
+            absent = [position for position, part in enumerate(bucket.slices) if part.parameter not in weights]
+            if not bucket.frozen and len(absent) < len(bucket.slices):
                 connection.assign(clock + 1, bucket, absent, None, self._model.assigned(bucket))
         states = states or {}
         for piece in pieces(self._spec, self._model.layout, states, states.keys()):

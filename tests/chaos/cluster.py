@@ -304,7 +304,7 @@ def read_weights(task: Task) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 def parameter_of(bucket: BucketSpec) -> int:
     """Which of the model's tensors a bucket is: they are laid out in another order."""
-    return bucket.segments[0].parameter
+    return bucket.slices[0].parameter
 
 
 def errors_in(log: Path) -> list[str]:

@@ -72,7 +72,7 @@ def train(buckets: list[Bucket], steps: int, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for bucket in buckets:
-            if not bucket.spec.held:
+            if not bucket.spec.frozen:
                 bucket.weights.add(Gradient(torch.randn(bucket.spec.numel, generator=generator)))
                 bucket.weights.step()
                 bucket.rule.version += 1

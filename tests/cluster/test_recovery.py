@@ -73,7 +73,7 @@ def test_without_a_common_clock_the_others_keep_theirs_and_what_is_lost_is_count
 def test_a_job_goes_on_on_another_number_of_shards(
     make_cluster: MakeCluster, tmp_path: Path, mode: str, shards: int
 ) -> None:
-    spec = vector_job("job", mode, CELLS, 2, held=8)
+    spec = vector_job("job", mode, CELLS, 2, frozen=8)
     first = make_cluster(checkpoint_dir=tmp_path)
     workers = [RawWorker(first.address, spec, rank) for rank in range(2)]
     workers[0].initialise()

@@ -75,7 +75,7 @@ def weights(cluster: Cluster) -> torch.Tensor:
     for shard in cluster.shards:
         for bucket in shard.jobs()["default"].buckets.values():
             with bucket.tensors:
-                view[bucket.spec.segments[0].parameter] = bucket.weights.flat[: view[0].numel()].view(view[0].shape)
+                view[bucket.spec.slices[0].parameter] = bucket.weights.flat[: view[0].numel()].view(view[0].shape)
     return view
 
 

@@ -53,14 +53,14 @@ def test_only_float32_that_an_optimizer_steps_is_narrowed() -> None:
     chosen = {
         bucket.space: (gradient_codec(spec, bucket).dtype, weight_codec(spec, bucket).dtype)
         for bucket in bucket_layout(spec.parameters, spec.bucket_bytes).buckets
-        if not bucket.held
+        if not bucket.frozen
     }
     assert chosen == {
         "float32": ("bfloat16", "float16"),
         "float16": ("float16", "float16"),
         "float64": ("float64", "float64"),
     }
-    untrained = [b for b in bucket_layout(spec.parameters, spec.bucket_bytes).buckets if b.held]
+    untrained = [b for b in bucket_layout(spec.parameters, spec.bucket_bytes).buckets if b.frozen]
     assert {weight_codec(spec, bucket).dtype for bucket in untrained} == {"float32", "int64"}
     assert all(weight_codec(spec, bucket).keeps(bucket) for bucket in untrained)
 

@@ -36,16 +36,16 @@ def test_the_last_parameter_comes_first_and_a_large_one_is_split() -> None:
     ]
     layout = bucket_layout(specs, bucket_bytes=128)
     found = [
-        (b.space, b.held, b.start, b.numel, [(s.parameter, s.start, s.offset, s.length) for s in b.segments])
+        (b.space, b.frozen, b.start, b.numel, [(s.parameter, s.start, s.offset, s.length) for s in b.slices])
         for b in layout.buckets
     ]
     assert found == [
         ("float32", False, 0, 32, [(1, 0, 0, 4), (0, 0, 16, 16)]),  # bias; weight from the next 64-byte boundary on
         ("float32", False, 32, 32, [(0, 16, 0, 24)]),
-        ("held-float32", True, 0, 16, [(2, 0, 0, 3)]),
+        ("frozen-float32", True, 0, 16, [(2, 0, 0, 3)]),
     ]
     assert layout.offsets == (16, 0, 0)
-    assert layout.space_sizes == {"float32": 64, "held-float32": 16}
+    assert layout.space_sizes == {"float32": 64, "frozen-float32": 16}
     assert layout.nbytes == 128 + 128 + 64
 
 
@@ -59,10 +59,10 @@ def test_every_element_of_every_parameter_is_in_one_segment(specs: list[Paramete
     layout = bucket_layout(specs, bucket_bytes)
     covered: dict[int, list[tuple[int, int]]] = {index: [] for index in range(len(specs))}
     for bucket in layout.buckets:
-        for segment in bucket.segments:
+        for segment in bucket.slices:
             spec = specs[segment.parameter]
             assert spec.dtype == bucket.dtype
-            assert (spec.group is None) == bucket.held
+            assert (spec.group is None) == bucket.frozen
             assert layout.offsets[segment.parameter] + segment.start == bucket.start + segment.offset
             covered[segment.parameter].append((segment.start, segment.start + segment.length))
     for index, spec in enumerate(specs):
@@ -80,9 +80,9 @@ def test_buckets_tile_their_spaces_and_segments_do_not_overlap(specs: list[Param
         assert bucket.start == ends[bucket.space]
         assert 0 < bucket.nbytes <= bucket_bytes
         ends[bucket.space] += bucket.numel
-        assert bucket.segments, "no bucket holds nothing but padding"
+        assert bucket.slices, "no bucket holds nothing but padding"
         position = 0
-        for segment in bucket.segments:
+        for segment in bucket.slices:
             assert segment.offset >= position
             position = segment.offset + segment.length
         assert position <= bucket.numel
@@ -100,7 +100,7 @@ def test_every_parameter_starts_on_a_64_byte_boundary(specs: list[ParameterSpec]
 
 @given(parameters(), BUCKET_BYTES)
 def test_what_trains_comes_before_what_is_held(specs: list[ParameterSpec], bucket_bytes: int) -> None:
-    held = [bucket.held for bucket in bucket_layout(specs, bucket_bytes).buckets]
+    held = [bucket.frozen for bucket in bucket_layout(specs, bucket_bytes).buckets]
     assert held == sorted(held)
 
 

@@ -48,7 +48,7 @@ INF, NAN = float("inf"), float("nan")
 @pytest.fixture
 def worker(shared: Cluster, job: str) -> Iterator[RawWorker]:
     """Rank 0 of a running sync job: two buckets of 16 cells that train, one that is held."""
-    with RawWorker(shared.address, vector_job(job, "sync", cells=32, world_size=1, held=16), 0) as found:
+    with RawWorker(shared.address, vector_job(job, "sync", cells=32, world_size=1, frozen=16), 0) as found:
         found.initialise()
         found.step(torch.ones(32))
         found.pull()
@@ -93,7 +93,7 @@ BAD_PUSHES: dict[str, tuple[Change, type[PSError], str]] = {
     "segment that does not exist": (
         lambda w: w.message(0, 2, absent_slices=[5]),
         InvalidRequest,
-        "has 1 segments, got segment 5",
+        "has 1 slices, got slice 5",
     ),
     "group that does not exist": (lambda w: w.message(0, 2, **group(1)), InvalidRequest, "group below 1, got 1"),
     "group that comes twice": (

@@ -20,7 +20,7 @@ from ps_server.core.data_leases import DataLeases
 from ps_server.core.intervals import Intervals
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import PushKind
-from tests.simulation.simulator import HELD, image, initial, job_spec, push, stage
+from tests.simulation.simulator import FROZEN, image, initial, job_spec, push, stage
 
 NUMBERS = st.integers(0, 30)
 CHANGES = st.lists(st.tuples(st.booleans(), NUMBERS, NUMBERS), max_size=20)
@@ -99,9 +99,9 @@ def test_a_snapshot_has_no_sample_that_is_not_in_the_weights_yet() -> None:
 
 def admitted(mode: str) -> JobPartition:
     """A shard with all buckets, one worker, and initial weights."""
-    job = JobPartition(job_spec(mode), [0, 1, HELD])
+    job = JobPartition(job_spec(mode), [0, 1, FROZEN])
     job.execute(AddWorker(0, 1, 0))
-    for bucket in (0, 1, HELD):
+    for bucket in (0, 1, FROZEN):
         stage(job, initial(bucket))
     return job
 

@@ -60,14 +60,14 @@ class Shard:
         for weights in self.buckets:
             flat = torch.zeros_like(weights.flat)
             absent = set()
-            for position, segment in enumerate(weights.bucket.segments):
+            for position, segment in enumerate(weights.bucket.slices):
                 whole = gradient[self.spec.parameters[segment.parameter].name]
                 if whole is None:
                     absent.add(position)
                 else:
                     part = whole.reshape(-1)[segment.start : segment.start + segment.length]
                     flat[segment.offset : segment.offset + segment.length] = part
-            values = None if len(absent) == len(weights.bucket.segments) else flat
+            values = None if len(absent) == len(weights.bucket.slices) else flat
             found.append(Gradient(values, frozenset(absent), dict(enumerate(groups))))
         return found
 
@@ -91,7 +91,7 @@ class Shard:
         """The weights, in the parameters' shapes."""
         found = {spec.name: torch.empty(spec.numel, dtype=self.buckets[0].flat.dtype) for spec in self.spec.parameters}
         for weights in self.buckets:
-            for segment in weights.bucket.segments:
+            for segment in weights.bucket.slices:
                 part = weights.flat[segment.offset : segment.offset + segment.length]
                 found[self.spec.parameters[segment.parameter].name][segment.start :][: segment.length] = part
         return {name: flat.view(SHAPES[name]) for name, flat in found.items()}
@@ -271,7 +271,7 @@ def test_optimizer_bytes_are_those_of_its_state() -> None:
     shard = Shard("Adam", {"lr": 0.1})
     assert sum(weights.optimizer_bytes for weights in shard.buckets) == 0
     shard.update(full(1.0))
-    segments = sum(len(weights.bucket.segments) for weights in shard.buckets)
+    segments = sum(len(weights.bucket.slices) for weights in shard.buckets)
     elements = sum(spec.numel for spec in shard.spec.parameters)
     assert sum(weights.optimizer_bytes for weights in shard.buckets) == 4 * (2 * elements + segments)
 

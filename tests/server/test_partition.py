@@ -16,7 +16,18 @@ from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, hyper_pa
 from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import Push, PushKind
-from tests.simulation.simulator import HELD, TRAINED, WHOLE, Simulation, image, initial, job_spec, payload, push, stage
+from tests.simulation.simulator import (
+    FROZEN,
+    TRAINED,
+    WHOLE,
+    Simulation,
+    image,
+    initial,
+    job_spec,
+    payload,
+    push,
+    stage,
+)
 from tests.tools.partitions import running, work
 
 NAN, INF = float("nan"), float("inf")
@@ -29,11 +40,11 @@ NAN, INF = float("nan"), float("inf")
     ("bad", "error", "said"),
     [
         (push(bucket=7), NotFound, "no bucket 7"),
-        (push(bucket=HELD), InvalidRequest, "holds what no optimizer steps"),
+        (push(bucket=FROZEN), InvalidRequest, "holds what no optimizer steps"),
         (push(payload=payload(1.0)[:-1]), InvalidRequest, "expected 128 bytes .32 x float32., got 127"),
         (push(payload=b""), InvalidRequest, "expected 128 bytes .32 x float32., got 0"),
         (push(kind=PushKind.SKIP), InvalidRequest, "expected 0 bytes"),
-        (push(absent=frozenset({1})), InvalidRequest, "has 1 segments, got segment 1"),
+        (push(absent=frozenset({1})), InvalidRequest, "has 1 slices, got slice 1"),
         (push(groups={1: {"lr": 0.1}}), InvalidRequest, "expected a group below 1, got 1"),
         (push(groups={0: {"lr": -1.0}}), InvalidRequest, "SGD refuses"),
         (push(groups={0: {"betas": (0.9, 0.999)}}), InvalidRequest, "SGD takes lr, .* got 'betas'"),
@@ -259,11 +270,11 @@ def test_the_frontier_is_the_highest_clock_of_any_bucket_that_trains() -> None:
 
 
 def test_a_buffer_is_sent_at_any_clock_once_it_is_there() -> None:
-    job = JobPartition(job_spec("sync"), [0, HELD])
+    job = JobPartition(job_spec("sync"), [0, FROZEN])
     job.execute(AddWorker(0, 1, 0))
-    assert not job.admits(HELD, 0, 4).admitted
-    stage(job, initial(HELD))
-    assert job.admits(HELD, 0, 4).admitted
+    assert not job.admits(FROZEN, 0, 4).admitted
+    stage(job, initial(FROZEN))
+    assert job.admits(FROZEN, 0, 4).admitted
     assert job.versions() == (0, 0)
 
 
@@ -320,4 +331,4 @@ def test_counting_workers_count_exactly() -> None:
 def test_the_layout_of_the_simulated_job_is_what_the_tests_say() -> None:
     spec = job_spec()
     buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
-    assert [(bucket.held, bucket.nbytes) for bucket in buckets] == [(False, 128), (False, 128), (True, 64)]
+    assert [(bucket.frozen, bucket.nbytes) for bucket in buckets] == [(False, 128), (False, 128), (True, 64)]

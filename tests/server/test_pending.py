@@ -11,7 +11,7 @@ from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, OutOfOrder, U
 from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import PushKind
-from tests.simulation.simulator import HELD, image, job_spec, payload, push, stage
+from tests.simulation.simulator import FROZEN, image, job_spec, payload, push, stage
 from tests.tools.partitions import running, work
 
 
@@ -151,7 +151,7 @@ def test_only_the_segments_that_are_named_are_assigned() -> None:
         (push(kind=PushKind.ASSIGN_STATE, state="momentum_buffer", payload=b""), "expected 128 bytes"),
         (push(kind=PushKind.ASSIGN_STATE, state="", payload=payload(1.0)), "expected 0 bytes"),
         (push(kind=PushKind.ASSIGN_STATE, state="exp_avg"), "the state of SGD is momentum_buffer, got 'exp_avg'"),
-        (push(HELD, kind=PushKind.ASSIGN, payload=payload(0.0, 16)), "holds what no optimizer steps"),
+        (push(FROZEN, kind=PushKind.ASSIGN, payload=payload(0.0, 16)), "holds what no optimizer steps"),
         (push(clock=2, kind=PushKind.DRAFT), "pushed clock 2 where 1 comes next"),
         (push(clock=2, kind=PushKind.ASSIGN), "pushed clock 2 where 1 comes next"),
         (push(incarnation=9, kind=PushKind.DRAFT), "was replaced"),
@@ -169,7 +169,7 @@ def test_bad_drafts_and_assignments_are_refused_and_change_nothing(bad: object, 
 
 def test_a_commit_of_what_no_optimizer_steps_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="holds what no optimizer steps"):
-        commit(running("sync"), 1, bucket=HELD)
+        commit(running("sync"), 1, bucket=FROZEN)
 
 
 def test_drafts_that_no_update_waits_for_fit_into_what_the_budget_leaves() -> None:

@@ -25,7 +25,7 @@ from ps_server.core.requests import Push, PushCall, PushedBucket, PushKind
 
 # -- a small job and its pushes --------------------------------------------------------------------------------------
 
-TRAINED, HELD = (0, 1), 2
+TRAINED, FROZEN = (0, 1), 2
 
 
 def job_spec(mode: str = "sync", *, bucket_bytes: int = 128, non_finite: NonFinite = NonFinite.REFUSE) -> JobSpec:
@@ -67,7 +67,7 @@ def call_of(push: Push) -> PushCall:
 
 
 def initial(bucket: int, rank: int = 0, incarnation: int = 1) -> Push:
-    data = payload(torch.zeros(2, dtype=torch.int64)) if bucket == HELD else payload(0.0)
+    data = payload(torch.zeros(2, dtype=torch.int64)) if bucket == FROZEN else payload(0.0)
     # Held tensors start on a 64-byte boundary like all others, and the bucket ends with that.
     padded = data + bytes(-len(data) % 64)
     return push(bucket, 0, rank, incarnation, kind=PushKind.INITIAL_VALUE, payload=padded)
@@ -126,7 +126,7 @@ class Simulation:
         self.spec = job_spec(mode)
         self.bound = self.spec.consistency.max_staleness
         room = self.random.choice([1, 128, 256, None])  # the most that may be staged on a shard; a push has 128 bytes
-        self.shards = [JobPartition(self.spec, [0, HELD], room), JobPartition(self.spec, [1], room)]
+        self.shards = [JobPartition(self.spec, [0, FROZEN], room), JobPartition(self.spec, [1], room)]
         self.home = {index: shard for shard in self.shards for index in shard.buckets}
         self.incarnations = 0
         self.live: dict[int, Worker] = {}

@@ -641,10 +641,10 @@ class Cluster:
         for shard in self.shards:
             assert shard.job is not None
             for bucket in shard.job.buckets.values():
-                view[bucket.spec.segments[0].parameter] = bucket.weights.flat[: view[0].numel()].view(view[0].shape)
+                view[bucket.spec.slices[0].parameter] = bucket.weights.flat[: view[0].numel()].view(view[0].shape)
         # Which parameter a bucket is: they are laid out in another order.
         layout = self.shards[0].job.layout.buckets if self.shards[0].job else ()
-        until = {b.segments[0].parameter: self._died.get(b.index % SHARDS) for b in layout}
+        until = {b.slices[0].parameter: self._died.get(b.index % SHARDS) for b in layout}
         lossy = frozenset(parameter for parameter, at in until.items() if at is not None and not self.rules.averaged)
         return [*judge(view, self.lives, self.rules, lossy), *too_stale(self.lives, self.rules, until)]
 

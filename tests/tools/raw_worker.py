@@ -29,17 +29,17 @@ CALL_SECONDS = 20.0
 
 
 def vector_job(
-    name: str, mode: str, cells: int, world_size: int, held: int = 0, non_finite: NonFinite = NonFinite.REFUSE
+    name: str, mode: str, cells: int, world_size: int, frozen: int = 0, non_finite: NonFinite = NonFinite.REFUSE
 ) -> JobSpec:
     """A job with one vector of `cells` float32 zeros in buckets of 16 cells, stepped by SGD with lr 1.
 
-    held: cells of a second vector, which no optimizer steps.
+    frozen: cells of a second vector, which no optimizer steps.
     """
     rule = parse_mode(mode)
     assert rule is not None
     parameters = [ParameterSpec("cells", (cells,), "float32", 0)]
-    if held:
-        parameters.append(ParameterSpec("held", (held,), "float32", None))
+    if frozen:
+        parameters.append(ParameterSpec("frozen", (frozen,), "float32", None))
     return JobSpec(name, tuple(parameters), "SGD", ({"lr": 1.0},), rule, 64, world_size, non_finite)
 
 
@@ -134,7 +134,7 @@ class RawWorker:
     @property
     def trained(self) -> list[int]:
         """The buckets that an optimizer steps."""
-        return [bucket.index for bucket in self.layout.buckets if not bucket.held]
+        return [bucket.index for bucket in self.layout.buckets if not bucket.frozen]
 
     def message(self, bucket: int, clock: int, payload: bytes | None = None, **header: Any) -> data_pb2.PushRequest:
         """A push of one bucket, of zeros if no payload is given; `header` sets or replaces fields of its header and of

@@ -35,7 +35,7 @@ def cells(cluster: Cluster, job: str) -> torch.Tensor:
         until(lambda r=running: all(b.rule.next() is None for b in r.buckets.values()), "applying")  # type: ignore[misc]
         for bucket in running.buckets.values():
             with bucket.tensors:
-                for part in bucket.spec.segments:
+                for part in bucket.spec.slices:
                     vector = found.setdefault(part.parameter, torch.zeros(running.state.spec.parameters[0].numel))
                     values = bucket.weights.flat[part.offset : part.offset + part.length]
                     vector[part.start : part.start + part.length] = values
