@@ -102,10 +102,10 @@ def job_spec_from_data(data: Any) -> JobSpec:
     """The spec that a file holds, also one of format 1. Raises InvalidRequest if it holds none."""
     try:
         if "optimizer" in data:  # format 1
-            data = {**data, "optimizers": [data["optimizer"], *data.get("more_optimizers", ())]}
-            renamed = ({("frozen" if key == "held" else key): p[key] for key in p} for p in data.get("parameters", ()))
-            data = {key: data[key] for key in data if key not in ("optimizer", "more_optimizers")}
-            data["parameters"] = list(renamed)
+            data = dict(data)
+            data["optimizers"] = [data.pop("optimizer"), *data.pop("more_optimizers", ())]
+            renamed = {"held": "frozen"}
+            data["parameters"] = [{renamed.get(key, key): p[key] for key in p} for p in data.get("parameters", ())]
         return job_spec(json_format.ParseDict(data, job_pb2.JobSpec()))
     except (TypeError, json_format.ParseError) as error:
         raise InvalidRequest(f"no job's spec: {error}") from None

@@ -127,7 +127,7 @@ class StateChunk:
 
 @dataclass(frozen=True)
 class Offer:
-    """This worker's value for a round; see ExchangeValuesRequest.
+    """This worker's value for a round; see GatherValuesRequest.
 
     number: of the round; 0: there is no value, only the question which round is next
     """

@@ -35,7 +35,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class ExchangeRequest:
-    """One worker's value for a round; see ExchangeValuesRequest."""
+    """One worker's value for a round; see GatherValuesRequest."""
 
     rank: int
     incarnation: int

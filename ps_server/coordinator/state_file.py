@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from ps_server.coordinator.saved_job import SavedJob, SavedRound, SavedWorker
-from ps_server.storage.checkpoints import replace_file
+from ps_server.storage.checkpoints import FORMAT, READABLE, replace_file
 
 log = logging.getLogger("ps_server")
 
 FILE = ".coordinator.json"
-FORMAT = 1
 
 
 class StateFile:
@@ -45,7 +44,7 @@ class StateFile:
         """Returns the jobs that ran; none where there is no file, or, with a warning, one that was not written so."""
         try:
             data = json.loads(self.path.read_bytes())
-            if data.pop("seal") != _seal(data) or data["format"] != FORMAT:
+            if data.pop("seal") != _seal(data) or data["format"] not in READABLE:
                 raise ValueError("it is not what was written")
             return {name: _job(job) for name, job in data["jobs"].items()}
         except FileNotFoundError:

@@ -35,7 +35,8 @@ from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import BucketSnapshot, Part
 from ps_server.failpoints import failpoint
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)  # they differ in the job's spec, of which job_spec_from_data reads both
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"\d{6,12}")
 _PART = re.compile(r"(shard|worker)-\d{1,6}\.(safetensors|state)")
@@ -317,7 +318,7 @@ def _unsealed(data: dict[str, Any]) -> Manifest:
     seal = data.pop("seal")
     if seal != _seal(data):
         raise ValueError("it is not what was written")
-    if data["format"] != FORMAT:
+    if data["format"] not in READABLE:
         raise ValueError(f"expected format {FORMAT}, found {data['format']}")
     data["placement"] = tuple(data["placement"])
     data["versions"] = tuple(data["versions"])

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ps_protocol.convert import job_spec_data, job_spec_message
+from ps_protocol.convert import job_spec_data, job_spec_from_data, job_spec_message
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints, TryLater
 from ps_protocol.job import HyperParameters, JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
@@ -99,6 +99,21 @@ def write(store: CheckpointStore, images: list[BucketSnapshot], spec: JobSpec, n
     )
     store.commit(spec.name, manifest)
     return manifest
+
+
+def test_a_manifest_of_the_format_before_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "job" / "000001"
+    folder.mkdir(parents=True)
+    shutil.copy(Path(__file__).with_name("manifest_of_format_1.json"), folder / "manifest.json")
+    manifest = CheckpointStore(tmp_path).manifest("job", "000001")
+    spec = job_spec_from_data(manifest.job)
+    assert (spec.optimizers, spec.group_optimizers) == (("SGD", "Adam"), (0, 1))
+    assert [(one.name, one.group, one.optimizer) for one in spec.parameters] == [
+        ("w", 0, 0),
+        ("v", 1, 1),
+        ("count", None, 0),
+    ]
+    assert job_spec_from_data(job_spec_data(spec)) == spec
 
 
 # -- images ----------------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def test_with_calls_broken_a_job_is_set_back_to_a_checkpoint_and_every_push_coun
     [job] = ended.status["jobs"]
     assert (job["redone_steps"] > 0) == (mode == "sync")
     assert ended.lost <= job["lost_steps"] <= ended.missing
-    for method in ("SaveWorkerState", "BeginCheckpoint", "AwaitCheckpoint"):
+    for method in ("SaveWorkerState", "BeginSnapshot", "AwaitSnapshot"):
         assert sum(faults.counts[method, kind] for kind in KINDS), f"{method}: {faults.counts}"
     assert sum(faults.counts["RestoreJob", kind] for kind in ("none", *KINDS)), faults.counts
 
@@ -143,7 +143,7 @@ def test_who_lost_its_place_to_a_join_that_failed_half_way_is_told_so(
     make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shards count it no more: were it live to the coordinator alone, it would never learn why they refuse it."""
-    faults = RpcFaults(seed=0, chance=0.0, only={"AdmitWorker"})
+    faults = RpcFaults(seed=0, chance=0.0, only={"AddWorker"})
     break_calls(monkeypatch, faults)
     cluster = make_cluster(lease=60.0)
     spec = vector_job("default", "async", cells=16, world_size=1)

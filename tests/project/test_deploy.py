@@ -441,7 +441,7 @@ class TestDeployment:
             assert keys == [f"{key}.key"]
 
     def test_buckets_go_through_memory_that_containers_share(self, deployment: Deployment) -> None:
-        shared = "grpc_server_handled_total{grpc_method='PushPullShared', grpc_code='OK', role='shard'}"
+        shared = "grpc_server_handled_total{grpc_method='Exchange', grpc_code='OK', role='shard'}"
         assert eventually(lambda: len(deployment.series(shared)) == 2), deployment("logs", "--tail=50", "worker")
 
     @pytest.mark.parametrize("setting", ["PS_PUBLISH_PORT", "PS_PUBLISH_METRICS_PORT"])

@@ -235,7 +235,7 @@ def test_retiring_leaves_a_newer_incarnation_alone() -> None:
 
 
 def test_a_call_that_comes_late_does_not_bring_the_dead_back() -> None:
-    """A join that the coordinator gave up on is retired; its AdmitWorker may reach the shard after that."""
+    """A join that the coordinator gave up on is removed; its AddWorker may reach the shard after that."""
     job = running("sync")
     job.execute(RemoveWorker(3, 7))
     for clock in (None, 0):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import Backlogged, PSError
+from ps_protocol.errors import Backlogged, InvalidRequest, PSError
 from ps_protocol.layout import bucket_layout
 from ps_protocol.segment_layout import SegmentMap, segment_plan
 from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
@@ -17,7 +18,7 @@ from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
 from ps_server.shard.waiting import Answer, Notice
 from ps_worker.cluster.shared_memory import LocalSegment
-from tests.simulation.simulator import call_of, initial, job_spec, push
+from tests.simulation.simulator import call_of, initial, job_spec, payload, push
 
 BUCKET = 128  # bytes
 CALLER = "them"
@@ -105,3 +106,47 @@ def test_a_push_that_is_refused_half_way_is_applied_so_far_and_whole_when_it_is_
         assert isinstance(notice, Notice)
         assert sorted((bucket.bucket, bucket.version) for bucket in notice.buckets) == [(0, 1), (1, 1)]
         assert notice.staged_seconds is not None
+
+
+# -- several buckets in one payload ----------------------------------------------------------------------------------
+
+
+def several(data: bytes, *buckets: PushedBucket, rank: int = 0) -> PushCall:
+    return PushCall("sums", rank, rank + 1, 1, buckets, data)
+
+
+def gradient(index: int, wire_format: str = "") -> PushedBucket:
+    return PushedBucket(index, PushKind.GRADIENT, wire_format=wire_format)
+
+
+def versions_of(shard: Shard) -> list[int]:
+    return [shard.jobs()["sums"].buckets[index].rule.version for index in (0, 1)]
+
+
+def test_buckets_in_one_payload_are_each_stepped_by_their_own_part_and_skips_have_none(shard: Shard) -> None:
+    both = payload(1.0) + payload(3.0)
+    assert [staged.duplicate for staged in shard.push(several(both, gradient(0), gradient(1)))] == [False, False]
+    assert [staged.duplicate for staged in shard.push(several(both, gradient(0), gradient(1)))] == [True, True]
+    shard.push(several(payload(1.0), PushedBucket(0, PushKind.SKIP, frozenset({0})), gradient(1), rank=1))
+    buckets = shard.jobs()["sums"].buckets
+    assert versions_of(shard) == [1, 1]
+    assert [set(buckets[index].weights.flat.tolist()) for index in (0, 1)] == [{-0.5}, {-2.0}]
+
+
+@pytest.mark.parametrize("surplus", [-4, 4])
+def test_a_payload_of_several_buckets_has_their_size_and_otherwise_stages_nothing(shard: Shard, surplus: int) -> None:
+    data = bytes(2 * BUCKET + surplus)
+    with pytest.raises(InvalidRequest, match="expected"):
+        shard.push(several(data, gradient(0), gradient(1)))
+    assert [staged.duplicate for staged in shard.push(several(payload(1.0), gradient(0)))] == [False]
+
+
+@pytest.mark.parametrize(("wire_format", "job_format"), [("bfloat16", "float32"), ("", "float16")])
+def test_a_gradient_in_another_format_than_the_jobs_is_refused(wire_format: str, job_format: str) -> None:
+    shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads())
+    shard.create_job(replace(job_spec("sync"), gradient_wire=job_format), [0])
+    shard.add_worker("sums", 0, 1, 0)
+    shard.push(call_of(initial(0)))
+    with pytest.raises(InvalidRequest, match=f"bucket 0: expected elements as {job_format}"):
+        shard.push(several(payload(1.0), gradient(0, wire_format)))
+    shard.stop()

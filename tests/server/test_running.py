@@ -25,11 +25,11 @@ def test_a_bucket_is_narrowed_once_a_version_and_only_a_few_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("notice_bytes", "told"),
+    ("notify_bytes", "told"),
     [(0, [0, 0, 0, 4]), (2, [0, 2, 0, 2]), (3, [0, 0, 3, 1])],
 )
-def test_a_worker_is_notified_after_so_many_bytes_or_at_the_end(notice_bytes: int, told: list[int]) -> None:
-    pull = Pull(0, 1, 1, cast(Any, None), 4, 0.0, notice_bytes=notice_bytes)
+def test_a_worker_is_notified_after_so_many_bytes_or_at_the_end(notify_bytes: int, told: list[int]) -> None:
+    pull = Pull(0, 1, 1, cast(Any, None), 4, 0.0, notify_bytes=notify_bytes)
     found: list[tuple[PulledBucket, ...]] = []
     for index in range(4):
         pull.left -= 1

@@ -609,7 +609,7 @@ def test_with_calls_lost_unheard_and_repeated_every_round_is_right(
 ) -> None:
     monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(retry, "LONGEST_PAUSE_SECONDS", 0.02)
-    faults = RpcFaults(seed=3, only={"ExchangeValues"})
+    faults = RpcFaults(seed=3, only={"GatherValues"})
     break_calls(monkeypatch, faults)
     cluster = make_cluster(lease=60.0)
 
