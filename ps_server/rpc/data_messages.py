@@ -100,7 +100,7 @@ def _pushed_bucket(message: data_pb2.BucketPush) -> PushedBucket:
         frozenset(message.absent_slices),
         message.finite,
         message.state,
-        wire_format(message.wire_format),
+        wire_format(message.wire_format) if message.wire_format else "",
     )
 
 

@@ -31,6 +31,8 @@ from ps_worker.values import (
 
 WireFormatOf = Callable[[BucketSpec], str]
 
+_NOTHING = memoryview(b"")
+
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
@@ -157,7 +159,7 @@ def state_chunk(data: bytes) -> StateChunk:
     """Reads one message of the optimizer state of buckets; the payload is a view into it."""
     head, payload = split_message(data)
     state = data_pb2.PullStateResponse.FromString(head).state
-    content = payload if payload is not None else memoryview(b"")
+    content = payload if payload is not None else _NOTHING
     return StateChunk(state.bucket, state.version, state.state, frozenset(state.absent_slices), content)
 
 
@@ -167,32 +169,43 @@ def pulled(data: bytes, size: Callable[[int], int]) -> list[PulledBucket]:
     return _pulled(data_pb2.PullResponse.FromString(head), payload, size)
 
 
-def exchanged(data: bytes, size: Callable[[int], int]) -> tuple[list[PulledBucket], float | None]:
-    """Reads one message of an exchange's stream, as `pulled`; and for how many seconds its pushes have been staged, if
-    the message says so.
-    """
+def exchanged(data: bytes, size: Callable[[int], int]) -> list[PulledBucket]:
+    """Reads one message of an exchange's stream, as `pulled`."""
     head, payload = split_message(data)
-    response = data_pb2.ExchangeResponse.FromString(head)
+    return _pulled(data_pb2.ExchangeResponse.FromString(head), payload, size)
+
+
+def shared_pulled(data: bytes) -> list[PulledBucket]:
+    """Reads one message of a shared pull's stream: buckets that are in the segment now."""
+    return _pulled(data_pb2.PullResponse.FromString(data))
+
+
+def shared_exchanged(data: bytes) -> tuple[list[PulledBucket], float | None]:
+    """Reads one message of a shared exchange's stream, as `shared_pulled`; and for how many seconds its pushes have
+    been staged, if the message says so.
+    """
+    response = data_pb2.ExchangeResponse.FromString(data)
     staged = seconds(response.staged_duration) if response.HasField("staged_duration") else None
-    return _pulled(response, payload, size), staged
+    return _pulled(response), staged
 
 
 def _pulled(
     response: data_pb2.PullResponse | data_pb2.ExchangeResponse,
-    payload: memoryview | None,
-    size: Callable[[int], int],
+    payload: memoryview | None = None,
+    size: Callable[[int], int] = lambda _: 0,
 ) -> list[PulledBucket]:
     if response.HasField("waiting"):
         notice = response.waiting
         why = tuple(notice.awaited_ranks), notice.reason
-        return [PulledBucket(notice.bucket, 0, 0.0, memoryview(b""), why)]
-    rest = payload if payload is not None else memoryview(b"")
-    buckets = []
+        return [PulledBucket(notice.bucket, 0, 0.0, _NOTHING, why)]
+    buckets, position, alone = [], 0, len(response.buckets) == 1
     for bucket in response.buckets:
-        end = len(rest) if payload is None or len(response.buckets) == 1 else size(bucket.bucket)
-        elements, rest = rest[:end], rest[end:]
+        elements = _NOTHING
+        if payload is not None:
+            end = len(payload) if alone else position + size(bucket.bucket)
+            elements, position = payload[position:end], end
         waited = seconds(bucket.wait_duration) if bucket.HasField("wait_duration") else 0.0
-        what = wire_format(bucket.wire_format)
+        what = wire_format(bucket.wire_format) if bucket.wire_format else ""
         buckets.append(PulledBucket(bucket.bucket, bucket.version, waited, elements, None, bucket.state_wanted, what))
     return buckets
 

@@ -122,7 +122,7 @@ class NetworkTransport:
 
         def read(message: bytes) -> list[PulledBucket]:
             if commit:
-                return convert.exchanged(message, self._weight_bytes)[0]
+                return convert.exchanged(message, self._weight_bytes)
             return convert.pulled(message, self._weight_bytes)
 
         method = "Exchange" if commit else "Pull"

@@ -178,7 +178,7 @@ class SharedTransport:
             return convert.shared_exchange(self._who, clock, pushes, finite, wire_format, missing, self._notify_bytes)
 
         def read(message: bytes) -> list[PulledBucket]:
-            pulled, staged_seconds = convert.exchanged(message, _nothing_here)
+            pulled, staged_seconds = convert.shared_exchanged(message)
             if staged_seconds is not None:
                 all_staged(time.perf_counter() - staged_seconds)
             return pulled
@@ -256,7 +256,7 @@ class SharedTransport:
             return convert.shared_pull(self._who, clock, missing, self._notify_bytes)
 
         def read(message: bytes) -> list[PulledBucket]:
-            return convert.pulled(message, _nothing_here)
+            return convert.shared_pulled(message)
 
         return self._puller.submit(lambda: self._calls.pull("Pull", request, clock, buckets, read, self._land))
 
@@ -273,11 +273,6 @@ class SharedTransport:
         self._calls.close()
         for pool in (self._puller, self._pusher, self._copier):
             pool.close()
-
-
-def _nothing_here(index: int) -> int:
-    """The bytes that a message holds of a bucket which is in the segment."""
-    return 0
 
 
 class _Together:

@@ -330,4 +330,4 @@ def test_a_notice_says_which_buckets_are_there_and_how_long_pushes_have_been_sta
     ]
     assert (response.header.version, response.WhichOneof("location")) == (3, "in_segment")
     assert not response.HasField("staged_duration")
-    assert worker_messages.exchanged(ANSWERS.exchanged(Notice((), 0.5)), len) == ([], 0.5)  # type: ignore[arg-type]
+    assert worker_messages.shared_exchanged(ANSWERS.exchanged(Notice((), 0.5))) == ([], 0.5)
