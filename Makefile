@@ -55,21 +55,21 @@ lint: .venv/dev.stamp ## check style, format and types, and that the contract br
 	$(IN_VENV)/python -m ruff check .
 	$(IN_VENV)/python -m ruff format --check .
 	$(IN_VENV)/python -m mypy
-	$(IN_VENV)/buf lint
-	$(IN_VENV)/buf format --diff --exit-code
-	$(IN_VENV)/buf breaking --against $(RELEASED)
+	$(IN_VENV)/python -m tests.tools.buf lint
+	$(IN_VENV)/python -m tests.tools.buf format --diff --exit-code
+	$(IN_VENV)/python -m tests.tools.buf breaking --against $(RELEASED)
 
 format: .venv/dev.stamp ## put the code into its format, and mend what ruff can mend
 	$(IN_VENV)/python -m ruff check --fix .
 	$(IN_VENV)/python -m ruff format .
-	$(IN_VENV)/buf format --write
+	$(IN_VENV)/python -m tests.tools.buf format --write
 
 proto: .venv-proto/stamp ## generate ps_protocol/v1 from proto/
 	@.venv-proto/bin/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. \
 		proto/ps_protocol/v1/*.proto
 
 proto-release: .venv/dev.stamp ## with a release: take the contract as the one that later ones must not break
-	@$(IN_VENV)/buf build --exclude-source-info --output $(RELEASED)
+	@$(IN_VENV)/python -m tests.tools.buf build --exclude-source-info --output $(RELEASED)
 
 reference: .venv/dev.stamp ## write docs/reference.md from the docstrings
 	@$(IN_VENV)/python docs/make_reference.py

@@ -146,8 +146,10 @@ class _Shards:
         def ready(addresses: dict[str, str]) -> None:
             self._ready[index] = addresses
 
-        arguments = ["-m", "ps_server", "shard", "--supervised", *["--with-coordinator"] * (index == COORDINATOR)]
-        environment = {**self._environment, "PS_INDEX": str(index)}
+        # The index is a flag, so that a list of processes shows which shard is which.
+        arguments = ["-m", "ps_server", "shard", "--supervised", "--index", str(index)]
+        arguments += ["--with-coordinator"] * (index == COORDINATOR)
+        environment = dict(self._environment)
         before = self._before.get(index)
         for variable, address in (("PS_PORT", "address"), ("PS_METRICS_PORT", "metrics")):
             port = int(environment[variable])

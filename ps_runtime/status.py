@@ -28,7 +28,13 @@ def status_of(error: PSError) -> status_pb2.Status:
     return status
 
 
-_TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED}
+# CANCELLED among them: a server that stops, or finds a peer too slow, cancels calls.
+_TRANSIENT = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.CANCELLED,
+}
 
 
 def error_from(call: grpc.RpcError, peer: str) -> PSError:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto, FileDescriptorSet
 
+from tests.tools.buf import buf
+
 ROOT = Path(__file__).parents[2]
-BUF = Path(sysconfig.get_path("scripts")) / "buf"
 RELEASED = "proto/released.binpb"
 
 
 def broken_rules(command: str, *arguments: str, folder: Path = ROOT) -> set[str]:
     """The rules that buf finds broken, each with the file: {"FIELD_NO_DELETE data.proto"}."""
     run = subprocess.run(
-        [BUF, command, "--error-format=json", *arguments], cwd=folder, capture_output=True, text=True, timeout=60
+        [buf(), command, "--error-format=json", *arguments], cwd=folder, capture_output=True, text=True, timeout=60
     )
     assert run.returncode in (0, 100), run.stderr
     found = [json.loads(line) for line in run.stdout.splitlines()]
@@ -39,7 +39,7 @@ def copy(tmp_path: Path) -> Path:
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[FileDescriptorProto]:
     """The files of the contract as descriptors, those of others left out."""
     image = tmp_path_factory.mktemp("contract") / "image.binpb"
-    subprocess.run([BUF, "build", "--as-file-descriptor-set", f"--output={image}"], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([buf(), "build", "--as-file-descriptor-set", f"--output={image}"], cwd=ROOT, check=True, timeout=60)
     found = FileDescriptorSet.FromString(image.read_bytes())
     return [file for file in found.file if file.package == "ps_protocol.v1"]
 
