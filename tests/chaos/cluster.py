@@ -296,7 +296,7 @@ def read_weights(task: Task) -> tuple[torch.Tensor, tuple[int, ...]]:
         mine = [bucket for bucket in buckets if found.bucket_shards[bucket.index] == shard]
         if mine:
             calls = ShardCalls(shard, address, START_SECONDS)
-            calls.pull("Pull", ask, 0, mine, lambda m: [convert.pulled(m)], land)
+            calls.pull("Pull", ask, 0, mine, lambda m: convert.pulled(m, lambda index: buckets[index].nbytes), land)
             calls.close()
     shards = {parameter_of(bucket): found.bucket_shards[bucket.index] for bucket in buckets}
     return view, tuple(shard for _, shard in sorted(shards.items()))

@@ -8,7 +8,6 @@ import importlib.util
 import struct
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,12 +30,12 @@ from ps_protocol.v1 import (
     membership_pb2_grpc,
     types_pb2,
 )
+from tests.tools.buf import buf
 from tests.tools.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
 PROTOS = sorted((ROOT / "proto" / "ps_protocol").rglob("*.proto"))
 GENERATED = ROOT / "ps_protocol" / "v1"
-BUF = Path(sysconfig.get_path("scripts")) / "buf"
 GENERATOR = "1.64.3"  # of grpcio-tools; as old as the oldest protobuf and grpcio that pyproject.toml allows
 
 
@@ -51,7 +50,7 @@ def test_every_file_of_the_contract_has_its_generated_module() -> None:
 @pytest.mark.parametrize("path", PROTOS, ids=lambda path: path.name)
 def test_the_generated_code_declares_what_the_contract_declares(path: Path) -> None:
     command = ["build", "--as-file-descriptor-set", "--exclude-source-info", "--output=-"]
-    image = subprocess.run([BUF, *command], cwd=ROOT, check=True, timeout=60, capture_output=True).stdout
+    image = subprocess.run([buf(), *command], cwd=ROOT, check=True, timeout=60, capture_output=True).stdout
     [declared] = [file for file in FileDescriptorSet.FromString(image).file if file.name.endswith("/v1/" + path.name)]
     for message in declared.message_type:
         for field in [*message.field, *(field for nested in message.nested_type for field in nested.field)]:
