@@ -38,7 +38,8 @@ def test_in_sync_a_job_goes_back_to_the_one_clock_of_its_checkpoint(
         assert clock % 4 == 0
         assert worker.clock == clock
         assert worker.joined.restore_count == 1  # type: ignore[attr-defined]
-        state = worker.joined.worker_state, worker.joined.worker_state_clock  # type: ignore[attr-defined]
+        saved = worker.joined.worker_state  # type: ignore[attr-defined]
+        state = saved.content, saved.clock
         assert state == (b"state of %d" % clock, clock)
         assert torch.equal(worker.pull(), torch.full((CELLS,), float(clock))), "every shard is at that clock"
         assert torch.equal(train(worker, 3), torch.full((CELLS,), clock + 3.0))
