@@ -123,7 +123,7 @@ class JobMembers:
     def reserve(self, rank: int | None, request: JoinRequest) -> Reservation:
         """Gives a worker its rank and incarnation. The shards may count it from now on, so this is to be saved.
 
-        Raises what stands in its way: Fenced, JobInUse, TryLater or LimitExceeded.
+        Raises Fenced, JobInUse, TryLater or LimitExceeded where the worker cannot join.
         """
         with self._lock:
             membership = self._membership

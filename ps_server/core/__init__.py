@@ -6,7 +6,7 @@ budget.py        How many bytes may wait on a shard, by job and by principal
 checking.py      What a push contributes: checks it against the job and makes the command that stages it
 commands.py      Everything that changes a partition, as values
 consistency.py   One bucket's protocol: what may be staged, what is applied next, and which pull is admitted
-data_commits.py  Which samples each bucket of a shard has had: each exactly once, whoever brings them
+data_commits.py  Counts each sample into each bucket of a shard exactly once, whichever worker brings it
 data_leases.py   One loader's data, as the coordinator gives it out: batch by batch, each to one worker
 dense.py         One bucket's tensors: its weights, its optimizer, and the gradients being added up for the open update
 intervals.py     Sets of whole numbers that mostly lie together: kept as the intervals they form, however many numbers
@@ -18,5 +18,5 @@ requests.py      What workers push and pull, as it came over the wire: nothing i
 rounds.py        Rounds: values that all live workers of a job exchange, one round after the other
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
 statistics.py    What a shard or a coordinator says about itself: frozen records
-validation.py    What comes over the wire is looked at here before a coordinator or a shard makes anything of it
+validation.py    Checks registrations, addresses and names before a coordinator or a shard uses them
 """

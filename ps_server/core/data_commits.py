@@ -1,4 +1,4 @@
-"""Which samples each bucket of a shard has had: each exactly once, whoever brings them.
+"""Counts each sample into each bucket of a shard exactly once, whichever worker brings it.
 
 A push says which leased ranges its step used. They are taken for its bucket in the moment in which it is staged. A
 range that the bucket has had already is not taken twice: the push that brings it counts as one without a gradient. So

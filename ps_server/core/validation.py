@@ -1,4 +1,4 @@
-"""Checks what comes over the wire, before a coordinator or a shard makes anything of it."""
+"""Checks registrations, addresses and names before a coordinator or a shard uses them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Applies what is staged: adds contributions and steps optimizers, one bucket in order, several buckets in parallel.
 
-What comes next on a bucket is the rule's to say (core/consistency.py). A bucket is `busy` for as long as a thread is at
+The update rule (core/consistency.py) says what comes next on a bucket. A bucket is `busy` for as long as a thread is at
 it; that thread goes on until nothing comes next.
 """
 
