@@ -5,7 +5,8 @@ job.py          A job, as its coordinator knows it: all that happens to it is a 
 members.py      The live workers of one job, and which of them each shard counts
 data.py         The leased data of one job: the rules of core.data_leases with a lock, and the shards to ask
 rounds.py       The rounds of one job: the rules of core.rounds with a lock, and the streams of the workers that wait
-checkpoints.py  The checkpoints of one job: when one is made, at which clock, and what belongs to it
+checkpoints.py  The checkpoints of one job: when one is made, which is asked for, and what the last one has
+checkpoint_attempt.py One checkpoint of a job under way: its clock, the shards' parts, the workers' states
 recovery.py     Rolling a job back to its last checkpoint, after a shard lost what it held
 shards.py       The shards as the coordinator knows them: what it asks of one, and which process serves which
 refusals.py     The error that a launch gets when workers of another launch hold the ranks it asks for

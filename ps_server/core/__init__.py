@@ -2,6 +2,7 @@
 
 accounting.py    Steps that workers lost, or made again, because shards were rolled back to a checkpoint
 bucket_sizes.py  How large a job's buckets are where its workers do not say
+buckets.py       One job's buckets on one shard: rule, weights and pending pushes of each, and how far they are
 budget.py        How many bytes may wait on a shard, by job and by principal
 checking.py      What a push contributes: checks it against the job and makes the command that stages it
 commands.py      Everything that changes a partition, as values

@@ -15,7 +15,7 @@ from ps_protocol.codecs import PLAIN, Cast, gradient_codec
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient, NotFound
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec
-from ps_protocol.optimizers import check_change, check_hyper_parameters, is_scalar_state
+from ps_protocol.optimizers import check_change, check_hyper_parameters, is_scalar_state, required_state
 from ps_protocol.tensors import is_finite
 from ps_server.core.commands import Assign, BucketCommand, Commit, Draft, Initialise, Stage
 from ps_server.core.data_commits import check_ranges
@@ -134,6 +134,17 @@ class PushChecker:
         if push.kind is PushKind.ASSIGN:
             return Assignment(slices)
         return Assignment(state={p: {push.state: tensor} for p, tensor in slices.items()})
+
+    def check_assigned(self, bucket: BucketSpec, assignment: Assignment) -> None:
+        """Raises InvalidRequest for state that the optimizer could not go on with."""
+        name = self._optimizer(bucket)
+        for position, state in assignment.state.items():
+            parameter = self._spec.parameters[bucket.slices[position].parameter]
+            assert parameter.group is not None
+            missing = required_state(name, self._spec.groups[parameter.group]) - state.keys()
+            if missing:
+                lacks = ", ".join(sorted(missing))
+                raise InvalidRequest(f"the state assigned to {parameter.name} lacks {lacks}, which {name} needs")
 
     def _check_groups(self, groups: Mapping[int, HyperParameters]) -> None:
         for group, hyper_parameters in groups.items():

@@ -17,10 +17,10 @@ from ps_server.core.snapshot import OptimizerState
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a worker's script has set itself in one bucket, by the segment's position.
+    """What a worker's script has set itself in one bucket, by the slice's position.
 
-    weights: [length of the segment] each
-    reset:   segments whose optimizer state becomes what `state` has for them, and nothing else
+    weights: [length of the slice] each
+    reset:   slices whose optimizer state becomes what `state` has for them, and nothing else
     """
 
     weights: Mapping[int, torch.Tensor] = field(default_factory=dict)
@@ -35,9 +35,9 @@ class Assignment:
 
     def union(self, other: Assignment) -> Assignment:
         """Both together; where both name the same thing, the other counts."""
-        state = {position: dict(found) for position, found in self.state.items()}
-        for position, found in other.state.items():
-            state.setdefault(position, {}).update(found)
+        state = {position: dict(tensors) for position, tensors in self.state.items()}
+        for position, tensors in other.state.items():
+            state.setdefault(position, {}).update(tensors)
         return Assignment({**self.weights, **other.weights}, self.reset | other.reset, state)
 
 
@@ -46,7 +46,7 @@ class Gradient:
     """One worker's contribution to one bucket.
 
     values: [numel of the bucket] in the bucket's dtype, read only; None when this step has no gradient
-    absent: positions of segments that have no gradient in this step; without values, all of them or, where the whole
+    absent: positions of slices that have no gradient in this step; without values, all of them or, where the whole
             step was left out, none
     groups: hyper-parameters to use from this update on, by group
     borrowed: the values lie in the worker's own memory, which it may write again once it is told that it was fenced
@@ -90,11 +90,84 @@ class Scratch:
             free.append(tensor)
 
 
+class OpenUpdate:
+    """The gradients that are added up for one update of a bucket, and what goes with them.
+
+    total:   [numel], the sum so far, in float32 where the bucket's dtype is narrower; None: no gradient came
+    terms:   what was added up
+    count:   what the mean is over: those without any gradient too
+    present: positions of the slices with a gradient
+    groups, assignment: hyper-parameters to use from this update on, and what is set before it
+    """
+
+    def __init__(self, bucket: BucketSpec, scratch: Scratch) -> None:
+        self.total: torch.Tensor | None = None
+        self.terms = self.count = 0
+        self.present: set[int] = set()
+        self.groups: dict[int, HyperParameters] = {}
+        self.assignment: Assignment | None = None
+        self._bucket, self._scratch = bucket, scratch
+        self._is_empty = True
+
+    def add(self, gradient: Gradient) -> None:
+        """Adds one contribution. The order of calls is the order of the sum."""
+        # The first contributor's hyper-parameters and assignments count: in sync that is the lowest rank's, in whatever
+        # order contributions came.
+        if self._is_empty:
+            self._is_empty, self.assignment = False, gradient.assignment
+        for group, values in (gradient.groups or {}).items():
+            self.groups.setdefault(group, values)
+        slices = self._bucket.slices
+        if gradient.values is None:
+            # Without a gradient for any slice it counts as zero, as in a bucket that it fills in part; otherwise it is
+            # a step that was left out, and the mean is that of the others.
+            self.count += len(gradient.absent) == len(slices)
+            return
+        values = gradient.values
+        if gradient.absent:
+            values = values.clone()
+            for position in gradient.absent:
+                values[slices[position].offset :][: slices[position].length] = 0
+        self.present.update(set(range(len(slices))) - gradient.absent)
+        self.count += 1
+        self.terms += 1
+        if self.total is None:
+            self.total = values  # not copied: with one contribution it is only read
+        elif self.terms == 2:
+            wide = torch.float32 if values.itemsize < 4 else values.dtype  # half types would lose the small terms
+            total = self._scratch.take(values.numel(), wide)
+            if values.dtype == wide:
+                self.total = torch.add(self.total, values, out=total)
+            else:
+                self.total = total.copy_(self.total)
+                self._add_narrow(self.total, values)
+        elif values.dtype == self.total.dtype:
+            self.total += values
+        else:
+            self._add_narrow(self.total, values)
+
+    def _add_narrow(self, total: torch.Tensor, values: torch.Tensor) -> None:
+        """Widened first: adding mixed types takes up to three times as long as both together (measured)."""
+        wide = self._scratch.take(values.numel(), total.dtype)
+        total += wide.copy_(values)
+        self._scratch.give(wide)
+
+    def own(self) -> None:
+        """Copies what it has borrowed of a worker's memory."""
+        if self.total is not None and self.terms == 1:
+            self.total = self.total.clone()
+
+    def close(self) -> None:
+        """Gives the memory of the sum back."""
+        if self.total is not None and self.terms > 1:
+            self._scratch.give(self.total)
+
+
 class DenseBucket:
     """Weights and optimizer of one bucket. Not thread-safe: one caller at a time.
 
-    The optimizer is the real one of torch.optim, over one tensor a segment, each a view into `flat`. A segment without
-    a gradient is left alone by it, as in a plain training loop.
+    The optimizer is the real one of torch.optim, over one tensor a slice, each a view into `flat`. A slice without a
+    gradient is left alone by it, as in a plain training loop.
     """
 
     def __init__(self, spec: JobSpec, bucket: BucketSpec, scratch: Scratch) -> None:
@@ -102,17 +175,11 @@ class DenseBucket:
         self._name = spec.optimizers[bucket.optimizer]
         self._scratch = scratch
         self.flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])  # [numel]
-        self._segments = [self.flat[s.offset : s.offset + s.length] for s in bucket.slices]  # each [length]
-        self._optimizer = None if bucket.frozen else _optimizer(spec, self._name, bucket, self._segments)
+        self._slices = [self.flat[s.offset : s.offset + s.length] for s in bucket.slices]  # each [length]
+        self._optimizer = None if bucket.frozen else _optimizer(spec, self._name, bucket, self._slices)
         self._step = None if self._optimizer is None else _bare_step(self._optimizer)
         self._divides = _is_fused(self._name, bucket)
-        self._sum: torch.Tensor | None = None  # [numel], of the open update
-        self._terms = 0  # what was added up
-        self._count = 0  # what the mean is over: those without any gradient too
-        self._present: set[int] = set()
-        self._groups: dict[int, HyperParameters] = {}
-        self._is_open = False  # something was added to the open update, if without a gradient
-        self._assignment: Assignment | None = None
+        self._open = OpenUpdate(bucket, scratch)
 
     def load(self, values: torch.Tensor) -> None:
         """Sets the weights: [numel] in the bucket's dtype."""
@@ -120,87 +187,42 @@ class DenseBucket:
 
     def add(self, gradient: Gradient) -> None:
         """Adds one contribution to the open update. The order of calls is the order of the sum."""
-        # The first contributor's hyper-parameters and assignments count: in sync that is the lowest rank's, in whatever
-        # order contributions came.
-        if not self._is_open:
-            self._is_open, self._assignment = True, gradient.assignment
-        for group, told in (gradient.groups or {}).items():
-            self._groups.setdefault(group, told)
-        if gradient.values is None:
-            # Without a gradient for any segment it counts as zero, as in a bucket that it fills in part; else it is a
-            # step that was left out, and the mean is that of the others.
-            self._count += len(gradient.absent) == len(self._segments)
-            return
-        values = gradient.values
-        if gradient.absent:
-            values = values.clone()
-            for position in gradient.absent:
-                segment = self.bucket.slices[position]
-                values[segment.offset : segment.offset + segment.length] = 0
-        self._present.update(set(range(len(self._segments))) - gradient.absent)
-        self._count += 1
-        self._terms += 1
-        if self._sum is None:
-            self._sum = values  # not copied: with one contribution it is only read
-        elif self._terms == 2:
-            wide = torch.float32 if values.itemsize < 4 else values.dtype  # half types would lose the small terms
-            total = self._scratch.take(values.numel(), wide)
-            if values.dtype == wide:
-                self._sum = torch.add(self._sum, values, out=total)
-            else:
-                self._sum = total.copy_(self._sum)
-                self._add_narrow(values)
-        elif values.dtype == self._sum.dtype:
-            self._sum += values
-        else:
-            self._add_narrow(values)
-
-    def _add_narrow(self, values: torch.Tensor) -> None:
-        """Widened first: adding mixed types takes up to three times as long as both together (measured)."""
-        assert self._sum is not None
-        wide = self._scratch.take(values.numel(), self._sum.dtype)
-        self._sum += wide.copy_(values)
-        self._scratch.give(wide)
+        self._open.add(gradient)
 
     def step(self) -> None:
         """One optimizer step with the mean of what was added, from what was assigned. Without any of both, the weights
         stay as they are."""
-        if self._assignment is not None:
-            self.assign(self._assignment)
-        if self._optimizer is not None and self._step is not None and self._sum is not None:
-            if self._terms > 1 and self._divides:
+        update, self._open = self._open, OpenUpdate(self.bucket, self._scratch)
+        if update.assignment is not None:
+            self.assign(update.assignment)
+        if self._optimizer is not None and self._step is not None and update.total is not None:
+            if update.terms > 1 and self._divides:
                 # Gradient scaling, whose inverse torch's fused kernels apply on the way: the same division, but not a
                 # pass over memory of its own.
-                mean = self._sum
-                self._optimizer.grad_scale = _scale(self._count)  # type: ignore[attr-defined]
-            elif self._terms > 1:
-                mean = self._sum.div_(self._count).to(self.flat.dtype)
+                mean = update.total
+                self._optimizer.grad_scale = _scale(update.count)  # type: ignore[attr-defined]
+            elif update.terms > 1:
+                mean = update.total.div_(update.count).to(self.flat.dtype)
             else:  # the sum is the contribution itself, and perhaps another's memory: not to be written
-                mean = self._sum.to(self.flat.dtype)
-                mean = mean / self._count if self._count > 1 else mean
+                mean = update.total.to(self.flat.dtype)
+                mean = mean / update.count if update.count > 1 else mean
             for group in self._optimizer.param_groups:
-                group.update(self._groups.get(group["index"], {}))
-            for positions in self._rounds(self._optimizer):
+                group.update(update.groups.get(group["index"], {}))
+            for positions in self._rounds(self._optimizer, update.present):
                 for position in positions:
-                    segment = self.bucket.slices[position]
-                    self._segments[position].grad = mean[segment.offset : segment.offset + segment.length]
+                    part = self.bucket.slices[position]
+                    self._slices[position].grad = mean[part.offset : part.offset + part.length]
                 self._step()
-                for tensor in self._segments:
+                for tensor in self._slices:
                     tensor.grad = None
             if self._divides:
                 self._optimizer.grad_scale = None  # type: ignore[attr-defined]
-        if self._sum is not None and self._terms > 1:
-            self._scratch.give(self._sum)
-        self._sum = None
-        self._terms = self._count = 0
-        self._present.clear()
-        self._groups.clear()
-        self._is_open, self._assignment = False, None
+        update.close()
 
     def assign(self, assignment: Assignment) -> None:
         """Sets weights and optimizer state."""
         for position, values in assignment.weights.items():
-            self._segments[position].copy_(values)
+            self._slices[position].copy_(values)
         if self._optimizer is not None:
             for position in assignment.reset | assignment.state.keys():
                 state = {name: value.clone() for name, value in assignment.state.get(position, {}).items()}
@@ -209,56 +231,56 @@ class DenseBucket:
     def _set_state(
         self, optimizer: torch.optim.Optimizer, position: int, state: Mapping[str, torch.Tensor] | None
     ) -> None:
-        """One segment's optimizer state; without any, what its optimizer begins with."""
-        tensor = self._segments[position]
+        """Sets one slice's optimizer state; without any, to what its optimizer begins with."""
+        tensor = self._slices[position]
         optimizer.state.pop(tensor, None)
         if state:
             optimizer.state[tensor] = dict(state)
         elif self._name == "Adagrad":  # makes its state in its constructor, and cannot step without
-            [group] = [group for group in optimizer.param_groups if any(one is tensor for one in group["params"])]
+            [group] = [group for group in optimizer.param_groups if any(member is tensor for member in group["params"])]
             [fresh] = ELEMENTWISE[self._name]([tensor], **hyper_parameters(self._name, group)).state.values()  # type: ignore[arg-type]
             optimizer.state[tensor] = fresh
 
-    def _rounds(self, optimizer: torch.optim.Optimizer) -> list[set[int]]:
-        """The segments with a gradient, as sets to step one after the other: mostly one.
+    def _rounds(self, optimizer: torch.optim.Optimizer, present: set[int]) -> list[set[int]]:
+        """The slices with a gradient, as sets to step one after the other: mostly one.
 
-        torch's fused SGD fails where some momentum buffers exist and others do not yet, because a segment's first
+        torch's fused SGD fails where some momentum buffers exist and others do not yet, because a slice's first
         gradient came later than its neighbour's.
         """
         if not isinstance(optimizer, torch.optim.SGD):
-            return [self._present]
-        states = {position: optimizer.state.get(self._segments[position], {}) for position in self._present}
+            return [present]
+        states = {position: optimizer.state.get(self._slices[position], {}) for position in present}
         fresh = {position for position, state in states.items() if state.get("momentum_buffer") is None}
-        return [positions for positions in (self._present - fresh, fresh) if positions]
+        return [positions for positions in (present - fresh, fresh) if positions]
 
     def read_state(self, name: str) -> tuple[torch.Tensor, frozenset[int]]:
-        """One kind of optimizer state, and the positions of the segments that have none.
+        """One kind of optimizer state, and the positions of the slices that have none.
 
         [numel] in the bucket's dtype, with zeros where there is none; for a state of one number a parameter, a float32
-        for each segment.
+        for each slice.
         """
         states = self._states()
-        absent = frozenset(p for p in range(len(self._segments)) if not isinstance(states[p].get(name), torch.Tensor))
+        absent = frozenset(p for p in range(len(self._slices)) if not isinstance(states[p].get(name), torch.Tensor))
         if is_scalar_state(self._name, name):
             numbers = [0.0 if p in absent else float(state[name]) for p, state in enumerate(states)]
             return torch.tensor(numbers, dtype=torch.float32), absent
-        found = torch.zeros_like(self.flat)
-        for position, segment in enumerate(self.bucket.slices):
+        values = torch.zeros_like(self.flat)
+        for position, part in enumerate(self.bucket.slices):
             if position not in absent:
-                found[segment.offset : segment.offset + segment.length] = states[position][name]
-        return found, absent
+                values[part.offset : part.offset + part.length] = states[position][name]
+        return values, absent
 
     def state_names(self) -> list[str]:
-        """The kinds of optimizer state that any segment has now."""
+        """The kinds of optimizer state that any slice has now."""
         return sorted({n for state in self._states() for n, v in state.items() if isinstance(v, torch.Tensor)})
 
     def _states(self) -> list[dict[str, Any]]:
         if self._optimizer is None:
-            return [{} for _ in self._segments]
-        return [dict(self._optimizer.state.get(tensor) or {}) for tensor in self._segments]
+            return [{} for _ in self._slices]
+        return [dict(self._optimizer.state.get(tensor) or {}) for tensor in self._slices]
 
     def copy_state(self) -> dict[int, dict[str, torch.Tensor]]:
-        """A copy of the optimizer's state, by segment."""
+        """A copy of the optimizer's state, by slice."""
         return {
             position: {name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
             for position, state in enumerate(self._states())
@@ -272,20 +294,19 @@ class DenseBucket:
         return {group["index"]: hyper_parameters(self._name, group) for group in self._optimizer.param_groups}
 
     def restore(self, weights: torch.Tensor, state: OptimizerState, groups: Mapping[int, HyperParameters]) -> None:
-        """Sets weights, optimizer state and hyper-parameters to those of an image, by copying them."""
+        """Sets weights, optimizer state and hyper-parameters to those of a snapshot, by copying them."""
         self.load(weights)
         if self._optimizer is None:
             return
-        for position in range(len(self._segments)):
-            found = {name: value.clone() for name, value in state.get(position, {}).items()}
-            self._set_state(self._optimizer, position, found)
+        for position in range(len(self._slices)):
+            copied = {name: value.clone() for name, value in state.get(position, {}).items()}
+            self._set_state(self._optimizer, position, copied)
         for group in self._optimizer.param_groups:
             group.update(groups.get(group["index"], {}))
 
     def own(self) -> None:
         """Copies what the open update borrowed of a worker's memory."""
-        if self._sum is not None and self._terms == 1:
-            self._sum = self._sum.clone()
+        self._open.own()
 
     @property
     def optimizer_bytes(self) -> int:
@@ -297,11 +318,11 @@ class DenseBucket:
         return sum(v.nbytes for state in states for v in list(state.values()) if isinstance(v, torch.Tensor))
 
 
-def _optimizer(spec: JobSpec, name: str, bucket: BucketSpec, segments: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """The bucket's optimizer over its segments, with the job's parameter groups."""
+def _optimizer(spec: JobSpec, name: str, bucket: BucketSpec, slices: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """The bucket's optimizer over its slices, with the job's parameter groups."""
     members: dict[int, list[torch.Tensor]] = {}
-    for segment, tensor in zip(bucket.slices, segments, strict=True):
-        group = spec.parameters[segment.parameter].group
+    for part, tensor in zip(bucket.slices, slices, strict=True):
+        group = spec.parameters[part.parameter].group
         assert group is not None
         members.setdefault(group, []).append(tensor)
     cls = ELEMENTWISE[name]
@@ -314,8 +335,8 @@ def _optimizer(spec: JobSpec, name: str, bucket: BucketSpec, segments: list[torc
 
 
 def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """One step, without what torch wraps around it for its profiler and for hooks, which nobody sets here: that takes
-    as long as a small bucket (measured)."""
+    """One step, without what torch wraps around it for its profiler and for hooks, of which there are none here: that
+    takes as long as a small bucket (measured)."""
     step = type(optimizer).step
     bare = getattr(step, "__wrapped__", step)
     return lambda: bare(optimizer)

@@ -1,30 +1,30 @@
 """One job's buckets on one shard: roster, rules and weights put together, and changed by commands alone.
 
-    check     what a push contributes, as a command. Heavy, and touches nothing that a command changes
+    checker   makes the command that stages a push. Heavy, and touches nothing that a command changes
     execute   carries out a command: the only method by which a partition changes
     done      records that what a bucket's rule said comes next was applied, which follows from the commands before it
+    buckets   say how far they are, and how large
 
-All else only reads. Not thread-safe; `check` and the methods of `DenseBucket` may run outside of the lock that guards
+All else only reads. Not thread-safe; `checker` and the methods of `DenseBucket` may run outside of the lock that guards
 the rest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, LimitExceeded, NotFound, OutOfOrder, PSError
+from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, LimitExceeded, OutOfOrder, PSError
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import BucketSpec, bucket_layout
-from ps_protocol.optimizers import required_state
+from ps_protocol.layout import bucket_layout
+from ps_server.core.buckets import Bucket, Buckets, Pending
 from ps_server.core.budget import PrincipalBudget, StagingBudget, derived_limit
 from ps_server.core.checking import PushChecker
 from ps_server.core.commands import (
     AddWorker,
     Assign,
-    BucketCommand,
     Close,
     Command,
     Commit,
@@ -36,56 +36,12 @@ from ps_server.core.commands import (
     Stage,
     Staged,
 )
-from ps_server.core.consistency import Add, Admission, Live, Step, UpdateRule
+from ps_server.core.consistency import Add, Admission, Live, Step
 from ps_server.core.data_commits import Committed, DataCommits
-from ps_server.core.dense import Assignment, DenseBucket, Gradient, Scratch
+from ps_server.core.dense import Assignment, Gradient
 from ps_server.core.membership import check_incarnation, check_key
-from ps_server.core.requests import Push, PushKind
-from ps_server.core.snapshot import BucketSnapshot, VersionRange, extent
 
 ASSIGNED_WEIGHTS = 4  # what may be assigned and wait for its step, in weights: they and three optimizer states
-
-
-@dataclass
-class Pending:
-    """What one worker has sent to one bucket for its next clock, and that does not count before its push does.
-
-    draft:  the gradient, which may still change
-    commit: the worker has ended its step: the draft counts as soon as it is here
-    """
-
-    clock: int
-    draft: Draft | None = None
-    commit: Commit | None = None
-    assignment: Assignment | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Bucket:
-    """One bucket: its place in the layout, the rule of its updates, its weights, and by rank what is pending."""
-
-    spec: BucketSpec
-    rule: UpdateRule[Gradient]
-    weights: DenseBucket
-    pending: dict[int, Pending] = field(default_factory=dict)
-
-    def snapshot(self, committed: Committed | None = None) -> BucketSnapshot:
-        """A copy of the bucket as it is, with the leased data in it. The caller keeps it from being stepped."""
-        return BucketSnapshot(
-            self.spec.index,
-            self.rule.version,
-            dict(self.rule.applied),
-            self.weights.flat.clone(),
-            self.weights.copy_state(),
-            self.weights.groups(),
-            committed or {},
-        )
-
-    def restore(self, snapshot: BucketSnapshot) -> None:
-        """Becomes what a snapshot is."""
-        self.pending.clear()
-        self.weights.restore(snapshot.weights, snapshot.state, snapshot.groups)
-        self.rule.restore(snapshot.version, snapshot.clocks)
 
 
 class JobPartition:
@@ -111,11 +67,10 @@ class JobPartition:
         self.spec = spec
         self.layout = layout
         self.roster: dict[int, Live] = {}
-        self.buckets = _buckets(spec, [layout.buckets[index] for index in indices], self.roster)
-        # Bytes of the weights on this shard, added up once: it is asked for at each push.
-        self.parameter_bytes = sum(bucket.spec.nbytes for bucket in self.buckets.values())
-        self.data = DataCommits(index for index in indices if not layout.buckets[index].frozen)
-        self._checker = PushChecker(spec, {index: layout.buckets[index] for index in indices}, norm_limit)
+        here = {index: layout.buckets[index] for index in indices}
+        self.buckets = Buckets(spec, here.values(), self.roster)
+        self.data = DataCommits(index for index, bucket in here.items() if not bucket.frozen)
+        self.checker = PushChecker(spec, here, norm_limit)
         self._removed: dict[int, int] = {}  # by rank, the highest incarnation that was removed
         self._fenced = 0  # no incarnation up to this one may come back
         self._closed: PSError | None = None
@@ -125,13 +80,7 @@ class JobPartition:
 
     def bucket(self, index: int) -> Bucket:
         """The bucket with this index. Raises NotFound when this shard does not hold it."""
-        if index not in self.buckets:
-            raise NotFound(f"this shard holds no bucket {index} of job {self.spec.name!r}")
-        return self.buckets[index]
-
-    def trained(self, index: int) -> BucketSpec:
-        """A bucket that an optimizer steps. Raises InvalidRequest for one that is frozen."""
-        return self._checker.trained(index)
+        return self.buckets[self.checker.bucket(index).index]
 
     def check_worker(self, rank: int, incarnation: int, key: bytes | None = None) -> None:
         """Raises UnknownWorker or Fenced unless this is a live worker, Forbidden if a key is given and not its own."""
@@ -141,14 +90,6 @@ class JobPartition:
         check_incarnation(rank, incarnation, live.incarnation if live else None)
         if live is not None and key is not None:
             check_key(rank, key, live.key)
-
-    def check(self, push: Push, principal: str = "") -> BucketCommand:
-        """The command that stages a push; see PushChecker."""
-        return self._checker.check(push, principal)
-
-    def payload_size(self, bucket: int, kind: PushKind, state: str) -> int:
-        """The bytes that a push to a bucket has; see PushChecker."""
-        return self._checker.payload_size(bucket, kind, state)
 
     # -- changing --------------------------------------------------------------------------------------------------
 
@@ -193,7 +134,7 @@ class JobPartition:
             raise Fenced(f"worker {rank}: incarnation {incarnation} was retired before it was admitted")
         if live is not None and live.incarnation > incarnation:
             check_incarnation(rank, incarnation, live.incarnation)
-        frontier = max((bucket.rule.frontier() for bucket in self._trained()), default=0)
+        frontier = self.buckets.frontier()
         start = frontier if clock is None else clock
         known = live is not None and live.incarnation == incarnation
         if not (known and (clock is None or live == Live(incarnation, start, command.key))):
@@ -262,7 +203,7 @@ class JobPartition:
         bucket, is_repeat = self._begin(command)
         if is_repeat:
             return Staged(bucket.rule.version, duplicate=True)
-        pending = self._pending_of(bucket, command.rank, command.clock)
+        pending = bucket.pending_at(command.rank, command.clock)
         if pending is not None and pending.commit is not None:
             return self._count(bucket, _committed_draft(command, pending.commit))
         self._reserve_draft(bucket, command)
@@ -284,20 +225,21 @@ class JobPartition:
         bucket, is_repeat = self._begin(command)
         if is_repeat:
             return Staged(bucket.rule.version, duplicate=True)
-        pending = self._pending_of(bucket, command.rank, command.clock)
+        rank, clock = command.rank, command.clock
+        pending = bucket.pending_at(rank, clock)
         before = pending.assignment if pending is not None else None
         assignment = command.assignment if before is None else before.union(command.assignment)
         # One worker's always fit; where others' are here too, they go with their steps.
-        limit = ASSIGNED_WEIGHTS * max(self.parameter_bytes, self.spec.bucket_bytes)
+        limit = ASSIGNED_WEIGHTS * max(self.buckets.parameter_bytes, self.spec.bucket_bytes)
         if not self._assigned.reserve(
             command.bucket,
-            command.rank,
+            rank,
             assignment.nbytes,
             limit,
-            always=lambda: self._is_awaited(bucket, command) or self._assigned.is_all_of(command.rank),
+            always=lambda: bucket.rule.is_awaited(rank, clock) or self._assigned.is_all_of(rank),
         ):
             raise Backlogged(f"{self._assigned.bytes} bytes are assigned here and wait for their workers' steps")
-        self._make_pending(bucket, command.rank, command.clock).assignment = assignment
+        self._make_pending(bucket, rank, clock).assignment = assignment
         return Staged(bucket.rule.version, duplicate=False, kept=True)
 
     def _initialise(self, command: Initialise) -> Staged:
@@ -313,7 +255,7 @@ class JobPartition:
             pending.assignment = command.value if before is None else before.union(command.value)
             return Staged(bucket.rule.version, duplicate=False, kept=True)
         if pending.assignment is not None:
-            self._check_assigned(bucket.spec, pending.assignment)
+            self.checker.check_assigned(bucket.spec, pending.assignment)
             bucket.weights.assign(pending.assignment)
         self._drop_pending(bucket, 0)
         bucket.weights.load(command.value)
@@ -326,9 +268,9 @@ class JobPartition:
         is_committed: it is here already, as a draft: it is never refused
         """
         index, rank, gradient = command.bucket, command.rank, command.gradient
-        pending = self._pending_of(bucket, rank, command.clock)
+        pending = bucket.pending_at(rank, command.clock)
         if pending is not None and pending.assignment is not None:
-            self._check_assigned(bucket.spec, pending.assignment)
+            self.checker.check_assigned(bucket.spec, pending.assignment)
             gradient = replace(gradient, assignment=pending.assignment)
         if gradient.values is not None:
             self._reserve(bucket, command, is_committed)
@@ -346,14 +288,9 @@ class JobPartition:
 
     # -- what is pending ---------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _pending_of(bucket: Bucket, rank: int, clock: int) -> Pending | None:
-        pending = bucket.pending.get(rank)
-        return pending if pending is not None and pending.clock == clock else None
-
     def _make_pending(self, bucket: Bucket, rank: int, clock: int) -> Pending:
         """What is pending of a worker for a clock; what was of another clock is dropped."""
-        pending = self._pending_of(bucket, rank, clock)
+        pending = bucket.pending_at(rank, clock)
         if pending is None:
             self._drop_pending(bucket, rank)
             pending = bucket.pending[rank] = Pending(clock)
@@ -364,29 +301,14 @@ class JobPartition:
             self._drafts.release(bucket.spec.index, rank)
             self._assigned.release(bucket.spec.index, rank)
 
-    def _check_assigned(self, bucket: BucketSpec, assignment: Assignment) -> None:
-        """Raises InvalidRequest for state that the optimizer could not go on with."""
-        name = self.spec.optimizers[bucket.optimizer]
-        for position, state in assignment.state.items():
-            group = self.spec.parameters[bucket.slices[position].parameter].group
-            assert group is not None
-            missing = required_state(name, self.spec.groups[group]) - state.keys()
-            if missing:
-                parameter = self.spec.parameters[bucket.slices[position].parameter].name
-                raise InvalidRequest(
-                    f"the state assigned to {parameter} lacks {', '.join(sorted(missing))}, which {name} needs"
-                )
-
     # -- room --------------------------------------------------------------------------------------------------------
 
     @property
     def staged_limit(self) -> int:
         """Bytes that may be staged here, but for what an update waits for."""
-        return self._staged_limit or derived_limit(self.parameter_bytes, self.spec.bucket_bytes, len(self.roster))
-
-    @staticmethod
-    def _is_awaited(bucket: Bucket, command: Stage | Draft | Assign) -> bool:
-        return bucket.rule.is_awaited(command.rank, command.clock)
+        return self._staged_limit or derived_limit(
+            self.buckets.parameter_bytes, self.spec.bucket_bytes, len(self.roster)
+        )
 
     def _reserve(self, bucket: Bucket, command: Stage, is_committed: bool) -> None:
         """Reserves the bytes of a contribution. Raises Backlogged if there is no room for them.
@@ -405,7 +327,7 @@ class JobPartition:
             math.inf if gradient.borrowed else self.staged_limit,
             principal=command.principal,
             charge=charge,
-            always=lambda: is_committed or self._is_awaited(bucket, command),
+            always=lambda: is_committed or bucket.rule.is_awaited(command.rank, command.clock),
         ):
             raise Backlogged(
                 f"{self._staged.bytes} bytes are staged here and wait for other workers, "
@@ -418,7 +340,7 @@ class JobPartition:
         What the next update waits for is always taken, and takes no room: once it counts it is the open sum, which is
         no part of the budget.
         """
-        awaited = self._is_awaited(bucket, command)
+        awaited = bucket.rule.is_awaited(command.rank, command.clock)
         charge = command.gradient.values.nbytes if command.gradient.values is not None else 0
         staged = self._staged.bytes if self.spec.consistency.aggregate else 0
         if not self._drafts.reserve(
@@ -444,50 +366,6 @@ class JobPartition:
     def committed(self, index: int) -> Committed:
         """The leased data that is in the weights of a bucket, for a snapshot of it: what is only staged is left out."""
         return self.data.of(index, self.bucket(index).rule.unapplied())
-
-    # -- sizes -------------------------------------------------------------------------------------------------------
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer state on this shard."""
-        return sum(bucket.weights.optimizer_bytes for bucket in self.buckets.values())
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes staged and not yet part of an update."""
-        return sum(
-            add.contribution.values.nbytes
-            for bucket in self.buckets.values()
-            for add in list(bucket.rule.waiting.values())
-            if add.contribution.values is not None
-        )
-
-    def versions(self) -> tuple[int, int]:
-        """The lowest and the highest version of a bucket that trains."""
-        versions = [bucket.rule.version for bucket in self._trained()]
-        return min(versions, default=0), max(versions, default=0)
-
-    def clocks(self) -> dict[int, int]:
-        """By live rank, the lowest clock over this shard's buckets."""
-        each = [bucket.rule.clocks() for bucket in self._trained()]
-        return {rank: min((clocks[rank] for clocks in each), default=0) for rank in self.roster}
-
-    def extent(self) -> VersionRange:
-        """How far the buckets that train are, with the clocks of the dead."""
-        return extent(
-            (bucket.rule.version, bucket.rule.applied) for bucket in self.buckets.values() if not bucket.spec.frozen
-        )
-
-    def _trained(self) -> Iterator[Bucket]:
-        return (bucket for bucket in self.buckets.values() if not bucket.spec.frozen)
-
-
-def _buckets(spec: JobSpec, buckets: Iterable[BucketSpec], roster: dict[int, Live]) -> dict[int, Bucket]:
-    scratch = Scratch()
-    return {
-        bucket.index: Bucket(bucket, UpdateRule(spec.consistency, roster), DenseBucket(spec, bucket, scratch))
-        for bucket in buckets
-    }
 
 
 def _committed_draft(draft: Draft, commit: Commit) -> Stage:

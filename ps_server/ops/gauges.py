@@ -1,4 +1,4 @@
-"""A server process' gauges, read from its state when somebody scrapes; and /sd, where Prometheus finds everyone."""
+"""A server process' gauges, read from its statistics at each scrape; and /sd, where Prometheus finds all of them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,29 @@ from ps_server.core.statistics import (
 from ps_server.rpc.call_limits import CallLimits
 from ps_server.shard.shard import Shard
 
+# Of each job: name, help, and how its number is read from the statistics.
+_OF_HOSTED_JOB: tuple[tuple[str, str, Callable[[ShardJobStatistics], float]], ...] = (
+    ("ps_staged_bytes", "Bytes staged, not yet applied.", lambda job: job.staged_bytes),
+    ("ps_buckets", "Buckets held.", lambda job: job.bucket_count),
+    ("ps_bucket_version_min", "Lowest version here.", lambda job: job.version_min),
+    ("ps_bucket_version_max", "Highest version here.", lambda job: job.version_max),
+    ("ps_waiting_pulls", "Bucket pulls that wait.", lambda job: job.waiting_pulls),
+)
+_OF_JOB: tuple[tuple[str, str, Callable[[JobStatistics], float]], ...] = (
+    ("ps_lost_steps_total", "Workers' steps lost with a shard.", lambda job: job.lost_steps),
+    ("ps_redone_steps_total", "Workers' steps made again.", lambda job: job.redone_steps),
+    ("ps_workers", "Live workers.", lambda job: len(job.workers)),
+    ("ps_placement_imbalance_ratio", "Most bytes on a shard over the mean: 1 is even.", lambda job: job.imbalance),
+)
+_OF_CHECKPOINTS: tuple[tuple[str, str, Callable[[CheckpointStatistics], float]], ...] = (
+    ("ps_checkpoints_total", "Checkpoints completed.", lambda made: made.complete),
+    ("ps_checkpoints_failed_total", "Checkpoints not completed.", lambda made: made.failed),
+    ("ps_checkpoint_clock", "Clock of the last one.", lambda made: made.clock),
+    ("ps_checkpoint_seconds", "How long the last one took.", lambda made: made.seconds),
+    ("ps_checkpoint_held_up_seconds", "The longest that the last one held up a shard.", lambda m: m.held_up_seconds),
+    ("ps_checkpoint_age_seconds", "How old the last one is.", lambda made: made.age_seconds),
+)
+
 
 def shard_gauges(shard: Shard) -> Gauges[ShardStatistics]:
     """What a shard has, how far it is, and how many pulls wait."""
@@ -38,12 +61,8 @@ def shard_gauges(shard: Shard) -> Gauges[ShardStatistics]:
     return Gauges(
         shard.statistics,
         [
+            *((name, text, ("job",), each_job(read)) for name, text, read in _OF_HOSTED_JOB),
             ("ps_job_bytes", "Bytes held, by kind.", ("job", "kind"), sizes),
-            ("ps_staged_bytes", "Bytes staged, not yet applied.", ("job",), each_job(lambda j: j.staged_bytes)),
-            ("ps_buckets", "Buckets held.", ("job",), each_job(lambda j: j.bucket_count)),
-            ("ps_bucket_version_min", "Lowest version here.", ("job",), each_job(lambda j: j.version_min)),
-            ("ps_bucket_version_max", "Highest version here.", ("job",), each_job(lambda j: j.version_max)),
-            ("ps_waiting_pulls", "Bucket pulls that wait.", ("job",), each_job(lambda j: j.waiting_pulls)),
             ("ps_shard_clock", "Steps of each live worker applied here.", ("job", "rank"), clocks),
         ],
     )
@@ -55,25 +74,10 @@ def coordinator_gauges(coordinator: Coordinator) -> Gauges[CoordinatorStatistics
     def each_job(read: Callable[[JobStatistics], float]) -> Callable[[CoordinatorStatistics], Iterable[Sample]]:
         return lambda statistics: [((name,), read(job)) for name, job in statistics.jobs.items()]
 
-    def each_kept(read: Callable[[CheckpointStatistics], float]) -> Callable[[CoordinatorStatistics], Iterable[Sample]]:
+    def each_made(read: Callable[[CheckpointStatistics], float]) -> Callable[[CoordinatorStatistics], Iterable[Sample]]:
         return lambda statistics: [
             ((name,), read(job.checkpoints)) for name, job in statistics.jobs.items() if job.checkpoints is not None
         ]
-
-    def clocks(statistics: CoordinatorStatistics) -> Iterable[Sample]:
-        for name, job in statistics.jobs.items():
-            yield from (((name, str(worker.rank)), worker.clock) for worker in job.workers)
-
-    def samples(statistics: CoordinatorStatistics) -> Iterable[Sample]:
-        for name, job in statistics.jobs.items():
-            for loader, progress in job.loaders.items():
-                yield (name, str(loader), "committed"), progress.committed
-                yield (name, str(loader), "leased"), progress.leased
-                yield (name, str(loader), "returned"), progress.returned
-
-    def passes(statistics: CoordinatorStatistics) -> Iterable[Sample]:
-        for name, job in statistics.jobs.items():
-            yield from (((name, str(loader)), progress.pass_number) for loader, progress in job.loaders.items())
 
     def restores(statistics: CoordinatorStatistics) -> Iterable[Sample]:
         counts = asdict(statistics.recovery) if statistics.recovery is not None else {}
@@ -82,44 +86,34 @@ def coordinator_gauges(coordinator: Coordinator) -> Gauges[CoordinatorStatistics
     return Gauges(
         coordinator.statistics,
         [
-            ("ps_checkpoints_total", "Checkpoints completed.", ("job",), each_kept(lambda c: c.complete)),
-            (
-                "ps_checkpoints_failed_total",
-                "Checkpoints not completed.",
-                ("job",),
-                each_kept(lambda c: c.failed),
-            ),
-            ("ps_checkpoint_clock", "Clock of the last one.", ("job",), each_kept(lambda c: c.clock)),
-            ("ps_checkpoint_seconds", "How long the last one took.", ("job",), each_kept(lambda c: c.seconds)),
-            (
-                "ps_checkpoint_held_up_seconds",
-                "For how long the last one held up the shard that it held up most.",
-                ("job",),
-                each_kept(lambda c: c.held_up_seconds),
-            ),
-            (
-                "ps_checkpoint_age_seconds",
-                "How old the last one is.",
-                ("job",),
-                each_kept(lambda c: c.age_seconds),
-            ),
-            ("ps_restores_total", "Checkpoints that a rollback considered, by result.", ("result",), restores),
-            ("ps_lost_steps_total", "Workers' steps lost with a shard.", ("job",), each_job(lambda j: j.lost_steps)),
-            ("ps_redone_steps_total", "Workers' steps made again.", ("job",), each_job(lambda j: j.redone_steps)),
             ("ps_shards", "Shards that have called in.", (), lambda statistics: [((), statistics.shards)]),
             ("ps_jobs", "Jobs that run.", (), lambda statistics: [((), len(statistics.jobs))]),
-            ("ps_workers", "Live workers.", ("job",), each_job(lambda j: len(j.workers))),
-            ("ps_data_samples", "Leased data of the pass, by state.", ("job", "loader", "state"), samples),
-            ("ps_data_pass", "The pass over a loader's data, from 0.", ("job", "loader"), passes),
-            ("ps_worker_clock", "Steps finished, as last heard.", ("job", "rank"), clocks),
-            (
-                "ps_placement_imbalance_ratio",
-                "Most bytes on a shard over the mean: 1 is even.",
-                ("job",),
-                each_job(lambda j: j.imbalance),
-            ),
+            ("ps_restores_total", "Checkpoints that a rollback considered, by result.", ("result",), restores),
+            *((name, text, ("job",), each_job(read)) for name, text, read in _OF_JOB),
+            *((name, text, ("job",), each_made(read)) for name, text, read in _OF_CHECKPOINTS),
+            ("ps_worker_clock", "Steps finished, as last heard.", ("job", "rank"), _worker_clocks),
+            ("ps_data_samples", "Leased data of the pass, by state.", ("job", "loader", "state"), _samples),
+            ("ps_data_pass", "The pass over a loader's data, from 0.", ("job", "loader"), _passes),
         ],
     )
+
+
+def _worker_clocks(statistics: CoordinatorStatistics) -> Iterable[Sample]:
+    for name, job in statistics.jobs.items():
+        yield from (((name, str(worker.rank)), worker.clock) for worker in job.workers)
+
+
+def _samples(statistics: CoordinatorStatistics) -> Iterable[Sample]:
+    for name, job in statistics.jobs.items():
+        for loader, progress in job.loaders.items():
+            yield (name, str(loader), "committed"), progress.committed
+            yield (name, str(loader), "leased"), progress.leased
+            yield (name, str(loader), "returned"), progress.returned
+
+
+def _passes(statistics: CoordinatorStatistics) -> Iterable[Sample]:
+    for name, job in statistics.jobs.items():
+        yield from (((name, str(loader)), progress.pass_number) for loader, progress in job.loaders.items())
 
 
 def security_gauges(call_limits: CallLimits, exposed: bool, encrypted: bool, asks: bool) -> Gauges[dict[str, int]]:
@@ -136,7 +130,7 @@ def security_gauges(call_limits: CallLimits, exposed: bool, encrypted: bool, ask
         [
             ("ps_insecure", "1: plaintext is served beyond this machine, as --insecure says.", (), flag(exposed)),
             ("ps_tls", "1: connections are encrypted.", (), flag(encrypted)),
-            ("ps_identity_required", "1: callers must say who they are.", (), flag(asks)),
+            ("ps_identity_required", "1: callers must show a token or a certificate.", (), flag(asks)),
             ("ps_calls_in_flight", "Calls in flight.", (), count("calls")),
             ("ps_callers", "Callers with calls in flight.", (), count("callers")),
             ("ps_slow_peer_waits", "Waits for a peer to send or to read.", (), count("waits")),

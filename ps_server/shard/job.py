@@ -134,13 +134,13 @@ class HostedJob:
         """How the job is on this shard."""
         with self.lock:
             waiters = [waiter for bucket in self.buckets.values() for waiter in bucket.waiters]
-            low, high = self.state.versions()
-            clocks = self.state.clocks()
+            low, high = self.state.buckets.versions()
+            clocks = self.state.buckets.clocks()
         return ShardJobStatistics(
             bucket_count=len(self.buckets),
-            parameter_bytes=self.state.parameter_bytes,
-            optimizer_bytes=self.state.optimizer_bytes,
-            staged_bytes=self.state.staged_bytes,
+            parameter_bytes=self.state.buckets.parameter_bytes,
+            optimizer_bytes=self.state.buckets.optimizer_bytes,
+            staged_bytes=self.state.buckets.staged_bytes,
             version_min=low,
             version_max=high,
             clocks=clocks,

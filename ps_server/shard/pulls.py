@@ -53,7 +53,7 @@ class Pulls:
         if len(set(indices)) != len(indices):
             raise InvalidRequest("a pull names each bucket at most once")
         for index in indices:
-            (job.state.trained if shared else job.state.bucket)(index)
+            (job.state.checker.trained if shared else job.state.checker.bucket)(index)
         if incarnation != READER:
             with job.lock:
                 job.state.check_worker(rank, incarnation, call.key)
@@ -146,7 +146,7 @@ class Pulls:
             job.state.check_worker(call.rank, call.incarnation, call.key)
         if len(set(call.buckets)) != len(call.buckets):
             raise InvalidRequest("a pull names each bucket at most once")
-        for bucket in [job.buckets[job.state.trained(index).index] for index in call.buckets]:
+        for bucket in [job.buckets[job.state.checker.trained(index).index] for index in call.buckets]:
             with bucket.tensors:
                 names = bucket.weights.state_names()
             for name in names:

@@ -93,7 +93,7 @@ def _check(job: HostedJob, call: PushCall, principal: str) -> list[tuple[BucketC
     """The commands that stage a call, each with the bytes of its payload."""
     payloads = _payloads(job, call)
     return [
-        (job.state.check(_push_of(call, bucket, payload), principal), len(payload))
+        (job.state.checker.check(_push_of(call, bucket, payload), principal), len(payload))
         for bucket, payload in zip(call.buckets, payloads, strict=True)
     ]
 
@@ -120,17 +120,18 @@ def _push_of(call: PushCall, bucket: PushedBucket, payload: Buffer) -> Push:
 
 def _payloads(job: HostedJob, call: PushCall) -> list[Buffer]:
     """The payload of each bucket of a call: a view into the worker's segment, or into the call's own."""
+    checker = job.state.checker
     if call.payload is None:
         segment = job.segment(call.rank, call.incarnation, call.key)
         return [
-            b"" if bucket.kind is PushKind.SKIP else bytes_of(segment.gradient(job.state.trained(bucket.bucket)))
+            b"" if bucket.kind is PushKind.SKIP else bytes_of(segment.gradient(checker.trained(bucket.bucket)))
             for bucket in call.buckets
         ]
     if len(call.buckets) == 1:  # whose check says what was expected of all of it
         return [call.payload]
     payloads, position = [], 0
     for bucket in call.buckets:
-        end = position + job.state.payload_size(bucket.bucket, bucket.kind, bucket.state)
+        end = position + checker.payload_size(bucket.bucket, bucket.kind, bucket.state)
         payloads.append(call.payload[position:end])
         position = end
     if len(call.payload) != position:

@@ -142,7 +142,7 @@ class Shard:
                 before.snapshot_task.abandon()
             self._pulls.fail(before, reason)
         log.info("job %s: %d buckets as of checkpoint %s", spec.name, len(job.buckets), checkpoint)
-        return job.state.extent()
+        return job.state.buckets.extent()
 
     def drop_job(self, name: str) -> None:
         """Forgets a job and gives its memory back."""

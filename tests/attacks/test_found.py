@@ -172,7 +172,7 @@ def test_a_worker_could_stage_as_much_as_the_whole_model_whatever_the_shard_can_
 
     def push(index: int, size: int) -> None:
         one = Push(JOB, 1, 2, index, 1, PushKind.GRADIENT, bytes(size))
-        job.execute(job.check(one))
+        job.execute(job.checker.check(one))
 
     push(0, 64)
     with pytest.raises(Backlogged, match="max-staged-bytes is 64"):

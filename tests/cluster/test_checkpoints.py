@@ -29,12 +29,13 @@ from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.v1 import jobs_pb2
 from ps_server.config import parse_every
-from ps_server.coordinator.checkpoints import JobCheckpoints
+from ps_server.coordinator.checkpoint_attempt import CheckpointedJob
 from ps_server.coordinator.timing import Timing
+from ps_server.core.buckets import Bucket
 from ps_server.core.commands import RestoreSnapshot
 from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.dense import DenseBucket, Gradient, Scratch
-from ps_server.core.partition import Bucket, JobPartition
+from ps_server.core.partition import JobPartition
 from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, extent
 from ps_server.storage.checkpoints import CheckpointStore, Manifest, WorkerPart
 from ps_server.storage.export import export, optimizer_state_dict
@@ -349,18 +350,18 @@ def test_a_checkpoint_beside_training_is_of_one_version_in_sync_and_whole_in_eve
 def test_a_checkpoint_that_takes_long_to_write_is_not_taken_for_training_that_stands_still(
     make_cluster: MakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, looked, write, look = threading.Event(), [], CheckpointStore.write_shard, JobCheckpoints._look
+    written, looked, write, look = threading.Event(), [], CheckpointStore.write_shard, CheckpointedJob.look
 
     def slowly(*arguments: Any) -> Part:
         assert written.wait(30)
         return write(*arguments)
 
-    def noting(checkpoints: JobCheckpoints) -> int:
-        looked.append(look(checkpoints))
+    def noting(job: CheckpointedJob) -> int:
+        looked.append(look(job))
         return looked[-1]
 
     monkeypatch.setattr(CheckpointStore, "write_shard", slowly)
-    monkeypatch.setattr(JobCheckpoints, "_look", noting)
+    monkeypatch.setattr(CheckpointedJob, "look", noting)
     cluster = make_cluster(checkpoint_dir=tmp_path, timing=Timing(stall=0.1))
     with RawWorker(cluster.address, vector_job("job", "sync", 64, 1), 0) as worker, ThreadPoolExecutor(1) as pool:
         worker.initialise()

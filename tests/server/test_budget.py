@@ -114,7 +114,7 @@ def test_with_any_budget_all_get_on_in_every_mode(
                 if clock[rank] > last:
                     found.execute(RemoveWorker(rank, rank + 1))
         # Beyond the limit there is at most what comes next, one a bucket; and what has shown that updates were empty.
-        assert found.staged_bytes <= found.staged_limit + (1 + (start > 0)) * BUCKETS * SIZE
+        assert found.buckets.staged_bytes <= found.staged_limit + (1 + (start > 0)) * BUCKETS * SIZE
         for index in pick.sample(range(BUCKETS), BUCKETS):
             while pick.random() < 0.7 and apply(found, index):
                 moved = True

@@ -126,7 +126,7 @@ def test_a_spent_push_counts_for_the_clock_and_brings_no_gradient(kind: PushKind
     job = admitted("async")
     job.data.use(0, [one(0, 4)])
     found = push(0, 1, kind=kind, ranges=(one(0, 4),), **({"payload": b""} if kind is PushKind.SKIP else {}))
-    staged = job.execute(job.check(found))
+    staged = job.execute(job.checker.check(found))
     assert (staged.use.spent, staged.skipped) == (True, True)
     waiting = job.buckets[0].rule.waiting[0]
     assert (waiting.clock, waiting.contribution.values) == (1, None)

@@ -85,9 +85,9 @@ def test_a_push_from_before_the_worker_joined_is_not_taken_for_a_repeat() -> Non
 def test_what_a_push_leaves_out_stays_as_the_job_has_it() -> None:
     spec = replace(job_spec(), groups=({"lr": 1.0, "momentum": 0.9, "nesterov": False},))
     job = JobPartition(spec, [0])
-    job.check(push(0, groups={0: {"nesterov": True}}))
+    job.checker.check(push(0, groups={0: {"nesterov": True}}))
     with pytest.raises(InvalidRequest, match="Nesterov"):
-        job.check(push(0, groups={0: {"nesterov": True, "momentum": 0.0}}))
+        job.checker.check(push(0, groups={0: {"nesterov": True, "momentum": 0.0}}))
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_what_needs_state_from_the_first_step_on_cannot_be_switched_on_later(
     job = JobPartition(replace(job_spec(), optimizer=optimizer, groups=({"lr": 0.1},)), [0])
     ((name, value),) = switched.items()
     with pytest.raises(InvalidRequest, match=f"{name!r} of {optimizer} cannot be switched on in a running job"):
-        job.check(push(0, groups={0: switched}))
+        job.checker.check(push(0, groups={0: switched}))
     job = JobPartition(replace(job_spec(), optimizer=optimizer, groups=({"lr": 0.1, **switched},)), [0])
-    job.check(push(0, groups={0: {name: type(value)(0)}}))
+    job.checker.check(push(0, groups={0: {name: type(value)(0)}}))
 
 
 @st.composite
@@ -136,9 +136,9 @@ def test_whatever_hyper_parameters_are_let_in_can_be_stepped_with(found: tuple[s
     for clock, values in enumerate([{}, *later], 1):
         one = push(0, clock, groups={0: values})
         try:
-            command = job.check(one)
+            command = job.checker.check(one)
         except InvalidRequest:
-            command = job.check(push(0, clock))
+            command = job.checker.check(push(0, clock))
         job.execute(command)
         work(job, 0)
     assert job.buckets[0].rule.version == 3
@@ -174,13 +174,13 @@ def test_a_repeated_push_is_acknowledged_and_not_applied_again(kind: str) -> Non
 def test_a_non_finite_gradient_can_be_declared_to_be_skipped() -> None:
     job = running("async", non_finite=NonFinite.SKIP)
     bad = push(0, payload=payload(INF))
-    assert job.execute(job.check(bad)).skipped
+    assert job.execute(job.checker.check(bad)).skipped
     work(job, 0)
     assert job.buckets[0].weights.flat.tolist() == [0.0] * 32
-    assert job.clocks() == {0: 0}  # bucket 1 has not had this clock yet
+    assert job.buckets.clocks() == {0: 0}  # bucket 1 has not had this clock yet
     stage(job, push(1))
     work(job, 1)
-    assert job.clocks() == {0: 1}, "the clock counts on"
+    assert job.buckets.clocks() == {0: 1}, "the clock counts on"
 
 
 def test_a_worker_that_has_looked_for_infinities_in_memory_of_its_own_is_believed() -> None:
@@ -275,15 +275,15 @@ def test_a_buffer_is_sent_at_any_clock_once_it_is_there() -> None:
     assert not job.admits(FROZEN, 0, 4).admitted
     stage(job, initial(FROZEN))
     assert job.admits(FROZEN, 0, 4).admitted
-    assert job.versions() == (0, 0)
+    assert job.buckets.versions() == (0, 0)
 
 
 def test_sizes_are_counted_in_bytes() -> None:
     job = running("sync", workers=2)
     stage(job, push(0, rank=1, incarnation=2))
-    assert job.parameter_bytes == 2 * 128 + 64
-    assert job.staged_bytes == 128, "held back for worker 0"
-    assert job.optimizer_bytes == 0
+    assert job.buckets.parameter_bytes == 2 * 128 + 64
+    assert job.buckets.staged_bytes == 128, "held back for worker 0"
+    assert job.buckets.optimizer_bytes == 0
 
 
 # -- simulated clusters ----------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def commit(
     kind = PushKind.SKIP if skip else PushKind.COMMIT
     changed = {0: dict(groups)} if groups else {}
     one = push(bucket, clock, rank, incarnation, kind=kind, payload=b"", groups=changed)
-    return job.execute(job.check(one)).fresh
+    return job.execute(job.checker.check(one)).fresh
 
 
 def weight(job: JobPartition, bucket: int = 0) -> float:

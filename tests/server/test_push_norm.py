@@ -36,7 +36,7 @@ def test_a_gradient_beyond_the_norm_is_refused_by_name_and_changes_nothing(
         model.weight.grad = torch.full_like(model.weight, 1.5)  # a norm of 3
         with pytest.raises(LimitExceeded, match=r"worker 0: .* bucket 0 has norm 3, and max-push-norm is 2"):
             optimizer.step()
-        assert (shard.versions(), shard.clocks(), shard.staged_bytes) == ((0, 0), {0: 0}, 0)
+        assert (shard.buckets.versions(), shard.buckets.clocks(), shard.buckets.staged_bytes) == ((0, 0), {0: 0}, 0)
         assert torch.equal(shard.bucket(0).weights.flat[:4], weights.flatten())
         assert torch.equal(model.weight, weights)
 
@@ -67,7 +67,7 @@ def limited(norm: float, spec: JobSpec | None = None) -> JobPartition:
 
 def checked(job: JobPartition, one: Push) -> Gradient:
     """What a push contributes."""
-    command = job.check(one)
+    command = job.checker.check(one)
     assert isinstance(command, Stage)
     return command.gradient
 
@@ -88,14 +88,14 @@ def test_the_norm_of_half_types_is_taken_in_float32(wire: str) -> None:
     value = 2.0**14  # that times the root of 32 is beyond float16
     assert checked(job, push(payload=gradient(job, 0, value, wire), wire_format=wire)).values is not None
     with pytest.raises(LimitExceeded, match=rf"bucket 0 has norm {1.5 * value * math.sqrt(size):g}, and"):
-        job.check(push(payload=gradient(job, 0, 1.5 * value, wire), wire_format=wire))
+        job.checker.check(push(payload=gradient(job, 0, 1.5 * value, wire), wire_format=wire))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_is_past_every_limit_even_where_the_job_allows_it(value: float) -> None:
     job = limited(1e30, job_spec("sync", non_finite=NonFinite.ALLOW))
     with pytest.raises(LimitExceeded, match="max-push-norm"):
-        job.check(push(payload=gradient(job, 0, value)))
+        job.checker.check(push(payload=gradient(job, 0, value)))
     with pytest.raises(NonFiniteGradient):
         limited(1e30).check(push(payload=gradient(job, 0, value)))
 
@@ -108,7 +108,7 @@ def test_what_is_left_out_of_a_gradient_counts_for_nothing() -> None:
 def test_initial_values_and_steps_without_a_gradient_have_no_norm() -> None:
     job = limited(1.0)
     initial_value = push(clock=0, kind=PushKind.INITIAL_VALUE, payload=gradient(job, 0, 1e9))
-    command = job.check(initial_value)
+    command = job.checker.check(initial_value)
     assert isinstance(command, Initialise)
     assert isinstance(command.value, torch.Tensor)
     assert checked(job, push(kind=PushKind.SKIP, payload=b"")).values is None

@@ -75,12 +75,12 @@ def initial(bucket: int, rank: int = 0, incarnation: int = 1) -> Push:
 
 def stage(job: JobPartition, one: Push) -> bool:
     """Checks and stages; True if it was a repeat."""
-    return job.execute(job.check(one)).duplicate
+    return job.execute(job.checker.check(one)).duplicate
 
 
 def image(job: JobPartition) -> list[object]:
     """Everything a push could change."""
-    found: list[object] = [dict(job.roster), job.staged_bytes, job.optimizer_bytes]
+    found: list[object] = [dict(job.roster), job.buckets.staged_bytes, job.buckets.optimizer_bytes]
     for bucket in job.buckets.values():
         p = bucket.rule
         found += [p.version, p.initialised, dict(p.staged), dict(p.applied), list(p.waiting), list(p.added)]

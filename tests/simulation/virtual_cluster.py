@@ -125,20 +125,20 @@ class Shard(Host):
 
     def on_push(self, push: Push) -> bool:
         assert self.job is not None
-        staged = self.job.execute(self.job.check(push))
+        staged = self.job.execute(self.job.checker.check(push))
         self._changed()
         return staged.duplicate
 
     def on_versions(self) -> int:
         assert self.job is not None
-        return self.job.versions()[1]
+        return self.job.buckets.versions()[1]
 
     def on_keep(self, clock: int | None) -> None:
         """Keeps every bucket at this version, or as it is now."""
         assert self.job is not None
         if not all(bucket.rule.initialised for bucket in self.job.buckets.values()):
             raise TryLater("no weights yet")
-        if clock is not None and self.job.versions()[1] >= clock:
+        if clock is not None and self.job.buckets.versions()[1] >= clock:
             raise OutOfOrder("past that clock")
         now = {} if clock is not None else {i: bucket.snapshot() for i, bucket in self.job.buckets.items()}
         self._catch = -1 if clock is None else clock, now

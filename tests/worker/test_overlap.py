@@ -207,10 +207,10 @@ def test_a_draft_changes_no_weight_before_its_step(cluster: Cluster) -> None:
         model, optimizer = _prepare(session, True)
         _backward(model, torch.ones(4, 8))
         until(lambda: _drafts(cluster) > 0)
-        assert all(shard.jobs()["default"].state.versions() == (0, 0) for shard in cluster.shards)
+        assert all(shard.jobs()["default"].state.buckets.versions() == (0, 0) for shard in cluster.shards)
         optimizer.zero_grad()
         _plain(model, optimizer, 0, torch.ones(4, 8))
-        assert all(shard.jobs()["default"].state.versions()[0] <= 1 for shard in cluster.shards)
+        assert all(shard.jobs()["default"].state.buckets.versions()[0] <= 1 for shard in cluster.shards)
 
 
 def test_a_gradient_that_is_not_finite_pushes_nothing(cluster: Cluster) -> None:
@@ -221,7 +221,7 @@ def test_a_gradient_that_is_not_finite_pushes_nothing(cluster: Cluster) -> None:
         optimizer.zero_grad()
         with pytest.raises(NonFiniteGradient):
             _plain(model, optimizer, 1, torch.full((4, 8), float("nan")))
-        versions = [shard.jobs()["default"].state.versions() for shard in cluster.shards]
+        versions = [shard.jobs()["default"].state.buckets.versions() for shard in cluster.shards]
         assert all(high <= 1 for _, high in versions)
         assert session.clock == 1
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
