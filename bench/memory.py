@@ -82,8 +82,7 @@ def _worker(
 def _shards(cluster: Servers, imports: list[int]) -> list[dict[str, Any]]:
     """What each shard holds, and what it takes."""
     found = []
-    processes = [process for process in fetch(cluster.address)["processes"] if process["role"] == "shard"]
-    for process, before in zip(sorted(processes, key=lambda shard: shard["index"]), imports, strict=True):
+    for process, before in zip(fetch(cluster.address)["shards"], imports, strict=True):
         sizes = memory(process["pid"])
         held = sum(job["parameter_bytes"] + job["optimizer_bytes"] for job in process["jobs"])
         own = sizes["peak"] - sizes["shared"] - before

@@ -178,7 +178,7 @@ def _kill_and_watch(address: str, times: dict[str, float]) -> None:
 def _last_shard(address: str) -> dict[str, Any]:
     """What is known of it; nothing while the coordinator, which may be in the same process, does not answer."""
     with contextlib.suppress(PSError):
-        return max((p for p in fetch(address)["processes"] if p["role"] == "shard"), key=lambda shard: shard["index"])
+        return max(fetch(address)["shards"], key=lambda shard: shard["index"])
     return {}
 
 

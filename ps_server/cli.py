@@ -55,7 +55,7 @@ def parser() -> CommandLine:
 
     asking = (*access_settings(), SERVER)
     status = add("status", "show what is running, how far it is, and which worker waits for which", *asking)
-    status.add_argument("--json", action="store_true", help="for programs: one JSON object")
+    status.add_argument("--json", action="store_true", help="for programs: GetStatusResponse as JSON, times in seconds")
     add("health", "exit 0 if the server at the address serves, 1 if not", *asking)
     add("end", "end a job and give its memory back", *asking, replace(JOB, text="the job to end", required=True))
     add("checkpoint", "make a checkpoint of a job now", *asking, JOB)

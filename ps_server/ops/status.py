@@ -7,21 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from ps_protocol.errors import PSError, Unreachable
+from ps_protocol.modes import Consistency
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer
 from ps_server.rpc import convert
 from ps_server.rpc.coordinator_client import CoordinatorClient, is_serving
 
-__all__ = ["checkpoint_job", "end_job", "fetch", "is_serving", "table"]
+__all__ = ["checkpoint_job", "end_job", "fetch", "is_serving", "table", "waits"]
 
 
 def fetch(server: str, access: Access = PLAINTEXT) -> dict[str, Any]:
-    """Returns the cluster's state as plain data: `processes`, an object each, and `jobs`.
-
-    Raises Unreachable or PSError.
-    """
+    """Returns the cluster's state: a GetStatusResponse as convert.plain has it. Raises Unreachable or PSError."""
     with _coordinator(server, access) as coordinator:
-        return convert.status_data(coordinator.status())
+        return convert.plain(coordinator.status())
 
 
 def end_job(server: str, job: str, access: Access = PLAINTEXT) -> None:
@@ -46,67 +44,84 @@ def _coordinator(server: str, access: Access) -> Iterator[CoordinatorClient]:
             raise (Unreachable(str(error)) if error.retryable else error) from None
 
 
+def waits(status: dict[str, Any], job: str) -> dict[int, list[dict[str, Any]]]:
+    """Returns what each worker of a job waits for, by rank: an entry for each shard on which it does."""
+    ranks: dict[int, list[dict[str, Any]]] = {}
+    for held in (held for shard in status["shards"] for held in shard["jobs"] if held["job"] == job):
+        for wait in held["waits"]:
+            ranks.setdefault(wait["rank"], []).append(wait)
+    return ranks
+
+
 def table(status: dict[str, Any]) -> str:
     """Returns the state as a table for a person."""
     rows = [("ROLE", "INDEX", "PID", "ADDRESS", "METRICS", "JOB", "CLOCK", "VERSION", "BYTES", "WAITS FOR")]
-    for process in status["processes"]:
-        head = (process["role"], str(process["index"]), str(process["pid"]), process["address"], process["metrics"])
-        if process["role"] == "shard":
-            if not process["reachable"]:
-                rows.append((*head, "-", "-", "-", "-", "does not answer"))
-                continue
-            jobs = process["jobs"] or [None]
-            for job in jobs:
-                rows.append((*head, *_shard_columns(job)))
-        elif process["role"] == "worker":
-            rows.append((*head, process["job"], str(process["clock"]), "-", "-", _waits(process["waits"])))
-        else:
-            rows.append((*head, "-", "-", "-", "-", "-"))
+    rows.append((*_process("coordinator", 0, status["coordinator"]), "-", "-", "-", "-", "-"))
+    for shard in status["shards"]:
+        head = _process("shard", shard["index"], shard)
+        if not shard["reachable"]:
+            rows.append((*head, "-", "-", "-", "-", "does not answer"))
+            continue
+        rows += [(*head, *_shard_columns(job)) for job in shard["jobs"]] or [(*head, "-", "-", "-", "-", "-")]
+    for job in status["jobs"]:
+        waiting = waits(status, job["name"])
+        for worker in job["workers"]:
+            head = _process("worker", worker["rank"], {**worker, "address": worker["host"]})
+            reason = _wait(waiting.get(worker["rank"], []))
+            rows.append((*head, job["name"], str(worker["clock"]), "-", "-", reason))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for job in status["jobs"]:
-        joined, size = len(job["ranks"]), job["world_size"]
-        who = f"{joined} workers, elastic" if not size else f"{joined} of {size} workers"
-        missing = [str(rank) for rank in range(size) if rank not in job["ranks"]]
-        waiting = f"; waits for ranks {', '.join(missing)} to join" if missing and not job["started"] else ""
-        if job["awaited"]:
-            waiting = f"; was set back, and waits for workers {', '.join(map(str, job['awaited']))} to join again"
-        lines.append(
-            f"job {job['name']}: {job['mode']}, {who}{waiting}; {job['parameter_bytes'] / 1e6:.1f} MB "
-            f"in {job['buckets']} buckets, imbalance {job['imbalance']:.2f}{_history(job)}"
-        )
-        lines += [
-            f"  loader {loader['loader']}: pass {loader['pass']}, {loader['committed']} of {loader['samples']} samples "
-            f"committed, {loader['leased']} leased; {loader['returned']} came back so far"
-            for loader in job["loaders"]
-        ]
+        lines += _job_lines(job)
     return "\n".join(lines)
+
+
+def _process(role: str, index: int, process: dict[str, Any]) -> tuple[str, str, str, str, str]:
+    return role, str(index), str(process["pid"]), process["address"], process["metrics_address"]
+
+
+def _shard_columns(job: dict[str, Any]) -> tuple[str, str, str, str, str]:
+    low, high = job["versions"]["min_version"], job["versions"]["max_version"]
+    versions = str(low) if low == high else f"{low}-{high}"
+    clocks = ",".join(f"{rank}:{clock}" for rank, clock in job["versions"]["clocks"].items()) or "-"
+    return job["job"], clocks, versions, f"{job['parameter_bytes']}+{job['optimizer_bytes']}", "-"
+
+
+def _wait(waits: list[dict[str, Any]]) -> str:
+    if not waits:
+        return "-"
+    ranks = sorted({rank for wait in waits for rank in wait["awaited_ranks"]})
+    awaited = f"worker {', '.join(map(str, ranks))}" if ranks else "its shard"
+    return f"{awaited} ({waits[0]['reason']})"
+
+
+def _job_lines(job: dict[str, Any]) -> list[str]:
+    ranks, size = [worker["rank"] for worker in job["workers"]], job["world_size"]
+    workers = f"{len(ranks)} of {size} workers" if size else f"{len(ranks)} workers, elastic"
+    missing = [str(rank) for rank in range(size) if rank not in ranks]
+    waiting = f"; waits for ranks {', '.join(missing)} to join" if missing and not job["started"] else ""
+    if job["rejoining_ranks"]:
+        waiting = f"; was set back, and waits for workers {', '.join(map(str, job['rejoining_ranks']))} to join again"
+    return [
+        f"job {job['name']}: {Consistency(**job['consistency'])}, {workers}{waiting}; "
+        f"{job['parameter_bytes'] / 1e6:.1f} MB in {job['bucket_count']} buckets, "
+        f"imbalance {job['imbalance']:.2f}{_history(job)}",
+        *(
+            f"  loader {loader['loader']}: pass {loader['pass_number']}, {loader['committed_count']} of "
+            f"{loader['sample_count']} samples committed, {loader['leased_count']} leased; "
+            f"{loader['returned_count']} came back so far"
+            for loader in job["loaders"]
+        ),
+    ]
 
 
 def _history(job: dict[str, Any]) -> str:
     """Returns what a job went through; empty if there was nothing."""
     text = ""
-    if job["checkpoint"]:
-        text += f"; last checkpoint {job['checkpoint']['name']} at clock {job['checkpoint']['clock']}"
+    if job["last_checkpoint"]:
+        text += f"; last checkpoint {job['last_checkpoint']['name']} at clock {job['last_checkpoint']['clock']}"
     if job["restore_count"]:
-        text += f"; set back {job['restore_count']} times, {job['redone_steps']} steps made again"
-    if job["lost_steps"]:
-        text += f"; {job['lost_steps']} steps lost with shards"
+        text += f"; set back {job['restore_count']} times, {job['redone_step_count']} steps made again"
+    if job["lost_step_count"]:
+        text += f"; {job['lost_step_count']} steps lost with shards"
     return text
-
-
-def _shard_columns(job: dict[str, Any] | None) -> tuple[str, ...]:
-    if job is None:
-        return ("-", "-", "-", "-", "-")
-    low, high = job["version_min"], job["version_max"]
-    versions = str(low) if low == high else f"{low}-{high}"
-    clocks = ",".join(f"{rank}:{clock}" for rank, clock in job["clocks"].items()) or "-"
-    return job["job"], clocks, versions, f"{job['parameter_bytes']}+{job['optimizer_bytes']}", "-"
-
-
-def _waits(waits: list[dict[str, Any]]) -> str:
-    if not waits:
-        return "-"
-    ranks = sorted({rank for wait in waits for rank in wait["waiting_for"]})
-    who = f"worker {', '.join(map(str, ranks))}" if ranks else "its shard"
-    return f"{who} ({waits[0]['reason']})"

@@ -6,7 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ps_protocol.convert import consistency, consistency_message, duration, job_spec_message, seconds
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from ps_protocol.convert import consistency_message, duration, job_spec_message, seconds
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import cluster_pb2, jobs_pb2, membership_pb2, rounds_pb2, shard_pb2, types_pb2
 from ps_server.coordinator.rounds import ExchangeRequest, Standing
@@ -14,7 +18,7 @@ from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.snapshot import Part, ShardSnapshot, VersionRange
 from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait, WorkerStatistics
-from ps_server.rpc.lease_messages import loader_data, loader_status
+from ps_server.rpc.lease_messages import loader_status
 
 VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave may be more than a message may have
 
@@ -289,94 +293,23 @@ def end_job_request(job: str) -> jobs_pb2.EndJobRequest:
     return jobs_pb2.EndJobRequest(job=job)
 
 
-def status_data(response: cluster_pb2.GetStatusResponse) -> dict[str, Any]:
-    """A GetStatusResponse as plain data: an object each process, and one each job."""
-    coordinator = response.coordinator
-    processes: list[dict[str, Any]] = [
-        {
-            "role": "coordinator",
-            "index": 0,
-            "pid": coordinator.pid,
-            "address": coordinator.address,
-            "metrics": coordinator.metrics_address,
-            "shards": coordinator.shard_count,
-        }
-    ]
-    waits: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for shard in response.shards:
-        jobs = [_shard_job_data(job) for job in shard.jobs]
-        for job, found in zip(jobs, shard.jobs, strict=True):
-            for wait in found.waits:
-                waits.setdefault((job["job"], wait.rank), []).append(
-                    {
-                        "shard": shard.index,
-                        "clock": wait.clock,
-                        "buckets": wait.bucket_count,
-                        "waiting_for": list(wait.awaited_ranks),
-                        "reason": wait.reason,
-                        "seconds": seconds(wait.wait_duration),
-                    }
-                )
-        processes.append(
-            {
-                "role": "shard",
-                "index": shard.index,
-                "pid": shard.pid,
-                "address": shard.address,
-                "metrics": shard.metrics_address,
-                "reachable": shard.reachable,
-                "jobs": jobs,
-            }
-        )
-    for status in response.jobs:
-        processes += [
-            {
-                "role": "worker",
-                "index": worker.rank,
-                "pid": worker.pid,
-                "address": worker.host,
-                "metrics": worker.metrics_address,
-                "job": status.name,
-                "incarnation": worker.incarnation,
-                "clock": worker.clock,
-                "launch": worker.launch,
-                "since": worker.join_time.ToJsonString() if worker.HasField("join_time") else None,
-                "lease_left_seconds": seconds(worker.lease_duration),
-                "waits": waits.get((status.name, worker.rank), []),
-            }
-            for worker in status.workers
-        ]
-    return {"processes": processes, "jobs": [_job_data(job) for job in response.jobs]}
-
-
-def _shard_job_data(job: shard_pb2.ShardJobStatus) -> dict[str, Any]:
+def plain(message: Message) -> dict[str, Any]:
+    """A message as plain data, by the names of its fields: durations in seconds, times as text, None where not set."""
     return {
-        "job": job.job,
-        "buckets": job.bucket_count,
-        "parameter_bytes": job.parameter_bytes,
-        "optimizer_bytes": job.optimizer_bytes,
-        "staged_bytes": job.staged_bytes,
-        "version_min": job.versions.min_version,
-        "version_max": job.versions.max_version,
-        "clocks": {str(rank): clock for rank, clock in sorted(job.versions.clocks.items())},
+        field.name: _plain(getattr(message, field.name))
+        if not field.has_presence or message.HasField(field.name)
+        else None
+        for field in message.DESCRIPTOR.fields
     }
 
 
-def _job_data(job: cluster_pb2.JobStatus) -> dict[str, Any]:
-    last = job.last_checkpoint
-    return {
-        "name": job.name,
-        "mode": str(consistency(job.consistency)),
-        "world_size": job.world_size,
-        "started": job.started,
-        "ranks": [worker.rank for worker in job.workers],
-        "parameter_bytes": job.parameter_bytes,
-        "buckets": job.bucket_count,
-        "imbalance": job.imbalance,
-        "loaders": [loader_data(loader) for loader in job.loaders],
-        "restore_count": job.restore_count,
-        "lost_steps": job.lost_step_count,
-        "redone_steps": job.redone_step_count,
-        "awaited": list(job.rejoining_ranks),
-        "checkpoint": {"name": last.name, "clock": last.clock} if job.HasField("last_checkpoint") else None,
-    }
+def _plain(value: Any) -> Any:
+    if isinstance(value, Duration):
+        return seconds(value)
+    if isinstance(value, Timestamp):
+        return value.ToJsonString()
+    if isinstance(value, Message):
+        return plain(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(value[key]) for key in sorted(value)}
+    return [_plain(each) for each in value] if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ps_protocol.convert import data_range_messages, data_ranges
 from ps_protocol.data import BatchLease, LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.v1 import cluster_pb2, leases_pb2, shard_pb2, types_pb2
@@ -63,15 +61,3 @@ def loader_status(loader: int, progress: Progress) -> cluster_pb2.LoaderStatus:
         leased_count=progress.leased,
         returned_count=progress.returned,
     )
-
-
-def loader_data(loader: cluster_pb2.LoaderStatus) -> dict[str, Any]:
-    """How far a job is in a loader's data, as plain data."""
-    return {
-        "loader": loader.loader,
-        "pass": loader.pass_number,
-        "samples": loader.sample_count,
-        "committed": loader.committed_count,
-        "leased": loader.leased_count,
-        "returned": loader.returned_count,
-    }

@@ -176,7 +176,7 @@ class Servers:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(PSError):
-                if sum(p["role"] == "shard" for p in self.status()["processes"]) == self._flags.shards:
+                if len(self.status()["shards"]) == self._flags.shards:
                     return
             time.sleep(LOOK_SECONDS)
         self.close()

@@ -202,7 +202,7 @@ class Trial:
     def _counted(self) -> int:
         """How many steps the servers say that restored shards lost."""
         jobs = self._arena.servers.status()["jobs"]
-        return sum(job["lost_steps"] for job in jobs if job["name"] == self._task.job)
+        return sum(job["lost_step_count"] for job in jobs if job["name"] == self._task.job)
 
     def _until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds

@@ -131,11 +131,7 @@ def test_sync_waits_for_every_live_worker_and_says_for_whom(shared: Cluster, job
             model, optimizer = session.prepare(model, model.optimizer(), bucket_bytes=BUCKET_BYTES)
             if rank == 1:
                 until(lambda: shared.waits(job) == {0: (1, [1]), 2: (1, [1])})
-                [process] = [
-                    p for p in status.fetch(shared.address)["processes"] if p["role"] == "worker" and p["index"] == 2
-                    and p["job"] == job
-                ]  # fmt: skip
-                reason = process["waits"][0]["reason"]
+                reason = status.waits(status.fetch(shared.address), job)[2][0]["reason"]
                 assert "clock 1 of every live worker is needed" in reason
                 assert "worker 1 is at clock 0" in reason
                 assert f"worker 1 ({reason})" in status.table(status.fetch(shared.address))

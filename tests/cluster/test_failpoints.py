@@ -129,7 +129,7 @@ def start(nursery: Nursery, tmp_path: Path) -> Iterator[Start]:
 
 def _is_up(address: str) -> bool:
     try:
-        return sum(process["role"] == "shard" for process in status.fetch(address)["processes"]) == 2
+        return len(status.fetch(address)["shards"]) == 2
     except PSError:
         return False
 
@@ -176,7 +176,7 @@ def test_a_sync_job_ends_with_the_weights_of_the_undisturbed_run_wherever_a_serv
     assert same(ended.weights, undisturbed)
     [job] = ended.status["jobs"]
     assert job["restore_count"] >= 1
-    assert job["redone_steps"] >= 1
+    assert job["redone_step_count"] >= 1
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_a_coordinator_that_dies_over_a_join_comes_back_and_the_worker_joins(
     assert ended.found == []
     assert same(ended.weights, undisturbed)
     [job] = ended.status["jobs"]
-    assert (job["restore_count"], job["redone_steps"]) == (0, 0)
+    assert (job["restore_count"], job["redone_step_count"]) == (0, 0)
 
 
 @pytest.mark.parametrize("mode", ["sync", "ssp:2", "async"])
@@ -289,7 +289,7 @@ def test_without_a_common_clock_what_is_missing_is_what_is_counted_as_lost(
     check_deaths(servers, points, who)
     assert ended.found == []
     [job] = ended.status["jobs"]
-    assert ended.lost <= job["lost_steps"] <= ended.missing, "what was acknowledged, and at most the steps at hand"
+    assert ended.lost <= job["lost_step_count"] <= ended.missing, "what was acknowledged, and at most the steps at hand"
 
 
 def check_deaths(servers: Servers, points: str, who: list[str]) -> None:

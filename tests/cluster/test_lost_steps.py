@@ -21,7 +21,7 @@ MakeCluster = Callable[..., Cluster]
 
 def lost(cluster: Cluster) -> int:
     [found] = status.fetch(cluster.address)["jobs"]
-    return int(found["lost_steps"])
+    return int(found["lost_step_count"])
 
 
 def test_of_a_worker_that_joined_after_the_checkpoint_only_its_own_steps_are_lost(

@@ -69,7 +69,8 @@ def cancel(address: str, worker: RawWorker, calls: int) -> None:
 
 def waiting(address: str) -> int:
     """How many pulls of one bucket wait at the server."""
-    return sum(wait["buckets"] for process in fetch(address)["processes"] for wait in process.get("waits", []))
+    jobs = [job for shard in fetch(address)["shards"] for job in shard["jobs"]]
+    return sum(wait["bucket_count"] for job in jobs for wait in job["waits"])
 
 
 @pytest.mark.parametrize("calls", [10_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])

@@ -136,8 +136,7 @@ def test_the_time_waited_is_told_with_the_rank_that_was_waited_for(cluster: Clus
 
     def seconds_waited() -> float:
         """For how long rank 0 has waited on every shard, as `ps-server status` says."""
-        [worker] = [p for p in status.fetch(cluster.address)["processes"] if p["role"] == "worker" and p["index"] == 0]
-        return min(wait["seconds"] for wait in worker["waits"])
+        return min(wait["wait_duration"] for wait in status.waits(status.fetch(cluster.address), "j")[0])
 
     def work(rank: int) -> None:
         model = vector()

@@ -44,7 +44,7 @@ def test_in_sync_a_job_goes_back_to_the_one_clock_of_its_checkpoint(
         assert torch.equal(worker.pull(), torch.full((CELLS,), float(clock))), "every shard is at that clock"
         assert torch.equal(train(worker, 3), torch.full((CELLS,), clock + 3.0))
         [found] = status.fetch(cluster.address)["jobs"]
-        assert (found["restore_count"], found["redone_steps"], found["lost_steps"]) == (1, before - clock, 0)
+        assert (found["restore_count"], found["redone_step_count"], found["lost_step_count"]) == (1, before - clock, 0)
 
 
 @pytest.mark.parametrize("mode", ["ssp:2", "async"])
@@ -65,7 +65,7 @@ def test_without_a_common_clock_the_others_keep_theirs_and_what_is_lost_is_count
         assert torch.equal(found, torch.where(mine == 1, 3.0, 7.0))
         assert torch.equal(train(worker, 1), found + 1)
         [said] = status.fetch(cluster.address)["jobs"]
-        assert (said["restore_count"], said["redone_steps"], said["lost_steps"]) == (0, 0, 4)
+        assert (said["restore_count"], said["redone_step_count"], said["lost_step_count"]) == (0, 0, 4)
         assert "4 steps lost with shards" in status.table(status.fetch(cluster.address))
 
 

@@ -122,8 +122,8 @@ def test_with_calls_broken_a_job_is_set_back_to_a_checkpoint_and_every_push_coun
     faults.finish()
     assert ended.found == []
     [job] = ended.status["jobs"]
-    assert (job["redone_steps"] > 0) == (mode == "sync")
-    assert ended.lost <= job["lost_steps"] <= ended.missing
+    assert (job["redone_step_count"] > 0) == (mode == "sync")
+    assert ended.lost <= job["lost_step_count"] <= ended.missing
     for method in ("SaveWorkerState", "BeginSnapshot", "AwaitSnapshot"):
         assert sum(faults.counts[method, kind] for kind in KINDS), f"{method}: {faults.counts}"
     assert sum(faults.counts["RestoreJob", kind] for kind in ("none", *KINDS)), faults.counts

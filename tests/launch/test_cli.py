@@ -84,10 +84,10 @@ def test_up_prints_where_to_point_workers_and_prometheus(up: tuple[Command, str]
     assert scrape(pages[0])["ps_shards"] == 2
     assert "ps_shards" not in scrape(pages[1])
     assert command.out.count("\n") == 3, "three lines, and nothing that nobody asked for"
-    processes = status.fetch(address)["processes"]
-    assert [(p["role"], p["index"]) for p in processes] == [("coordinator", 0), ("shard", 0), ("shard", 1)]
-    assert {p["pid"] for p in processes} == {child.pid for child in command.family()}
-    assert [p["metrics"] for p in processes if p["role"] == "shard"] == pages
+    found = status.fetch(address)
+    assert [shard["index"] for shard in found["shards"]] == [0, 1]
+    assert {p["pid"] for p in (found["coordinator"], *found["shards"])} == {child.pid for child in command.family()}
+    assert [shard["metrics_address"] for shard in found["shards"]] == pages
 
 
 def test_torchrun_and_variables_start_the_same_script(up: tuple[Command, str], start: Start, tmp_path: Path) -> None:
@@ -116,10 +116,8 @@ def test_ctrl_c_ends_workers_and_takes_them_off_the_job(up: tuple[Command, str],
 
     def training() -> bool:
         assert workers.process.poll() is None, workers.err
-        shards = [p for p in status.fetch(address)["processes"] if p["role"] == "shard"]
-        return all(job["version_min"] > 3 for shard in shards for job in shard["jobs"]) and all(
-            s["jobs"] for s in shards
-        )
+        held = [shard["jobs"] for shard in status.fetch(address)["shards"]]
+        return all(jobs and all(job["versions"]["min_version"] > 3 for job in jobs) for jobs in held)
 
     until(training)
     assert workers.end(signal.SIGINT) == 128 + signal.SIGINT
@@ -142,14 +140,14 @@ def test_a_signal_ends_the_cluster_and_leaves_no_process_behind(start: Start, nu
 def test_a_shard_that_dies_is_started_again_at_the_same_address(start: Start) -> None:
     command = start("-m", "ps_server", "up", PS_SHARDS="2", PS_PORT="0", PS_METRICS_PORT="0")
     [address] = command.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
-    shards = {p["index"]: p for p in status.fetch(address)["processes"] if p["role"] == "shard"}
+    shards = {shard["index"]: shard for shard in status.fetch(address)["shards"]}
     for index in (1, 0):  # the coordinator too
         os.kill(shards[index]["pid"], signal.SIGKILL)
         until(lambda index=index: f"ps-server: shard {index} is back\n" in command.err, "the shard's return")
     assert "ps-server: shard 1 ended with code -9; starting it again\n" in command.err
 
     def both() -> dict[int, dict[str, object]]:
-        found = {p["index"]: p for p in status.fetch(address)["processes"] if p["role"] == "shard"}
+        found = {shard["index"]: shard for shard in status.fetch(address)["shards"]}
         return found if len(found) == 2 else {}
 
     after = until(both, "both shards in the status")
@@ -181,7 +179,7 @@ def test_a_shard_whose_port_is_taken_when_it_comes_back_is_started_until_it_is_f
     with closing(socket.create_server(("127.0.0.1", int(address.rpartition(":")[2])))):
         until(lambda: "ended with code 1; starting it again" in command.err, "a start in vain")
     until(lambda: "ps-server: shard 0 is back\n" in command.err, "its return")
-    assert [p["address"] for p in status.fetch(address)["processes"] if p["role"] == "shard"] == [address]
+    assert [shard["address"] for shard in status.fetch(address)["shards"]] == [address]
     assert command.end(signal.SIGTERM) == 0
 
 
@@ -209,25 +207,22 @@ def test_status_tells_of_every_process_what_programs_need(
             optimizer.step()
         assert main(monkeypatch, "ps-server", "status", "--server", shared.address, "--json") == 0
         found = json.loads(capsys.readouterr().out)
-        for process in found["processes"]:
-            assert {"role", "index", "pid", "address", "metrics"} <= set(process)
-            assert process["pid"] == os.getpid()
-        [coordinator] = [p for p in found["processes"] if p["role"] == "coordinator"]
-        shards = [p for p in found["processes"] if p["role"] == "shard"]
-        [worker] = [p for p in found["processes"] if p["role"] == "worker" and p["job"] == job]
+        coordinator, shards = found["coordinator"], found["shards"]
+        [known] = [j for j in found["jobs"] if j["name"] == job]
+        [worker] = known["workers"]
+        assert {process["pid"] for process in (coordinator, worker, *shards)} == {os.getpid()}
         assert coordinator["address"] == shared.address
         assert [shard["index"] for shard in shards] == [0, 1]
         for shard, server in zip(shards, shared.servers, strict=True):
-            assert (shard["address"], shard["metrics"]) == (server.address, server.metrics_address)
+            assert (shard["address"], shard["metrics_address"]) == (server.address, server.metrics_address)
             [held] = [j for j in shard["jobs"] if j["job"] == job]
-            assert held["clocks"] == {"0": 3}
-            assert held["version_min"] == held["version_max"] == 3
+            assert held["versions"] == {"min_version": 3, "max_version": 3, "clocks": {"0": 3}}
             assert held["parameter_bytes"] > 0
             assert held["optimizer_bytes"] >= 2 * held["parameter_bytes"] - 2 * 64
-        assert worker["metrics"] == session.metrics_address
-        assert {"clock", "incarnation", "waits", "lease_left_seconds"} <= set(worker)
-        [known] = [j for j in found["jobs"] if j["name"] == job]
-        assert (known["mode"], known["world_size"], known["ranks"], known["buckets"]) == ("ssp:2", 1, [0], 7)
+        assert (worker["rank"], worker["metrics_address"]) == (0, session.metrics_address)
+        assert 0 < worker["lease_duration"] <= shared.coordinator.lease
+        assert known["consistency"] == {"max_staleness": 2, "aggregate": False}
+        assert (known["world_size"], known["bucket_count"], known["last_checkpoint"]) == (1, 7, None)
 
         assert main(monkeypatch, "ps-server", "status", "--server", shared.address) == 0
         table = capsys.readouterr().out

@@ -380,13 +380,9 @@ def test_status_says_which_launch_a_worker_is_of_and_since_when(
 ) -> None:
     with launched(shared, "a", job=job) as session:
         prepared(session)
-        [worker] = [
-            process
-            for process in status.fetch(shared.address)["processes"]
-            if process["role"] == "worker" and process["job"] == job
-        ]
+        [worker] = next(known["workers"] for known in status.fetch(shared.address)["jobs"] if known["name"] == job)
         assert worker["launch"] == "a"
-        assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:.]+Z", worker["since"])
+        assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:.]+Z", worker["join_time"])
 
 
 def test_a_launchs_name_that_is_none_is_refused(shared: Cluster, job: str) -> None:

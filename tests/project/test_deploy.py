@@ -293,7 +293,7 @@ class Deployment:
     def workers(self) -> dict[int, int]:
         """Clock of each live worker, by rank: from `ps-server status --json` in the coordinator's container."""
         status = self("exec", "-T", "coordinator", "ps-server", "status", "--server", "coordinator:50051", "--json")
-        return {it["index"]: it["clock"] for it in json.loads(status)["processes"] if it["role"] == "worker"}
+        return {worker["rank"]: worker["clock"] for job in json.loads(status)["jobs"] for worker in job["workers"]}
 
     def all_advance(self) -> bool:
         """Whether every live worker finishes steps."""

@@ -65,7 +65,7 @@ def test_a_worker_with_a_certificate_trains_over_mutual_tls(
 ) -> None:
     cluster = make_cluster(tls=server_tls(certs))
     assert one_step(cluster, transport=transport, **files(certs)) == -1.0
-    assert status.fetch(cluster.address, client(certs))["processes"][1]["reachable"]
+    assert status.fetch(cluster.address, client(certs))["shards"][0]["reachable"]
     assert status.is_serving(cluster.address, client(certs))
 
 

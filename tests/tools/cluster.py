@@ -92,11 +92,8 @@ class Cluster:
 
     def waits(self, job: str) -> dict[int, tuple[int, list[int]]]:
         """Who waits, as `ps-server status` tells it: by rank, its clock and the ranks it waits for."""
-        return {
-            process["index"]: (process["waits"][0]["clock"], process["waits"][0]["waiting_for"])
-            for process in status.fetch(self.address)["processes"]
-            if process["role"] == "worker" and process["job"] == job and process["waits"]
-        }
+        waits = status.waits(status.fetch(self.address), job)
+        return {rank: (first["clock"], first["awaited_ranks"]) for rank, (first, *_) in waits.items()}
 
     def stop(self) -> None:
         for server in reversed(self.servers):

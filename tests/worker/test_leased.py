@@ -104,7 +104,7 @@ def test_every_sample_is_used_once_per_pass_while_workers_die_join_and_differ_in
                 ended += 1
                 if ended == 3:  # the job ends with the last
                     found.append(cells(cluster, "j"))
-                    assert progress(cluster, "j")["returned"] >= BATCH
+                    assert progress(cluster, "j")["returned_count"] >= BATCH
         return counts
 
     def kill() -> None:
@@ -267,11 +267,11 @@ def test_a_worker_that_joins_late_skips_the_passes_that_are_over(shared: Cluster
         assert counts == [0, 0, -(-SAMPLES // BATCH)]
         assert progress(shared, job) == {
             "loader": 0,
-            "pass": 2,
-            "samples": SAMPLES,
-            "committed": SAMPLES,
-            "leased": 0,
-            "returned": 0,
+            "pass_number": 2,
+            "sample_count": SAMPLES,
+            "committed_count": SAMPLES,
+            "leased_count": 0,
+            "returned_count": 0,
         }
 
 
@@ -286,7 +286,7 @@ def test_the_rest_of_an_accumulation_is_not_waited_for(shared: Cluster, job: str
                 if number % 2 == 0:
                     optimizer.step()
                     optimizer.zero_grad()
-        assert progress(shared, job)["committed"] == 5 * BATCH
+        assert progress(shared, job)["committed_count"] == 5 * BATCH
         assert session.clock == 6, "two steps and an empty one in each pass"
 
 
@@ -329,7 +329,7 @@ def test_status_and_metrics_say_how_far_the_data_is(shared: Cluster, job: str) -
                 break
         samples = scrape(shared.servers[0].metrics_address)
         text = status.table(status.fetch(shared.address))
-        back = progress(shared, job)["returned"]
+        back = progress(shared, job)["returned_count"]
         assert f"loader 0: pass 0, 12 of {SAMPLES} samples committed, 0 leased; {back} came back so far" in text
         label = f'job="{job}",loader="0"'
         assert samples[f'ps_data_samples{{{label},state="committed"}}'] == 12
