@@ -1,7 +1,7 @@
 """A job, as its coordinator knows it. All that happens to it is a method here, under the job's own lock.
 
     workers come and go:        join, leave, expire
-    while they train:           members.heartbeat, data.lease, rounds.exchange, look_at_rounds, save_worker_state
+    while they train:           members.heartbeat, data.lease, rounds.gather_values, look_at_rounds, save_worker_state
                                 checkpoint
     a shard loses its part:     lost, recover
     the job ends:               end

@@ -22,19 +22,19 @@ from ps_server.core.statistics import Wait
 class Standing:
     """How a round stands for a worker that asked.
 
-    found:       the round, if it is complete
+    complete:    the round, if it is
     waiting_for: ranks that have not given their value
     step_wanted: one of them waits for a step of the worker that asked
     """
 
     number: int
-    found: Round | None = None
+    complete: Round | None = None
     waiting_for: tuple[int, ...] = ()
     step_wanted: bool = False
 
 
 @dataclass(frozen=True)
-class ExchangeRequest:
+class GatherRequest:
     """One worker's value for a round; see GatherValuesRequest."""
 
     rank: int
@@ -94,7 +94,7 @@ class JobRounds:
         """Returns the number of the last complete round, and the rounds that are kept. Waits for nothing."""
         return self._done
 
-    def exchange(self, request: ExchangeRequest, listener: Listener) -> Callable[[], None]:
+    def gather_values(self, request: GatherRequest, listener: Listener) -> Callable[[], None]:
         """Takes a worker's value, and tells it how the round stands until it is complete. Returns how to stop that."""
         with self._lock:
             self._members.check(request.rank, request.incarnation, request.key)

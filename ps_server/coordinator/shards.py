@@ -48,10 +48,10 @@ class ShardApi(Protocol):
     def committed(self, job: str) -> Committed | None:
         """Returns the leased data that every bucket that trains there has had; None if there is no such bucket."""
 
-    def begin_checkpoint(self, job: str, name: str, clock: int | None) -> None:
+    def begin_snapshot(self, job: str, name: str, clock: int | None) -> None:
         """Has the shard take its part of a checkpoint: at a clock, or now."""
 
-    def await_checkpoint(self, job: str, name: str) -> ShardSnapshot:
+    def await_snapshot(self, job: str, name: str) -> ShardSnapshot:
         """Returns the shard's part, once it is on disk. Raises TryLater while it is not."""
 
     def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int) -> VersionRange:

@@ -3,13 +3,12 @@
 auth.py             Tells the principal of a call: by its bearer token, its certificate's name, or its host alone
 call_limits.py      Authenticates and limits every call, and cancels slow peers
 cluster_service.py  Serves what shards and operators ask of the coordinator, and health
-convert.py          Where protobuf messages become the server's values, and back
+convert.py          Where protobuf messages become the server's values, and back, but for the data path
 coordinator_client.py How operators and shards call the coordinator
 data_messages.py    Where the messages of the data path become the server's values, and back
 data_service.py     Serves pushes and pulls
 interceptor.py      Intercepts every gRPC method: errors become statuses, and calls are counted
 job_service.py      Serves what is asked of the coordinator about jobs as a whole: they are registered, saved and ended
-lease_messages.py   Messages about leased data as the server's values, and back: what convert.py is for everything else
 lease_service.py    Serves workers of elastic jobs that lease data
 membership_service.py Serves workers that join a job, stay in it, and leave it
 permissions.py      What each role may call: one table of every method, and principals as values

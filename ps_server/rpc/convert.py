@@ -1,5 +1,7 @@
-"""Where protobuf messages become the server's values, and back. No other module of the server reads a message's fields
-or knows the generated classes, but for the stubs and servicers that carry them."""
+"""Where protobuf messages become the server's values, and back, but for the data path (data_messages.py).
+
+A message of a few plain fields is made and read where it is sent and served.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +12,27 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from ps_protocol.convert import consistency_message, duration, job_spec_message, seconds
-from ps_protocol.job import JobSpec
-from ps_protocol.v1 import cluster_pb2, jobs_pb2, membership_pb2, rounds_pb2, shard_pb2, types_pb2
-from ps_server.coordinator.rounds import ExchangeRequest, Standing
+from ps_protocol.convert import consistency_message, data_ranges, duration, seconds
+from ps_protocol.data import LeaseReport, LeaseRequest, LoaderSpec
+from ps_protocol.v1 import cluster_pb2, leases_pb2, membership_pb2, rounds_pb2, shard_pb2, types_pb2
+from ps_server.coordinator.rounds import GatherRequest, Standing
 from ps_server.coordinator.shards import RegisteredShard
+from ps_server.core.data_commits import Committed
 from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.snapshot import Part, ShardSnapshot, VersionRange
 from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait, WorkerStatistics
-from ps_server.rpc.lease_messages import loader_status
 
 VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave may be more than a message may have
 
-# -- control ---------------------------------------------------------------------------------------------------------
+# -- workers: membership, rounds, leases -----------------------------------------------------------------------------
 
 
-def create_job_request(spec: JobSpec, buckets: list[int]) -> shard_pb2.CreateJobRequest:
-    """Asks a shard to make room."""
-    return shard_pb2.CreateJobRequest(spec=job_spec_message(spec), buckets=buckets)
-
-
-def add_worker_request(
-    job: str, rank: int, incarnation: int, clock: int | None, key: bytes
-) -> shard_pb2.AddWorkerRequest:
-    """Asks a shard to count a worker."""
-    worker = types_pb2.WorkerIdentity(job=job, rank=rank, incarnation=incarnation, lease_key=key)
-    return shard_pb2.AddWorkerRequest(worker=worker, clock=clock)
-
-
-def remove_worker_request(job: str, rank: int, incarnation: int) -> shard_pb2.RemoveWorkerRequest:
-    """Asks a shard to stop counting a worker."""
-    worker = types_pb2.WorkerIdentity(job=job, rank=rank, incarnation=incarnation)
-    return shard_pb2.RemoveWorkerRequest(worker=worker)
+def shard_map(shards: Mapping[int, RegisteredShard], placement: Sequence[int]) -> types_pb2.ShardMap:
+    """Returns where the shards are, and which bucket is on which."""
+    return types_pb2.ShardMap(
+        shards=[types_pb2.ShardInfo(index=index, address=shard.address) for index, shard in sorted(shards.items())],
+        bucket_shards=placement,
+    )
 
 
 def join_request(request: membership_pb2.JoinRequest) -> JoinRequest:
@@ -57,7 +48,7 @@ def join_request(request: membership_pb2.JoinRequest) -> JoinRequest:
 
 
 def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.ShardMap) -> membership_pb2.JoinResponse:
-    """A worker's place."""
+    """Returns a worker's place in a job."""
     member, state = result.member, None
     if result.state is not None:
         clock, content = result.state
@@ -74,77 +65,103 @@ def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.S
     )
 
 
-def gather_request(request: rounds_pb2.GatherValuesRequest) -> ExchangeRequest:
-    """What a worker gives to a round."""
+def gather_request(request: rounds_pb2.GatherValuesRequest) -> GatherRequest:
+    """Returns what a worker gives to a round."""
     worker = request.worker
-    who = worker.rank, worker.incarnation
-    return ExchangeRequest(*who, request.round, request.clock, request.value, worker.lease_key)
+    return GatherRequest(worker.rank, worker.incarnation, request.round, request.clock, request.value, worker.lease_key)
 
 
 def gather_responses(standing: Standing) -> Iterator[rounds_pb2.GatherValuesResponse]:
-    """How a round stands. Its values in as many messages as they need, of which the last says that they are all."""
+    """Yields how a round stands. Its values are in as many messages as they need, of which the last says that they are all."""
     response = rounds_pb2.GatherValuesResponse(
         round=standing.number, awaited_ranks=standing.waiting_for, step_wanted=standing.step_wanted
     )
     size = 0
-    for rank, value in standing.found.values if standing.found is not None else ():
+    for rank, value in standing.complete.values if standing.complete is not None else ():
         if response.values and size + len(value) > VALUES_BYTES:
             yield response
             response, size = rounds_pb2.GatherValuesResponse(round=standing.number), 0
         response.values.add(rank=rank, value=value)
         size += len(value)
-    if standing.found is not None:
-        response.complete, response.refusal = True, standing.found.refused
+    if standing.complete is not None:
+        response.complete, response.refusal = True, standing.complete.refused
     yield response
 
 
-def begin_snapshot_request(job: str, name: str, clock: int | None) -> shard_pb2.BeginSnapshotRequest:
-    """Asks a shard to take a checkpoint."""
-    return shard_pb2.BeginSnapshotRequest(job=job, checkpoint=name, clock=clock)
+def lease_request(request: leases_pb2.LeaseDataRequest) -> LeaseRequest:
+    """Returns what a worker asks of a loader's data."""
+    loader = request.loader
+    seed = loader.seed if loader.HasField("seed") else None
+    return LeaseRequest(
+        loader=LoaderSpec(loader.loader, loader.sample_count, loader.batch_size, loader.drop_last, seed),
+        pass_number=request.pass_number,
+        count=request.batch_count,
+        report=LeaseReport(data_ranges(request.leased), data_ranges(request.committed), data_ranges(request.returned)),
+    )
 
 
-def await_snapshot_request(job: str, name: str) -> shard_pb2.AwaitSnapshotRequest:
-    """Asks a shard whether its part is on disk."""
-    return shard_pb2.AwaitSnapshotRequest(job=job, checkpoint=name)
+# -- shards ----------------------------------------------------------------------------------------------------------
 
 
-def await_snapshot_response(captured: ShardSnapshot) -> shard_pb2.AwaitSnapshotResponse:
-    """Says that it is."""
-    part = captured.part
+def committed_response(committed: Committed, has_say: bool) -> shard_pb2.GetCommittedDataResponse:
+    """Returns what is committed on a shard."""
+    loaders = [
+        shard_pb2.CommittedData(
+            loader=loader,
+            pass_number=number,
+            ranges=[types_pb2.DataRange(loader=loader, pass_number=number, start=a, stop=b) for a, b in spans],
+        )
+        for loader, (number, spans) in committed.items()
+    ]
+    return shard_pb2.GetCommittedDataResponse(loaders=loaders, trains_buckets=has_say)
+
+
+def committed(response: shard_pb2.GetCommittedDataResponse) -> Committed | None:
+    """Returns what a shard has committed; None if no bucket trains there."""
+    if not response.trains_buckets:
+        return None
+    return {data.loader: (data.pass_number, [(r.start, r.stop) for r in data.ranges]) for data in response.loaders}
+
+
+def await_snapshot_response(snapshot: ShardSnapshot) -> shard_pb2.AwaitSnapshotResponse:
+    """Returns the message of a shard's snapshot on disk."""
+    part = snapshot.part
     return shard_pb2.AwaitSnapshotResponse(
         file=part.file,
         size_bytes=part.bytes,
         sha256=bytes.fromhex(part.sha256),
-        versions=_versions_message(captured.extent),
-        stall_duration=duration(captured.held_up),
+        versions=versions_message(snapshot.extent),
+        stall_duration=duration(snapshot.held_up),
     )
 
 
-def captured(response: shard_pb2.AwaitSnapshotResponse) -> ShardSnapshot:
-    """A shard's part."""
+def shard_snapshot(response: shard_pb2.AwaitSnapshotResponse) -> ShardSnapshot:
+    """Returns a shard's snapshot on disk."""
     part = Part(response.file, response.size_bytes, response.sha256.hex())
-    return ShardSnapshot(part, _versions(response.versions), seconds(response.stall_duration))
+    return ShardSnapshot(part, versions(response.versions), seconds(response.stall_duration))
 
 
-def _versions_message(versions: VersionRange) -> shard_pb2.VersionRange:
+def versions_message(versions: VersionRange) -> shard_pb2.VersionRange:
+    """Returns the message that says how far buckets are."""
     return shard_pb2.VersionRange(
         min_version=versions.version_min, max_version=versions.version_max, clocks=versions.clocks
     )
 
 
-def _versions(message: shard_pb2.VersionRange) -> VersionRange:
+def versions(message: shard_pb2.VersionRange) -> VersionRange:
+    """Returns how far buckets are."""
     return VersionRange(message.min_version, message.max_version, dict(message.clocks))
 
 
 def shard_job_status(name: str, job: ShardJobStatistics) -> shard_pb2.ShardJobStatus:
-    """How a job is on a shard."""
+    """Returns how a job is on a shard."""
     return shard_pb2.ShardJobStatus(
         job=name,
         bucket_count=job.bucket_count,
         parameter_bytes=job.parameter_bytes,
         optimizer_bytes=job.optimizer_bytes,
         staged_bytes=job.staged_bytes,
-        versions=_versions_message(VersionRange(job.version_min, job.version_max, dict(job.clocks))),
+        versions=versions_message(VersionRange(job.version_min, job.version_max, dict(job.clocks))),
         waits=[
             shard_pb2.WaitStatus(
                 rank=wait.rank,
@@ -159,27 +176,8 @@ def shard_job_status(name: str, job: ShardJobStatistics) -> shard_pb2.ShardJobSt
     )
 
 
-def restore_job_request(
-    spec: JobSpec, buckets: list[int], name: str, last_incarnation: int
-) -> shard_pb2.RestoreJobRequest:
-    """Asks a shard to go on from a checkpoint."""
-    return shard_pb2.RestoreJobRequest(
-        spec=job_spec_message(spec), buckets=buckets, checkpoint=name, last_incarnation=last_incarnation
-    )
-
-
-def restore_job_response(reached: VersionRange) -> shard_pb2.RestoreJobResponse:
-    """Says how far the checkpoint is."""
-    return shard_pb2.RestoreJobResponse(versions=_versions_message(reached))
-
-
-def restored(response: shard_pb2.RestoreJobResponse) -> VersionRange:
-    """How far the checkpoint is."""
-    return _versions(response.versions)
-
-
 def shard_statistics(response: shard_pb2.GetShardStatusResponse) -> ShardStatistics:
-    """What a shard holds."""
+    """Returns what a shard holds."""
     return ShardStatistics({job.job: _shard_job(job) for job in response.jobs})
 
 
@@ -208,40 +206,11 @@ def _shard_job(status: shard_pb2.ShardJobStatus) -> ShardJobStatistics:
     )
 
 
-def checkpoint_job_request(job: str) -> jobs_pb2.CheckpointJobRequest:
-    """Asks the coordinator for a checkpoint."""
-    return jobs_pb2.CheckpointJobRequest(job=job)
-
-
-def drop_job_request(job: str) -> shard_pb2.DropJobRequest:
-    """Asks a shard to forget a job."""
-    return shard_pb2.DropJobRequest(job=job)
-
-
-def register_shard_request(
-    index: int, address: str, metrics_address: str, pid: int, process: int
-) -> cluster_pb2.RegisterShardRequest:
-    """Makes a shard known."""
-    return cluster_pb2.RegisterShardRequest(
-        index=index, address=address, metrics_address=metrics_address, pid=pid, process=process
-    )
-
-
-def watch_response(ranks: list[int], world_size: int, started: bool) -> membership_pb2.WatchResponse:
-    """Who takes part now."""
-    return membership_pb2.WatchResponse(ranks=ranks, world_size=world_size, started=started)
-
-
-def shard_map(shards: Mapping[int, RegisteredShard], placement: Sequence[int]) -> types_pb2.ShardMap:
-    """Where the shards are, and which bucket is on which."""
-    return types_pb2.ShardMap(
-        shards=[types_pb2.ShardInfo(index=index, address=shard.address) for index, shard in sorted(shards.items())],
-        bucket_shards=placement,
-    )
+# -- status ----------------------------------------------------------------------------------------------------------
 
 
 def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
-    """How a job is."""
+    """Returns how a job is."""
     status = cluster_pb2.JobStatus(
         name=job.name,
         consistency=consistency_message(job.consistency),
@@ -255,7 +224,17 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
         redone_step_count=job.redone_steps,
         rejoining_ranks=job.rejoining,
         workers=[_worker_status(worker) for worker in job.workers],
-        loaders=[loader_status(loader, progress) for loader, progress in job.loaders.items()],
+        loaders=[
+            cluster_pb2.LoaderStatus(
+                loader=loader,
+                pass_number=progress.pass_number,
+                sample_count=progress.samples,
+                committed_count=progress.committed,
+                leased_count=progress.leased,
+                returned_count=progress.returned,
+            )
+            for loader, progress in job.loaders.items()
+        ],
     )
     if job.checkpoints is not None and job.checkpoints.name is not None:
         status.last_checkpoint.name, status.last_checkpoint.clock = job.checkpoints.name, job.checkpoints.clock
@@ -278,23 +257,8 @@ def _worker_status(worker: WorkerStatistics) -> cluster_pb2.WorkerStatus:
     return status
 
 
-def shard_status_request() -> shard_pb2.GetShardStatusRequest:
-    """Asks a shard what it holds."""
-    return shard_pb2.GetShardStatusRequest()
-
-
-def status_request() -> cluster_pb2.GetStatusRequest:
-    """Asks the coordinator what is running."""
-    return cluster_pb2.GetStatusRequest()
-
-
-def end_job_request(job: str) -> jobs_pb2.EndJobRequest:
-    """Asks the coordinator to end a job."""
-    return jobs_pb2.EndJobRequest(job=job)
-
-
 def plain(message: Message) -> dict[str, Any]:
-    """A message as plain data, by the names of its fields: durations in seconds, times as text, None where not set."""
+    """Returns a message as plain data, by its fields' names: durations in seconds, times as text, None where not set."""
     return {
         field.name: _plain(getattr(message, field.name))
         if not field.has_presence or message.HasField(field.name)
@@ -312,4 +276,8 @@ def _plain(value: Any) -> Any:
         return plain(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(value[key]) for key in sorted(value)}
-    return [_plain(each) for each in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
+    return (
+        [_plain(each) for each in value]
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+        else value
+    )

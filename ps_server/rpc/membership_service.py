@@ -47,7 +47,9 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
             if roster is None:
                 outbox.finish()
             else:
-                outbox.put(lambda: convert.watch_response(*roster))
+                ranks, world_size, started = roster
+                response = membership_pb2.WatchResponse(ranks=ranks, world_size=world_size, started=started)
+                outbox.put(lambda: response)
 
         outbox.on_close(self._coordinator.job(request.job).watch(changed))
 

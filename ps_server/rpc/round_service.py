@@ -33,8 +33,8 @@ class RoundService(rounds_pb2_grpc.RoundServiceServicer):  # type: ignore[misc,u
         job = request.worker.job
         check_job(job)
         outbox = Outbox(send, context, self._senders)
-        ask = convert.gather_request(request)
-        outbox.on_close(self._coordinator.job(job).rounds.exchange(ask, _RoundListener(outbox)))
+        asked = convert.gather_request(request)
+        outbox.on_close(self._coordinator.job(job).rounds.gather_values(asked, _RoundListener(outbox)))
 
 
 class _RoundListener:
@@ -47,5 +47,5 @@ class _RoundListener:
     def tell(self, standing: Standing) -> None:
         for response in convert.gather_responses(standing):
             self._outbox.put(lambda response=response: response)  # type: ignore[misc]
-        if standing.found is not None:
+        if standing.complete is not None:
             self.finish()

@@ -7,15 +7,18 @@ from typing import Any
 
 import grpc
 
+from ps_protocol.convert import job_spec_message
 from ps_protocol.job import JobSpec
+from ps_protocol.v1 import shard_pb2
 from ps_protocol.v1.shard_pb2_grpc import ShardServiceStub
+from ps_protocol.v1.types_pb2 import WorkerIdentity
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.status import error_from
 from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import ShardSnapshot, VersionRange
 from ps_server.core.statistics import ShardStatistics
-from ps_server.rpc import convert, lease_messages
+from ps_server.rpc import convert
 
 CALL_SECONDS = 10.0
 STATUS_SECONDS = 2.0
@@ -33,43 +36,48 @@ class ShardClient:
 
     def create_job(self, spec: JobSpec, buckets: list[int]) -> None:
         """Makes room for a job's buckets."""
-        self._call(self._stub.CreateJob, convert.create_job_request(spec, buckets))
+        self._call(self._stub.CreateJob, shard_pb2.CreateJobRequest(spec=job_spec_message(spec), buckets=buckets))
 
     def drop_job(self, job: str) -> None:
         """Forgets a job."""
-        self._call(self._stub.DropJob, convert.drop_job_request(job))
+        self._call(self._stub.DropJob, shard_pb2.DropJobRequest(job=job))
 
     def add_worker(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes) -> int:
         """Counts a worker as live; answers with the shard's frontier."""
-        request = convert.add_worker_request(job, rank, incarnation, clock, key)
+        worker = WorkerIdentity(job=job, rank=rank, incarnation=incarnation, lease_key=key)
+        request = shard_pb2.AddWorkerRequest(worker=worker, clock=clock)
         return int(self._call(self._stub.AddWorker, request).frontier)
 
     def remove_worker(self, job: str, rank: int, incarnation: int) -> None:
         """Stops counting a worker as live."""
-        self._call(self._stub.RemoveWorker, convert.remove_worker_request(job, rank, incarnation))
+        worker = WorkerIdentity(job=job, rank=rank, incarnation=incarnation)
+        self._call(self._stub.RemoveWorker, shard_pb2.RemoveWorkerRequest(worker=worker))
 
     def committed(self, job: str) -> Committed | None:
         """The leased data that every bucket that trains there has had; None if there is no such bucket."""
-        request = lease_messages.committed_request(job)
-        return lease_messages.committed(self._call(self._stub.GetCommittedData, request, STATUS_SECONDS))
+        request = shard_pb2.GetCommittedDataRequest(job=job)
+        return convert.committed(self._call(self._stub.GetCommittedData, request, STATUS_SECONDS))
 
-    def begin_checkpoint(self, job: str, name: str, clock: int | None) -> None:
+    def begin_snapshot(self, job: str, name: str, clock: int | None) -> None:
         """Has the shard take its part of a checkpoint."""
-        self._call(self._stub.BeginSnapshot, convert.begin_snapshot_request(job, name, clock))
+        self._call(self._stub.BeginSnapshot, shard_pb2.BeginSnapshotRequest(job=job, checkpoint=name, clock=clock))
 
-    def await_checkpoint(self, job: str, name: str) -> ShardSnapshot:
+    def await_snapshot(self, job: str, name: str) -> ShardSnapshot:
         """The shard's part, once it is on disk. Raises TryLater after a few seconds."""
-        return convert.captured(self._call(self._stub.AwaitSnapshot, convert.await_snapshot_request(job, name)))
+        request = shard_pb2.AwaitSnapshotRequest(job=job, checkpoint=name)
+        return convert.shard_snapshot(self._call(self._stub.AwaitSnapshot, request))
 
     def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int) -> VersionRange:
         """Has the shard hold a job as a checkpoint has it."""
-        request = convert.restore_job_request(spec, buckets, name, last_incarnation)
-        return convert.restored(self._call(self._stub.RestoreJob, request, RESTORE_SECONDS))
+        request = shard_pb2.RestoreJobRequest(
+            spec=job_spec_message(spec), buckets=buckets, checkpoint=name, last_incarnation=last_incarnation
+        )
+        return convert.versions(self._call(self._stub.RestoreJob, request, RESTORE_SECONDS).versions)
 
     def statistics(self) -> ShardStatistics:
         """Returns what the shard holds."""
-        response = self._call(self._stub.GetShardStatus, convert.shard_status_request(), STATUS_SECONDS)
-        return convert.shard_statistics(response)
+        request = shard_pb2.GetShardStatusRequest()
+        return convert.shard_statistics(self._call(self._stub.GetShardStatus, request, STATUS_SECONDS))
 
     def close(self) -> None:
         """Closes the connection."""

@@ -10,7 +10,7 @@ from ps_protocol.convert import job_spec
 from ps_protocol.v1 import shard_pb2, shard_pb2_grpc
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.core.validation import check_job_spec
-from ps_server.rpc import convert, lease_messages
+from ps_server.rpc import convert
 from ps_server.rpc.call_limits import may_see
 from ps_server.shard.shard import Shard
 
@@ -51,22 +51,22 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         return shard_pb2.RemoveWorkerResponse()
 
     def GetCommittedData(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return lease_messages.committed_response(*self._shard.committed(request.job))
+        return convert.committed_response(*self._shard.committed(request.job))
 
     def BeginSnapshot(self, request: Any, context: grpc.ServicerContext) -> Any:
         clock = request.clock if request.HasField("clock") else None
-        self._shard.begin_checkpoint(request.job, request.checkpoint, clock)
+        self._shard.begin_snapshot(request.job, request.checkpoint, clock)
         return shard_pb2.BeginSnapshotResponse()
 
     def AwaitSnapshot(self, request: Any, context: grpc.ServicerContext) -> Any:
-        captured = self._shard.await_checkpoint(request.job, request.checkpoint, AWAIT_SECONDS)
-        return convert.await_snapshot_response(captured)
+        snapshot = self._shard.await_snapshot(request.job, request.checkpoint, AWAIT_SECONDS)
+        return convert.await_snapshot_response(snapshot)
 
     def RestoreJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         spec = job_spec(request.spec)
         check_job_spec(spec, self._limits)
         reached = self._shard.restore_job(spec, list(request.buckets), request.checkpoint, request.last_incarnation)
-        return convert.restore_job_response(reached)
+        return shard_pb2.RestoreJobResponse(versions=convert.versions_message(reached))
 
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         jobs = self._shard.statistics().jobs

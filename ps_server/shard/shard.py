@@ -231,7 +231,7 @@ class Shard:
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
-    def begin_checkpoint(self, name: str, checkpoint: str, clock: int | None) -> None:
+    def begin_snapshot(self, name: str, checkpoint: str, clock: int | None) -> None:
         """Takes a checkpoint of a job: of each bucket when it has applied `clock` updates, or now. Returns at once."""
         job, store = self._job(name), self._store()
         store.path(name, checkpoint)
@@ -242,7 +242,7 @@ class Shard:
         specs = [bucket.spec for bucket in job.buckets.values()]
         job.begin_snapshot(SnapshotTask(checkpoint, clock, specs, job.snapshot, write, self._threads, self._clock))
 
-    def await_checkpoint(self, name: str, checkpoint: str, seconds: float) -> ShardSnapshot:
+    def await_snapshot(self, name: str, checkpoint: str, seconds: float) -> ShardSnapshot:
         """This shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""
         task = self._job(name).snapshot_task
         if task is None or task.name != checkpoint:

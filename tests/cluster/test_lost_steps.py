@@ -123,14 +123,14 @@ def test_a_late_call_to_begin_a_checkpoint_does_not_take_the_place_of_a_newer_on
     with RawWorker(cluster.address, vector_job("job", "sync", CELLS, 1), 0) as worker:
         worker.initialise()
         for shard in cluster.shards:
-            shard.begin_checkpoint("job", "000007", 2)
-            shard.begin_checkpoint("job", "000007", 2)
+            shard.begin_snapshot("job", "000007", 2)
+            shard.begin_snapshot("job", "000007", 2)
             for name, clock in (("000006", 3), ("000007", 3), ("000005", None)):
                 with pytest.raises(OutOfOrder, match="checkpoint 000007 was begun already"):
-                    shard.begin_checkpoint("job", name, clock)
+                    shard.begin_snapshot("job", name, clock)
         train(worker, 2)
         for shard in cluster.shards:
-            captured = shard.await_checkpoint("job", "000007", 10.0)
+            captured = shard.await_snapshot("job", "000007", 10.0)
             assert (captured.extent.version_min, captured.extent.version_max) == (2, 2)
 
 

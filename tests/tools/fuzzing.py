@@ -142,7 +142,7 @@ class Target:
             request = shard_pb2.AwaitSnapshotRequest.FromString(raw)
         except DecodeError:
             return
-        convert.await_snapshot_response(self.shard.await_checkpoint(request.job, request.checkpoint, 0.0))
+        convert.await_snapshot_response(self.shard.await_snapshot(request.job, request.checkpoint, 0.0))
 
     def _fill(self) -> None:
         shard = self.shard
@@ -168,8 +168,8 @@ class Target:
         for bucket in bucket_layout(spec.parameters, spec.bucket_bytes).buckets:
             pushed = (PushedBucket(bucket.index, PushKind.INITIAL_VALUE),)
             shard.push(PushCall(KEPT, 0, 1, 0, pushed, bytes(bucket.nbytes), key=KEY))
-        shard.begin_checkpoint(KEPT, CHECKPOINT, None)
-        part = shard.await_checkpoint(KEPT, CHECKPOINT, 0.0).part
+        shard.begin_snapshot(KEPT, CHECKPOINT, None)
+        part = shard.await_snapshot(KEPT, CHECKPOINT, 0.0).part
         shard.drop_job(KEPT)
         manifest = Manifest(
             name=CHECKPOINT,

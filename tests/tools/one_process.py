@@ -89,11 +89,11 @@ class DirectShard:
         committed, has_say = self.shard.committed(job)
         return committed if has_say else None
 
-    def begin_checkpoint(self, job: str, name: str, clock: int | None) -> None:
-        self.shard.begin_checkpoint(job, name, clock)
+    def begin_snapshot(self, job: str, name: str, clock: int | None) -> None:
+        self.shard.begin_snapshot(job, name, clock)
 
-    def await_checkpoint(self, job: str, name: str) -> ShardSnapshot:
-        return self.shard.await_checkpoint(job, name, 0.0)
+    def await_snapshot(self, job: str, name: str) -> ShardSnapshot:
+        return self.shard.await_snapshot(job, name, 0.0)
 
     def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int) -> VersionRange:
         return self.shard.restore_job(spec, buckets, name, last_incarnation)
