@@ -25,7 +25,7 @@ from ps_runtime.settings import (
     whole_number,
 )
 from ps_server.coordinator.policy import CheckpointPolicy
-from ps_server.coordinator.timing import DEFAULT_TIMING, Timing
+from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_TIMING, Timing
 from ps_server.core.limits import DEFAULTS, Limits
 
 DEFAULT_METRICS_PORT = 9100
@@ -62,7 +62,7 @@ class ServerConfig:
     advertise: str | None = None
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
-    lease: float = 10.0
+    lease: float = DEFAULT_LEASE_SECONDS
     apply_threads: int = 1
     shared_directory: Path = DEFAULT_SHARED_DIRECTORY
     tls: Tls | None = None

@@ -31,7 +31,7 @@ from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.saved_job import resumed, saved
 from ps_server.coordinator.shards import Connect, RegisteredShard, Shards
 from ps_server.coordinator.state_file import StateFile
-from ps_server.coordinator.timing import DEFAULT_TIMING, Clock, Timing
+from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_TIMING, Clock, Timing
 from ps_server.core.bucket_sizes import sized
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.core.membership import JoinRequest, JoinResult, Membership
@@ -43,7 +43,6 @@ from ps_server.storage.checkpoints import CheckpointStore
 
 log = logging.getLogger("ps_server")
 
-DEFAULT_LEASE_SECONDS = 10.0
 REASONS_KEPT = 64
 
 
@@ -209,8 +208,8 @@ class Coordinator:
     def _new_job(self, spec: JobSpec) -> CoordinatedJob:
         check_job_spec(spec, self._cluster.limits)  # with as many buckets as it has now
         shards, placed = self._cluster.shards, place_job(spec, self.shard_count, secrets.token_hex(8))
-        held_by = {index: shard.process for index, shard in self.shards().items()}
-        job = CoordinatedJob(placed, held_by, self._cluster, self)
+        processes = {index: shard.process for index, shard in self.shards().items()}
+        job = CoordinatedJob(placed, processes, self._cluster, self)
         try:
             shards.call_all(lambda shard: shard.api.create_job(spec, placed.buckets_of(shard.index)))
         except PSError:
@@ -247,11 +246,11 @@ class Coordinator:
     def _resume_jobs(self) -> None:
         """Resumes the jobs that ran when a coordinator with this directory ended."""
         assert self._state_file is not None
-        for name, found in self._state_file.load().items():
+        for name, left in self._state_file.load().items():
             try:
-                spec = job_spec_from_data(found.spec)
+                spec = job_spec_from_data(left.spec)
                 check_job_spec(spec, self._cluster.limits)
-                job = self._jobs[name] = resumed(found, spec, self._cluster, self)
+                job = self._jobs[name] = resumed(left, spec, self._cluster, self)
             except PSError as error:
                 log.error("job %s: cannot be resumed: %s", name, error)
             else:

@@ -44,14 +44,14 @@ class CoordinatedJob:
     members, data, rounds, accounting: its parts
     checkpoints: what makes them; None where there are none
     placed:    the job, and which shard holds which bucket
-    held_by:   by shard, the process that holds the job's part; if another one serves the shard now, the part is lost
+    shard_processes: by shard, the process that holds the job's part: where another one serves the shard now, it is lost
     The others are what an earlier coordinator, or a checkpoint, has left of the job; by default it is new.
     """
 
     def __init__(
         self,
         placed: PlacedJob,
-        held_by: Mapping[int, int],
+        shard_processes: Mapping[int, int],
         cluster: Cluster,
         registry: Registry,
         membership: Membership | None = None,
@@ -60,7 +60,7 @@ class CoordinatedJob:
         accounting: StepAccounting | None = None,
     ) -> None:
         spec = placed.spec
-        self.placed, self._held_by = placed, dict(held_by)
+        self.placed, self._shard_processes = placed, dict(shard_processes)
         self._cluster, self._registry = cluster, registry
         self.members = JobMembers(
             spec.name,
@@ -88,14 +88,14 @@ class CoordinatedJob:
         return self.placed.spec
 
     @property
-    def held_by(self) -> Mapping[int, int]:
+    def shard_processes(self) -> Mapping[int, int]:
         """By shard, the process that holds the job's part."""
-        return self._held_by
+        return self._shard_processes
 
     def lost(self) -> list[int]:
         """Returns the shards that are served by another process than the one that held their part of the job."""
         shards = self._cluster.shards.known()
-        return [index for index, shard in shards.items() if self._held_by.get(index) != shard.process]
+        return [index for index, shard in shards.items() if self._shard_processes.get(index) != shard.process]
 
     def statistics(self) -> JobStatistics:
         """Returns how the job is."""
@@ -333,7 +333,7 @@ class CoordinatedJob:
 
     def continue_from(self, restored: Restored, shards: Mapping[int, RegisteredShard]) -> None:
         """Notes that shards hold the job as a checkpoint has it."""
-        self._held_by = {index: shard.process for index, shard in shards.items()}
+        self._shard_processes = {index: shard.process for index, shard in shards.items()}
         self.data.rolled_back()
         if self.checkpoints is not None:
             self.checkpoints.rolled_back(restored.manifest, restored.states)

@@ -6,7 +6,6 @@ exchanged values: never by a step. It holds the keys of the workers' leases, so 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import threading
@@ -15,12 +14,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ps_server.coordinator.saved_job import SavedJob, SavedRound, SavedWorker
-from ps_server.storage.checkpoints import FORMAT, READABLE, replace_file
+from ps_server.coordinator.saved_job import SavedJob
+from ps_server.core.membership import Member
+from ps_server.core.rounds import Round
+from ps_server.storage.checkpoints import FORMAT, READABLE, replace_file, seal
 
 log = logging.getLogger("ps_server")
 
 FILE = ".coordinator.json"
+_NAMES_OF_FORMAT_1 = {"held_by": "shard_processes", "awaited": "rejoining", "ghosts": "pending_removals"}
 
 
 class StateFile:
@@ -33,8 +35,8 @@ class StateFile:
     def save(self, jobs: Callable[[], Mapping[str, SavedJob]]) -> None:
         """Replaces the file by what `jobs` returns. Logs an error if the disk does not take it."""
         with self._lock:  # while they are listed, too: what is written last is the newest
-            data = json.loads(json.dumps({"format": FORMAT, "jobs": {n: asdict(job) for n, job in jobs().items()}}))
-            content = json.dumps({**data, "seal": _seal(data)}).encode()
+            data = {"format": FORMAT, "jobs": {name: _data(job) for name, job in jobs().items()}}
+            content = json.dumps({**data, "seal": seal(data)}).encode()
             try:
                 replace_file(self.path, content, "coordinator-file", 0o600)
             except OSError as error:
@@ -44,9 +46,9 @@ class StateFile:
         """Returns the jobs that ran; none where there is no file, or, with a warning, one that was not written so."""
         try:
             data = json.loads(self.path.read_bytes())
-            if data.pop("seal") != _seal(data) or data["format"] not in READABLE:
+            if data.pop("seal") != seal(data) or data["format"] not in READABLE:
                 raise ValueError("it is not what was written")
-            return {name: _job(job) for name, job in data["jobs"].items()}
+            return {name: _job(job, data["format"]) for name, job in data["jobs"].items()}
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -56,27 +58,33 @@ class StateFile:
             return {}
 
 
-def _job(data: dict[str, Any]) -> SavedJob:
+def _data(job: SavedJob) -> dict[str, Any]:
+    """Returns a job as JSON has it."""
+    data = asdict(job)
+    for worker in data["workers"]:
+        del worker["expires"], worker["heard"]  # by the clock of a process that is gone when they are read
+    return dict(json.loads(json.dumps(data, default=bytes.hex)))
+
+
+def _job(data: dict[str, Any], version: int) -> SavedJob:
+    if version == 1:
+        data = {_NAMES_OF_FORMAT_1.get(name, name): value for name, value in data.items()}
     data["placement"] = tuple(data["placement"])
-    data["held_by"] = {int(shard): process for shard, process in data["held_by"].items()}
+    data["shard_processes"] = {int(shard): process for shard, process in data["shard_processes"].items()}
     data["unaccounted"] = {int(rank): tuple(clocks) for rank, clocks in data["unaccounted"].items()}
     data["began"] = {int(rank): clock for rank, clock in data.get("began", {}).items()}
     skipped = data.get("skipped", {}).items()
     data["skipped"] = {int(rank): tuple((start, end) for start, end in spans) for rank, spans in skipped}
-    data["awaited"] = tuple(data["awaited"])
-    data["ghosts"] = tuple((shard, rank, incarnation) for shard, rank, incarnation in data["ghosts"])
+    data["rejoining"] = tuple(data["rejoining"])
+    data["pending_removals"] = tuple((shard, rank, number) for shard, rank, number in data["pending_removals"])
+    data["workers"] = tuple(_worker(worker) for worker in data["workers"])
     data["rounds"] = tuple(
-        SavedRound(**{**saved, "values": tuple((rank, value) for rank, value in saved["values"])})
+        Round(**{**saved, "values": tuple((rank, bytes.fromhex(value)) for rank, value in saved["values"])})
         for saved in data.get("rounds", ())
     )
-    data["workers"] = tuple(_worker(worker) for worker in data["workers"])
     return SavedJob(**data)
 
 
-def _worker(data: dict[str, Any]) -> SavedWorker:
+def _worker(data: dict[str, Any]) -> Member:
     replaced = tuple((launch, incarnation) for launch, incarnation in data.pop("replaced", ()))
-    return SavedWorker(**data, replaced=replaced)
-
-
-def _seal(data: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    return Member(**{**data, "key": bytes.fromhex(data["key"])}, expires=0.0, replaced=replaced)

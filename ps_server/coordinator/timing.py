@@ -60,3 +60,4 @@ class Timing:
 
 
 DEFAULT_TIMING = Timing()
+DEFAULT_LEASE_SECONDS = 10.0  # for which a worker counts as live without a heartbeat

@@ -72,7 +72,7 @@ def gather_request(request: rounds_pb2.GatherValuesRequest) -> GatherRequest:
 
 
 def gather_responses(standing: Standing) -> Iterator[rounds_pb2.GatherValuesResponse]:
-    """Yields how a round stands. Its values are in as many messages as they need, of which the last says that they are all."""
+    """Yields how a round stands: its values in as many messages as they need, of which the last one says so."""
     response = rounds_pb2.GatherValuesResponse(
         round=standing.number, awaited_ranks=standing.waiting_for, step_wanted=standing.step_wanted
     )
@@ -258,7 +258,7 @@ def _worker_status(worker: WorkerStatistics) -> cluster_pb2.WorkerStatus:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """Returns a message as plain data, by its fields' names: durations in seconds, times as text, None where not set."""
+    """Returns a message as plain data, by field name: durations in seconds, times as text, None where not set."""
     return {
         field.name: _plain(getattr(message, field.name))
         if not field.has_presence or message.HasField(field.name)
@@ -276,8 +276,6 @@ def _plain(value: Any) -> Any:
         return plain(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(value[key]) for key in sorted(value)}
-    return (
-        [_plain(each) for each in value]
-        if isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-        else value
-    )
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_plain(each) for each in value]
+    return value

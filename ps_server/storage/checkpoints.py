@@ -311,12 +311,11 @@ def _said(error: Exception) -> str:
 
 def _sealed(manifest: Manifest) -> dict[str, Any]:
     data = json.loads(json.dumps(asdict(manifest)))  # as it will be read: with text for keys
-    return {**data, "seal": _seal(data)}
+    return {**data, "seal": seal(data)}
 
 
 def _unsealed(data: dict[str, Any]) -> Manifest:
-    seal = data.pop("seal")
-    if seal != _seal(data):
+    if data.pop("seal") != seal(data):
         raise ValueError("it is not what was written")
     if data["format"] not in READABLE:
         raise ValueError(f"expected format {FORMAT}, found {data['format']}")
@@ -330,8 +329,8 @@ def _unsealed(data: dict[str, Any]) -> Manifest:
     return Manifest(**data)
 
 
-def _seal(data: Mapping[str, Any]) -> str:
-    """The SHA-256 of the content, however it is laid out."""
+def seal(data: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of what JSON holds, however it is laid out."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

@@ -272,7 +272,7 @@ def test_what_a_set_back_has_cost_is_still_known_after_the_coordinator_died(tmp_
         spec={},
         run="a run",
         placement=(0, 1),
-        held_by={0: 7, 1: 8},
+        shard_processes={0: 7, 1: 8},
         last_incarnation=5,
         restore_count=1,
         started=True,
@@ -282,8 +282,8 @@ def test_what_a_set_back_has_cost_is_still_known_after_the_coordinator_died(tmp_
         unaccounted={2: (40, 44)},
         began={0: 0, 2: 17},
         skipped={2: ((20, 22), (30, 31))},
-        awaited=(1,),
-        ghosts=((0, 1, 4), (1, 1, 4)),
+        rejoining=(1,),
+        pending_removals=((0, 1, 4), (1, 1, 4)),
     )
     StateFile(tmp_path).save(lambda: {"job": kept})
     assert StateFile(tmp_path).load() == {"job": kept}

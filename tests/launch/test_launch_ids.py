@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,11 @@ from torch import nn
 from ps_protocol.errors import Fenced, InvalidRequest, JobInUse
 from ps_runtime import launch_id
 from ps_server.coordinator import state_file
-from ps_server.coordinator.saved_job import SavedJob, SavedWorker
+from ps_server.coordinator.saved_job import SavedJob
 from ps_server.coordinator.state_file import StateFile
-from ps_server.core.membership import JoinRequest
+from ps_server.core.membership import JoinRequest, Member
 from ps_server.ops import status
+from ps_server.storage.checkpoints import seal
 from ps_worker import Session
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.launching import Command
@@ -394,18 +396,20 @@ def test_a_launchs_name_that_is_none_is_refused(shared: Cluster, job: str) -> No
 
 
 def test_files_of_coordinators_that_knew_no_launches_are_read(tmp_path: Path) -> None:
-    worker = SavedWorker(0, 1, 5, 12, "host", "", "00", 7, "a", 3.0, (("b", 1),))
-    job = SavedJob({}, "run", (0,), {0: 1}, 1, 0, True, (worker,))
+    worker = Member(0, 1, 0.0, 5, 12, "host", "", b"key", 7, "a", 3.0, replaced=(("b", 1),))
+    job = SavedJob({}, "run", (0,), {0: 1}, 1, 0, True, (worker,), rejoining=(2,), pending_removals=((0, 3, 1),))
     StateFile(tmp_path).save(lambda: {"job": job})
     assert StateFile(tmp_path).load()["job"].workers == (worker,)
-    kept = json.loads((tmp_path / state_file.FILE).read_text())
-    for known in kept["jobs"]["job"]["workers"]:
-        for name in ("launch", "since", "replaced"):
-            del known[name]
+    kept = {**json.loads((tmp_path / state_file.FILE).read_text()), "format": 1}
+    known = kept["jobs"]["job"]
+    for name, former in (("shard_processes", "held_by"), ("rejoining", "awaited"), ("pending_removals", "ghosts")):
+        known[former] = known.pop(name)
+    for name in ("launch", "since", "replaced"):
+        del known["workers"][0][name]
     del kept["seal"]
-    (tmp_path / state_file.FILE).write_text(json.dumps({**kept, "seal": state_file._seal(kept)}))
-    [found] = StateFile(tmp_path).load()["job"].workers
-    assert (found.launch, found.replaced, found.attempt) == ("", (), 7)
+    (tmp_path / state_file.FILE).write_text(json.dumps({**kept, "seal": seal(kept)}))
+    found = StateFile(tmp_path).load()["job"]
+    assert found == replace(job, workers=(replace(worker, launch="", since=0.0, replaced=()),))
 
 
 # -- what a launch is called -----------------------------------------------------------------------------------------
