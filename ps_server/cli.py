@@ -137,8 +137,8 @@ def _ask(arguments: argparse.Namespace) -> int:
     elif arguments.command == "end":
         status.end_job(arguments.server, arguments.job, allowed)
     else:
-        found = status.fetch(arguments.server, allowed)
-        print(json.dumps(found, indent=2) if arguments.json else status.table(found))
+        running = status.fetch(arguments.server, allowed)
+        print(json.dumps(running, indent=2) if arguments.json else status.table(running))
     return 0
 
 

@@ -11,7 +11,7 @@ from ps_protocol.job import JobSpec
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.members import JobMembers
 from ps_server.core.data_commits import MAX_LOADERS, Committed
-from ps_server.core.data_leases import DataLeases, Progress, Who
+from ps_server.core.data_leases import DataLeases, Progress, WorkerId
 from ps_server.core.limits import Limits
 
 log = logging.getLogger("ps_server")
@@ -26,7 +26,7 @@ class JobData:
         self._loaders: dict[int, DataLeases] = {}
         self._looks = 0  # begun so far
 
-    def lease(self, who: Who, key: bytes, request: LeaseRequest) -> BatchLease:
+    def lease(self, worker: WorkerId, key: bytes, request: LeaseRequest) -> BatchLease:
         """Gives a live worker batches; see DataLeases.lease. Raises InvalidRequest for a job with a world size."""
         if self._spec.world_size:
             raise InvalidRequest(
@@ -36,18 +36,18 @@ class JobData:
         looks = self._looks
         with self._lock:
             # Checked in here, so that no worker is given anything once `gone` was called for it.
-            workers = self._members.check(*who, key)
+            workers = self._members.check(*worker, key)
             leases = self._loader(request)
             settled = self._settled(leases)
             if leases.stale or settled:
                 self._look(leases, settled)
-            lease = leases.lease(who, request.pass_number, request.count, workers, request.report)
+            lease = leases.lease(worker, request.pass_number, request.count, workers, request.report)
             # Nothing is left: the shards know best what is done. A look that another call began since will do.
             if request.count and not lease.ranges and not lease.complete:
                 if self._looks == looks:
                     self._look(leases, self._settled(leases))
                 held = LeaseReport(held=request.report.held)
-                lease = leases.lease(who, request.pass_number, request.count, workers, held)
+                lease = leases.lease(worker, request.pass_number, request.count, workers, held)
             return lease
 
     def _loader(self, request: LeaseRequest) -> DataLeases:
@@ -58,7 +58,7 @@ class JobData:
         leases.agree(spec)
         return leases
 
-    def _settled(self, leases: DataLeases) -> set[Who]:
+    def _settled(self, leases: DataLeases) -> set[WorkerId]:
         """Returns the workers that are gone, that had leased something, and from which no shard accepts anything."""
         return leases.doubtful - self._members.half_gone()
 
@@ -71,7 +71,7 @@ class JobData:
             raise TryLater(f"a shard was started anew: job {name!r} is being rolled back to a checkpoint") from None
         return [committed for committed in answers if committed is not None]
 
-    def _look(self, leases: DataLeases, gone: set[Who]) -> None:
+    def _look(self, leases: DataLeases, gone: set[WorkerId]) -> None:
         self._looks += 1
         try:
             committed = self._committed()

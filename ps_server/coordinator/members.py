@@ -21,7 +21,7 @@ from ps_protocol.errors import LimitExceeded, NotFound, PSError, TryLater
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.refusals import refusal
 from ps_server.coordinator.shards import RegisteredShard
-from ps_server.core.data_leases import Who
+from ps_server.core.data_leases import WorkerId
 from ps_server.core.membership import JoinRequest, Member, Membership, check_key
 from ps_server.failpoints import failpoint
 
@@ -103,7 +103,7 @@ class JobMembers:
         joining = {(shard, *self._joining) for shard in range(self._shards.count)} if self._joining else set()
         return self._pending_removals | joining
 
-    def half_gone(self) -> set[Who]:
+    def half_gone(self) -> set[WorkerId]:
         """Returns the workers that are gone, and of which a shard may still accept something."""
         return {(rank, incarnation) for _, rank, incarnation in set(self._pending_removals)}
 

@@ -1,7 +1,7 @@
 """The rounds of one job: the rules of core.rounds with a lock, and the streams of the workers that wait.
 
-A worker that waits holds no thread. It is told whom it waits for, and whether one of those waits for it: in sync and
-ssp a worker may be in a step that cannot go on without the step of one that is in a round already.
+A worker that waits holds no thread. It is told which ranks it waits for, and whether one of those waits for it: in
+sync and ssp a worker may be in a step that cannot go on without the step of another that is in a round already.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Timing:
     orphans_look:    between looks for jobs that a shard holds and no coordinator knows
     shard_lost:      after so long without a call, a shard may be replaced by a process at another address
     round_look:      between looks at the workers that wait in a round
-    round_notice:    between notices to such a worker that say whom it waits for
+    round_notice:    between notices to such a worker that say which ranks it waits for
     round_hold:      after so long such a worker is told to ask again
     checkpoint_look: between looks at a checkpoint that is being made
     checkpoint_begin: between attempts to begin one while a shard cannot

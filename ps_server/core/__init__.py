@@ -12,7 +12,7 @@ data_leases.py   One loader's data, as the coordinator gives it out: batch by ba
 dense.py         One bucket's tensors: its weights, its optimizer, and the gradients being added up for the open update
 intervals.py     Sets of whole numbers that mostly lie together: kept as the intervals they form, however many numbers
 limits.py        How much anyone may take: every limit of a server by name, with its default
-membership.py    Who takes part in a job, and until when: the coordinator's side
+membership.py    The live workers of a job: leases, incarnations, ranks
 partition.py     One job's buckets on one shard: roster, rules and weights, changed by commands alone
 placement.py     Which shard holds which bucket: by bytes, largest first
 requests.py      What workers push and pull, as it came over the wire: nothing in it is checked yet

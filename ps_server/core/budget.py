@@ -91,8 +91,8 @@ class StagingBudget:
                 always() and self._principals.reserve(principal, charge, instead_of, always=True)
             ):
                 raise Backlogged(
-                    f"worker {rank}: whom it pushes for has more bytes staged that are not applied yet, "
-                    "over all workers, than max-caller-bytes lets it"
+                    f"worker {rank}: its caller has more bytes staged that are not applied yet, "
+                    "over all its workers, than max-caller-bytes allows"
                 )
             if before.charge and before.principal != principal:
                 self._principals.release(before.principal, before.charge)
@@ -119,7 +119,7 @@ class StagingBudget:
 
 
 def derived_limit(weights: int, bucket: int, workers: int) -> int:
-    """Bytes that may be staged on a shard where no limit says it: as many as its weights, or two buckets a worker.
+    """Returns the bytes that may be staged on a shard without a limit: as many as its weights, or two buckets a worker.
 
     So of two workers none is ever sent away, however far one is ahead in a step, and no bucket travels twice.
     Two buckets are what a worker has under way to one shard.

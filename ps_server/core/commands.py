@@ -74,7 +74,7 @@ class RemoveWorker(Command[None]):
 
 @dataclass(frozen=True)
 class RestoreSnapshot(Command[None]):
-    """Goes on from snapshots of all buckets, in a partition that has had no push. No worker is live; those of before,
+    """Continues from snapshots of all buckets, in a partition that has had no push. No worker is live; those of before,
     up to `last_incarnation`, have to join again.
 
     Raises InvalidRequest if there is a bucket without a snapshot, before anything is changed.

@@ -4,7 +4,7 @@ Three verbs, and the rule between them:
 
     stage   takes a worker's contribution for its next clock; a repeat is known by its clock and not taken again
     next    says what to do with what is staged: add a contribution to the open update, or step the optimizer
-    admits  says whether a pull at some clock may be answered, and if not, whom it waits for
+    admits  says whether a pull at some clock may be answered, and if not, which workers it waits for
 
 With aggregation (sync), update number r is one step with the mean of one contribution of each live worker, added in
 rank order: one that comes early is held back, so that two runs add in the same order and agree to the bit. Without it
@@ -85,20 +85,19 @@ class UpdateRule(Generic[T]):
     added: list[Add[None]] = field(default_factory=list)
 
     def add_worker(self, rank: int, clock: int) -> None:
-        """A worker takes part from `clock` on: what came before counts as done by it."""
+        """Counts a worker from `clock` on: what came before counts as done by it."""
         self.staged[rank] = self.applied[rank] = clock
 
     def unapplied(self) -> list[DataRange]:
-        """The leased data of contributions that are staged and not in the weights yet."""
-        waiting = [one for add in self.waiting.values() for one in add.ranges]
-        return waiting + [one for add in self.added for one in add.ranges]
+        """Returns the leased data of contributions that are staged and not in the weights yet."""
+        return [used for add in (*self.waiting.values(), *self.added) for used in add.ranges]
 
     def frontier(self) -> int:
-        """The highest clock that any worker has reached here, live or not."""
+        """Returns the highest clock that any worker has reached here, live or not."""
         return max([self.version if self.consistency.aggregate else 0, *self.staged.values()])
 
     def is_repeat(self, rank: int, clock: int) -> bool:
-        """True for a push that was staged before. Raises OutOfOrder or Backlogged for one that cannot be staged now."""
+        """Whether a push was staged before. Raises OutOfOrder or Backlogged if it cannot be staged now."""
         staged = self.staged.get(rank, 0)
         if clock <= staged:
             return True
@@ -109,13 +108,13 @@ class UpdateRule(Generic[T]):
         return False
 
     def is_awaited(self, rank: int, clock: int) -> bool:
-        """Whether this contribution, once staged, is the next to be added. Kept back, it would stop everybody; those
+        """Whether this contribution, once staged, is the next to be added. Kept back, it would stop all workers; those
         behind it can be kept back until it is in."""
         if not self.consistency.aggregate:
             return False
         if clock > self.version + 1:
-            # Where all have joined further on than the bucket is, nobody will bring the updates before: the first
-            # contribution makes them empty ones, and whoever it is from, the others wait for it.
+            # Where all workers have joined further on than the bucket is, none will bring the updates before: the
+            # first contribution makes them empty ones, and the others wait for it.
             return not (self.waiting or self.added or any(self._is_needed(rank) for rank in self.roster))
         taken = {add.rank for add in self.added}
         before = (other for other in self.waiting.keys() | self.roster.keys() if other < rank and other not in taken)
@@ -127,7 +126,7 @@ class UpdateRule(Generic[T]):
         self.waiting[rank] = Add(rank, clock, contribution, ranges)
 
     def next(self) -> Add[T] | Step | None:
-        """What to do now; None when nothing can be done before something is staged or the roster changes.
+        """Returns what to do now; None when nothing can be done before something is staged or the roster changes.
 
         Do it, then call `done` with it. Nothing is added while the bucket is not initialised.
         """
@@ -141,12 +140,12 @@ class UpdateRule(Generic[T]):
             return None
         taken = {add.rank for add in self.added}
         for rank in sorted(self.waiting.keys() | self.roster.keys()):
-            # A newcomer may stage its first clock while an earlier update is still open here: that one is not for it.
+            # A worker that joins may stage its first clock while an earlier update is open here: that one is not its.
             if self._is_next(rank):
                 return self.waiting[rank]
             if rank not in taken and self._is_needed(rank):
                 return None
-        # What waits is for a later update, and nobody is left who could bring this one: it is an empty one.
+        # What waits is for a later update, and no worker is left to bring this one: it is an empty one.
         return Step(tuple(add.rank for add in self.added), 0) if self.added or self.waiting else None
 
     def done(self, work: Add[T] | Step) -> None:
@@ -157,7 +156,7 @@ class UpdateRule(Generic[T]):
             return
         self.version += 1
         for add in self.added:
-            # A worker that came back may stand further on than what its older self had left behind.
+            # A worker that rejoined may be further on than the contribution that its older incarnation left.
             self.applied[add.rank] = max(add.clock, self.applied.get(add.rank, 0))
         self.added.clear()
 
@@ -185,13 +184,13 @@ class UpdateRule(Generic[T]):
         return ADMITTED
 
     def restore(self, version: int, clocks: Mapping[int, int]) -> None:
-        """Goes on from an image: nothing is staged, and what its clocks say counts as pushed."""
+        """Continues from a snapshot: nothing is staged, and what its clocks say counts as pushed."""
         self.initialised = True
         self.version = version
         self.staged, self.applied = dict(clocks), dict(clocks)
 
     def clocks(self) -> dict[int, int]:
-        """The clock of each live worker here."""
+        """Returns the clock of each live worker here."""
         return {rank: self.applied.get(rank, 0) for rank in self.roster}
 
     def _is_next(self, rank: int) -> bool:

@@ -56,7 +56,7 @@ class _Pass:
     extras: dict[int, Intervals] = field(default_factory=dict)
 
     def had(self, bucket: int, span: Span) -> int:
-        """How many samples of a range a bucket has had."""
+        """Returns how many samples of a range a bucket has had."""
         if bucket in self.parts.get(span, ()):
             return span[1] - span[0]
         extra = self.extras.get(bucket)
@@ -81,89 +81,89 @@ class DataCommits:
         if not ranges:
             return UNUSED
         had = 0
-        for one in ranges:
-            known = self._passes.get(one.loader)
-            if known is not None and one.pass_number == known.number:
-                had += known.had(bucket, one.span)
-                if len(known.whole) + len(known.parts) >= MAX_FRAGMENTS and one.span not in known.parts:
-                    raise LimitExceeded(f"loader {one.loader}: what is committed lies in {MAX_FRAGMENTS} pieces")
-            elif known is not None and one.pass_number < known.number:
-                had += one.stop - one.start  # that pass is over
-        for one in ranges:
-            self._take(bucket, one)
-        return Use(True, sum(one.stop - one.start for one in ranges) - had) if had else UNUSED
+        for used in ranges:
+            latest = self._passes.get(used.loader)
+            if latest is not None and used.pass_number == latest.number:
+                had += latest.had(bucket, used.span)
+                if len(latest.whole) + len(latest.parts) >= MAX_FRAGMENTS and used.span not in latest.parts:
+                    raise LimitExceeded(f"loader {used.loader}: what is committed lies in {MAX_FRAGMENTS} pieces")
+            elif latest is not None and used.pass_number < latest.number:
+                had += used.stop - used.start  # that pass is over
+        for used in ranges:
+            self._take(bucket, used)
+        return Use(True, sum(used.stop - used.start for used in ranges) - had) if had else UNUSED
 
-    def _take(self, bucket: int, one: DataRange) -> None:
-        known = self._passes.get(one.loader)
-        if known is None or known.number < one.pass_number:
+    def _take(self, bucket: int, used: DataRange) -> None:
+        latest = self._passes.get(used.loader)
+        if latest is None or latest.number < used.pass_number:
             # A pass begins when the one before is complete everywhere: nothing of that one needs to be kept.
-            known = self._passes[one.loader] = _Pass(one.pass_number)
-        if known.number > one.pass_number or known.whole.count(*one.span) == one.stop - one.start:
+            latest = self._passes[used.loader] = _Pass(used.pass_number)
+        if latest.number > used.pass_number or latest.whole.count(*used.span) == used.stop - used.start:
             return
-        part = known.parts.setdefault(one.span, set())
-        part.add(bucket)
-        if len(part) == len(self._buckets):
-            del known.parts[one.span]
-            known.whole.add(*one.span)
-            for extra in known.extras.values():
-                extra.remove(*one.span)
+        buckets = latest.parts.setdefault(used.span, set())
+        buckets.add(bucket)
+        if len(buckets) == len(self._buckets):
+            del latest.parts[used.span]
+            latest.whole.add(*used.span)
+            for extra in latest.extras.values():
+                extra.remove(*used.span)
 
     def whole(self) -> Committed:
-        """What every bucket that trains here has had."""
-        return {loader: (known.number, known.whole.spans()) for loader, known in self._passes.items()}
+        """Returns what every bucket that trains here has had."""
+        return {loader: (latest.number, latest.whole.spans()) for loader, latest in self._passes.items()}
 
     def of(self, bucket: int, without: Iterable[DataRange] = ()) -> Committed:
-        """What one bucket has had, but for some ranges: those of pushes that are not in its weights yet."""
-        found: Committed = {}
+        """Returns what one bucket has had, but for some ranges: those of pushes that are not in its weights yet."""
+        committed: Committed = {}
         not_yet = list(without)
-        for loader, known in self._passes.items():
-            had = Intervals(known.whole.spans())
-            for span, buckets in known.parts.items():
+        for loader, latest in self._passes.items():
+            had = Intervals(latest.whole.spans())
+            for span, buckets in latest.parts.items():
                 if bucket in buckets:
                     had.add(*span)
-            for span in known.extras[bucket].spans() if bucket in known.extras else ():
+            for span in latest.extras[bucket].spans() if bucket in latest.extras else ():
                 had.add(*span)
-            for one in not_yet:
-                if (one.loader, one.pass_number) == (loader, known.number):
-                    had.remove(*one.span)
-            found[loader] = known.number, had.spans()
-        return found
+            for used in not_yet:
+                if (used.loader, used.pass_number) == (loader, latest.number):
+                    had.remove(*used.span)
+            committed[loader] = latest.number, had.spans()
+        return committed
 
-    def restore(self, each: Mapping[int, Committed]) -> None:
-        """Sets all back to what a snapshot has, by bucket. A bucket that it does not know has had nothing."""
+    def restore(self, committed: Mapping[int, Committed]) -> None:
+        """Continues from what a snapshot has of each bucket. A bucket that it does not know has had nothing."""
         self._passes = {}
-        for loader in {loader for had in each.values() for loader in had}:
-            number = max(had[loader][0] for had in each.values() if loader in had)
-            mine: dict[int, Intervals] = {}
+        for loader in {loader for had in committed.values() for loader in had}:
+            number = max(had[loader][0] for had in committed.values() if loader in had)
+            of_pass: dict[int, Intervals] = {}
             for bucket in self._buckets:
-                theirs, spans = each.get(bucket, {}).get(loader, (-1, []))
-                mine[bucket] = Intervals(spans if theirs == number else ())
+                latest, spans = committed.get(bucket, {}).get(loader, (-1, []))
+                of_pass[bucket] = Intervals(spans if latest == number else ())
             whole: Intervals | None = None
-            for had in mine.values():
+            for had in of_pass.values():
                 whole = had if whole is None else whole.common(had)
-            known = self._passes[loader] = _Pass(number, Intervals(whole.spans() if whole else ()))
-            extras = {bucket: had.without(known.whole) for bucket, had in mine.items()}
-            known.extras = {bucket: extra for bucket, extra in extras.items() if extra.total}
+            restored = self._passes[loader] = _Pass(number, Intervals(whole.spans() if whole else ()))
+            extras = {bucket: had.without(restored.whole) for bucket, had in of_pass.items()}
+            restored.extras = {bucket: extra for bucket, extra in extras.items() if extra.total}
 
 
 def check_ranges(ranges: Sequence[DataRange]) -> None:
     """Raises InvalidRequest naming the first thing wrong with the ranges of a push."""
     if len(ranges) > MAX_RANGES:
         raise InvalidRequest(f"a push has at most {MAX_RANGES} ranges of data, got {len(ranges)}")
-    for one in ranges:
-        if one.loader >= MAX_LOADERS:
-            raise InvalidRequest(f"expected a loader below {MAX_LOADERS}, got {one.loader}")
-        if one.start >= one.stop:
-            raise InvalidRequest(f"a range of data ends after it starts, got [{one.start}, {one.stop})")
+    for used in ranges:
+        if used.loader >= MAX_LOADERS:
+            raise InvalidRequest(f"expected a loader below {MAX_LOADERS}, got {used.loader}")
+        if used.start >= used.stop:
+            raise InvalidRequest(f"a range of data ends after it starts, got [{used.start}, {used.stop})")
     if len(set(ranges)) != len(ranges):
         raise InvalidRequest("a push names each range of data at most once")
 
 
 def common(shards: Iterable[Committed], loader: int, number: int, samples: int) -> Intervals:
-    """What is committed of one pass on all shards. A shard that is in a later pass has had all of this one."""
-    found = Intervals([(0, samples)])
+    """Returns what is committed of a pass on all shards. A shard that is in a later pass has had all of this one."""
+    everywhere = Intervals([(0, samples)])
     for committed in shards:
-        theirs, spans = committed.get(loader, (-1, []))
-        if theirs <= number:
-            found = found.common(Intervals(spans if theirs == number else ()))
-    return found
+        latest, spans = committed.get(loader, (-1, []))
+        if latest <= number:
+            everywhere = everywhere.common(Intervals(spans if latest == number else ()))
+    return everywhere

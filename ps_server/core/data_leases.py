@@ -19,7 +19,7 @@ from ps_protocol.errors import InvalidRequest, JobMismatch
 from ps_server.core.data_commits import Committed, common
 from ps_server.core.intervals import Intervals, Span
 
-Who = tuple[int, int]  # rank and incarnation
+WorkerId = tuple[int, int]  # rank and incarnation
 
 
 @dataclass(frozen=True)
@@ -51,75 +51,76 @@ class DataLeases:
         self._committed = Intervals()
         self._pushed = Intervals()  # by the word of workers
         self._free = Intervals([(0, self.spec.samples)])
-        self._leased: dict[Who, set[Span]] = {}
-        self._doubtful: dict[Who, set[Span]] = {}
+        self._leased: dict[WorkerId, set[Span]] = {}
+        self._doubtful: dict[WorkerId, set[Span]] = {}
 
     # -- what workers ask --------------------------------------------------------------------------------------------
 
     def agree(self, spec: LoaderSpec) -> None:
         """Raises JobMismatch naming what differs from the loader that is known."""
-        theirs = vars(spec)
-        for name, mine in vars(self.spec).items():
-            if mine != theirs[name]:
-                raise JobMismatch(f"loader {self.loader} differs: {name} is {mine}, got {theirs[name]}")
+        for name, value in vars(self.spec).items():
+            if value != getattr(spec, name):
+                raise JobMismatch(f"loader {self.loader} differs: {name} is {value}, got {getattr(spec, name)}")
 
-    def lease(self, who: Who, asked: int, count: int, workers: int = 1, report: LeaseReport = NOTHING) -> BatchLease:
+    def lease(
+        self, worker: WorkerId, asked: int, count: int, workers: int = 1, report: LeaseReport = NOTHING
+    ) -> BatchLease:
         """Gives a worker that is in pass `asked` up to `count` batches, fewer the fewer are left for `workers` of them.
 
         Raises InvalidRequest for a range that is none of this loader's; changes nothing then.
         """
         self._check([*report.held, *report.committed, *report.returned])
-        self._tell(who, report)
+        self._tell(worker, report)
         if asked > self.number and self.complete:
             self._begin(self.number + 1)
-            self._tell(who, report)
+            self._tell(worker, report)
         if asked < self.number or (asked == self.number and self.complete):
             return BatchLease(complete=True)
-        mine = self._leased.setdefault(who, set())
-        held = {one.span for one in report.held if one.pass_number == self.number}
-        spans = sorted(mine - held)[:count]  # given before, in an answer that was lost
+        leased = self._leased.setdefault(worker, set())
+        held = {batch.span for batch in report.held if batch.pass_number == self.number}
+        spans = sorted(leased - held)[:count]  # given before, in an answer that was lost
         fair = max(1, self._free.total // (2 * max(1, workers) * self.spec.batch_size))
-        while len(spans) < min(count, fair) and len(mine) < self._limit and (span := self._next()) is not None:
+        while len(spans) < min(count, fair) and len(leased) < self._limit and (span := self._next()) is not None:
             self._free.remove(*span)
-            mine.add(span)
+            leased.add(span)
             spans.append(span)
         return BatchLease(tuple(DataRange(self.loader, self.number, *span) for span in spans))
 
     def _next(self) -> Span | None:
-        """The lowest batch that is free. Batches come back as they were given, so they stay the same ones."""
+        """Returns the lowest batch that is free. Batches come back as they were given, so they stay the same ones."""
         first = self._free.first()
         return (first[0], min(first[1], first[0] + self.spec.batch_size)) if first else None
 
     def _check(self, ranges: Iterable[DataRange]) -> None:
-        for one in ranges:
-            start, stop = one.span
-            if one.loader != self.loader or not start < stop <= min(self.spec.samples, start + self.spec.batch_size):
+        for batch in ranges:
+            start, stop = batch.span
+            if batch.loader != self.loader or not start < stop <= min(self.spec.samples, start + self.spec.batch_size):
                 raise InvalidRequest(
                     f"loader {self.loader} gives out batches of {self.spec.batch_size} out of {self.spec.samples} "
-                    f"samples, got [{start}, {stop}) of loader {one.loader}"
+                    f"samples, got [{start}, {stop}) of loader {batch.loader}"
                 )
 
-    def _tell(self, who: Who, report: LeaseReport) -> None:
+    def _tell(self, worker: WorkerId, report: LeaseReport) -> None:
         def spans(ranges: Sequence[DataRange]) -> list[Span]:
-            return [one.span for one in ranges if one.pass_number == self.number]
+            return [batch.span for batch in ranges if batch.pass_number == self.number]
 
-        mine = self._leased.setdefault(who, set())
+        leased = self._leased.setdefault(worker, set())
         for span in spans(report.committed):
-            mine.discard(span)
+            leased.discard(span)
             self._pushed.add(*span)
             self._free.remove(*span)
         for span in spans(report.returned):
-            if span in mine:
-                mine.discard(span)
+            if span in leased:
+                leased.discard(span)
                 self._give_back(span)
         for span in spans(report.held):
-            if span not in mine and len(mine) < self._limit and self._take_over(who, span):
-                mine.add(span)
+            if span not in leased and len(leased) < self._limit and self._take_over(worker, span):
+                leased.add(span)
 
-    def _take_over(self, who: Who, span: Span) -> bool:
-        """A worker holds what was given to its older self, or by a coordinator before this one."""
+    def _take_over(self, worker: WorkerId, span: Span) -> bool:
+        """Whether a worker may hold what was given to its older incarnation, or by a coordinator before this one."""
         for older, spans in self._doubtful.items():
-            if older[0] == who[0] and span in spans:
+            if older[0] == worker[0] and span in spans:
                 spans.remove(span)
                 return True
         if self._free.count(*span) < span[1] - span[0]:
@@ -136,21 +137,21 @@ class DataLeases:
     # -- what happens to workers and shards --------------------------------------------------------------------------
 
     def gone(self, rank: int, incarnation: int) -> None:
-        """A worker, or an older one of its rank, takes no part any more: what it had leased is in doubt."""
-        for who in [who for who in self._leased if who[0] == rank and who[1] <= incarnation]:
-            spans = self._leased.pop(who)
+        """Notes that a worker, and each older one of its rank, is gone: what it had leased is in doubt."""
+        for worker in [worker for worker in self._leased if worker[0] == rank and worker[1] <= incarnation]:
+            spans = self._leased.pop(worker)
             if spans:
-                self._doubtful[who] = spans
+                self._doubtful[worker] = spans
 
     @property
-    def doubtful(self) -> set[Who]:
-        """Returns the workers that are gone, and whose leased batches may or may not be committed."""
+    def doubtful(self) -> set[WorkerId]:
+        """The workers that are gone, and whose leased batches may or may not be committed."""
         return set(self._doubtful)
 
-    def settle(self, shards: Sequence[Committed], gone: Iterable[Who] = ()) -> None:
+    def settle(self, shards: Sequence[Committed], gone: Iterable[WorkerId] = ()) -> None:
         """Takes over what the shards have committed.
 
-        gone: those of `doubtful` from whom nothing can come any more; what they had and did not commit is free again
+        gone: those of `doubtful` of which nothing can come any more; what they had and did not commit is free again
         """
         if self.stale:
             self._begin(max((had[self.loader][0] for had in shards if self.loader in had), default=0))
@@ -162,8 +163,8 @@ class DataLeases:
             self._give_back(span)
         for spans in self._leased.values():
             spans -= {span for span in spans if self._committed.count(*span) == span[1] - span[0]}
-        for who in gone:
-            for span in self._doubtful.pop(who, ()):
+        for worker in gone:
+            for span in self._doubtful.pop(worker, ()):
                 self._give_back(span)
 
     # -- how far it is -----------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ class DataLeases:
     @property
     def progress(self) -> Progress:
         """How far the pass is."""
-        held = [*self._leased.values(), *self._doubtful.values()]
-        leased = sum(stop - start for spans in held for start, stop in spans)
+        batches = [*self._leased.values(), *self._doubtful.values()]
+        leased = sum(stop - start for spans in batches for start, stop in spans)
         done = self._committed.total + self._pushed.without(self._committed).total
         return Progress(self.number, self.spec.samples, done, leased, self._returned)

@@ -27,11 +27,11 @@ class Intervals:
     __hash__ = None  # type: ignore[assignment]  # it changes
 
     def spans(self) -> list[Span]:
-        """The intervals, ascending."""
+        """Returns the intervals, ascending."""
         return list(zip(self._starts, self._stops, strict=True))
 
     def first(self) -> Span | None:
-        """The lowest interval."""
+        """Returns the lowest interval; None where there is none."""
         return (self._starts[0], self._stops[0]) if self._starts else None
 
     def add(self, start: int, stop: int) -> None:
@@ -51,25 +51,25 @@ class Intervals:
             self._replace(low, high, [end for end in ends if end[0] < end[1]])
 
     def count(self, start: int, stop: int) -> int:
-        """How many numbers of [start, stop) are in here."""
+        """Returns how many numbers of [start, stop) are in here."""
         low, high = bisect_right(self._stops, start), bisect_left(self._starts, stop)
         return sum(max(0, min(stop, self._stops[i]) - max(start, self._starts[i])) for i in range(low, high))
 
     def common(self, other: Intervals) -> Intervals:
-        """What is in both."""
-        found = Intervals()
+        """Returns what is in both."""
+        both = Intervals()
         for start, stop in self.spans():
             low, high = bisect_right(other._stops, start), bisect_left(other._starts, stop)
             for i in range(low, high):
-                found.add(max(start, other._starts[i]), min(stop, other._stops[i]))
-        return found
+                both.add(max(start, other._starts[i]), min(stop, other._stops[i]))
+        return both
 
     def without(self, other: Intervals) -> Intervals:
-        """What is in here and not in the other."""
-        found = Intervals(self.spans())
+        """Returns what is in here and not in the other."""
+        rest = Intervals(self.spans())
         for start, stop in other.spans():
-            found.remove(start, stop)
-        return found
+            rest.remove(start, stop)
+        return rest
 
     def _replace(self, low: int, high: int, spans: list[Span]) -> None:
         self.total += sum(stop - start for start, stop in spans)

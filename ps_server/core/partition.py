@@ -125,7 +125,7 @@ class JobPartition:
         if isinstance(work, Add):
             self._staged.release(index, work.rank)
 
-    # -- who takes part ----------------------------------------------------------------------------------------------
+    # -- workers ---------------------------------------------------------------------------------------------------
 
     def _add_worker(self, command: AddWorker) -> int:
         rank, incarnation, clock = command.rank, command.incarnation, command.clock
@@ -164,7 +164,7 @@ class JobPartition:
         snapshots = command.snapshots
         missing = sorted(self.buckets.keys() - snapshots.keys())
         if missing:
-            raise InvalidRequest(f"expected an image of each bucket, got none of {missing[:8]}")
+            raise InvalidRequest(f"expected a snapshot of each bucket, got none of {missing[:8]}")
         self._fenced = command.last_incarnation
         self.roster.clear()
         for index, bucket in self.buckets.items():
@@ -314,7 +314,7 @@ class JobPartition:
         """Reserves the bytes of a contribution. Raises Backlogged if there is no room for them.
 
         What an update waits for is always taken: all that is staged may be waiting behind it. Where no update waits for
-        others (ssp, async), what is staged is applied without anybody's help, and there is room again. What lies in
+        others (ssp, async), what is staged is applied without others' help, and there is room again. What lies in
         the worker's own memory takes no room here, but counts for its principal.
         """
         index, rank, gradient = command.bucket, command.rank, command.gradient

@@ -50,7 +50,7 @@ class Rounds:
     completed: the number of the last complete round
     kept:      the last of the complete ones, without a gap
     given:     by rank, what the open round has
-    behind:    true for a coordinator that took the job up again: its workers may know of rounds that it does not
+    behind:    true for a coordinator that resumed the job: its workers may know of rounds that it does not
     """
 
     limit: int
@@ -60,11 +60,11 @@ class Rounds:
     behind: bool = False
 
     def following(self, clock: int) -> int:
-        """The round that comes next for a worker at a clock that has taken no part in any: those before it are over."""
-        return next((found.number for found in self.kept if found.clock >= clock), self.completed + 1)
+        """Returns the next round of a worker at a clock that has taken no part in any: those before it are over."""
+        return next((kept.number for kept in self.kept if kept.clock >= clock), self.completed + 1)
 
     def find(self, number: int) -> Round | None:
-        """A round if it is complete, None if it is the open one.
+        """Returns a round if it is complete, None if it is the open one.
 
         Raises InvalidRequest for one beyond that, LimitExceeded for one that is not kept any more.
         """
@@ -80,22 +80,22 @@ class Rounds:
         return self.kept[number - self.kept[0].number]
 
     def contribute(self, rank: int, number: int, given: Given, live: Mapping[int, int], started: bool) -> Round | None:
-        """Takes a live worker's value; the round if it is complete now, or was before. A repeat changes nothing.
+        """Takes a live worker's value; returns the round if it is complete by now. A repeat changes nothing.
 
         live:    the incarnation of each live worker, by rank
         started: whether all declared workers have joined
         Raises InvalidRequest or LimitExceeded as `find` does.
         """
-        found = self.find(number)
-        if found is not None:
-            return found
+        complete = self.find(number)
+        if complete is not None:
+            return complete
         if number > self.completed + 1:  # the others have been there: what was given to an earlier one is too late
             self.completed, self.kept, self.given = number - 1, (), {}
         before = self.given.get(rank)
         if before is not None and before.incarnation == given.incarnation:
             given = replace(given, value=before.value)  # a repeat does not change the first value
         self.given[rank] = given
-        size = sum(len(one.value) for one in self.given.values())
+        size = sum(len(other.value) for other in self.given.values())
         if size > self.limit:
             ranks = ", ".join(map(str, sorted(self.given)))
             return self._complete(
@@ -104,23 +104,23 @@ class Rounds:
         return self.settle(live, started)
 
     def settle(self, live: Mapping[int, int], started: bool) -> Round | None:
-        """Drops what is from workers that are gone; the round if it is complete without them."""
-        self.given = {rank: one for rank, one in self.given.items() if live.get(rank) == one.incarnation}
+        """Drops what is from workers that are gone; returns the round if it is complete without them."""
+        self.given = {rank: given for rank, given in self.given.items() if live.get(rank) == given.incarnation}
         if not started or not self.given or self.given.keys() != live.keys():
             return None
         return self._complete("")
 
     def _complete(self, refused: str) -> Round:
-        values = () if refused else tuple((rank, one.value) for rank, one in sorted(self.given.items()))
-        clock = max(one.clock for one in self.given.values())
-        found = Round(self.completed + 1, clock, values, refused)
-        self.completed, self.given, self.behind = found.number, {}, False
-        self.kept = newest((*self.kept, found), self.limit)
-        return found
+        values = () if refused else tuple((rank, given.value) for rank, given in sorted(self.given.items()))
+        clock = max(given.clock for given in self.given.values())
+        complete = Round(self.completed + 1, clock, values, refused)
+        self.completed, self.given, self.behind = complete.number, {}, False
+        self.kept = newest((*self.kept, complete), self.limit)
+        return complete
 
 
 def newest(rounds: tuple[Round, ...], limit: int) -> tuple[Round, ...]:
-    """The last rounds whose values are no more than so many bytes together; the very last one in any case."""
+    """Returns the last rounds whose values are no more than so many bytes together; the very last one in any case."""
     size, first = 0, len(rounds)
     while first and (size + rounds[first - 1].bytes <= limit or first == len(rounds)):
         first -= 1

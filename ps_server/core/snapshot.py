@@ -1,22 +1,22 @@
 """A bucket as a checkpoint has it: a value that outlives the shard it was taken from.
 
-An image is taken between two updates, so nothing is half applied in it. What was staged and not yet applied at that
-moment is not in it: the clocks of an image are those of applied updates, and whoever goes on from it pushes again what
-came after. Buckets are the same on any number of shards, so an image goes back to whichever shard holds its bucket
-then.
+A snapshot is taken between two updates, so nothing is half applied in it. What was staged and not yet applied at that
+moment is not in it: its clocks are those of applied updates, and workers that continue from it push again what came
+after. Buckets are the same on any number of shards, so a snapshot is restored on the shard that holds its bucket then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 
 from ps_protocol.job import HyperParameters
 from ps_server.core.data_commits import Committed
 
-# By the segment's position in its bucket, the optimizer's state of that segment: name -> tensor.
+# By the slice's position in its bucket, the optimizer's state of that slice: name -> tensor.
 OptimizerState = Mapping[int, Mapping[str, torch.Tensor]]
 
 
@@ -28,7 +28,7 @@ class BucketSnapshot:
     clocks:  by rank, the highest clock whose update is in the weights, of the living and of the dead: what makes a push
              exactly once
     weights: [numel of the bucket] in the bucket's dtype
-    state:   of the optimizer, by segment; empty for a bucket that no optimizer steps
+    state:   of the optimizer, by slice; empty for a bucket that no optimizer steps
     groups:  the hyper-parameters of the last update, by parameter group
     committed: the leased data that is in the weights, by loader
     """
@@ -57,7 +57,7 @@ class VersionRange:
     clocks: Mapping[int, int] = field(default_factory=dict)
 
     def union(self, other: VersionRange) -> VersionRange:
-        """The extent of both together."""
+        """Returns the range of both together."""
         ranks = self.clocks.keys() | other.clocks.keys()
         clocks = {
             rank: min(extent.clocks[rank] for extent in (self, other) if rank in extent.clocks)
@@ -86,9 +86,6 @@ class ShardSnapshot:
 
 
 def extent(buckets: Iterable[tuple[int, Mapping[int, int]]]) -> VersionRange:
-    """The extent of buckets that train, each given as its version and its clocks."""
-    each = [VersionRange(version, version, clocks) for version, clocks in buckets]
-    found = each[0] if each else VersionRange()
-    for other in each[1:]:
-        found = found.union(other)
-    return found
+    """Returns the range of buckets that train, each given as its version and its clocks."""
+    ranges = [VersionRange(version, version, clocks) for version, clocks in buckets]
+    return reduce(VersionRange.union, ranges) if ranges else VersionRange()

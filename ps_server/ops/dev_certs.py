@@ -28,7 +28,7 @@ HOLDERS = {
 FILES = tuple(dict.fromkeys(name for names in HOLDERS.values() for name in names))
 _BACKDATED = datetime.timedelta(minutes=5)  # clocks of two machines are never quite the same
 
-_ROLES = f"""# Who may do what, for --tokens: lines "cn:NAME ROLE[:JOB]" and "ROLE[:JOB] TOKEN".
+_ROLES = f"""# What each caller may do, for --tokens: lines "cn:NAME ROLE[:JOB]" and "ROLE[:JOB] TOKEN".
 cn:{SERVER_NAME} cluster
 cn:{CLIENT_NAME} worker
 cn:{CLIENT_NAME} admin

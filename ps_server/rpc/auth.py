@@ -75,7 +75,7 @@ def parse_access_list(text: str, path: str) -> AccessList:
         if permission.role is Role.CLUSTER and cluster is None:
             cluster = token
     if not tokens and not names:
-        raise InvalidRequest(f"{path} names nobody: every call would be refused")
+        raise InvalidRequest(f"{path} names no token and no certificate: every call would be refused")
     return AccessList(tuple(tokens), names, cluster)
 
 

@@ -116,8 +116,8 @@ def _pull(
     request: data_pb2.PullRequest | data_pb2.ExchangeRequest,
     in_segment: bool,
 ) -> PullCall:
-    who = worker.job, worker.rank, worker.incarnation
-    return PullCall(*who, clock, tuple(request.buckets), worker.lease_key, in_segment, request.notify_bytes)
+    identity = worker.job, worker.rank, worker.incarnation
+    return PullCall(*identity, clock, tuple(request.buckets), worker.lease_key, in_segment, request.notify_bytes)
 
 
 def _read(kind: type[M], data: bytes) -> tuple[M, memoryview | None]:

@@ -16,7 +16,7 @@ from ps_server.rpc.streams import Outbox, Send
 
 
 class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type: ignore[misc,unused-ignore]
-    """Lets workers join and leave, and says who takes part.
+    """Lets workers join and leave, and says which are live.
 
     senders: send to those that watch
     """
@@ -63,8 +63,8 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
     def SaveWorkerState(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker, state = request.worker, request.state
         check_job(worker.job)
-        who = worker.rank, worker.incarnation, worker.lease_key
-        self._coordinator.job(worker.job).save_worker_state(*who, state.clock, state.content)
+        identity = worker.rank, worker.incarnation, worker.lease_key
+        self._coordinator.job(worker.job).save_worker_state(*identity, state.clock, state.content)
         return membership_pb2.SaveWorkerStateResponse()
 
     def Leave(self, request: Any, context: grpc.ServicerContext) -> Any:

@@ -36,7 +36,7 @@ class Role(enum.Enum):
 
 Roles = frozenset[Role]
 
-EVERYONE: Roles = frozenset()  # the caller is not asked who it is: probes cannot say
+EVERYONE: Roles = frozenset()  # the caller need not be known: probes show nothing
 _WORKERS: Roles = frozenset({Role.WORKER})
 _LOOKING: Roles = frozenset({Role.READER, Role.ADMIN, Role.CLUSTER})
 _CLUSTER: Roles = frozenset({Role.CLUSTER})

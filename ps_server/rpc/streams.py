@@ -100,14 +100,14 @@ class Outbox:
         with self._lock:
             first, self.closed = not self.closed, True
             self._queue.clear()
-            # Let go of: who is called back holds this outbox, and a ring is only freed when the collector comes by.
+            # Dropped: it refers to this outbox, and a cycle is only freed when the collector comes by.
             callback, self._on_close = self._on_close, _nothing
         if first:
             # gRPC tells of a call's end on the one thread that serves every call: nothing may be waited for there.
             self._submit(callback)
 
     def _submit(self, task: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the pool is shut down: the server is stopping, and nobody is left
+        with contextlib.suppress(RuntimeError):  # the pool is shut down: the server is stopping
             self._senders.submit(task)
 
 

@@ -52,7 +52,7 @@ class HostedBucket:
 class Narrowed:
     """The buckets last narrowed to the wire format: what several workers wait for is narrowed once, not once for each.
 
-    A few stay for as long as the job does; workers who read slowly pin no more.
+    A few stay for as long as the job does; workers that read slowly pin no more.
     """
 
     def __init__(self) -> None:
@@ -60,16 +60,16 @@ class Narrowed:
         self._lock = threading.Lock()
 
     def get(self, index: int, version: int, weights: torch.Tensor, codec: Cast) -> torch.Tensor:
-        """A bucket's weights in the wire format. The caller holds the bucket's `tensors` lock."""
+        """Returns a bucket's weights in the wire format. The caller holds the bucket's `tensors` lock."""
         with self._lock:
-            found = self._kept.pop(index, None)
-        if found is None or found[0] != version:
-            found = version, codec.encode(weights)
+            kept = self._kept.pop(index, None)
+        if kept is None or kept[0] != version:
+            kept = version, codec.encode(weights)
         with self._lock:
-            self._kept[index] = found
+            self._kept[index] = kept
             while len(self._kept) > NARROWED_BUCKETS:
                 self._kept.popitem(last=False)
-        return found[1]
+        return kept[1]
 
 
 class HostedJob:
@@ -90,7 +90,7 @@ class HostedJob:
         self.snapshot_task: SnapshotTask | None = None  # the one under way, or the last
 
     def segment(self, rank: int, incarnation: int, key: bytes = b"") -> SegmentMap:
-        """The segment of a live worker. Raises NotShared if it has attached none, UnknownWorker if it is not live."""
+        """Returns the segment of a worker. Raises NotShared if it has attached none, UnknownWorker if it is not live."""
         with self.lock:
             self.state.check_worker(rank, incarnation, key)
             attached = self.segments.get(rank)
@@ -110,7 +110,7 @@ class HostedJob:
                 bucket.weights.own()
 
     def snapshot(self, index: int) -> BucketSnapshot:
-        """A copy of a bucket, with the leased data in it. The caller holds the bucket's `tensors` lock."""
+        """Returns a copy of a bucket, with the leased data in it. The caller holds the bucket's `tensors` lock."""
         with self.lock:
             committed = self.state.committed(index)
         return self.state.buckets[index].snapshot(committed)
@@ -131,7 +131,7 @@ class HostedJob:
                 task.look(bucket.spec, bucket.rule.version)
 
     def statistics(self, now: float) -> ShardJobStatistics:
-        """How the job is on this shard."""
+        """Returns how the job is on this shard."""
         with self.lock:
             waiters = [waiter for bucket in self.buckets.values() for waiter in bucket.waiters]
             low, high = self.state.buckets.versions()

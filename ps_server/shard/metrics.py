@@ -58,13 +58,13 @@ class ShardMetrics:
 
     def _of(self, metric: Any, job: str, *labels: str) -> Any:
         series = self._series.setdefault(job, {})
-        found = series.get((metric, labels))
-        if found is None:
-            found = series[metric, labels] = metric.labels(job, *labels)
-        return found
+        known = series.get((metric, labels))
+        if known is None:
+            known = series[metric, labels] = metric.labels(job, *labels)
+        return known
 
     def pushed(self, job: str, size: int, staged: Staged) -> None:
-        """A push was acknowledged."""
+        """Counts a push that was acknowledged."""
         what = {"kept": staged.kept, "duplicate": staged.duplicate, "skipped": staged.skipped}
         result = next((name for name, holds in what.items() if holds), "staged")
         self._of(self._push, job, result).inc()
@@ -74,17 +74,17 @@ class ShardMetrics:
             self._of(self._lost, job).inc(staged.use.lost)
 
     def refused(self, job: str, error: PSError) -> None:
-        """A push was refused."""
+        """Counts a push that was refused."""
         self._of(self._push, job, "refused").inc()
         self._of(self._refused, job, error.reason).inc()
 
     def pulled(self, job: str, size: int) -> None:
-        """A bucket was sent."""
+        """Counts a bucket that was sent."""
         self._of(self._pull, job).inc()
         self._of(self._pull_bytes, job).inc(size)
 
     def applied(self, job: str, work: Add[Gradient] | Step, seconds: float) -> None:
-        """A contribution was added, or the optimizer was stepped."""
+        """Counts a contribution that was added, or a step of the optimizer."""
         if isinstance(work, Add):
             self._of(self._accumulate, job).observe(seconds)
         else:
@@ -92,11 +92,11 @@ class ShardMetrics:
             self._of(self._staleness, job).observe(work.staleness)
 
     def waited(self, job: str, mode: str, seconds: float) -> None:
-        """A pull that had to wait for other workers was admitted."""
+        """Counts the wait of a pull for other workers, once it is admitted."""
         self._of(self._wait, job, mode).observe(seconds)
 
     def waited_for(self, job: str, seconds: float, ranks: Iterable[int]) -> None:
-        """A pull has waited for these ranks."""
+        """Counts the time that a pull has waited for these ranks."""
         for rank in ranks:
             self._of(self._waited_for, job, str(rank)).inc(seconds)
 

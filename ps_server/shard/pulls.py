@@ -1,4 +1,4 @@
-"""Pulls: those that are admitted are sent, those that are not wait without a thread and can always say for whom."""
+"""Pulls: those that are admitted are sent; the others wait without a thread, and know for which workers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ps_server.shard.waiting import Notice, Outbox, Pull, PulledBucket, PulledSt
 
 NOTICE_AFTER_SECONDS = 2.0
 NOTICE_EVERY_SECONDS = 10.0
-# A worker whose pushes came with a pull learns from the first bucket that they are staged, or else after this time: a
+# A worker whose pushes came with a pull learns from the first bucket that they are staged, otherwise after this time: a
 # message for nothing but that would take a core from the worker that is waited for (measured).
 STAGED_AFTER_SECONDS = 0.1
-READER = 0  # the incarnation of who is no worker
+READER = 0  # the incarnation of a caller that is no worker
 
 
 class Pulls:
@@ -45,7 +45,7 @@ class Pulls:
                 pull.outbox.tell(Notice(staged_seconds=seconds))
 
     def check(self, job: HostedJob, call: PullCall, outbox: Outbox) -> Pull:
-        """A pull to `ask` for. Raises what is wrong with it."""
+        """Returns a pull to `ask` for. Raises what is wrong with it."""
         rank, incarnation, indices, shared = call.rank, call.incarnation, call.buckets, call.in_segment
         segment = job.segment(rank, incarnation, call.key) if shared else None
         if len(indices) > len(job.buckets):
@@ -58,7 +58,7 @@ class Pulls:
             with job.lock:
                 job.state.check_worker(rank, incarnation, call.key)
         elif call.clock or shared:
-            raise InvalidRequest(f"who has not joined may only Pull at clock 0, got clock {call.clock}")
+            raise InvalidRequest(f"a caller that has not joined may only Pull at clock 0, got clock {call.clock}")
         now = self._clock()
         return Pull(rank, incarnation, call.clock, outbox, len(indices), now, segment, notify_bytes=call.notify_bytes)
 
@@ -156,7 +156,7 @@ class Pulls:
     def release(self, job: HostedJob, bucket: HostedBucket) -> None:
         """Sends the bucket to every waiting pull that is admitted now, and ends those whose worker lost its place."""
         if not bucket.waiters:
-            return  # one that is added meanwhile looks for itself, under the same lock as whoever changed something
+            return  # one that is added meanwhile looks for itself, under the lock that a change takes too
         admitted: list[Waiter] = []
         lost: list[tuple[Pull, PSError]] = []
         index = bucket.spec.index
@@ -181,10 +181,10 @@ class Pulls:
             pull.outbox.fail(reason)
 
     def _account(self, job: HostedJob, waiter: Waiter, admission: Admission, now: float) -> None:
-        """Books the time that a pull waited on whom it waited for; called whenever its admission may have changed."""
+        """Books the time that a pull waited on those that it waited for, whenever its admission may have changed."""
         blamed = waiter.admission.waiting_for
         if admission.waiting_for != blamed or admission.admitted:
-            if blamed and blamed != (waiter.pull.rank,):  # the time until its own push is nobody's
+            if blamed and blamed != (waiter.pull.rank,):  # the time until its own push is no other's
                 waiter.waited += now - waiter.since
                 self._metrics.waited_for(job.name, now - waiter.since, blamed)
             waiter.since = now
@@ -207,7 +207,7 @@ class Pulls:
             pull.outbox.fail(error)
 
     def notify(self, job: HostedJob, now: float) -> None:
-        """Tells pulls that wait long whom they wait for."""
+        """Tells pulls that wait long which workers they wait for."""
         with job.lock:
             due = {
                 id(waiter.pull): (waiter, bucket.spec.index)

@@ -41,11 +41,11 @@ def attach(location: str, nonce: bytes, plan: SegmentPlan, directory: Path) -> S
     except OSError as error:
         raise NotShared(f"the segment {location} cannot be opened here ({error.strerror})") from None
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise NotShared(f"the segment {location} must be a file of this user alone (mode 0600)")
-        if found.st_size != plan.size:
-            raise NotShared(f"the segment {location} has {found.st_size} bytes where this job needs {plan.size}")
+        if status.st_size != plan.size:
+            raise NotShared(f"the segment {location} has {status.st_size} bytes where this job needs {plan.size}")
         _refuse_shrinking(descriptor, location, bool(number))
         memory = mmap.mmap(descriptor, plan.size)
     finally:
@@ -59,7 +59,7 @@ def attach(location: str, nonce: bytes, plan: SegmentPlan, directory: Path) -> S
 def copy_out(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copies a flat tensor of [numel] into one of that size in a segment, which may be of another type.
 
-    Without conversion by numpy, which leaves it to the C library: that streams (see c_library), and torch never does.
+    Without conversion by numpy, which leaves it to the C library: that streams (see ops.glibc), and torch never does.
     """
     if target.dtype == source.dtype:
         np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
@@ -70,10 +70,10 @@ def copy_out(target: torch.Tensor, source: torch.Tensor) -> None:
 def _refuse_other_files(path: Path, location: str) -> None:
     """In another PID namespace the number may be of any process: nothing but a memory file of ours is even opened."""
     try:
-        found = path.readlink()
+        target = path.readlink()
     except OSError as error:
         raise NotShared(f"the segment {location} is not to be seen from here ({error.strerror})") from None
-    if not str(found).startswith(MEMORY_FILE):
+    if not str(target).startswith(MEMORY_FILE):
         raise NotShared(f"the segment {location} is no memory file of a worker")
 
 

@@ -88,7 +88,7 @@ class Shard:
         self._threads.repeat(STAGED_AFTER_SECONDS, self.tick)
 
     def tick(self) -> None:
-        """Tells pulls that wait that their pushes are staged, and whom they wait for, where it is time to."""
+        """Tells pulls that wait that their pushes are staged, and which workers they wait for, where it is due."""
         now = self._clock()
         self._pulls.tell_staged(now)
         if now >= self._notify_at:
@@ -104,7 +104,7 @@ class Shard:
             self._pulls.fail(job, TryLater("the shard is stopping"))
 
     def statistics(self) -> ShardStatistics:
-        """How the shard is."""
+        """Returns how the shard is."""
         now = self._clock()
         return ShardStatistics({name: job.statistics(now) for name, job in sorted(self.jobs().items())})
 
@@ -118,9 +118,9 @@ class Shard:
                 self._jobs[spec.name] = self._make_job(spec, buckets)
                 log.info("job %s: %d buckets", spec.name, len(buckets))
                 return
-        how = difference(known.state.spec, spec)
-        if how is not None:
-            raise JobMismatch(f"job {spec.name!r} exists and differs: {how}")
+        differs = difference(known.state.spec, spec)
+        if differs is not None:
+            raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
 
     def restore_job(
         self, spec: JobSpec, buckets: Sequence[int], checkpoint: str, last_incarnation: int
@@ -156,7 +156,7 @@ class Shard:
             log.info("job %s: dropped", name)
 
     def jobs(self) -> dict[str, HostedJob]:
-        """The jobs here, by name."""
+        """Returns the jobs here, by name."""
         with self._lock:
             return dict(self._jobs)
 
@@ -197,7 +197,7 @@ class Shard:
         self._pushes.attach(self._job(name), rank, incarnation, location, nonce, key)
 
     def committed(self, name: str) -> tuple[Committed, bool]:
-        """The leased data that every bucket that trains here has had, and whether there is such a bucket."""
+        """Returns the leased data that every bucket that trains here has had, and whether there is such a bucket."""
         job = self._job(name)
         with job.lock:
             return job.state.data.whole(), job.state.data.has_say
@@ -232,7 +232,7 @@ class Shard:
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def begin_snapshot(self, name: str, checkpoint: str, clock: int | None) -> None:
-        """Takes a checkpoint of a job: of each bucket when it has applied `clock` updates, or now. Returns at once."""
+        """Copies each bucket of a job when it has applied `clock` updates, or now. Returns at once."""
         job, store = self._job(name), self._store()
         store.path(name, checkpoint)
 
@@ -243,7 +243,7 @@ class Shard:
         job.begin_snapshot(SnapshotTask(checkpoint, clock, specs, job.snapshot, write, self._threads, self._clock))
 
     def await_snapshot(self, name: str, checkpoint: str, seconds: float) -> ShardSnapshot:
-        """This shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""
+        """Returns this shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""
         task = self._job(name).snapshot_task
         if task is None or task.name != checkpoint:
             raise NotFound(f"no checkpoint {checkpoint} of job {name!r} was begun here, or another took its place")

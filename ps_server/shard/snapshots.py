@@ -1,4 +1,4 @@
-"""Taking a checkpoint of a job on one shard, beside training.
+"""Taking a snapshot of a job on one shard for a checkpoint, beside training.
 
 A bucket is copied in memory by the thread that steps it, at the moment at which it has applied exactly as many updates
 as the checkpoint asks for; or, where the mode has no common moment, at once. When every bucket is there, a thread of
@@ -52,15 +52,15 @@ class SnapshotTask:
         specs = list(buckets)
         self._trained = {spec.index for spec in specs if not spec.frozen}
         self._wanted = {spec.index for spec in specs}
-        self._images: list[BucketSnapshot] = []
+        self._copied: list[BucketSnapshot] = []
         self._held_up = 0.0
-        self._captured: ShardSnapshot | None = None
+        self._complete: ShardSnapshot | None = None
         self._error: PSError | None = None
         self._told: dict[int, int] = {}  # by rank, the clock of the pull that was told first
 
     def is_at_least(self, other: SnapshotTask) -> bool:
-        """Whether the other is this one, asked for once more. Raises OutOfOrder if it is an older one, or one that
-        another coordinator gave the same name: a late call must not take the place of what was begun since."""
+        """Whether the other is this one, asked for once more. Raises OutOfOrder if it is an older one, or has the same
+        name from another coordinator: a late call must not take the place of what was begun since."""
         if (self.name, self.clock) == (other.name, other.clock):
             return True
         if int(other.name) <= int(self.name):
@@ -75,7 +75,7 @@ class SnapshotTask:
             raise OutOfOrder(f"bucket {spec.index} is at version {rule.version}, and the checkpoint is of {self.clock}")
 
     def begin(self) -> None:
-        """A shard that holds no bucket of the job has its part already: a file with nothing in it."""
+        """Begins. A shard that holds no bucket of the job has its part at once: a file with nothing in it."""
         if not self._wanted:
             self._threads.write(self._finish)
 
@@ -84,19 +84,19 @@ class SnapshotTask:
         if spec.index not in self._wanted or not (version == self.clock or self.clock is None or spec.frozen):
             return
         started = self._now()
-        image = self._copy(spec.index)
+        snapshot = self._copy(spec.index)
         with self._changed:
             self._held_up += self._now() - started
-            self._images.append(image)
+            self._copied.append(snapshot)
             self._wanted.discard(spec.index)
             if not self._wanted:
                 self._threads.write(self._finish)
 
     def _finish(self) -> None:
-        images, self._images = sorted(self._images, key=lambda image: image.index), []
-        reached = extent((image.version, image.clocks) for image in images if image.index in self._trained)
+        buckets, self._copied = sorted(self._copied, key=lambda bucket: bucket.index), []
+        reached = extent((bucket.version, bucket.clocks) for bucket in buckets if bucket.index in self._trained)
         try:
-            part = self._write(self.name, images)
+            part = self._write(self.name, buckets)
             failpoint("shard-file-written")
         except PSError as error:
             log.warning("checkpoint %s: %s", self.name, error)
@@ -107,29 +107,29 @@ class SnapshotTask:
         else:
             self._end(ShardSnapshot(part, reached, self._held_up))
 
-    def _end(self, captured: ShardSnapshot | None = None, error: PSError | None = None) -> None:
+    def _end(self, complete: ShardSnapshot | None = None, error: PSError | None = None) -> None:
         with self._changed:
-            self._captured, self._error = captured, error
+            self._complete, self._error = complete, error
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Another checkpoint takes this one's place: who waits for it is told."""
+        """Gives way to another checkpoint: a call that waits for this one ends with NotFound."""
         with self._changed:
             self._wanted.clear()
-            self._images.clear()
-            if self._captured is None and self._error is None:
-                self._error = NotFound(f"checkpoint {self.name} was given up for another one")
+            self._copied.clear()
+            if self._complete is None and self._error is None:
+                self._error = NotFound(f"checkpoint {self.name} was abandoned for another one")
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> ShardSnapshot:
-        """The part, once it is on disk. Raises TryLater if that takes longer, or what kept it from being written."""
+        """Returns the part, once it is on disk. Raises TryLater if that takes longer, or the reason why it cannot be."""
         with self._changed:
-            self._changed.wait_for(lambda: self._captured or self._error, seconds)
+            self._changed.wait_for(lambda: self._complete or self._error, seconds)
             if self._error is not None:
                 raise self._error
-            if self._captured is None:
+            if self._complete is None:
                 raise TryLater(f"checkpoint {self.name}: {len(self._wanted)} buckets are not at clock {self.clock} yet")
-            return self._captured
+            return self._complete
 
     def tells(self, rank: int, clock: int, version: int) -> bool:
         """Whether a worker that gets this version by a pull at `clock` is to save its own state.

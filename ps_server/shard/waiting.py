@@ -19,7 +19,7 @@ class PulledBucket(NamedTuple):
     """One bucket of a pull, by its index.
 
     waited:     seconds for which it was held back for other workers
-    waiting:    whom it still waits for: it follows later, and the rest says nothing; None: here it is
+    waiting:    which workers it still waits for: it follows later, and the rest says nothing; None: here it is
     save_state: this version is in a checkpoint, and its worker is to save its own state of that clock
     payload:    its weights; None: they are in the worker's segment
     wire_format: of its elements; empty: the bucket's own type
@@ -79,7 +79,7 @@ class Pull:
     """One pull: which worker asks at which clock, how many of its buckets are still to be sent, and where to.
 
     segment:      where the buckets are written; None: they go over the network
-    notified:     when the worker was last told whom it waits for
+    notified:     when the worker was last told which others it waits for
     notify_bytes: see PullCall
     pending:      buckets that are in the segment, and that the worker was not told of yet; pending_bytes: of those
     with_pushes:  it came with pushes, and the worker was not told yet that they are staged

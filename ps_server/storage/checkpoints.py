@@ -88,19 +88,19 @@ class Manifest:
         return sum(part.bytes for part in [*self.shards.values(), *(worker.part for worker in self.workers.values())])
 
 
-def image_tensors(images: Sequence[BucketSnapshot]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Images as what a safetensors file holds: tensors by name, and the rest as one JSON text."""
+def snapshot_tensors(snapshots: Sequence[BucketSnapshot]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Returns what a safetensors file holds of snapshots: tensors by name, and the rest as one JSON text."""
     tensors: dict[str, torch.Tensor] = {}
     buckets: dict[str, Any] = {}
-    for image in images:
-        tensors[f"{image.index}/weights"] = image.weights
-        for segment, state in image.state.items():
-            tensors |= {f"{image.index}/{segment}/{name}": tensor for name, tensor in state.items()}
-        buckets[str(image.index)] = {
-            "version": image.version,
-            "clocks": {str(rank): clock for rank, clock in image.clocks.items()},
-            "groups": {str(group): dict(values) for group, values in image.groups.items()},
-            "data": {str(loader): [number, spans] for loader, (number, spans) in image.committed.items()},
+    for bucket in snapshots:
+        tensors[f"{bucket.index}/weights"] = bucket.weights
+        for position, state in bucket.state.items():
+            tensors |= {f"{bucket.index}/{position}/{name}": tensor for name, tensor in state.items()}
+        buckets[str(bucket.index)] = {
+            "version": bucket.version,
+            "clocks": {str(rank): clock for rank, clock in bucket.clocks.items()},
+            "groups": {str(group): dict(values) for group, values in bucket.groups.items()},
+            "data": {str(loader): [number, spans] for loader, (number, spans) in bucket.committed.items()},
         }
     return tensors, {"format": str(FORMAT), "buckets": json.dumps(buckets)}
 
@@ -130,13 +130,13 @@ class CheckpointStore:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def next_name(self, job: str) -> str:
-        """A name that no checkpoint of the job has had, complete or not."""
-        found = [int(entry.name) for entry in _entries(self.path(job)) if _NAME.fullmatch(entry.name)]
-        return f"{max(found, default=0) + 1:06d}"
+        """Returns a name that no checkpoint of the job has had, complete or not."""
+        numbers = [int(entry.name) for entry in _entries(self.path(job)) if _NAME.fullmatch(entry.name)]
+        return f"{max(numbers, default=0) + 1:06d}"
 
-    def write_shard(self, job: str, name: str, index: int, images: Sequence[BucketSnapshot]) -> Part:
+    def write_shard(self, job: str, name: str, index: int, snapshots: Sequence[BucketSnapshot]) -> Part:
         """Writes a shard's part and flushes it to disk. Raises CheckpointFailed; nothing of it is left then."""
-        tensors, metadata = image_tensors(images)
+        tensors, metadata = snapshot_tensors(snapshots)
         path = self.path(job, name) / f"shard-{index}.safetensors"
         with _writing(path):
             safetensors.torch.save_file(tensors, path, metadata)
@@ -198,7 +198,7 @@ class CheckpointStore:
         try:
             return _unsealed(json.loads(path.read_bytes()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointDamaged(f"{path}: {_said(error)}") from None
+            raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
 
     def read_worker(self, job: str, name: str, part: Part) -> bytes:
         """A worker's state, checked against its checksum."""
@@ -212,17 +212,17 @@ class CheckpointStore:
             if bucket.index >= len(manifest.placement):
                 raise CheckpointDamaged(f"{self.path(job, manifest.name)} has no bucket {bucket.index}")
             wanted.setdefault(manifest.placement[bucket.index], []).append(bucket)
-        found: dict[int, BucketSnapshot] = {}
-        for shard, mine in wanted.items():
+        snapshots: dict[int, BucketSnapshot] = {}
+        for shard, held in wanted.items():
             if shard not in manifest.shards:
                 raise CheckpointDamaged(f"{self.path(job, manifest.name)} has no part of shard {shard}")
             path = self._verified(job, manifest.name, manifest.shards[shard])
             try:
                 with safetensors.safe_open(path, "pt") as file:
-                    found |= {bucket.index: _image(file, bucket) for bucket in mine}
+                    snapshots |= {bucket.index: _snapshot(file, bucket) for bucket in held}
             except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointDamaged(f"{path}: {_said(error)}") from None
-        return found
+                raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
+        return snapshots
 
     def _verified(self, job: str, name: str, part: Part) -> Path:
         """A part's path, once its content is known to be what was written."""
@@ -238,7 +238,7 @@ class CheckpointStore:
             if _sha256(path) != part.sha256:
                 raise CheckpointDamaged(f"{path}: its SHA-256 is not the one in the manifest")
         except OSError as error:
-            raise CheckpointDamaged(f"{path}: {_said(error)}") from None
+            raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
         return path
 
 
@@ -261,14 +261,14 @@ def replace_file(path: Path, data: bytes, point: str, mode: int = 0o644) -> None
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Whatever keeps a file from being written becomes a CheckpointFailed that says so, and leaves nothing behind."""
+    """Raises CheckpointFailed, and leaves nothing behind, where a file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except (OSError, safetensors.SafetensorError) as error:
         with contextlib.suppress(OSError):
             path.unlink()
-        raise CheckpointFailed(f"{path} cannot be written: {_said(error)}") from None
+        raise CheckpointFailed(f"{path} cannot be written: {_reason(error)}") from None
 
 
 def _part(path: Path) -> Part:
@@ -302,7 +302,7 @@ def _entries(directory: Path) -> list[Path]:
         return []
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
@@ -337,8 +337,8 @@ def seal(data: Mapping[str, Any]) -> str:
 # -- a bucket out of a file ------------------------------------------------------------------------------------------
 
 
-def _image(file: Any, bucket: BucketSpec) -> BucketSnapshot:
-    """One bucket's image. Raises ValueError saying what was expected where the file holds something else."""
+def _snapshot(file: Any, bucket: BucketSpec) -> BucketSnapshot:
+    """One bucket's bucket. Raises ValueError saying what was expected where the file holds something else."""
     described = json.loads(file.metadata()["buckets"])[str(bucket.index)]
     version, clocks = described["version"], {int(rank): clock for rank, clock in described["clocks"].items()}
     if any(type(number) is not int or number < 0 for number in (version, *clocks, *clocks.values())):
@@ -346,8 +346,8 @@ def _image(file: Any, bucket: BucketSpec) -> BucketSnapshot:
     weights = file.get_tensor(f"{bucket.index}/weights")
     dtype = TORCH_DTYPES[bucket.dtype]
     if weights.dtype != dtype or weights.shape != (bucket.numel,):
-        found = f"{tuple(weights.shape)} {weights.dtype}"
-        raise ValueError(f"bucket {bucket.index}: expected {bucket.numel} x {bucket.dtype}, found {found}")
+        present = f"{tuple(weights.shape)} {weights.dtype}"
+        raise ValueError(f"bucket {bucket.index}: expected {bucket.numel} x {bucket.dtype}, found {present}")
     state: dict[int, dict[str, torch.Tensor]] = {}
     for key in file.keys():  # noqa: SIM118 (not a mapping)
         index, *rest = key.split("/")
@@ -365,15 +365,15 @@ def _image(file: Any, bucket: BucketSpec) -> BucketSnapshot:
 
 
 def _committed(described: Mapping[str, Any]) -> Committed:
-    """The data that a bucket has had."""
-    found = {
+    """Returns the data that a bucket has had. Raises ValueError for what is none."""
+    committed = {
         int(loader): (number, [(start, stop) for start, stop in spans]) for loader, (number, spans) in described.items()
     }
-    for number, spans in found.values():
+    for number, spans in committed.values():
         numbers = [number, *(end for span in spans for end in span)]
-        if any(type(one) is not int or one < 0 for one in numbers) or any(start >= stop for start, stop in spans):
+        if any(type(end) is not int or end < 0 for end in numbers) or any(start >= stop for start, stop in spans):
             raise ValueError("passes and positions are numbers from 0, and a range ends after it starts")
-    return found
+    return committed
 
 
 def _hyper_parameters(values: Mapping[str, Any]) -> HyperParameters:

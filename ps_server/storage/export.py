@@ -30,8 +30,8 @@ def export(directory: Path, job: str, name: str | None, output: Path) -> str:
     if not directory.is_dir():
         raise InvalidRequest(f"{directory} is no directory")
     store = CheckpointStore(directory)
-    manifest, spec, buckets, images = _read(store, job, name)
-    model, optimizer, groups = _gather(spec, buckets, images)
+    manifest, spec, buckets, snapshots = _read(store, job, name)
+    model, optimizer, groups = _gather(spec, buckets, snapshots)
     model |= _changed(store, job, manifest, spec)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def _read(
 ) -> tuple[Manifest, JobSpec, tuple[BucketSpec, ...], dict[int, BucketSnapshot]]:
     """The checkpoint of that name, or the last one that is whole."""
     names = [name] if name is not None else list(reversed(store.names(job)))
-    said = "there is none"
+    reason = "there is none"
     for candidate in names:
         try:
             manifest = store.manifest(job, candidate)
@@ -72,8 +72,8 @@ def _read(
         except CheckpointDamaged as error:
             if name is not None:
                 raise
-            said = str(error)
-    raise NoCheckpoints(f"no checkpoint of job {job!r} can be used: {said}")
+            reason = str(error)
+    raise NoCheckpoints(f"no checkpoint of job {job!r} can be used: {reason}")
 
 
 def _changed(store: CheckpointStore, job: str, manifest: Manifest, spec: JobSpec) -> dict[str, torch.Tensor]:
@@ -85,19 +85,19 @@ def _changed(store: CheckpointStore, job: str, manifest: Manifest, spec: JobSpec
     if rank is None:
         return {}
     try:
-        held = safetensors.torch.load(store.read_worker(job, manifest.name, manifest.workers[rank].part))
-        found = {int(key.removeprefix(FROZEN)): tensor for key, tensor in held.items() if key.startswith(FROZEN)}
-        for index, tensor in found.items():
+        saved = safetensors.torch.load(store.read_worker(job, manifest.name, manifest.workers[rank].part))
+        frozen = {int(key.removeprefix(FROZEN)): tensor for key, tensor in saved.items() if key.startswith(FROZEN)}
+        for index, tensor in frozen.items():
             parameter = spec.parameters[index]
             if tensor.shape != parameter.shape or tensor.dtype != TORCH_DTYPES[parameter.dtype]:
                 raise ValueError(f"{parameter.name}: found {tuple(tensor.shape)} {tensor.dtype}")
     except (safetensors.SafetensorError, ValueError, IndexError) as error:
         raise CheckpointDamaged(f"the state of worker {rank} in checkpoint {manifest.name}: {error}") from None
-    return {spec.parameters[index].name: tensor for index, tensor in found.items()}
+    return {spec.parameters[index].name: tensor for index, tensor in frozen.items()}
 
 
 def _gather(
-    spec: JobSpec, buckets: tuple[BucketSpec, ...], images: dict[int, BucketSnapshot]
+    spec: JobSpec, buckets: tuple[BucketSpec, ...], snapshots: dict[int, BucketSnapshot]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[dict[str, Any]]]:
     """The model's tensors by name, the optimizer's by number and name, and its groups."""
     model = {p.name: torch.zeros(p.numel, dtype=TORCH_DTYPES[p.dtype]) for p in spec.parameters}
@@ -106,16 +106,16 @@ def _gather(
     state: dict[str, torch.Tensor] = {}
     groups: list[dict[str, Any]] = [dict(values) for values in spec.groups]
     for bucket in buckets:
-        image = images[bucket.index]
-        for group, last in image.groups.items():
+        snapshot = snapshots[bucket.index]
+        for group, last in snapshot.groups.items():
             groups[group].update(last)
-        for position, segment in enumerate(bucket.slices):
-            parameter = spec.parameters[segment.parameter]
-            whole = slice(segment.start, segment.start + segment.length)
-            model[parameter.name][whole] = image.weights[segment.offset : segment.offset + segment.length]
-            for name, tensor in image.state.get(position, {}).items():
-                key = f"{number[segment.parameter]}/{name}"
-                if tensor.numel() == segment.length and tensor.dim() == 1:
+        for position, part in enumerate(bucket.slices):
+            parameter = spec.parameters[part.parameter]
+            whole = slice(part.start, part.start + part.length)
+            model[parameter.name][whole] = snapshot.weights[part.offset : part.offset + part.length]
+            for name, tensor in snapshot.state.get(position, {}).items():
+                key = f"{number[part.parameter]}/{name}"
+                if tensor.numel() == part.length and tensor.dim() == 1:
                     state.setdefault(key, torch.zeros(parameter.numel, dtype=tensor.dtype))[whole] = tensor
                 else:
                     state[key] = tensor.clone()  # a count of steps, the same for every slice

@@ -186,7 +186,7 @@ def test_a_certificate_says_who_calls(make_cluster: MakeCluster, tmp_path: Path)
         ("worker", "line 2: expected two words"),
         ("admin:job a-token-of-some-length", "line 2: admin is for all jobs"),
         ("cn:name captain", "line 2: expected ROLE"),
-        ("", "names nobody"),
+        ("", "names no token and no certificate"),
     ],
 )
 def test_a_file_of_tokens_that_is_wrong_is_refused_without_telling_a_token(line: str, says: str) -> None:
