@@ -30,7 +30,7 @@ from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.accounting import StepAccounting
 from ps_server.core.membership import JoinRequest, JoinResult, Member, Membership
 from ps_server.core.placement import PlacedJob
-from ps_server.core.statistics import JobStatistics, Wait, WorkerStatistics
+from ps_server.core.statistics import JobStatistics, Wait
 from ps_server.storage.checkpoints import Manifest
 
 log = logging.getLogger("ps_server")
@@ -100,7 +100,6 @@ class CoordinatedJob:
     def statistics(self) -> JobStatistics:
         """Returns how the job is."""
         _, world_size, started = self.members.roster()
-        now = self._cluster.clock.now()
         return JobStatistics(
             name=self.spec.name,
             consistency=self.spec.consistency,
@@ -113,9 +112,8 @@ class CoordinatedJob:
             lost_steps=self.accounting.lost_steps,
             redone_steps=self.accounting.redone_steps,
             rejoining=self.members.rejoining(),
-            rounds=self.rounds.done()[0],
-            in_round=self.rounds.waiting(),
-            workers=tuple(_worker_statistics(member, now) for member in self.members.all()),
+            workers=tuple(self.members.all()),
+            now=self._cluster.clock.now(),
             loaders=self.data.progress(),
             checkpoints=self.checkpoints.statistics() if self.checkpoints is not None else None,
         )
@@ -367,17 +365,3 @@ class CoordinatedJob:
         for watcher in list(self._watchers):
             watcher(None)
         self.rounds.end(TryLater("the coordinator stops"))
-
-
-def _worker_statistics(member: Member, now: float) -> WorkerStatistics:
-    return WorkerStatistics(
-        rank=member.rank,
-        incarnation=member.incarnation,
-        clock=member.clock,
-        pid=member.pid,
-        host=member.host,
-        metrics_address=member.metrics_address,
-        launch=member.launch,
-        since=member.since,
-        lease_left=max(0.0, member.expires - now),
-    )

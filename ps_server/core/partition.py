@@ -97,14 +97,8 @@ class JobPartition:
         """Carries out a command. Changes nothing if it raises what the command says it may."""
         result: Any = None
         match command:
-            case Stage():
-                result = self._stage(command)
-            case Draft():
-                result = self._keep_draft(command)
-            case Commit():
-                result = self._commit(command)
-            case Assign():
-                result = self._assign(command)
+            case Stage() | Draft() | Assign() | Commit():
+                result = self._push(command)
             case Initialise():
                 result = self._initialise(command)
             case AddWorker():
@@ -178,31 +172,30 @@ class JobPartition:
 
     # -- what workers push -------------------------------------------------------------------------------------------
 
-    def _is_repeat(self, command: Stage | Draft | Assign | Commit, bucket: Bucket, what: str) -> bool:
-        """Whether this was staged before. Raises what keeps a worker from staging anything at this clock."""
-        start = self.roster[command.rank].start
-        if command.clock <= start:  # taken for a repeat, it would be acknowledged and lost
-            raise OutOfOrder(f"worker {command.rank} joined at clock {start}, and {what} {command.clock} came")
-        return bucket.rule.is_repeat(command.rank, command.clock)
-
-    def _begin(self, command: Stage | Draft | Assign) -> tuple[Bucket, bool]:
-        """The bucket of a push, and whether it is a repeat."""
-        self.check_worker(command.rank, command.incarnation, command.key)
+    def _push(self, command: Stage | Draft | Assign | Commit) -> Staged:
+        """Takes what a worker pushes for a clock; a repeat of what was staged for it changes nothing."""
+        rank, clock, commits = command.rank, command.clock, isinstance(command, Commit)
+        self.check_worker(rank, command.incarnation, command.key)
         bucket = self.bucket(command.bucket)
-        if not bucket.rule.initialised:
+        if not (commits or bucket.rule.initialised):
             raise InvalidRequest(f"bucket {command.bucket} has no initial value yet: pull before the first push")
-        return bucket, self._is_repeat(command, bucket, "a push of clock")
-
-    def _stage(self, command: Stage) -> Staged:
-        bucket, is_repeat = self._begin(command)
-        if is_repeat:
+        start = self.roster[rank].start
+        if clock <= start:  # taken for a repeat, it would be acknowledged and lost
+            pushed = "a commit of" if commits else "a push of clock"
+            raise OutOfOrder(f"worker {rank} joined at clock {start}, and {pushed} {clock} came")
+        if bucket.rule.is_repeat(rank, clock):
             return Staged(bucket.rule.version, duplicate=True)
-        return self._count(bucket, command)
+        match command:
+            case Stage():
+                return self._count(bucket, command)
+            case Draft():
+                return self._keep_draft(bucket, command)
+            case Assign():
+                return self._assign(bucket, command)
+            case Commit():
+                return self._commit(bucket, command)
 
-    def _keep_draft(self, command: Draft) -> Staged:
-        bucket, is_repeat = self._begin(command)
-        if is_repeat:
-            return Staged(bucket.rule.version, duplicate=True)
+    def _keep_draft(self, bucket: Bucket, command: Draft) -> Staged:
         pending = bucket.pending_at(command.rank, command.clock)
         if pending is not None and pending.commit is not None:
             return self._count(bucket, _committed_draft(command, pending.commit))
@@ -210,21 +203,14 @@ class JobPartition:
         self._make_pending(bucket, command.rank, command.clock).draft = command
         return Staged(bucket.rule.version, duplicate=False, kept=True)
 
-    def _commit(self, command: Commit) -> Staged:
-        self.check_worker(command.rank, command.incarnation, command.key)
-        bucket = self.bucket(command.bucket)
-        if self._is_repeat(command, bucket, "a commit of"):
-            return Staged(bucket.rule.version, duplicate=True)
+    def _commit(self, bucket: Bucket, command: Commit) -> Staged:
         pending = self._make_pending(bucket, command.rank, command.clock)
         if pending.draft is None:
             pending.commit = command
             return Staged(bucket.rule.version, duplicate=False, kept=True)
         return self._count(bucket, _committed_draft(pending.draft, command), is_committed=True)
 
-    def _assign(self, command: Assign) -> Staged:
-        bucket, is_repeat = self._begin(command)
-        if is_repeat:
-            return Staged(bucket.rule.version, duplicate=True)
+    def _assign(self, bucket: Bucket, command: Assign) -> Staged:
         rank, clock = command.rank, command.clock
         pending = bucket.pending_at(rank, clock)
         before = pending.assignment if pending is not None else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ps_protocol.modes import Consistency
 from ps_server.core.data_leases import Progress
+from ps_server.core.membership import Member
 
 
 @dataclass(frozen=True)
@@ -65,21 +66,6 @@ class ShardStatistics:
 
 
 @dataclass(frozen=True)
-class WorkerStatistics:
-    """A live worker of a job; see core.membership.Member. lease_left: seconds until its lease runs out."""
-
-    rank: int
-    incarnation: int
-    clock: int
-    pid: int
-    host: str
-    metrics_address: str
-    launch: str
-    since: float
-    lease_left: float
-
-
-@dataclass(frozen=True)
 class CheckpointStatistics:
     """The checkpoints of a job since this coordinator coordinates it.
 
@@ -108,8 +94,7 @@ class JobStatistics:
     restore_count: how many times the whole job was rolled back to a checkpoint
     lost_steps, redone_steps: of all workers; see core.accounting
     rejoining:    ranks that are expected to join again after a rollback
-    rounds:       the number of the last complete round
-    in_round:     how many workers wait in the open round
+    workers:      the live ones, by rank; now: when this was so, on the clock of their leases
     loaders:      the leased data, by loader
     checkpoints:  None where no checkpoints are made
     """
@@ -125,9 +110,8 @@ class JobStatistics:
     lost_steps: int
     redone_steps: int
     rejoining: tuple[int, ...]
-    rounds: int
-    in_round: int
-    workers: tuple[WorkerStatistics, ...]
+    workers: tuple[Member, ...]
+    now: float
     loaders: Mapping[int, Progress]
     checkpoints: CheckpointStatistics | None
 

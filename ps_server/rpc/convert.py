@@ -18,9 +18,9 @@ from ps_protocol.v1 import cluster_pb2, leases_pb2, membership_pb2, rounds_pb2, 
 from ps_server.coordinator.rounds import GatherRequest, Standing
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.data_commits import Committed
-from ps_server.core.membership import JoinRequest, JoinResult
+from ps_server.core.membership import JoinRequest, JoinResult, Member
 from ps_server.core.snapshot import Part, ShardSnapshot, VersionRange
-from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait, WorkerStatistics
+from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait
 
 VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave may be more than a message may have
 
@@ -223,7 +223,7 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
         lost_step_count=job.lost_steps,
         redone_step_count=job.redone_steps,
         rejoining_ranks=job.rejoining,
-        workers=[_worker_status(worker) for worker in job.workers],
+        workers=[_worker_status(worker, job.now) for worker in job.workers],
         loaders=[
             cluster_pb2.LoaderStatus(
                 loader=loader,
@@ -241,7 +241,7 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
     return status
 
 
-def _worker_status(worker: WorkerStatistics) -> cluster_pb2.WorkerStatus:
+def _worker_status(worker: Member, now: float) -> cluster_pb2.WorkerStatus:
     status = cluster_pb2.WorkerStatus(
         rank=worker.rank,
         incarnation=worker.incarnation,
@@ -250,7 +250,7 @@ def _worker_status(worker: WorkerStatistics) -> cluster_pb2.WorkerStatus:
         host=worker.host,
         metrics_address=worker.metrics_address,
         launch=worker.launch,
-        lease_duration=duration(worker.lease_left),
+        lease_duration=duration(max(0.0, worker.expires - now)),
     )
     if worker.since:
         status.join_time.FromMilliseconds(int(worker.since * 1e3))

@@ -90,7 +90,7 @@ class HostedJob:
         self.snapshot_task: SnapshotTask | None = None  # the one under way, or the last
 
     def segment(self, rank: int, incarnation: int, key: bytes = b"") -> SegmentMap:
-        """Returns the segment of a worker. Raises NotShared if it has attached none, UnknownWorker if it is not live."""
+        """Returns a worker's segment. Raises NotShared if it has attached none, UnknownWorker if it is not live."""
         with self.lock:
             self.state.check_worker(rank, incarnation, key)
             attached = self.segments.get(rank)

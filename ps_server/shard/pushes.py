@@ -82,9 +82,7 @@ class Pushes:
                 failpoint("push-staged")
                 self._metrics.pushed(job.name, size, staged)
                 if staged.fresh:
-                    self._pulls.release(
-                        job, job.buckets[command.bucket]
-                    )  # or they learn what they wait for now
+                    self._pulls.release(job, job.buckets[command.bucket])  # or they learn what they wait for now
         except PSError as error:
             self._metrics.refused(job.name, error)
             raise

@@ -122,7 +122,7 @@ class SnapshotTask:
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> ShardSnapshot:
-        """Returns the part, once it is on disk. Raises TryLater if that takes longer, or the reason why it cannot be."""
+        """Returns the part, once it is on disk. Raises TryLater if that takes longer, otherwise why it cannot be."""
         with self._changed:
             self._changed.wait_for(lambda: self._complete or self._error, seconds)
             if self._error is not None:
