@@ -119,7 +119,7 @@ class Server:
         return self._call_limits.statistics()["calls"]
 
     def drain(self, seconds: float) -> None:
-        """Before a wanted stop: lets no more workers join, and has last checkpoints made, if there are any."""
+        """Lets no more workers join, and has last checkpoints made, if there are any: before a wanted stop."""
         if self._config.checkpoint_dir is None:
             return
         if self.coordinator is not None:

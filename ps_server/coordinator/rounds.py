@@ -52,7 +52,7 @@ class Listener(Protocol):
         """Says how the round stands; nothing more comes if it is complete."""
 
     def finish(self) -> None:
-        """Nothing more comes: ask again."""
+        """Ends it without a result: the worker is to ask again."""
 
     def fail(self, error: PSError) -> None:
         """Ends it with an error."""

@@ -20,7 +20,7 @@ MOST_BUCKETS = 2048  # between hosts, with what is not trained: it is cut alike,
 
 
 def sized(spec: JobSpec, one_machine: bool, limit: int) -> JobSpec:
-    """The job with the size of its buckets, where that was left open.
+    """Returns the job with the size of its buckets, where that was left open.
 
     one_machine: whether shards and workers are all on it
     limit:       buckets that a job may have; kept where buckets of DEFAULT_BUCKET_BYTES keep it

@@ -41,12 +41,12 @@ class Bucket:
     pending: dict[int, Pending] = field(default_factory=dict)
 
     def pending_at(self, rank: int, clock: int) -> Pending | None:
-        """What is pending of a worker for a clock."""
+        """Returns what is pending of a worker for a clock."""
         pending = self.pending.get(rank)
         return pending if pending is not None and pending.clock == clock else None
 
     def snapshot(self, committed: Committed | None = None) -> BucketSnapshot:
-        """A copy of the bucket as it is, with the leased data in it. The caller keeps it from being stepped."""
+        """Returns a copy of the bucket as it is, with the leased data in it. The caller keeps it from being stepped."""
         return BucketSnapshot(
             self.spec.index,
             self.rule.version,
@@ -108,19 +108,19 @@ class Buckets(Mapping[int, Bucket]):
         )
 
     def frontier(self) -> int:
-        """The highest clock that any worker has reached on a bucket that trains."""
+        """Returns the highest clock that any worker has reached on a bucket that trains."""
         return max((bucket.rule.frontier() for bucket in self._trained()), default=0)
 
     def versions(self) -> tuple[int, int]:
-        """The lowest and the highest version of a bucket that trains."""
+        """Returns the lowest and the highest version of a bucket that trains."""
         versions = [bucket.rule.version for bucket in self._trained()]
         return min(versions, default=0), max(versions, default=0)
 
     def clocks(self) -> dict[int, int]:
-        """By live rank, the lowest clock over this shard's buckets."""
+        """Returns the lowest clock over this shard's buckets, by live rank."""
         each = [bucket.rule.clocks() for bucket in self._trained()]
         return {rank: min((clocks[rank] for clocks in each), default=0) for rank in self._roster}
 
     def extent(self) -> VersionRange:
-        """How far the buckets that train are, with the clocks of the dead."""
+        """Returns how far the buckets that train are, with the clocks of the dead."""
         return extent((bucket.rule.version, bucket.rule.applied) for bucket in self._trained())

@@ -39,20 +39,20 @@ class PushChecker:
         self._checked: dict[int, HyperParameters] = {}  # by group, those that were last found good
 
     def bucket(self, index: int) -> BucketSpec:
-        """The bucket with this index. Raises NotFound when this shard does not have it."""
+        """Returns the bucket with this index. Raises NotFound when this shard does not have it."""
         if index not in self._buckets:
             raise NotFound(f"this shard holds no bucket {index} of job {self._spec.name!r}")
         return self._buckets[index]
 
     def trained(self, index: int) -> BucketSpec:
-        """A bucket that an optimizer steps. Raises InvalidRequest for one that is frozen."""
+        """Returns a bucket that an optimizer steps. Raises InvalidRequest for one that is frozen."""
         bucket = self.bucket(index)
         if bucket.frozen:
             raise InvalidRequest(f"bucket {index} holds what no optimizer steps: it is not in a segment")
         return bucket
 
     def check(self, push: Push, principal: str = "") -> BucketCommand:
-        """The command that stages a push. Raises InvalidRequest naming what was expected and what came.
+        """Returns the command that stages a push. Raises InvalidRequest naming what was expected and what came.
 
         principal: whose bytes they are
         """
@@ -83,7 +83,7 @@ class PushChecker:
         return codec.size(count)
 
     def _encoding(self, bucket: BucketSpec, kind: PushKind, state: str) -> tuple[Cast, int]:
-        """How the payload of a push is encoded, and of how many elements."""
+        """Returns how the payload of a push is encoded, and of how many elements."""
         if kind in GRADIENTS:
             return gradient_codec(self._spec, bucket), bucket.numel
         if kind in (PushKind.SKIP, PushKind.COMMIT) or (kind is PushKind.ASSIGN_STATE and not state):
@@ -93,7 +93,7 @@ class PushChecker:
         return PLAIN[bucket.dtype], bucket.numel
 
     def _values(self, push: Push, bucket: BucketSpec) -> torch.Tensor | None:
-        """The payload of a push as a flat tensor; None where it has none to have."""
+        """Returns the payload of a push as a flat tensor; None where it has none to have."""
         codec, count = self._encoding(bucket, push.kind, push.state)
         if push.kind in GRADIENTS:
             codec.check_format(bucket, push.wire_format)
@@ -122,7 +122,7 @@ class PushChecker:
         return Gradient(values, push.absent, push.groups, borrowed)
 
     def _assignment(self, push: Push, bucket: BucketSpec, values: torch.Tensor | None) -> Assignment:
-        """What an assigning push sets."""
+        """Returns what an assigning push sets."""
         present = [position for position in range(len(bucket.slices)) if position not in push.absent]
         if values is None:
             return Assignment(reset=frozenset(present))

@@ -203,5 +203,5 @@ class UpdateRule(Generic[T]):
         return live is not None and live.start <= self.version and self.staged.get(rank, 0) <= self.version
 
     def _staleness(self, add: Add[None]) -> int:
-        """How many clocks the weights that this gradient was taken at lay behind the fastest worker's."""
+        """Returns how many clocks the weights that this gradient was taken at lay behind the fastest worker's."""
         return max(0, max(self.applied.values(), default=0) - (add.clock - 1))

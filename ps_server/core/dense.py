@@ -34,7 +34,7 @@ class Assignment:
         return sum(tensor.nbytes for tensor in self.weights.values()) + states
 
     def union(self, other: Assignment) -> Assignment:
-        """Both together; where both name the same thing, the other counts."""
+        """Returns both together; where both name the same thing, the other counts."""
         state = {position: dict(tensors) for position, tensors in self.state.items()}
         for position, tensors in other.state.items():
             state.setdefault(position, {}).update(tensors)
@@ -60,7 +60,7 @@ class Gradient:
     assignment: Assignment | None = None
 
     def owned(self) -> Gradient:
-        """The same contribution in memory of this process."""
+        """Returns the same contribution in memory of this process."""
         if not self.borrowed or self.values is None:
             return self
         return replace(self, values=self.values.clone(), borrowed=False)
@@ -77,7 +77,7 @@ class Scratch:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of [numel] with anything in it."""
+        """Returns a tensor of [numel] with anything in it."""
         try:
             return self._free[numel, dtype].pop()  # in one go: another thread may take the last one
         except (KeyError, IndexError):
@@ -147,7 +147,7 @@ class OpenUpdate:
             self._add_narrow(self.total, values)
 
     def _add_narrow(self, total: torch.Tensor, values: torch.Tensor) -> None:
-        """Widened first: adding mixed types takes up to three times as long as both together (measured)."""
+        """Adds widened values: adding mixed types takes up to three times as long as both together (measured)."""
         wide = self._scratch.take(values.numel(), total.dtype)
         total += wide.copy_(values)
         self._scratch.give(wide)
@@ -190,8 +190,8 @@ class DenseBucket:
         self._open.add(gradient)
 
     def step(self) -> None:
-        """One optimizer step with the mean of what was added, from what was assigned. Without any of both, the weights
-        stay as they are."""
+        """Steps the optimizer with the mean of what was added, from what was assigned. Without either, the weights stay
+        as they are."""
         update, self._open = self._open, OpenUpdate(self.bucket, self._scratch)
         if update.assignment is not None:
             self.assign(update.assignment)
@@ -242,7 +242,7 @@ class DenseBucket:
             optimizer.state[tensor] = fresh
 
     def _rounds(self, optimizer: torch.optim.Optimizer, present: set[int]) -> list[set[int]]:
-        """The slices with a gradient, as sets to step one after the other: mostly one.
+        """Returns the slices with a gradient, as sets to step one after the other: mostly one.
 
         torch's fused SGD fails where some momentum buffers exist and others do not yet, because a slice's first
         gradient came later than its neighbour's.
@@ -254,7 +254,7 @@ class DenseBucket:
         return [positions for positions in (present - fresh, fresh) if positions]
 
     def read_state(self, name: str) -> tuple[torch.Tensor, frozenset[int]]:
-        """One kind of optimizer state, and the positions of the slices that have none.
+        """Returns one kind of optimizer state, and the positions of the slices that have none.
 
         [numel] in the bucket's dtype, with zeros where there is none; for a state of one number a parameter, a float32
         for each slice.
@@ -271,7 +271,7 @@ class DenseBucket:
         return values, absent
 
     def state_names(self) -> list[str]:
-        """The kinds of optimizer state that any slice has now."""
+        """Returns the kinds of optimizer state that any slice has now."""
         return sorted({n for state in self._states() for n, v in state.items() if isinstance(v, torch.Tensor)})
 
     def _states(self) -> list[dict[str, Any]]:
@@ -280,7 +280,7 @@ class DenseBucket:
         return [dict(self._optimizer.state.get(tensor) or {}) for tensor in self._slices]
 
     def copy_state(self) -> dict[int, dict[str, torch.Tensor]]:
-        """A copy of the optimizer's state, by slice."""
+        """Returns a copy of the optimizer's state, by slice."""
         return {
             position: {name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
             for position, state in enumerate(self._states())
@@ -288,7 +288,7 @@ class DenseBucket:
         }
 
     def groups(self) -> dict[int, HyperParameters]:
-        """The hyper-parameters that the last update was made with, by group."""
+        """Returns the hyper-parameters that the last update was made with, by group."""
         if self._optimizer is None:
             return {}
         return {group["index"]: hyper_parameters(self._name, group) for group in self._optimizer.param_groups}
@@ -319,7 +319,7 @@ class DenseBucket:
 
 
 def _optimizer(spec: JobSpec, name: str, bucket: BucketSpec, slices: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """The bucket's optimizer over its slices, with the job's parameter groups."""
+    """Returns the bucket's optimizer over its slices, with the job's parameter groups."""
     members: dict[int, list[torch.Tensor]] = {}
     for part, tensor in zip(bucket.slices, slices, strict=True):
         group = spec.parameters[part.parameter].group
@@ -335,8 +335,8 @@ def _optimizer(spec: JobSpec, name: str, bucket: BucketSpec, slices: list[torch.
 
 
 def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """One step, without what torch wraps around it for its profiler and for hooks, of which there are none here: that
-    takes as long as a small bucket (measured)."""
+    """Returns the optimizer's step, without what torch wraps around it for its profiler and for hooks, of which there
+    are none here: that takes as long as a small bucket (measured)."""
     step = type(optimizer).step
     bare = getattr(step, "__wrapped__", step)
     return lambda: bare(optimizer)

@@ -257,7 +257,7 @@ def _strangers(launch: str, other: str) -> bool:
 
 
 def _after(member: Member, older: Member) -> Member:
-    """A member that takes the rank of an older one, with what it takes on from that."""
+    """Returns a member that takes the rank of an older one, with what it takes on from that."""
     if older.launch == member.launch:
         return replace(member, since=older.since, replaced=older.replaced) if member.launch else member
     if not _strangers(older.launch, member.launch):
@@ -267,7 +267,7 @@ def _after(member: Member, older: Member) -> Member:
 
 
 def _other_launch(member: Member) -> str:
-    """What a worker that was replaced is told of the launch that took over."""
+    """Returns what a worker that was replaced is told of the launch that took over."""
     return f"; another launch took over: pid {member.pid} on host {member.host or '?'}"
 
 

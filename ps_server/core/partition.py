@@ -79,7 +79,7 @@ class JobPartition:
         self._staged, self._drafts, self._assigned = (StagingBudget(principals) for _ in range(3))
 
     def bucket(self, index: int) -> Bucket:
-        """The bucket with this index. Raises NotFound when this shard does not hold it."""
+        """Returns the bucket with this index. Raises NotFound when this shard does not hold it."""
         return self.buckets[self.checker.bucket(index).index]
 
     def check_worker(self, rank: int, incarnation: int, key: bytes | None = None) -> None:
@@ -275,7 +275,7 @@ class JobPartition:
     # -- what is pending ---------------------------------------------------------------------------------------------
 
     def _make_pending(self, bucket: Bucket, rank: int, clock: int) -> Pending:
-        """What is pending of a worker for a clock; what was of another clock is dropped."""
+        """Returns what is pending of a worker for a clock, and drops what was of another clock."""
         pending = bucket.pending_at(rank, clock)
         if pending is None:
             self._drop_pending(bucket, rank)
@@ -350,12 +350,12 @@ class JobPartition:
     # -- leased data -------------------------------------------------------------------------------------------------
 
     def committed(self, index: int) -> Committed:
-        """The leased data that is in the weights of a bucket, for a snapshot of it: what is only staged is left out."""
+        """Returns the leased data that is in the weights of a bucket, without what is only staged: for a snapshot of it."""
         return self.data.of(index, self.bucket(index).rule.unapplied())
 
 
 def _committed_draft(draft: Draft, commit: Commit) -> Stage:
-    """A draft as the contribution that it is with its commit."""
+    """Returns a draft as the contribution that it is with its commit."""
     gradient = replace(draft.gradient, groups=commit.groups)
     worker = draft.rank, draft.incarnation, draft.key
     return Stage(*worker, draft.bucket, draft.clock, gradient, commit.ranges, draft.principal)

@@ -10,7 +10,7 @@ from ps_protocol.layout import bucket_layout
 
 
 def place(sizes: Sequence[int], shard_count: int) -> list[int]:
-    """For each bucket, the index of its shard.
+    """Returns the index of the shard of each bucket.
 
     sizes: bytes of each bucket. The longest-processing-time rule (Graham, "Bounds on Multiprocessing Timing Anomalies",
     1969): each bucket, largest first, goes to the shard with the fewest bytes; at most 4/3 of the best possible.
@@ -26,7 +26,7 @@ def place(sizes: Sequence[int], shard_count: int) -> list[int]:
 
 
 def imbalance(sizes: Sequence[int], placement: Sequence[int], shard_count: int) -> float:
-    """Most bytes on a shard over the mean of all shards: 1.0 is perfectly even."""
+    """Returns the most bytes on a shard over the mean of all shards: 1.0 is perfectly even."""
     loads = [0] * shard_count
     for size, shard in zip(sizes, placement, strict=True):
         loads[shard] += size

@@ -53,14 +53,14 @@ class ShardStatistics:
     jobs: Mapping[str, ShardJobStatistics]
 
     def progress(self, job: str, aggregate: bool) -> int:
-        """How far a job is here: its highest version with `aggregate` (sync), otherwise its highest clock."""
+        """Returns how far a job is here: its highest version with `aggregate` (sync), otherwise its highest clock."""
         hosted = self.jobs.get(job)
         if hosted is None:
             return 0
         return hosted.version_max if aggregate else max(hosted.clocks.values(), default=0)
 
     def clocks(self, job: str) -> Mapping[int, int]:
-        """By rank, the steps of a job's live workers that are applied here."""
+        """Returns the steps of a job's live workers that are applied here, by rank."""
         hosted = self.jobs.get(job)
         return hosted.clocks if hosted is not None else {}
 

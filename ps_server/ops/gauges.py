@@ -44,7 +44,7 @@ _OF_CHECKPOINTS: tuple[tuple[str, str, Callable[[CheckpointStatistics], float]],
 
 
 def shard_gauges(shard: Shard) -> Gauges[ShardStatistics]:
-    """What a shard has, how far it is, and how many pulls wait."""
+    """Returns the gauges of what a shard has, how far it is, and how many pulls wait."""
 
     def each_job(read: Callable[[ShardJobStatistics], float]) -> Callable[[ShardStatistics], Iterable[Sample]]:
         return lambda statistics: [((name,), read(job)) for name, job in statistics.jobs.items()]
@@ -69,7 +69,7 @@ def shard_gauges(shard: Shard) -> Gauges[ShardStatistics]:
 
 
 def coordinator_gauges(coordinator: Coordinator) -> Gauges[CoordinatorStatistics]:
-    """Which workers take part, how evenly the buckets lie, and what checkpoints and rollbacks there were."""
+    """Returns gauges of which workers take part, how evenly the buckets lie, and what checkpoints and rollbacks there were."""
 
     def each_job(read: Callable[[JobStatistics], float]) -> Callable[[CoordinatorStatistics], Iterable[Sample]]:
         return lambda statistics: [((name,), read(job)) for name, job in statistics.jobs.items()]
@@ -117,7 +117,7 @@ def _passes(statistics: CoordinatorStatistics) -> Iterable[Sample]:
 
 
 def security_gauges(call_limits: CallLimits, exposed: bool, encrypted: bool, asks: bool) -> Gauges[dict[str, int]]:
-    """What this process is open to, and what its callers have in flight."""
+    """Returns gauges of what this process is open to, and what its callers have in flight."""
 
     def flag(value: bool) -> Callable[[dict[str, int]], Iterable[Sample]]:
         return lambda _: [((), float(value))]
@@ -139,7 +139,7 @@ def security_gauges(call_limits: CallLimits, exposed: bool, encrypted: bool, ask
 
 
 def service_discovery(coordinator: Coordinator, encrypted: bool = False) -> bytes:
-    """Every live shard and worker that serves metrics, in the JSON of Prometheus' http_sd_configs."""
+    """Returns every live shard and worker that serves metrics, in the JSON of Prometheus' http_sd_configs."""
     scheme = {"__scheme__": "https"} if encrypted else {}
     targets: list[dict[str, Any]] = [
         {"targets": [shard.metrics_address], "labels": {"role": "shard", "index": str(index)} | scheme}

@@ -66,7 +66,7 @@ def _ask_statistics(shard: RegisteredShard) -> tuple[RegisteredShard, ShardStati
 
 
 def _shard_status(shard: RegisteredShard, statistics: ShardStatistics | None) -> Any:
-    """A shard's status for the caller: shards tell the coordinator of all jobs, and it may not see each of them."""
+    """Returns a shard's status for the caller, which may not see all jobs that the shard tells the coordinator of."""
     jobs = statistics.jobs if statistics is not None else {}
     return cluster_pb2.ShardStatus(
         index=shard.index,
@@ -79,7 +79,7 @@ def _shard_status(shard: RegisteredShard, statistics: ShardStatistics | None) ->
 
 
 def add_health(server: grpc.Server, pool: ThreadPoolExecutor, services: list[str]) -> health.HealthServicer:
-    """The standard health service, which answers while pushes and pulls keep their own pools busy; and reflection."""
+    """Adds the standard health service, which answers while pushes and pulls keep their pools busy; and reflection."""
     servicer = health.HealthServicer(experimental_non_blocking=True, experimental_thread_pool=pool)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     for name in ("", *services):

@@ -71,7 +71,7 @@ def attach_request(data: bytes) -> tuple[str, int, int, str, bytes, bytes]:
 
 
 def _push(header: data_pb2.PushHeader, in_segment: bool, payload: memoryview | None) -> PushCall:
-    """What is pushed. Raises InvalidRequest for a bucket or a group that comes twice, and for two locations."""
+    """Returns what is pushed. Raises InvalidRequest for a bucket or a group that comes twice, and for two locations."""
     if in_segment and payload is not None:
         raise InvalidRequest("elements are in the segment or in the message, got both")
     worker = header.worker

@@ -45,7 +45,7 @@ _ADMIN: Roles = frozenset({Role.ADMIN})
 
 
 def _service(module: Any, name: str, roles: Roles, **exceptions: Roles) -> dict[str, Roles]:
-    """The roles that may call each method of a service: `roles`, but for those methods that are named."""
+    """Returns the roles that may call each method of a service: `roles`, but for those methods that are named."""
     service = module.DESCRIPTOR.services_by_name[name]
     return {f"/{service.full_name}/{method.name}": exceptions.get(method.name, roles) for method in service.methods}
 

@@ -54,7 +54,7 @@ class ShardClient:
         self._call(self._stub.RemoveWorker, shard_pb2.RemoveWorkerRequest(worker=worker))
 
     def committed(self, job: str) -> Committed | None:
-        """The leased data that every bucket that trains there has had; None if there is no such bucket."""
+        """Returns the leased data that every bucket that trains there has had; None if there is no such bucket."""
         request = shard_pb2.GetCommittedDataRequest(job=job)
         return convert.committed(self._call(self._stub.GetCommittedData, request, STATUS_SECONDS))
 
@@ -63,7 +63,7 @@ class ShardClient:
         self._call(self._stub.BeginSnapshot, shard_pb2.BeginSnapshotRequest(job=job, checkpoint=name, clock=clock))
 
     def await_snapshot(self, job: str, name: str) -> ShardSnapshot:
-        """The shard's part, once it is on disk. Raises TryLater after a few seconds."""
+        """Returns the shard's part, once it is on disk. Raises TryLater after a few seconds."""
         request = shard_pb2.AwaitSnapshotRequest(job=job, checkpoint=name)
         return convert.shard_snapshot(self._call(self._stub.AwaitSnapshot, request))
 

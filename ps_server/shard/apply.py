@@ -47,7 +47,7 @@ class Updates:
         self._threads.lend([task for index in buckets if (task := self._due(job, index)) is not None])
 
     def _due(self, job: HostedJob, index: int) -> Task | None:
-        """What comes next on a bucket; None where nothing does, or a thread is at it."""
+        """Returns what comes next on a bucket; None where nothing does, or a thread is at it."""
         bucket = job.buckets[index]
         with job.lock:
             if bucket.busy or self._stopping or bucket.rule.next() is None:

@@ -155,7 +155,7 @@ class HostedJob:
 
 
 def _waits(waiters: list[Waiter], now: float) -> tuple[Wait, ...]:
-    """What each worker waits for, by rank."""
+    """Returns what each worker waits for, by rank."""
     ranks: dict[int, list[Waiter]] = {}
     for waiter in waiters:
         ranks.setdefault(waiter.pull.rank, []).append(waiter)

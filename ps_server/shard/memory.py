@@ -28,7 +28,7 @@ def _free(root: Path) -> Iterator[int]:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """The control group of this process and those above it: the limit of each counts (version 2 only)."""
+    """Yields the control group of this process and those above it: the limit of each counts (version 2 only)."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -41,7 +41,7 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The first number behind each name in a file of the kernel's."""
+    """Returns the first number behind each name in a file of the kernel's."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
     except OSError:

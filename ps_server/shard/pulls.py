@@ -122,7 +122,7 @@ class Pulls:
 
     @contextlib.contextmanager
     def _lend(self, job: HostedJob, bucket: HostedBucket, pull: Pull, waited: float) -> Iterator[PulledBucket]:
-        """One bucket in the wire format of the job's weights, which stay as they are until it is given back."""
+        """Lends a bucket in the wire format of the job's weights, which stay as they are until it is given back."""
         spec = bucket.spec
         codec = weight_codec(job.state.spec, spec)
         with bucket.tensors:
@@ -224,7 +224,7 @@ class Pulls:
 
 @contextlib.contextmanager
 def _lend_state(bucket: HostedBucket, name: str) -> Iterator[PulledState]:
-    """One kind of a bucket's optimizer state: a copy, so that training goes on while it is sent."""
+    """Lends one kind of a bucket's optimizer state: a copy, so that training goes on while it is sent."""
     with bucket.tensors:
         values, absent = bucket.weights.read_state(name)
         version = bucket.rule.version

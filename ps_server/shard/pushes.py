@@ -90,7 +90,7 @@ class Pushes:
 
 
 def _check(job: HostedJob, call: PushCall, principal: str) -> list[tuple[BucketCommand, int]]:
-    """The commands that stage a call, each with the bytes of its payload."""
+    """Returns the commands that stage a call, each with the bytes of its payload."""
     payloads = _payloads(job, call)
     return [
         (job.state.checker.check(_push_of(call, bucket, payload), principal), len(payload))
@@ -119,7 +119,7 @@ def _push_of(call: PushCall, bucket: PushedBucket, payload: Buffer) -> Push:
 
 
 def _payloads(job: HostedJob, call: PushCall) -> list[Buffer]:
-    """The payload of each bucket of a call: a view into the worker's segment, or into the call's own."""
+    """Returns the payload of each bucket of a call: a view into the worker's segment, or into the call's own."""
     checker = job.state.checker
     if call.payload is None:
         segment = job.segment(call.rank, call.incarnation, call.key)

@@ -68,7 +68,7 @@ def copy_out(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _refuse_other_files(path: Path, location: str) -> None:
-    """In another PID namespace the number may be of any process: nothing but a memory file of ours is even opened."""
+    """Raises NotShared for another kind of file: in another PID namespace the number may be of any process."""
     try:
         target = path.readlink()
     except OSError as error:
@@ -78,6 +78,6 @@ def _refuse_other_files(path: Path, location: str) -> None:
 
 
 def _refuse_shrinking(descriptor: int, location: str, sealed: bool) -> None:
-    """A memory file must be sealed against shrinking: reading beyond the end of a mapped file kills the reader."""
+    """Raises NotShared for a memory file that may shrink: reading beyond the end of a mapped file kills the reader."""
     if sealed and not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise NotShared(f"the segment {location} must be sealed against shrinking")

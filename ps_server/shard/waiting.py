@@ -110,7 +110,7 @@ class Pull:
         return buckets
 
     def staged_seconds(self, now: float) -> float | None:
-        """For how long the pushes that came with the pull have been staged; None after the first time, or without."""
+        """Returns how long the pushes that came with the pull have been staged; None after the first time, or without."""
         if not self.with_pushes:
             return None
         self.with_pushes = False

@@ -118,7 +118,7 @@ class CheckpointStore:
             raise InvalidRequest(f"the checkpoint directory {directory} cannot be written to")
 
     def path(self, job: str, name: str | None = None) -> Path:
-        """Where a job's checkpoints are, or one of them. Raises InvalidRequest for names that could lead elsewhere."""
+        """Returns where a job's checkpoints are, or one is. Raises InvalidRequest for names that could lead elsewhere."""
         if job.startswith(".") or "/" in job or not job:
             raise InvalidRequest(
                 f"a job with checkpoints needs a name that does not start with a dot, got {job[:200]!r}"
@@ -176,11 +176,11 @@ class CheckpointStore:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def jobs(self) -> list[str]:
-        """The jobs that have a complete checkpoint."""
+        """Returns the jobs that have a complete checkpoint."""
         return [entry.name for entry in _entries(self.directory) if entry.name[0] != "." and self.names(entry.name)]
 
     def names(self, job: str) -> list[str]:
-        """The complete checkpoints of a job, oldest first."""
+        """Returns the complete checkpoints of a job, oldest first."""
         return [
             entry.name
             for entry in _entries(self.path(job))
@@ -188,12 +188,12 @@ class CheckpointStore:
         ]
 
     def unfinished(self, job: str, after: str) -> list[str]:
-        """The checkpoints of a job that were begun after this one, and have no manifest."""
+        """Returns the checkpoints of a job that were begun after this one, and have no manifest."""
         begun = [entry.name for entry in _entries(self.path(job)) if _NAME.fullmatch(entry.name) and entry.name > after]
         return [name for name in begun if not (self.path(job, name) / MANIFEST).exists()]
 
     def manifest(self, job: str, name: str) -> Manifest:
-        """What a checkpoint is. Raises CheckpointDamaged if its manifest is not what was written."""
+        """Returns what a checkpoint is. Raises CheckpointDamaged if its manifest is not what was written."""
         path = self.path(job, name) / MANIFEST
         try:
             return _unsealed(json.loads(path.read_bytes()))
@@ -201,7 +201,7 @@ class CheckpointStore:
             raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
 
     def read_worker(self, job: str, name: str, part: Part) -> bytes:
-        """A worker's state, checked against its checksum."""
+        """Returns a worker's state, checked against its checksum."""
         path = self._verified(job, name, part)
         return path.read_bytes()
 
@@ -225,7 +225,7 @@ class CheckpointStore:
         return snapshots
 
     def _verified(self, job: str, name: str, part: Part) -> Path:
-        """A part's path, once its content is known to be what was written."""
+        """Returns a part's path, once its content is known to be what was written."""
         if not _PART.fullmatch(part.file):
             raise CheckpointDamaged(f"{self.path(job, name)}: {part.file[:200]!r} is no name of a part")
         path = self.path(job, name) / part.file
@@ -338,7 +338,7 @@ def seal(data: Mapping[str, Any]) -> str:
 
 
 def _snapshot(file: Any, bucket: BucketSpec) -> BucketSnapshot:
-    """One bucket's bucket. Raises ValueError saying what was expected where the file holds something else."""
+    """Returns one bucket's snapshot. Raises ValueError saying what was expected where the file holds something else."""
     described = json.loads(file.metadata()["buckets"])[str(bucket.index)]
     version, clocks = described["version"], {int(rank): clock for rank, clock in described["clocks"].items()}
     if any(type(number) is not int or number < 0 for number in (version, *clocks, *clocks.values())):

@@ -46,7 +46,7 @@ def export(directory: Path, job: str, name: str | None, output: Path) -> str:
 
 
 def optimizer_state_dict(directory: Path) -> dict[str, Any]:
-    """What `export` wrote of the optimizer, as the dictionary that its load_state_dict takes."""
+    """Returns what `export` wrote of the optimizer, as the dictionary that its load_state_dict takes."""
     groups = json.loads((directory / "optimizer.json").read_text())["param_groups"]
     state: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in safetensors.torch.load_file(directory / "optimizer.safetensors").items():
@@ -60,7 +60,7 @@ def optimizer_state_dict(directory: Path) -> dict[str, Any]:
 def _read(
     store: CheckpointStore, job: str, name: str | None
 ) -> tuple[Manifest, JobSpec, tuple[BucketSpec, ...], dict[int, BucketSnapshot]]:
-    """The checkpoint of that name, or the last one that is whole."""
+    """Returns the checkpoint of that name, or the last one that is whole."""
     names = [name] if name is not None else list(reversed(store.names(job)))
     reason = "there is none"
     for candidate in names:
@@ -77,7 +77,7 @@ def _read(
 
 
 def _changed(store: CheckpointStore, job: str, manifest: Manifest, spec: JobSpec) -> dict[str, torch.Tensor]:
-    """What no optimizer steps and training has changed, as the worker of the lowest rank has it, by name.
+    """Returns what no optimizer steps and training has changed, as the worker of the lowest rank has it, by name.
 
     Raises CheckpointDamaged if it does not fit the job.
     """
@@ -99,7 +99,7 @@ def _changed(store: CheckpointStore, job: str, manifest: Manifest, spec: JobSpec
 def _gather(
     spec: JobSpec, buckets: tuple[BucketSpec, ...], snapshots: dict[int, BucketSnapshot]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """The model's tensors by name, the optimizer's by number and name, and its groups."""
+    """Returns the model's tensors by name, the optimizer's by number and name, and its groups."""
     model = {p.name: torch.zeros(p.numel, dtype=TORCH_DTYPES[p.dtype]) for p in spec.parameters}
     order = [i for group in range(len(spec.groups)) for i, p in enumerate(spec.parameters) if p.group == group]
     number = {parameter: position for position, parameter in enumerate(order)}
