@@ -350,7 +350,7 @@ class JobPartition:
     # -- leased data -------------------------------------------------------------------------------------------------
 
     def committed(self, index: int) -> Committed:
-        """Returns the leased data that is in the weights of a bucket, without what is only staged: for a snapshot of it."""
+        """Returns the leased data that is in the weights of a bucket, for a snapshot: without what is only staged."""
         return self.data.of(index, self.bucket(index).rule.unapplied())
 
 

@@ -69,7 +69,7 @@ def shard_gauges(shard: Shard) -> Gauges[ShardStatistics]:
 
 
 def coordinator_gauges(coordinator: Coordinator) -> Gauges[CoordinatorStatistics]:
-    """Returns gauges of which workers take part, how evenly the buckets lie, and what checkpoints and rollbacks there were."""
+    """Returns gauges of the live workers, how evenly the buckets lie, and the checkpoints and rollbacks there were."""
 
     def each_job(read: Callable[[JobStatistics], float]) -> Callable[[CoordinatorStatistics], Iterable[Sample]]:
         return lambda statistics: [((name,), read(job)) for name, job in statistics.jobs.items()]

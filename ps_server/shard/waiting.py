@@ -110,7 +110,7 @@ class Pull:
         return buckets
 
     def staged_seconds(self, now: float) -> float | None:
-        """Returns how long the pushes that came with the pull have been staged; None after the first time, or without."""
+        """Returns for how long pushes that came with the pull are staged; None after the first time, or without."""
         if not self.with_pushes:
             return None
         self.with_pushes = False

@@ -118,7 +118,7 @@ class CheckpointStore:
             raise InvalidRequest(f"the checkpoint directory {directory} cannot be written to")
 
     def path(self, job: str, name: str | None = None) -> Path:
-        """Returns where a job's checkpoints are, or one is. Raises InvalidRequest for names that could lead elsewhere."""
+        """Returns where a job's checkpoints are, or one is. Raises InvalidRequest for names that lead elsewhere."""
         if job.startswith(".") or "/" in job or not job:
             raise InvalidRequest(
                 f"a job with checkpoints needs a name that does not start with a dot, got {job[:200]!r}"
