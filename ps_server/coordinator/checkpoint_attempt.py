@@ -20,7 +20,6 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from functools import reduce
 from typing import TypeVar
 
 import torch
@@ -31,7 +30,7 @@ from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.shards import call_all
 from ps_server.core.placement import PlacedJob
-from ps_server.core.snapshot import ShardSnapshot, VersionRange
+from ps_server.core.snapshot import ShardSnapshot, VersionRange, union
 from ps_server.core.statistics import CheckpointStatistics
 from ps_server.failpoints import failpoint
 from ps_server.storage.checkpoints import Manifest, WorkerPart
@@ -313,9 +312,8 @@ class CheckpointAttempt:
 
     def _reached(self) -> VersionRange:
         """Returns how far the buckets are in all parts together."""
-        extents = [part.extent for part in self._parts.values()]
-        ranges = [extent for extent in extents if extent.clocks]  # a shard may train no bucket at all
-        return reduce(VersionRange.union, ranges) if ranges else VersionRange()
+        # A shard may train no bucket at all.
+        return union(part.extent for part in self._parts.values() if part.extent.clocks)
 
     # -- 3. write ----------------------------------------------------------------------------------------------------
 

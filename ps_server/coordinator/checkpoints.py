@@ -47,7 +47,7 @@ class JobCheckpoints:
         pool = cluster.make_executor(2 * cluster.shards.count, "checkpoints")
         first = int(checkpointing.store.next_name(placed.spec.name))
         names = (f"{number:06d}" for number in itertools.count(first))
-        shared = self._progress, self._requests, self._states
+        shared = self._requests, self._progress, self._states
         self._job = CheckpointedJob(placed, members, cluster, checkpointing, pool, names, self._notify, *shared)
         self._attempt = CheckpointAttempt(self._job)
         self._work = self._make_all()

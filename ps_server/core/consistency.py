@@ -90,7 +90,8 @@ class UpdateRule(Generic[T]):
 
     def unapplied(self) -> list[DataRange]:
         """Returns the leased data of contributions that are staged and not in the weights yet."""
-        return [used for add in (*self.waiting.values(), *self.added) for used in add.ranges]
+        waiting = [used for add in self.waiting.values() for used in add.ranges]
+        return waiting + [used for add in self.added for used in add.ranges]
 
     def frontier(self) -> int:
         """Returns the highest clock that any worker has reached here, live or not."""

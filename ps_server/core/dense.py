@@ -115,8 +115,8 @@ class OpenUpdate:
         # order contributions came.
         if self._is_empty:
             self._is_empty, self.assignment = False, gradient.assignment
-        for group, values in (gradient.groups or {}).items():
-            self.groups.setdefault(group, values)
+        for group, changed in (gradient.groups or {}).items():
+            self.groups.setdefault(group, changed)
         slices = self._bucket.slices
         if gradient.values is None:
             # Without a gradient for any slice it counts as zero, as in a bucket that it fills in part; otherwise it is

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
 
 import torch
 
@@ -87,5 +86,12 @@ class ShardSnapshot:
 
 def extent(buckets: Iterable[tuple[int, Mapping[int, int]]]) -> VersionRange:
     """Returns the range of buckets that train, each given as its version and its clocks."""
-    ranges = [VersionRange(version, version, clocks) for version, clocks in buckets]
-    return reduce(VersionRange.union, ranges) if ranges else VersionRange()
+    return union(VersionRange(version, version, clocks) for version, clocks in buckets)
+
+
+def union(ranges: Iterable[VersionRange]) -> VersionRange:
+    """Returns the range of all together."""
+    total, *others = [*ranges] or [VersionRange()]
+    for other in others:
+        total = total.union(other)
+    return total

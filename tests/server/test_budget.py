@@ -54,7 +54,7 @@ def push(found: JobPartition, rank: int, clock: int, index: int) -> bool:
     """Pushes; False if there is no room."""
     one = Push("budget", rank, rank + 1, index, clock, PushKind.GRADIENT, bytes(SIZE))
     try:
-        found.execute(found.check(one))
+        found.execute(found.checker.check(one))
     except Backlogged:
         return False
     return True

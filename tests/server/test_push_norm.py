@@ -97,7 +97,7 @@ def test_what_is_not_finite_is_past_every_limit_even_where_the_job_allows_it(val
     with pytest.raises(LimitExceeded, match="max-push-norm"):
         job.checker.check(push(payload=gradient(job, 0, value)))
     with pytest.raises(NonFiniteGradient):
-        limited(1e30).check(push(payload=gradient(job, 0, value)))
+        limited(1e30).checker.check(push(payload=gradient(job, 0, value)))
 
 
 def test_what_is_left_out_of_a_gradient_counts_for_nothing() -> None:
