@@ -8,7 +8,6 @@ import select
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import IO, BinaryIO, Protocol
 
 READ_BYTES = 65_536
@@ -102,11 +101,8 @@ class Console:
 class Output(Protocol):
     """Takes what a child writes to one of its two outputs."""
 
-    def take(self, data: bytes) -> None:
-        """Takes bytes as they come."""
-
-    def take_lines(self, lines: list[bytes]) -> None:
-        """Takes the lines that are whole now, without their ends."""
+    def take(self, data: bytes, lines: list[bytes]) -> None:
+        """Takes bytes as they come, and the lines that are whole now, without their ends."""
 
 
 class WorkerOutput:
@@ -121,22 +117,19 @@ class WorkerOutput:
         self._prefix = prefix
         self._log = log
 
-    def take(self, data: bytes) -> None:
-        """Takes bytes as they come."""
+    def take(self, data: bytes, lines: list[bytes]) -> None:
+        """Takes bytes as they come, and the lines that are whole now."""
         if self._prefix is None:
             self._console.write(self._target, data)
-
-    def take_lines(self, lines: list[bytes]) -> None:
-        """Takes the lines that are whole now, without their ends."""
-        if self._log is not None:
+        else:
+            self._console.write(self._target, b"".join(self._prefix + line + b"\n" for line in lines))
+        if self._log is not None and lines:
             try:
                 self._log.write(b"".join(line + b"\n" for line in lines))
                 self._log.flush()
             except OSError as error:  # a full disk ends the log, not the training
                 self._console.say(f"cannot write {self._log.name} ({error.strerror}): the log ends here")
                 self._log = None
-        if self._prefix is not None:
-            self._console.write(self._target, b"".join(self._prefix + line + b"\n" for line in lines))
 
 
 class Stream:
@@ -151,7 +144,8 @@ class Stream:
     def pump(self) -> bool:
         """Hands on what there is now, once. False: the stream has ended."""
         data = self._read()
-        self._take(data or b"")
+        if data:
+            self._output.take(data, self._lines.feed(data))
         return data != b""
 
     def finish(self) -> None:
@@ -160,8 +154,8 @@ class Stream:
             data = self._read()
             if not data:
                 break
-            self._take(data)
-        self._take_lines(self._lines.end())
+            self._output.take(data, self._lines.feed(data))
+        self._output.take(b"", self._lines.end())
         self.source.close()
 
     def _read(self) -> bytes | None:
@@ -170,16 +164,3 @@ class Stream:
             return os.read(self.source.fileno(), READ_BYTES)
         except BlockingIOError:
             return None
-
-    def _take(self, data: bytes) -> None:
-        self._output.take(data)
-        self._take_lines(self._lines.feed(data))
-
-    def _take_lines(self, lines: list[bytes]) -> None:
-        if lines:
-            self._output.take_lines(lines)
-
-
-def log_file(directory: Path, rank: int) -> Path:
-    """Returns where a worker's output is kept."""
-    return directory / f"worker-{rank}.log"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import IO
 
 from ps_launch.children import Children, Program, Stopped, on_signals, stop_on_signals
-from ps_launch.restarts import RareRestarts
+from ps_launch.restarts import RECENT_SECONDS, RareRestarts
 from ps_protocol.errors import PSError
 
 START_SECONDS = 60.0
@@ -61,12 +61,10 @@ class _Ready:
     def __init__(self, tell: Callable[[dict[str, str]], None]) -> None:
         self._tell = tell
 
-    def take(self, data: bytes) -> None:
-        """Leaves bytes to `take_lines`."""
-
-    def take_lines(self, lines: list[bytes]) -> None:
+    def take(self, data: bytes, lines: list[bytes]) -> None:
         """Takes the first line."""
-        self._tell(json.loads(lines[0]))
+        if lines:
+            self._tell(json.loads(lines[0]))
 
 
 class _Shards:
@@ -115,8 +113,8 @@ class _Shards:
         while code is not None:
             restarts = self._restarts[index]
             text = f"shard {index} ended with code {code}"
-            if restarts.after(self.children.seconds_run(index)) is None:
-                raise PSError(f"{text} for the {restarts.count}th time in {restarts.within:g} s; stopping")
+            if not restarts.is_allowed():
+                raise PSError(f"{text} for the {restarts.recent_ends}th time in {RECENT_SECONDS:g} s; stopping")
             print(f"ps-server: {text}; starting it again", file=sys.stderr, flush=True)
             self.children.start(index)
             self.children.tell(index, self._before[COORDINATOR]["address"])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ps_launch.children import Children, Program, Stopped, on_signals, stop_on_signals
-from ps_launch.output import Console, WorkerOutput, log_file
+from ps_launch.output import Console, WorkerOutput
 from ps_launch.restarts import Restarts
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.launch_id import LAUNCH_ID, LAUNCH_RANKS, LAUNCHED, STARTED_FILE, is_launched, new_launch_id
@@ -144,18 +144,18 @@ def worker_environment(what: Launch, local: int, meeting: Mapping[str, str]) -> 
     """Returns the environment of a worker; `meeting` is where ddp's processes meet."""
     rank, world_size = str(what.first_rank + local), str(what.world_size)
     hidden = TORCHRUN_VARIABLES | _OF_ONE_WORKER
-    found = {name: value for name, value in os.environ.items() if name not in hidden and "TORCHELASTIC" not in name}
-    found |= {**what.settings, LAUNCHED: "1", "PS_LOCAL_RANK": str(local), "PYTHONUNBUFFERED": "1"}
+    environment = {name: os.environ[name] for name in os.environ if name not in hidden and "TORCHELASTIC" not in name}
+    environment |= {**what.settings, LAUNCHED: "1", "PS_LOCAL_RANK": str(local), "PYTHONUNBUFFERED": "1"}
     # Workers that share a machine share its cores; without this each would start a thread a core.
-    found.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // what.workers)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // what.workers)))
     if not what.elastic:
-        found |= {"PS_RANK": rank, "PS_WORLD_SIZE": world_size}
+        environment |= {"PS_RANK": rank, "PS_WORLD_SIZE": world_size}
     if what.mode == "ddp":
         assert TORCHRUN.world_size is not None
         assert TORCHRUN.local_rank is not None
-        found |= {TORCHRUN.rank: rank, TORCHRUN.world_size: world_size, TORCHRUN.local_rank: str(local)}
-        found |= {"LOCAL_WORLD_SIZE": str(what.workers), **meeting}
-    return found
+        environment |= {TORCHRUN.rank: rank, TORCHRUN.world_size: world_size, TORCHRUN.local_rank: str(local)}
+        environment |= {"LOCAL_WORLD_SIZE": str(what.workers), **meeting}
+    return environment
 
 
 def rendezvous(what: Launch) -> dict[str, str]:
@@ -190,7 +190,7 @@ def _open_logs(what: Launch, stack: contextlib.ExitStack) -> dict[int, BinaryIO]
     try:
         what.log_dir.mkdir(parents=True, exist_ok=True)
         return {
-            local: stack.enter_context(log_file(what.log_dir, what.first_rank + local).open("ab"))
+            local: stack.enter_context((what.log_dir / f"worker-{what.first_rank + local}.log").open("ab"))
             for local in range(what.workers)
         }
     except OSError as error:
