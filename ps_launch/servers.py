@@ -163,12 +163,12 @@ class _Shards:
 
 
 def await_coordinator(stdin: IO[str]) -> str:
-    """In a shard: returns the coordinator's address, which the parent tells it."""
+    """Returns the coordinator's address, which the parent tells this shard."""
     return stdin.readline().strip()
 
 
 def watch_lifeline(stdin: IO[str], stop: threading.Event) -> None:
-    """In a shard: sets `stop` when the parent is gone."""
+    """Sets `stop` when the parent of this shard is gone."""
 
     def watch() -> None:
         while stdin.read(1):

@@ -46,7 +46,7 @@ class Cast:
         return tensor_from(payload, self.dtype)
 
     def keeps(self, bucket: BucketSpec) -> bool:
-        """Whether a bucket's elements travel as the very bytes that they are in memory."""
+        """Returns whether a bucket's elements travel as the very bytes that they are in memory."""
         return self.dtype == bucket.dtype
 
     def wire_format(self, bucket: BucketSpec) -> str:
