@@ -85,7 +85,7 @@ def entry(level: str, title: str, function: Callable[..., Any], prefix: str = ""
 
 
 def called(name: str, signature: inspect.Signature) -> str:
-    """A call as somebody writes it: a parameter a line if there are many."""
+    """Returns a call as a script writes it: a parameter a line if there are many."""
     kinds = inspect.Parameter
     words: list[str] = []
     for key, one in signature.parameters.items():
