@@ -1,4 +1,4 @@
-"""What children write: whole lines, with a worker's rank in front, and a file for each worker."""
+"""What children write, as whole lines: on the console with a worker's rank in front, and in a log file."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Lines:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._rest = b""
-        self._state = b""  # of a progress bar, not handed on yet
-        self._handed_on = float("-inf")
+        self._state = b""  # of a progress bar, not passed on yet
+        self._passed_on = float("-inf")
 
     def feed(self, data: bytes) -> list[bytes]:
         """Returns the lines that are whole now, without their ends."""
@@ -64,15 +64,15 @@ class Lines:
             self._state = b""
             return []
         now = self._clock()
-        if now - self._handed_on < PROGRESS_SECONDS:
+        if now - self._passed_on < PROGRESS_SECONDS:
             self._state = text
             return []
-        self._state, self._handed_on = b"", now
+        self._state, self._passed_on = b"", now
         return [text]
 
 
 class Console:
-    """The launcher's own stdout and stderr. Training goes on without a reader: what cannot be written is dropped."""
+    """The launcher's own stdout and stderr. Training needs no reader: what cannot be written is dropped."""
 
     def __init__(self) -> None:
         self._closed: set[int] = set()
@@ -106,7 +106,7 @@ class Output(Protocol):
 
 
 class WorkerOutput:
-    """Hands one output of a worker on to the console, and its lines to the worker's log.
+    """Passes one output of a worker on to the console, and its lines to the worker's log.
 
     prefix: stands before each line on the console; None: the console gets the bytes as they come
     """
@@ -142,14 +142,14 @@ class Stream:
         os.set_blocking(source.fileno(), False)
 
     def pump(self) -> bool:
-        """Hands on what there is now, once. False: the stream has ended."""
+        """Passes on what there is now, once. Returns False at the end of the stream."""
         data = self._read()
         if data:
             self._output.take(data, self._lines.feed(data))
         return data != b""
 
     def finish(self) -> None:
-        """Hands on what is left of a child that has ended, though others may hold its stream open."""
+        """Passes on what is left of a child that has ended, though others may hold its stream open."""
         for _ in range(MOST_READS_AT_END):
             data = self._read()
             if not data:

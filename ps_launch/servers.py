@@ -50,13 +50,13 @@ def up(environment: Mapping[str, str]) -> int:
             print(f"ps-server: {error}", file=sys.stderr)
             code = 1
         finally:
-            on_signals(stop_now)  # told twice, it does not wait
+            on_signals(stop_now)  # a second signal ends all at once
             shards.stop()
     return code
 
 
 class _Ready:
-    """Takes the line in which a shard says that it is ready, from its standard output."""
+    """Takes a shard's first line, which says that it is ready, from its standard output."""
 
     def __init__(self, tell: Callable[[dict[str, str]], None]) -> None:
         self._tell = tell

@@ -1,8 +1,8 @@
 """`ps-worker run`: starts workers on this machine and stays until all have ended.
 
 In the parameter-server modes a worker that dies takes no other with it once all declared workers have joined: it is
-started again as often as was asked for, alone, and the others go on; the exit code tells at the end. Before that the
-others only wait for it, so they are stopped, as they are in ddp, where the rest cannot go on.
+started again alone, up to --max-restarts times, and the others continue; the launcher's exit code tells of it. Before
+that the others only wait for it, so the launcher stops them. In ddp it always does: the others cannot continue.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Workers:
                     return
 
     def stop(self) -> None:
-        """Ends all that still run: asks first, and hands on what they write about it."""
+        """Ends all that still run: asks first, and passes on what they write meanwhile."""
         self._console.until = time.monotonic() + STOP_SECONDS
         self._children.stop(STOP_SECONDS)
 

@@ -151,7 +151,7 @@ _ON_FROM_THE_FIRST_STEP = {"Adam": ("amsgrad",), "AdamW": ("amsgrad",), "RMSprop
 
 
 def check_change(name: str, registered: HyperParameters, values: HyperParameters) -> None:
-    """Raises InvalidRequest if a running job's optimizer cannot go on with these values."""
+    """Raises InvalidRequest if a running job's optimizer cannot continue with these values."""
     for key in _ON_FROM_THE_FIRST_STEP.get(name, ()):
         if values.get(key) and not registered.get(key):
             raise InvalidRequest(f"hyper-parameter {key!r} of {name} cannot be switched on in a running job")

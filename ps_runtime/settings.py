@@ -113,7 +113,7 @@ class Setting:
 
 
 def as_variables(settings: Iterable[Setting], arguments: argparse.Namespace) -> dict[str, str]:
-    """Returns what flags say as the variables of a child process.
+    """Returns the values of flags as the variables of a child process.
 
     All of the settings are there, and empty where they are not given: no other environment can speak for one.
     """
