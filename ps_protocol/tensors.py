@@ -17,7 +17,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in D
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 with warnings.catch_warnings():
-    # torch warns once a process that the memory of `bytes` must not be written. It is only read here: have torch warn now, unheard.
+    # torch warns once a process that the memory of `bytes` must not be written. It is only read here: the one warning
+    # comes now, and is not shown.
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
