@@ -217,6 +217,7 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     """Returns a parser that takes whole numbers between these, both included."""
 
     def number(text: str) -> int:
+        """Reads a whole number between `low` and `high`."""
         if not (text.isascii() and text.isdigit() and len(text) <= 20 and low <= int(text) <= high):
             raise argparse.ArgumentTypeError(f"expected a whole number from {low} to {high}, got {text!r}")
         return int(text)
