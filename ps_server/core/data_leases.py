@@ -69,7 +69,7 @@ class DataLeases:
 
         Raises InvalidRequest for a range that is none of this loader's; changes nothing then.
         """
-        self._check([*report.held, *report.committed, *report.returned])
+        self._check([*report.leased, *report.committed, *report.returned])
         self._tell(worker, report)
         if asked > self.number and self.complete:
             self._begin(self.number + 1)
@@ -77,8 +77,8 @@ class DataLeases:
         if asked < self.number or (asked == self.number and self.complete):
             return BatchLease(complete=True)
         leased = self._leased.setdefault(worker, set())
-        held = {batch.span for batch in report.held if batch.pass_number == self.number}
-        spans = sorted(leased - held)[:count]  # given before, in an answer that was lost
+        known = {batch.span for batch in report.leased if batch.pass_number == self.number}
+        spans = sorted(leased - known)[:count]  # given before, in an answer that was lost
         fair = max(1, self._free.total // (2 * max(1, workers) * self.spec.batch_size))
         while len(spans) < min(count, fair) and len(leased) < self._limit and (span := self._next()) is not None:
             self._free.remove(*span)
@@ -113,7 +113,7 @@ class DataLeases:
             if span in leased:
                 leased.discard(span)
                 self._give_back(span)
-        for span in spans(report.held):
+        for span in spans(report.leased):
             if span not in leased and len(leased) < self._limit and self._take_over(worker, span):
                 leased.add(span)
 

@@ -27,7 +27,7 @@ class BucketSnapshot:
     clocks:  by rank, the highest clock whose update is in the weights, of the living and of the dead: what makes a push
              exactly once
     weights: [numel of the bucket] in the bucket's dtype
-    state:   of the optimizer, by slice; empty for a bucket that no optimizer steps
+    state:   of the optimizer, by slice; empty for a frozen bucket
     groups:  the hyper-parameters of the last update, by parameter group
     committed: the leased data that is in the weights, by loader
     """
