@@ -91,8 +91,9 @@ def test_every_sample_is_used_once_per_pass_while_workers_die_join_and_differ_in
 
     def kill(victim: subprocess.Popen[str]) -> None:
         assert victim.stdout is not None
-        while victim.stdout.readline().strip() != "3":
-            pass
+        for line in victim.stdout:
+            if line.strip() == "3":
+                break
         victim.kill()
 
     command = [sys.executable, counting.__file__, cluster.address, mode, "j", transport, "3"]
