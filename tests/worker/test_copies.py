@@ -160,6 +160,37 @@ def test_a_copy_of_the_optimizer_is_watched_by_nothing(
     assert session.clock == 1
 
 
+@pytest.mark.parametrize("mode", ["sync"])
+def test_copies_and_saved_parts_are_plain_and_small(session: Session, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 4))
+    model, _ = session.prepare(model, sgd(model))
+    head = model[2]
+    copied = copy.deepcopy(model)[2].weight
+    assert type(copied) is nn.Parameter
+    assert copied.untyped_storage().nbytes() == copied.nbytes
+    for name, thing in (("state", head.state_dict()), ("parameter", {"b": head.bias}), ("head", head)):
+        torch.save(thing, tmp_path / name)
+        assert (tmp_path / name).stat().st_size < head.weight.nbytes + 8000
+    assert type(torch.load(tmp_path / "state")["weight"]) is torch.Tensor
+    session.close()
+    assert type(head.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("mode", ["sync"])
+def test_parameters_made_of_others_are_plain_in_copies(session: Session) -> None:
+    model, _ = prepared(session)
+    other = nn.Linear(8, 1)
+    other.weight = nn.Parameter(model.second.weight.detach())
+    other.bias = nn.Parameter(model.state_dict()["second.bias"])
+    copied = copy.deepcopy(other)
+    assert type(copied.weight) is nn.Parameter
+    assert copied.weight.requires_grad
+    torch.nn.utils.parametrizations.weight_norm(copied)
+    assigned = Net()
+    assigned.load_state_dict(model.state_dict(), assign=True)
+    assigned(torch.ones(3, 4)).sum().backward()
+
+
 # -- compiled --------------------------------------------------------------------------------------------------------
 
 

@@ -135,7 +135,9 @@ def weights_after(
     """What two workers have trained."""
 
     def work(rank: int) -> list[torch.Tensor]:
-        with cluster.connect("sync", rank, 2, job=f"{job}-{overlap}-{transport}"[-128:], transport=transport) as session:
+        with cluster.connect(
+            "sync", rank, 2, job=f"{job}-{overlap}-{transport}"[-128:], transport=transport
+        ) as session:
             model, optimizer = prepared(session, overlap)
             for number in range(STEPS):
                 SCRIPTS[script](model, optimizer, number, drawn(100 * rank + number, 16, 8))

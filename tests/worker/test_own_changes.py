@@ -6,10 +6,8 @@ sync they must be those of a single process on the same data.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,42 +249,3 @@ def test_a_late_worker_does_not_set_a_running_job_back(
             stepper.step()  # without a gradient: nothing but the change could move the weights
             assert "is not taken over" in caplog.text
             assert same(before, late.parameters())
-
-
-# -- copies ----------------------------------------------------------------------------------------------------------
-
-
-def test_copies_and_saved_parts_are_plain_and_small(shared: Cluster, job: str, tmp_path: Path) -> None:
-    with shared.connect("sync", job=job) as session:
-        model, optimizer = prepared(session)
-        weight = model[4].weight
-        copied = copy.deepcopy(model)[4].weight
-        assert type(copied) is nn.Parameter
-        assert copied.untyped_storage().nbytes() == copied.nbytes
-        for name, thing in (("state", model[4].state_dict()), ("parameter", {"b": model[4].bias}), ("head", model[4])):
-            torch.save(thing, tmp_path / name)
-            assert (tmp_path / name).stat().st_size < weight.nbytes + 8000
-        torch.save(model, tmp_path / "model")
-        loaded = torch.load(tmp_path / "model", weights_only=False)[4].weight
-        assert type(loaded) is nn.Parameter
-        assert torch.equal(loaded, weight)
-        assert type(torch.load(tmp_path / "state")["weight"]) is torch.Tensor
-        average = torch.optim.swa_utils.AveragedModel(model)
-        train(model, optimizer, always(average.update_parameters))
-        assert not torch.equal(average.module[4].weight, weight)
-    assert type(weight) is nn.Parameter  # the session is over
-
-
-def test_parameters_made_of_others_are_plain_in_copies(shared: Cluster, job: str) -> None:
-    with shared.connect("sync", job=job) as session:
-        model, _ = prepared(session)
-        head = nn.Linear(8 * 16, 4)
-        head.weight = nn.Parameter(model[4].weight.detach())
-        head.bias = nn.Parameter(model.state_dict()["4.bias"])
-        copied = copy.deepcopy(head)
-        assert type(copied.weight) is nn.Parameter
-        assert copied.weight.requires_grad
-        torch.nn.utils.parametrizations.weight_norm(copied)
-        other = make_net()
-        other.load_state_dict(model.state_dict(), assign=True)
-        other(drawn(0, 8, 3, 6, 6)).sum().backward()

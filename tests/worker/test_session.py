@@ -235,9 +235,7 @@ def test_an_optimizer_that_a_framework_wrapped_is_refused(session: Session, wrap
     session.prepare(model, sgd(model))  # nothing has changed
 
 
-def test_a_model_without_shapes_is_to_be_run_once_first(
-    session: Session, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_without_shapes_is_to_be_run_once_first(session: Session, caplog: pytest.LogCaptureFixture) -> None:
     """Single trains it, and says that the other modes do not."""
     model = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
     said = "0.weight of a LazyLinear has no shape yet: run one batch through the model before prepare"

@@ -22,7 +22,6 @@ from ps_worker.model.flat import FlatModel
 from ps_worker.values import BucketPush, Identity
 from tests.tools.cluster import until
 
-
 WHO = Identity("job", 0, 1)
 
 
