@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from tests.tools.cluster import Cluster
 from tests.tools.framework_processes import close, needs, run_workers
-from tests.tools.launching import ROOT
+from tests.tools.launching import ROOT, environment
 
 pytestmark = needs("lightning", "transformers", "accelerate")
 
@@ -32,7 +31,7 @@ def launch(launcher: str, cluster: Cluster, job: str, directory: Path, *kinds: s
         [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), str(directory), *kinds],
         capture_output=True,
         text=True,
-        env={**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=environment(**variables, OMP_NUM_THREADS="1"),
         timeout=120,
         check=False,
     )

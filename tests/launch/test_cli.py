@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import ps_worker.cli
 from ps_server.ops import status
 from ps_server.ops.status import is_serving
 from tests.tools.cluster import Cluster, scrape, until
-from tests.tools.launching import END_SECONDS, ROOT, Command, run, script
+from tests.tools.launching import END_SECONDS, ROOT, Command, Commands, run, script
 
 SCRIPT = str(ROOT / "tests" / "scripts" / "train_everything.py")
 FOR_EVER = "1000000000"
@@ -36,16 +36,8 @@ WORKERS = ("-m", "ps_worker", "run", "--server", "h:1")
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts commands that end with the test: start("-m", "ps_server", "up", PS_SHARDS="1")."""
-    with ExitStack() as started:
-
-        def begin(*arguments: str, **variables: str) -> Command:
-            directory = tmp_path / f"command-{len(list(tmp_path.glob('command-*')))}"
-            directory.mkdir()
-            command = Command(directory, *arguments, **variables)
-            started.callback(command.clean_up)
-            return command
-
-        yield begin
+    with closing(Commands(tmp_path)) as commands:
+        yield commands.start
 
 
 def start_up(start: Start, shards: int = 1) -> tuple[Command, str]:

@@ -21,7 +21,7 @@ from ps_launch.output import LONGEST_LINE_BYTES, PROGRESS_SECONDS, Lines
 from ps_protocol.errors import LimitExceeded
 from ps_worker.cluster.membership import ranges
 from tests.tools.cluster import Cluster, until
-from tests.tools.launching import ROOT, run, script
+from tests.tools.launching import ROOT, environment, run, script
 
 TRAIN = """
 import os, sys, time
@@ -55,11 +55,6 @@ here = Path(__file__).parent
 CAPTURED: Any = {"capture_output": True, "text": True, "timeout": 90}
 
 
-def environment(**variables: str) -> dict[str, str]:
-    """Of a process that imports this package from its sources."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-
-
 def training(directory: Path, change: str) -> str:
     """A training script that needs a server; `change` replaces a part of what is ORDINARY."""
     path = directory / "train.py"
@@ -67,8 +62,11 @@ def training(directory: Path, change: str) -> str:
     return str(path)
 
 
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+
+
 @pytest.fixture
-def launch(shared: Cluster, job: str, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def launch(shared: Cluster, job: str, tmp_path: Path) -> Launch:
     """Runs the training script with a change to its end: launch("begin = ...", "--elastic")."""
 
     def run_changed(change: str, *flags: str, workers: int = 2) -> subprocess.CompletedProcess[str]:
@@ -77,8 +75,6 @@ def launch(shared: Cluster, job: str, tmp_path: Path) -> Callable[..., subproces
 
     return run_changed
 
-
-Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 # -- the beginning ---------------------------------------------------------------------------------------------------
 
@@ -90,9 +86,7 @@ def test_a_worker_that_fails_before_all_have_joined_ends_the_launch(shared: Clus
     done = launch(RANK_1_FAILS, "--max-restarts", "1")
     assert done.returncode == 7
     assert "has finished" not in done.stdout
-    assert [
-        line.removeprefix("ps-worker: ") for line in done.stderr.splitlines() if line.startswith("ps-worker: ")
-    ] == [
+    assert re.findall("^ps-worker: (.*)$", done.stderr, re.MULTILINE) == [
         "worker 1 ended with code 7",
         "worker 1 is started again in 0.5 s (restart 1 of 1)",
         "worker 1 ended with code 7",

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,9 +25,8 @@ from ps_server.core.membership import JoinRequest
 from ps_server.ops import status
 from ps_worker import Session
 from tests.tools.cluster import Cluster, in_parallel, until
-from tests.tools.launching import Command
+from tests.tools.launching import ROOT, Command, Commands
 
-ROOT = Path(__file__).parents[2]
 END_SECONDS = 60.0
 LEASE = 4.0
 LONG_LEASE = 300.0  # longer than any test: what ends before was not waited for
@@ -57,8 +56,8 @@ with ps_worker.connect() as session:
 class Launches:
     """A cluster of real processes, and launches of `ps-worker run` that train on it in a directory."""
 
-    def __init__(self, directory: Path, commands: ExitStack, *flags: str) -> None:
-        self._directory, self._commands = directory, commands
+    def __init__(self, directory: Path, commands: Commands, *flags: str) -> None:
+        self._directory, self._start = directory, commands.start
         (directory / "train.py").write_text(SCRIPT)
         ports = ("--shards", "2", "--port", "0", "--metrics-port", "0")
         self.servers = self._start("-m", "ps_server", "up", *ports, *flags)
@@ -68,13 +67,6 @@ class Launches:
         """Starts two workers, in a launch of this name."""
         run = ("-m", "ps_worker", "run", "--server", self.address, "--workers", "2", "--metrics-host", "127.0.0.1")
         return self._start(*run, *flags, str(self._directory / "train.py"), name)
-
-    def _start(self, *arguments: str) -> Command:
-        directory = self._directory / f"command-{len(list(self._directory.glob('command-*')))}"
-        directory.mkdir()
-        command = Command(directory, *arguments)
-        self._commands.callback(command.clean_up)
-        return command
 
     def _clock(self, name: str, rank: int) -> int:
         try:
@@ -102,7 +94,7 @@ class Launches:
 def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Launches]]:
     """Clusters to order: launches("--lease", "4")."""
     monkeypatch.chdir(tmp_path)
-    with ExitStack() as commands:
+    with closing(Commands(tmp_path)) as commands:
         yield lambda *flags: Launches(tmp_path, commands, *flags)
 
 

@@ -234,7 +234,7 @@ def collectives(root: Path) -> dict[str, Any]:
 def fabric_loop(
     strategy: Any,
     batch: int,
-    path: Path | None = None,
+    save: Path | None = None,
     epochs: int = 3,
     load: Path | None = None,
     max_norm: float = 0.5,
