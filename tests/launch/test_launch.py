@@ -19,7 +19,6 @@ from torch import nn
 
 from ps_launch.output import LONGEST_LINE_BYTES, PROGRESS_SECONDS, Lines
 from ps_protocol.errors import LimitExceeded
-from ps_worker.cluster.membership import ranges
 from tests.tools.cluster import Cluster, until
 from tests.tools.launching import ROOT, environment, run, script
 
@@ -127,12 +126,6 @@ def test_ranks_that_never_join_are_named_when_the_start_timeout_is_over(
     )
     assert re.fullmatch(rf"gave up after --start-timeout 4 s: {missing} \d+ s", str(caught.value))
     assert any(re.match(missing, record.getMessage()) for record in caplog.records), "it was said before"
-
-
-def test_ranks_are_said_in_short() -> None:
-    assert ranges([]) == ""
-    assert ranges([4]) == "4"
-    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
 
 
 # -- what an error says ----------------------------------------------------------------------------------------------

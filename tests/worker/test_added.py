@@ -48,8 +48,9 @@ def train_alone() -> list[torch.Tensor]:
     return train(model, of_head(model))
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
-@pytest.mark.parametrize("mode", ["single", "sync", "ssp:2", "async"])
+@pytest.mark.parametrize(
+    ("mode", "transport"), [("single", "auto"), ("sync", "shm"), ("sync", "grpc"), ("ssp:2", "shm"), ("async", "grpc")]
+)
 def test_layers_are_unfrozen_one_after_the_other(shared: Cluster, job: str, mode: str, transport: str) -> None:
     with shared.connect(mode, job=job, transport=transport) as session:
         model, optimizer = prepared(session)

@@ -323,18 +323,20 @@ def test_any_bytes_of_a_worker_are_read_or_refused(call: str) -> None:
 # -- workers that come and go ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_a_worker_that_dies_is_not_waited_for_and_who_waits_says_for_whom(
-    make_cluster: MakeCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: str
+    make_cluster: MakeCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounds, "NOTICE_SECONDS", 0.0)
-    cluster = make_cluster(lease=3.0)
+    cluster = make_cluster(lease=LEASE)
 
     def work(session: Session) -> None:
         assert session.gather("alone") == ["alone"]
         assert session.mean(4) == 4.0
 
-    beside_a_raw_worker(cluster, mode, work, lambda peer: until(lambda: 1 not in live(cluster), "its lease runs out"))
+    def die(peer: RawWorker) -> None:
+        until(lambda: 1 not in live(cluster), "its lease runs out")
+
+    beside_a_raw_worker(cluster, "sync", work, die)
     assert "waiting in session.gather for worker 1" in caplog.text
 
 

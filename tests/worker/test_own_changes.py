@@ -20,7 +20,7 @@ from tests.tools.small_models import close, drawn, filled, same, step, weights_o
 
 Change = Callable[[Any, int], object]  # what a script does with its model after a step, and the step's number
 STEPS = 9
-MODES = ["sync", "ssp:2", "async"]
+WAYS = [("sync", "shm"), ("sync", "grpc"), ("ssp:2", "shm"), ("async", "grpc")]
 
 
 def make_net() -> Any:
@@ -123,8 +123,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "transport"), WAYS)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_model_trains_on_as_in_one_process(
     shared: Cluster, job: str, mode: str, transport: str, name: str

@@ -15,7 +15,7 @@ from ps_worker import InvalidRequest, Session
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.small_models import close, drawn, filled, same, weights_of
 
-MODES = ["sync", "ssp:2", "async"]
+WAYS = [("sync", "shm"), ("sync", "grpc"), ("ssp:2", "shm"), ("async", "grpc")]
 BATCHES = 300
 
 
@@ -65,8 +65,7 @@ def wgan(g: Any, d: Any, opt_g: torch.optim.Optimizer, opt_d: torch.optim.Optimi
     return weights_of(g, d)
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
-@pytest.mark.parametrize("mode", ["single", *MODES])
+@pytest.mark.parametrize(("mode", "transport"), [("single", "auto"), *WAYS])
 @pytest.mark.parametrize("overlap", [None, True])
 def test_a_gan_trains_as_in_one_process(
     shared: Cluster, job: str, mode: str, transport: str, overlap: bool | None
@@ -88,7 +87,7 @@ def test_two_workers_of_a_gan_agree_in_sync(shared: Cluster, job: str) -> None:
     assert close(first, wgan(*make_gan()), atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["sync", "ssp:2", "async"])
 def test_two_optimizers_of_one_model_and_one_backward(shared: Cluster, job: str, mode: str) -> None:
     def make() -> Any:
         model = make_generator()
