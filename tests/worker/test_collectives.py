@@ -627,7 +627,7 @@ def test_a_job_that_is_ended_ends_the_waiting(shared: Cluster, job: str) -> None
 # -- as users run it -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["sync", "ssp:2", "async", "ddp"])
+@pytest.mark.parametrize("mode", ["async", "ddp"])
 def test_a_script_with_validation_lowers_its_rate_and_stops_at_the_same_epoch_on_all_workers(
     shared: Cluster, job: str, mode: str
 ) -> None:
