@@ -182,6 +182,25 @@ def test_a_pass_begins_when_the_shards_have_all_of_the_one_before() -> None:
     assert leases.number == 1
 
 
+def test_what_a_shard_lost_is_given_out_again() -> None:
+    leases = fresh(8, 4)
+    leases.lease((0, 1), 0, 2)
+    leases.lease((0, 1), 0, 0, report=LeaseReport(held=[one(4, 8)], committed=[one(0, 4)]))
+    leases.settle([{}, {0: (0, [(0, 4)])}])
+    assert spans(leases.lease((0, 1), 0, 1, report=LeaseReport(held=[one(4, 8)]))) == ((0, 4),)
+
+
+def test_a_worker_that_came_back_keeps_what_it_says_it_holds() -> None:
+    leases = fresh(8, 4)
+    leases.lease((0, 1), 0, 1)
+    leases.gone(0, 1)
+    assert spans(leases.lease((0, 2), 0, 1, report=LeaseReport(held=[one(0, 4)]))) == ((4, 8),)
+    leases.lease((2, 9), 0, 0, report=LeaseReport(held=[one(0, 4)]))  # which is not so
+    leases.gone(2, 9)
+    leases.settle([{}], gone=leases.doubtful)
+    assert spans(leases.lease((1, 3), 0, 1)) == ()
+
+
 def test_a_worker_holds_no_more_than_the_limit() -> None:
     leases = DataLeases(LoaderSpec(0, 100, 1), limit=3)
     leases.settle([{}])
