@@ -99,22 +99,22 @@ AFTER_ONE_STEP = {BIAS: (0.0, 3.0), WEIGHT: (0.5, -1.5, 0.0, 10.0)}  # initial -
 
 
 @pytest.fixture
-def channels(cluster: Cluster) -> Iterator[dict[str, grpc.Channel]]:
+def channels(shared: Cluster) -> Iterator[dict[str, grpc.Channel]]:
     """Plain channels to every server, by address."""
-    opened = {server.address: grpc.insecure_channel(server.address) for server in cluster.servers}
+    opened = {server.address: grpc.insecure_channel(server.address) for server in shared.servers}
     yield opened
     for channel in opened.values():
         channel.close()
 
 
 def test_a_client_made_from_the_contract_alone_registers_joins_pushes_and_pulls(
-    cluster: Cluster, channels: dict[str, grpc.Channel]
+    shared: Cluster, channels: dict[str, grpc.Channel]
 ) -> None:
-    jobs = jobs_pb2_grpc.JobServiceStub(channels[cluster.address])
+    jobs = jobs_pb2_grpc.JobServiceStub(channels[shared.address])
     registered = jobs.RegisterJob(jobs_pb2.RegisterJobRequest(spec=SPEC), timeout=10)
     assert registered.created
     assert not jobs.RegisterJob(jobs_pb2.RegisterJobRequest(spec=SPEC), timeout=10).created
-    members = membership_pb2_grpc.MembershipServiceStub(channels[cluster.address])
+    members = membership_pb2_grpc.MembershipServiceStub(channels[shared.address])
     place = members.Join(membership_pb2.JoinRequest(job="by-hand", rank=0), timeout=10)
     assert (place.worker.job, place.worker.rank, place.clock) == ("by-hand", 0, 0)
     assert place.lease_duration.ToTimedelta().total_seconds() == 10
@@ -161,10 +161,10 @@ COORDINATOR = {f"ps_protocol.v1.{name}Service" for name in ("Job", "Membership",
 
 
 def test_health_and_reflection_know_every_service_of_a_server(
-    cluster: Cluster, channels: dict[str, grpc.Channel]
+    shared: Cluster, channels: dict[str, grpc.Channel]
 ) -> None:
     for address, channel in channels.items():
-        services = EVERY_SHARD | (COORDINATOR if address == cluster.address else set())
+        services = EVERY_SHARD | (COORDINATOR if address == shared.address else set())
         found = set(ProtoReflectionDescriptorDatabase(channel).get_services())
         assert found == services | {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
         health = health_pb2_grpc.HealthStub(channel)
@@ -174,10 +174,10 @@ def test_health_and_reflection_know_every_service_of_a_server(
 
 
 def test_a_client_made_from_reflection_alone_registers_a_job(
-    cluster: Cluster, channels: dict[str, grpc.Channel]
+    shared: Cluster, channels: dict[str, grpc.Channel]
 ) -> None:
     """What grpcurl does: it asks the server for the contract, and has no file of ours."""
-    channel = channels[cluster.address]
+    channel = channels[shared.address]
     pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
     method = pool.FindServiceByName("ps_protocol.v1.JobService").methods_by_name["RegisterJob"]
     request_class = message_factory.GetMessageClass(method.input_type)

@@ -113,14 +113,14 @@ def open_job(server: str, spec: JobSpec) -> int:
     return RawWorker.register(server, jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec))).bucket_bytes
 
 
-def test_a_worker_that_leaves_the_size_open_takes_that_of_the_job_or_the_servers_choice(cluster: Cluster) -> None:
+def test_a_worker_that_leaves_the_size_open_takes_that_of_the_job_or_the_servers_choice(shared: Cluster) -> None:
     own = vector_job("given", "sync", 64, 1)
-    RawWorker.register(cluster.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(own)))
-    assert open_job(cluster.address, own) == own.bucket_bytes == 64
+    RawWorker.register(shared.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(own)))
+    assert open_job(shared.address, own) == own.bucket_bytes == 64
     chosen = vector_job("chosen", "sync", 64, 1)
-    assert open_job(cluster.address, chosen) == DEFAULT_BUCKET_BYTES
+    assert open_job(shared.address, chosen) == DEFAULT_BUCKET_BYTES
     with pytest.raises(JobMismatch, match="the bucket_bytes is 4194304 in the registered job and 64 in this one"):
-        RawWorker.register(cluster.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(chosen)))
+        RawWorker.register(shared.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(chosen)))
 
 
 def test_a_job_that_goes_on_from_a_checkpoint_keeps_the_size_of_its_buckets(
@@ -140,17 +140,17 @@ def test_a_job_that_goes_on_from_a_checkpoint_keeps_the_size_of_its_buckets(
         assert torch.equal(worker.pull(), torch.ones(64))
 
 
-def test_a_session_cuts_its_model_as_the_job_has_it(cluster: Cluster) -> None:
+def test_a_session_cuts_its_model_as_the_job_has_it(shared: Cluster) -> None:
     model = nn.Linear(32, 32, bias=False)
     plain = torch.optim.SGD(model.parameters(), lr=0.5)
     parameters = (ParameterSpec("weight", (32, 32), "float32", 0),)
     groups = (hyper_parameters("SGD", plain.param_groups[0]),)
     spec = replace(vector_job("cut", "sync", 0, 1), parameters=parameters, groups=groups, bucket_bytes=1024)
-    RawWorker.register(cluster.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
-    with cluster.connect("sync", job="cut") as session:
+    RawWorker.register(shared.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
+    with shared.connect("sync", job="cut") as session:
         before = model.weight.detach().clone()
         model, optimizer = session.prepare(model, plain)
-        assert cluster.coordinator.jobs()["cut"].spec.bucket_bytes == 1024
+        assert shared.coordinator.jobs()["cut"].spec.bucket_bytes == 1024
         model(torch.eye(32)).sum().backward()
         optimizer.step()
         assert torch.equal(model.weight, before - 0.5)

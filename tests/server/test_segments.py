@@ -145,13 +145,13 @@ def test_files_of_workers_that_were_killed_are_removed_and_those_of_living_ones_
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
-def test_every_transport_and_wire_format_trains_alike(cluster: Cluster, transport: str, wire: str) -> None:
+def test_every_transport_and_wire_format_trains_alike(shared: Cluster, job: str, transport: str, wire: str) -> None:
     # One worker: what differs from plain PyTorch is the rounding of the wire, 8 bits of precision in bfloat16.
     plain = nn.Linear(16, 8)
     model = nn.Linear(16, 8)
     model.load_state_dict(plain.state_dict())
     data = torch.randn(20, 32, 16)
-    with cluster.connect("sync", transport=transport) as session:
+    with shared.connect("sync", job=job, transport=transport) as session:
         ours, optimizer = session.prepare(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -171,10 +171,10 @@ def test_every_transport_and_wire_format_trains_alike(cluster: Cluster, transpor
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
-def test_what_overflows_on_the_way_is_refused_by_the_shard(cluster: Cluster, transport: str) -> None:
+def test_what_overflows_on_the_way_is_refused_by_the_shard(shared: Cluster, job: str, transport: str) -> None:
     """The worker has looked at float32, where it is finite; what travels is not."""
     model = nn.Linear(4, 4)
-    with cluster.connect("sync", transport=transport) as session:
+    with shared.connect("sync", job=job, transport=transport) as session:
         ours, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), gradient_wire="float16")
         (ours(torch.ones(1, 4)).sum() * 1e6).backward()
         with pytest.raises(NonFiniteGradient):
@@ -222,26 +222,22 @@ def _lent(cluster: Cluster) -> set[int]:
     return {rank for shard in cluster.shards for rank in shard.jobs()["lent"].segments}
 
 
-@pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A directory for segments that shards do not look into; nor can they see this process."""
-    monkeypatch.setattr(os, "getpid", lambda: 2**22)
-    return tmp_path
-
-
 def test_where_shards_cannot_see_the_memory_shm_is_refused_and_auto_takes_the_network(
-    cluster: Cluster, apart: Path
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    # Another process' view: a PID that is not this one, and a directory that is not the shards'.
+    monkeypatch.setattr(os, "getpid", lambda: 2**22)
     model = nn.Linear(2, 2)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    with cluster.connect("sync", transport="shm", shared_directory=str(apart)) as session, pytest.raises(NotShared):
+    place = {"job": job, "shared_directory": str(tmp_path)}
+    with shared.connect("sync", transport="shm", **place) as session, pytest.raises(NotShared):
         session.prepare(model, plain)
-    with cluster.connect("sync", transport="auto", shared_directory=str(apart)) as session:
+    with shared.connect("sync", transport="auto", **place) as session:
         ours, optimizer = session.prepare(model, plain)
         ours(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     assert session.clock == 1
-    assert list(apart.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("weight_wire", "notify_bytes"), [("float32", 0), ("bfloat16", 64)])

@@ -194,25 +194,23 @@ class Interleavings(RuleBasedStateMachine):
         self.open: list[Token] = []
         self.applied: set[Token] = set()
         for rank in range(workers):
-            self.join(rank, 0)
-            self.joined(rank, 0)
+            self.join(rank)
+            self.joined(rank, self.workers[rank], 0)
 
     @rule(what=st.sampled_from(EVENTS), which=st.integers(0, RANKS - 1), number=st.integers(0, 3))
     def event(self, what: str, which: int, number: int) -> None:
-        getattr(self, what)(which, number)
-
-    def worker(self, which: int, joined: bool = True) -> tuple[int, Worker] | None:
-        """One of the live workers, or of those in the middle of their join; None if there are none."""
-        found = [(rank, worker) for rank, worker in sorted(self.workers.items()) if worker.joined == joined]
-        return found[which % len(found)] if found else None
+        if what in ("work", "join", "initialise"):
+            getattr(self, what)(which)
+            return
+        known = [(rank, worker) for rank, worker in sorted(self.workers.items()) if worker.joined == (what != "joined")]
+        if known:
+            getattr(self, what)(*known[which % len(known)], number)
 
     # -- what workers do
 
-    def push(self, which: int, _: int) -> None:
-        found = self.worker(which)
-        if found is None or not self.bucket.initialised:
+    def push(self, rank: int, worker: Worker, _: int) -> None:
+        if not self.bucket.initialised:
             return
-        rank, worker = found
         clock = worker.clock + 1
         if any(token[0] == rank for token in [*self.arrived, *self.open]):
             with pytest.raises(Backlogged):
@@ -225,21 +223,13 @@ class Interleavings(RuleBasedStateMachine):
         worker.clock = clock
         worker.staged.add(clock)
 
-    def wrong_clock(self, which: int, number: int) -> None:
-        found = self.worker(which)
-        if found is None:
-            return
-        rank, worker = found
+    def wrong_clock(self, rank: int, worker: Worker, number: int) -> None:
         assert self.bucket.is_repeat(rank, max(0, worker.clock - number))
         with pytest.raises(OutOfOrder):
             self.bucket.is_repeat(rank, worker.clock + 2 + number)
 
-    def pull(self, which: int, number: int) -> None:
+    def pull(self, rank: int, worker: Worker, number: int) -> None:
         """At the worker's own clock, at the next one (pulls are asked for before their pushes come), or late."""
-        found = self.worker(which)
-        if found is None:
-            return
-        rank, worker = found
         clock = max(worker.start, worker.clock + 1 - number)
         verdict = self.bucket.admits(rank, clock)
         own = all(c in worker.applied for c in range(worker.start + 1, clock + 1))
@@ -260,12 +250,12 @@ class Interleavings(RuleBasedStateMachine):
 
     # -- what the shard does
 
-    def initialise(self, _: int, __: int) -> None:
+    def initialise(self, _: int) -> None:
         assert self.bucket.initialised or self.bucket.next() is None
         self.bucket.initialised = True
 
-    def work(self, which: int, _: int) -> None:
-        for _ in range(which + 1):
+    def work(self, times: int) -> None:
+        for _ in range(times + 1):
             work = self.bucket.next()
             assert self.bucket.next() == work, "looking changes nothing"
             if work is None:
@@ -302,12 +292,10 @@ class Interleavings(RuleBasedStateMachine):
 
     # -- who comes and goes
 
-    def die(self, which: int, _: int) -> None:
-        found = self.worker(which)
-        if found is not None:
-            del self.workers[found[0]], self.roster[found[0]]
+    def die(self, rank: int, worker: Worker, _: int) -> None:
+        del self.workers[rank], self.roster[rank]
 
-    def join(self, rank: int, _: int) -> None:
+    def join(self, rank: int) -> None:
         """The first round of a join, in the place of whoever held the rank."""
         start = self.bucket.frontier()
         assert start >= max([0, *(clock for _, _, clock in [*self.arrived, *self.open])])
@@ -317,12 +305,8 @@ class Interleavings(RuleBasedStateMachine):
         self.workers[rank] = newcomer
         self.everyone.append(newcomer)
 
-    def joined(self, which: int, number: int) -> None:
+    def joined(self, rank: int, worker: Worker, number: int) -> None:
         """The second round: `number` is what other shards' frontiers lay ahead of this one's."""
-        found = self.worker(which, joined=False)
-        if found is None:
-            return
-        rank, worker = found
         worker.start = worker.clock = worker.start + number
         worker.joined = True
         self.roster[rank] = Live(worker.incarnation, worker.start)
@@ -349,7 +333,7 @@ class Interleavings(RuleBasedStateMachine):
         self.roster.clear()
         self.bucket.initialised = True
         while self.bucket.next() is not None:
-            self.work(RANKS, 0)
+            self.work(RANKS)
         assert not self.arrived
         assert not self.open
         staged = {worker.incarnation: worker.staged for worker in self.everyone}
