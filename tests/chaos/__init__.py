@@ -4,6 +4,7 @@ benchmark.py  `python -m bench chaos`: trains each mode undisturbed, then with f
 trial.py      One job from its first worker to its last, with faults or without, and what came of it
 faults.py     What is done to a cluster, when, and to which process: all of it drawn from a seed
 cluster.py    Servers on fixed ports, and workers that are started again when they die
+links.py      TCP connections between workers and servers, which can be cut or held
 worker.py     The training script of a worker: its weights are the counting oracle
 ledger.py     What a worker writes down as it goes: JSON lines that survive kill -9
 oracle.py     The counting oracle: its weights tell which pushes are in them

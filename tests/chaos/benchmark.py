@@ -29,10 +29,10 @@ from bench.pictures import Bar, bars
 from bench.results import Result, result
 from tests.chaos.cluster import ServerFlags, Servers, errors_in
 from tests.chaos.faults import KINDS, plan
+from tests.chaos.links import Links
 from tests.chaos.oracle import Cells, Shape, Violation
 from tests.chaos.trial import Trace, Trial
 from tests.chaos.worker import Task
-from tests.tools.links import Links
 
 SHORT = {"minutes": 1.0, "every": 5.0, "undisturbed": 10.0}
 SHOWN = 20  # violations of a mode that are written out

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tests.chaos.cluster import Crew, Servers
-from tests.tools.links import Link
+from tests.chaos.links import Link
 
 Heal = Callable[[], object]
 

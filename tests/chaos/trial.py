@@ -15,9 +15,9 @@ from pathlib import Path
 from tests.chaos.cluster import Crew, Servers, read_weights
 from tests.chaos.faults import KINDS, Arena, Fault, Plan
 from tests.chaos.ledger import Ledgers, Record
+from tests.chaos.links import Link
 from tests.chaos.oracle import Rules, Violation, judge, missing, too_stale
 from tests.chaos.worker import Task
-from tests.tools.links import Link
 
 LOOK_SECONDS = 0.05
 START_SECONDS = 120.0

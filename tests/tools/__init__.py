@@ -3,7 +3,6 @@
 cluster.py              Real clusters of servers in this process, on free ports
 one_process.py          A coordinator and its shards in one process: calls instead of gRPC, and a clock that waits move
 cable.py                A cable between one worker and the servers, which a test cuts and plugs in again
-links.py                TCP connections to servers, which can be cut or held
 rpc_faults.py           Interceptors that lose, delay and repeat gRPC calls
 slow_client.py          A client that sends one byte at a time
 raw_worker.py           A worker without a session: a test sends every message by hand

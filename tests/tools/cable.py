@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import selectors
+import socket
+import threading
 from dataclasses import replace
 
 import pytest
@@ -11,18 +15,69 @@ from ps_worker import Session
 from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.values import JoinResult, ShardMap
 from tests.tools.cluster import Cluster, until
-from tests.tools.links import Links
 
+CHUNK = 2**16
 LEASE = 2.0  # short: a test waits for its end
+
+
+class Proxy:
+    """Listens on a free port and passes connections on to a target. While it is cut, connections are reset."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self.is_cut = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                threading.Thread(target=self._pass, args=(near,), daemon=True).start()
+
+    def _pass(self, near: socket.socket) -> None:
+        with contextlib.suppress(OSError), near, socket.create_connection(self._target) as far:
+            with self._lock:
+                if self.is_cut:
+                    return
+                self._open |= {near, far}
+            other = {near: far, far: near}
+            with selectors.DefaultSelector() as ready:
+                for end in other:
+                    ready.register(end, selectors.EVENT_READ)
+                while True:
+                    for key, _ in ready.select():
+                        found = key.fileobj.recv(CHUNK)  # type: ignore[union-attr]
+                        if not found:
+                            return
+                        other[key.fileobj].sendall(found)  # type: ignore[index]
+
+    def cut(self) -> None:
+        with self._lock:
+            self.is_cut = True
+            for end in self._open:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+            self._open.clear()
+
+    def heal(self) -> None:
+        self.is_cut = False
+
+    def close(self) -> None:
+        self.cut()
+        self._listener.close()
 
 
 class Cable:
     """Between the workers that are connected to `address`, and everything that a cluster serves."""
 
     def __init__(self, coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._links = Links()
-        self._to = {coordinator: self._links.to(coordinator)}  # by the server's address
-        self.address = self._to[coordinator].address
+        self._proxies = {coordinator: Proxy(coordinator)}
+        self.address = self._proxies[coordinator].address
         register, join = CoordinatorClient.register, CoordinatorClient.join
 
         def registered(client: CoordinatorClient, *arguments: object) -> tuple[ShardMap, int]:
@@ -41,20 +96,21 @@ class Cable:
 
     def _through(self, found: ShardMap) -> ShardMap:
         for address in found.addresses.values():
-            if address not in self._to:
-                self._to[address] = self._links.to(address)
-        return ShardMap({i: self._to[a].address for i, a in found.addresses.items()}, found.bucket_shards)
+            if address not in self._proxies:
+                self._proxies[address] = Proxy(address)
+        return ShardMap({i: self._proxies[a].address for i, a in found.addresses.items()}, found.bucket_shards)
 
     def cut(self) -> None:
-        for link in self._to.values():
-            link.cut()
+        for proxy in self._proxies.values():
+            proxy.cut()
 
     def heal(self) -> None:
-        for link in self._to.values():
-            link.heal()
+        for proxy in self._proxies.values():
+            proxy.heal()
 
     def close(self) -> None:
-        self._links.close()
+        for proxy in self._proxies.values():
+            proxy.close()
 
 
 def live(cluster: Cluster, job: str = "default") -> dict[int, int]:
