@@ -56,7 +56,7 @@ SMALL = tuple(ParameterSpec(f"p{i}", (2**20,), "float32", 0) for i in range(1000
 
 @pytest.mark.parametrize("sound", [JOB, replace(JOB, parameters=SMALL, bucket_bytes=4 * 2**20)])
 def test_a_sound_job_passes(sound: JobSpec) -> None:
-    validate(sound, MAX_BUCKET_BYTES)
+    validate(sound)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_job_that_contradicts_itself_or_passes_a_limit_is_refused_by_name(
     bad: JobSpec, error: type[PSError], said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        validate(bad, MAX_BUCKET_BYTES)
+        validate(bad)
 
 
 # -- compared --------------------------------------------------------------------------------------------------------
