@@ -94,16 +94,16 @@ def run_all(folder: Path, short: bool, words: list[str]) -> None:
 
 def command_line(words: list[str]) -> str:
     """The command as anyone can give it: without what only names places on this machine or its network."""
-    kept = ["python -m bench"]
-    hidden = False
-    for word in words:
+    kept, rest = ["python -m bench"], iter(words)
+    for word in rest:
         name, equals, _ = word.partition("=")
-        if not hidden:
-            private = name in PRIVATE
-            kept += [] if private and name not in ("--addresses", "--exec") else [f"{name} ..." if private else word]
-            hidden = private and not equals
-        else:
-            hidden = False
+        if name not in PRIVATE:
+            kept.append(word)
+            continue
+        if not equals:
+            next(rest, None)  # its value
+        if name in ("--addresses", "--exec"):
+            kept.append(f"{name} ...")
     return " ".join(kept)
 
 

@@ -111,41 +111,33 @@ def servers(places: Sequence[Host], more: Sequence[str] = ()) -> Iterator[Server
 
 
 class Group:
-    """The workers of one system, one on each host; once made, they are ready and have taken their warm-up steps.
+    """Processes that run a module and do as they are told, one on each host; DDP's find each other by their variables.
 
-    pauses: by rank, the task's pauses where they differ
+    orders: what each is told first, by rank
     port:   where DDP's processes meet on the first host; by default one that is free on this machine
     """
 
-    def __init__(
-        self,
-        places: Sequence[Host],
-        task: Task,
-        pauses: Sequence[Sequence[float]] = (),
-        port: int | None = None,
-    ) -> None:
+    def __init__(self, places: Sequence[Host], module: str, orders: Sequence[Any], port: int | None = None) -> None:
         world = {"WORLD_SIZE": str(len(places)), "MASTER_ADDR": places[0].address}
         world["MASTER_PORT"] = str(port or free_port())
         self._running: list[subprocess.Popen[str]] = []
         try:
-            for rank, host in enumerate(places):
-                process = host.start("bench.training", RANK=str(rank), **world)
-                self._running.append(process)
-                mine = replace(task, rank=rank, world_size=len(places))
-                if pauses:
-                    mine = replace(mine, pauses=tuple(pauses[rank]))
-                tell(process, json.dumps(asdict(mine)))
-            for process in self._running:
-                answer(process, START_SECONDS)
+            for rank, (host, order) in enumerate(zip(places, orders, strict=True)):
+                self._running.append(host.start(module, RANK=str(rank), **world))
+                tell(self._running[-1], json.dumps(order))
         except BaseException:
             end(self._running)
             raise
+
+    def answers(self, seconds: float = START_SECONDS) -> list[Any]:
+        """Waits so long for the next answer of each; by rank."""
+        return [answer(process, seconds) for process in self._running]
 
     def run(self, seconds: float = START_SECONDS, /, **order: Any) -> list[dict[str, Any]]:
         """Gives all the same order at the same time; their answers, by rank. `seconds` is how long they may take."""
         for process in self._running:
             tell(process, json.dumps(order))
-        return [answer(process, seconds) for process in self._running]
+        return self.answers(seconds)
 
     def __enter__(self) -> Group:
         return self
@@ -156,18 +148,29 @@ class Group:
         end(self._running)
 
 
-def torch_group(module: str, count: int, options: Mapping[str, Any], seconds: float) -> Any:
-    """Runs `python -m module` once for each rank, as one torch.distributed group, with the options as a line of JSON
-    on its standard input; returns rank 0's answer."""
-    world = {"WORLD_SIZE": str(count), "MASTER_ADDR": HERE.address, "MASTER_PORT": str(free_port())}
-    running = [HERE.start(module, RANK=str(rank), **world) for rank in range(count)]
-    try:
-        for process in running:
-            tell(process, json.dumps(dict(options)))
-        found = [answer(process, seconds) for process in running]
-    finally:
-        end(running)
-    return found[0]
+@contextlib.contextmanager
+def trainers(
+    places: Sequence[Host], task: Task, pauses: Sequence[Sequence[float]] = (), port: int | None = None
+) -> Iterator[Group]:
+    """The workers of one system, one on each host, which are ready and have taken their warm-up steps.
+
+    pauses: by rank, the task's pauses where they differ
+    """
+    tasks = [replace(task, rank=rank, world_size=len(places)) for rank in range(len(places))]
+    if pauses:
+        tasks = [replace(one, pauses=tuple(own)) for one, own in zip(tasks, pauses, strict=True)]
+    with Group(places, "bench.training", [asdict(one) for one in tasks], port) as group:
+        group.answers()
+        yield group
+
+
+def take_turns(groups: Mapping[str, Group], turns: int, steps: int) -> dict[str, list[list[dict[str, Any]]]]:
+    """Has the groups take so many steps in turn, again and again; by group, its workers' answers in each turn."""
+    found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in groups}
+    for _ in range(turns):
+        for name, group in groups.items():
+            found[name].append(group.run(steps=steps))
+    return found
 
 
 def free_port() -> int:

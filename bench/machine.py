@@ -29,23 +29,11 @@ def versions() -> dict[str, str]:
 def memory(pid: int | str = "self") -> dict[str, int]:
     """A process' resident memory in bytes.
 
-    peak:   the most there has been; now: what there is
-    anonymous: of `now`, the process' own; shared: of `now`, pages of segments, which other processes may map as well
-    proportional: `now`, with each page divided by how many processes map it
+    peak:   the most there has been
+    shared: of what there is, pages of segments, which other processes may map as well
     """
-    status = _sizes(Path(f"/proc/{pid}/status").read_text())
-    rollup = _sizes(Path(f"/proc/{pid}/smaps_rollup").read_text())
-    return {
-        "peak": status["VmHWM"],
-        "now": status["VmRSS"],
-        "anonymous": status["RssAnon"],
-        "shared": status["RssShmem"],
-        "proportional": rollup["Pss"],
-    }
-
-
-def _sizes(text: str) -> dict[str, int]:
-    return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    status = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
+    return {"peak": int(status["VmHWM"]) * 1024, "shared": int(status["RssShmem"]) * 1024}
 
 
 def traffic() -> tuple[int, int]:

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.cluster import HERE, Group, Servers, servers
+from bench import options
+from bench.cluster import HERE, Servers, servers, trainers
 from bench.machine import memory
 from bench.pictures import Bar, bars
-from bench.results import MIB, Result, label, median_ms, result
-from bench.train import step_times
-from bench.training import Task, build
+from bench.results import MIB, Result, label, result, step_ms
+from bench.training import Task, weight_bytes
 from ps_server.ops.status import fetch
 
 SHORT = {"layers": 4, "width": 384}
@@ -25,32 +25,26 @@ SHORT = {"layers": 4, "width": 384}
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The command line of `python -m bench memory`."""
-    parser.add_argument("--workers", type=int, default=4, help="(%(default)s)")
-    parser.add_argument("--shards", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--layers", type=int, default=8, help="of the model; 8 with a width of 512: 25M parameters")
-    parser.add_argument("--width", type=int, default=512, help="of the model, a multiple of 64 (%(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="blocks of 64 bytes in a worker's batch (%(default)s)")
+    options.add(parser, workers=4, shards=2, layers=8, width=512, batch=8, bucket_kib=None, transport="grpc,shm")
     parser.add_argument("--steps", type=int, default=4, help="after four of warm-up (%(default)s)")
-    parser.add_argument("--bucket-kib", type=int, help="of one bucket (what the server chooses)")
     parser.add_argument("--max-staged-mib", type=int, help="the shards' --max-staged-bytes (what they choose)")
-    parser.add_argument("--transport", default="grpc,shm", help="shm, grpc or both (%(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
     """Measures; DDP's largest worker, then for each transport the largest worker and the shard with the worst ratio."""
     places = [HERE] * arguments.workers
     plain = Task("gpt", "ddp", batch=arguments.batch, layers=arguments.layers, width=arguments.width)
-    size = 4 * sum(parameter.numel() for parameter in build(plain)[0].parameters())
-    with Group(places, plain) as group:
+    size = weight_bytes(plain)
+    with trainers(places, plain) as group:
         ddp = group.run(steps=arguments.steps)
     lines = [_worker(arguments, "", size, ddp, ddp)]
     bucket_bytes = arguments.bucket_kib * 1024 if arguments.bucket_kib else None
-    options = ["--max-staged-bytes", str(arguments.max_staged_mib * MIB)] if arguments.max_staged_mib else []
+    limit = ["--max-staged-bytes", str(arguments.max_staged_mib * MIB)] if arguments.max_staged_mib else []
     for transport in arguments.transport.split(","):
         sync = replace(plain, mode="sync", transport=transport, bucket_bytes=bucket_bytes)
-        with servers([HERE] * arguments.shards, options) as cluster:
+        with servers([HERE] * arguments.shards, limit) as cluster:
             imports = [memory(pid)["peak"] for pid in cluster.pids]
-            with Group(places, replace(sync, server=cluster.address)) as group:
+            with trainers(places, replace(sync, server=cluster.address)) as group:
                 ours = group.run(steps=arguments.steps)
                 shards = _shards(cluster, imports)
         lines.append(_worker(arguments, transport, size, ours, ddp))
@@ -71,7 +65,7 @@ def _worker(
         workers=arguments.workers,
         shards=arguments.shards if transport else 0,
         size=size,
-        ms=median_ms([seconds for found in answers for seconds in step_times(found["ends"])]),
+        ms=step_ms([answers]),
         ratios={"ddp worker": largest["peak"] / max(found["memory"]["peak"] for found in ddp)},
         peak_bytes=largest["peak"],
         imports_bytes=largest["imports"],

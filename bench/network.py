@@ -18,10 +18,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from bench.cluster import ROOT, Group, hosts, servers
+from bench import options
+from bench.cluster import ROOT, hosts, servers, take_turns, trainers
 from bench.pictures import Bar, bars
-from bench.results import Result, label, median_ms, result
-from bench.train import step_times
+from bench.results import Result, label, result, step_ms
 from bench.training import Task
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -38,11 +38,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", default=sys.executable, help="the interpreter there (the same as here)")
     parser.add_argument("--directory", default=str(ROOT), help="where this project is there (the same as here)")
     parser.add_argument("--link-mbit", type=float, default=0.0, help="what a host's link carries in each direction")
-    parser.add_argument("--wire", default="float32,bfloat16", help="of gradients and weights (%(default)s)")
     parser.add_argument("--parameters", type=int, default=8_000_000, help="of the model (%(default)s)")
-    parser.add_argument("--bucket-kib", type=int, help="of one bucket on the wire (what the server chooses)")
-    parser.add_argument("--turns", type=int, default=3, help="of each system (%(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="in a turn; the first is not counted (%(default)s)")
+    options.add(parser, wire="float32,bfloat16", bucket_kib=None, turns=3, steps=5)
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
@@ -54,8 +51,6 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     if not workers or not shards:
         raise SystemExit("a network needs at least one host for a worker and one for a shard")
     plain = Task("vectors", "ddp", parameters=arguments.parameters)
-    times: dict[str, list[float]] = {}
-    moved: dict[str, list[int]] = {}
     with servers(shards) as cluster, contextlib.ExitStack() as stack:
         tasks = {"ddp": plain} if count > 1 else {}
         for wire in arguments.wire.split(","):
@@ -63,18 +58,17 @@ def run(arguments: argparse.Namespace) -> list[Result]:
             kib = arguments.bucket_kib  # on the wire; in the model, of float32
             bucket = kib and kib * 1024 * ITEM_BYTES["float32"] // ITEM_BYTES[wire]
             tasks[f"sync {wire}"] = replace(ours, bucket_bytes=bucket)
-        groups = {name: stack.enter_context(Group(workers, task, port=arguments.port)) for name, task in tasks.items()}
-        for _ in range(arguments.turns):
-            for name, group in groups.items():
-                answers = group.run(steps=arguments.steps)
-                times.setdefault(name, []).extend(step for found in answers for step in step_times(found["ends"]))
-                moved.setdefault(name, []).append(max(max(found["traffic"]) for found in answers))
-    ms = {name: median_ms(found) for name, found in times.items()}
+        groups = {
+            name: stack.enter_context(trainers(workers, task, port=arguments.port)) for name, task in tasks.items()
+        }
+        turns = take_turns(groups, arguments.turns, arguments.steps)
+    ms = {name: step_ms(answers) for name, answers in turns.items()}
     found = []
     for name, task in tasks.items():
         ratios = {"ddp": ms[name] / ms["ddp"]} if "ddp" in ms else {}
         if arguments.link_mbit and task.server:
             ratios["link"] = _busiest_link(task, count, len(shards)) * 8 / (arguments.link_mbit * 1e3 * ms[name])
+        moved = sum(max(max(each["traffic"]) for each in answers) for answers in turns[name])
         found.append(
             result(
                 "network",
@@ -86,9 +80,9 @@ def run(arguments: argparse.Namespace) -> list[Result]:
                 size=4 * task.parameters,
                 ms=ms[name],
                 ratios=ratios,
-                steps=len(times[name]) // count,
+                steps=arguments.turns * (arguments.steps - 1),
                 link_mbit=arguments.link_mbit,
-                moved_bytes=round(sum(moved[name]) / arguments.turns / arguments.steps),
+                moved_bytes=round(moved / arguments.turns / arguments.steps),
             )
         )
     return found

@@ -26,10 +26,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.cluster import HERE, START_SECONDS, Group, servers
+from bench import options
+from bench.cluster import HERE, START_SECONDS, servers, trainers
 from bench.pictures import Bar, bars
-from bench.results import MIB, Result, median_ms, result
-from bench.train import step_times
+from bench.results import MIB, Result, result, step_ms, step_times
 from bench.training import Task
 from ps_protocol.errors import PSError
 from ps_server.ops.status import checkpoint_job, fetch
@@ -41,15 +41,10 @@ TRIED_STEPS = 12  # to find out how long one takes
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The command line of `python -m bench recovery`."""
-    parser.add_argument("--mib", type=int, default=256, help="of weights, all shards together (%(default)s)")
-    parser.add_argument("--workers", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--shards", type=int, default=2, help="(%(default)s)")
+    options.add(parser, mib=256, workers=2, shards=2, pause_ms=0.0)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between checkpoints (%(default)s)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each stretch (%(default)s)")
-    parser.add_argument(
-        "--rounds", type=int, default=6, help="stretches with and without checkpoints, each (%(default)s)"
-    )
-    parser.add_argument("--pause-ms", type=float, default=0.0, help="computing of a step (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=6, help="stretches with checkpoints, and without (%(default)s)")
     parser.add_argument("--where", type=Path, help="directory for checkpoints (a temporary one)")
 
 
@@ -68,14 +63,13 @@ def run(arguments: argparse.Namespace) -> list[Result]:
 def _cost(arguments: argparse.Namespace, task: Task, directory: Path) -> Result:
     # The same processes do both: from one start to the next, rates differ by more than checkpoints cost.
     rates: dict[str, list[float]] = {"without": [], "with": []}
-    steps: list[float] = []
+    turns: list[list[dict[str, Any]]] = []
     places = [HERE] * arguments.workers
     with (
         servers([HERE] * arguments.shards, ("--checkpoint-dir", str(directory / "cost"))) as cluster,
-        Group(places, replace(task, server=cluster.address)) as group,
+        trainers(places, replace(task, server=cluster.address)) as group,
     ):
-        tried = group.run(steps=TRIED_STEPS)[0]["ends"]
-        count = math.ceil(arguments.seconds / median_ms(step_times(tried)) * 1e3)
+        count = math.ceil(arguments.seconds / step_ms([group.run(steps=TRIED_STEPS)[:1]]) * 1e3)
         made: list[str] = []
         for number in range(2 * arguments.rounds):
             name = "with" if number % 4 in (1, 2) else "without"  # so that what slowly changes tells for neither
@@ -84,7 +78,7 @@ def _cost(arguments: argparse.Namespace, task: Task, directory: Path) -> Result:
                 found = group.run(START_SECONDS + 2 * arguments.seconds, steps=count)
             rates[name].append(min(len(each["ends"]) / each["ends"][-1] for each in found))
             if name == "with":
-                steps += [seconds for each in found for seconds in step_times(each["ends"])]
+                turns.append(found)
     if not made:
         raise SystemExit("no checkpoint was made: a stretch of --seconds must be longer than half of --every")
     return result(
@@ -93,7 +87,7 @@ def _cost(arguments: argparse.Namespace, task: Task, directory: Path) -> Result:
         workers=arguments.workers,
         shards=arguments.shards,
         size=4 * task.parameters,
-        ms=median_ms(steps),
+        ms=step_ms(turns),
         ratios={"without": statistics.median(w / o for w, o in zip(rates["with"], rates["without"], strict=True))},
         every_seconds=arguments.every,
         checkpoints=len(made),
@@ -126,7 +120,7 @@ def _killed(arguments: argparse.Namespace, task: Task, directory: Path) -> Resul
     times: dict[str, float] = {}
     with (
         _up(arguments, directory / "killed") as address,
-        Group(places, replace(task, server=address)) as group,
+        trainers(places, replace(task, server=address)) as group,
     ):
         now = [sys.executable, "-m", "ps_server", "checkpoint", "--server", address]
         subprocess.run(now, check=True, stdout=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,6 +55,16 @@ def result(
 def median_ms(seconds: Sequence[float]) -> float:
     """The median in milliseconds."""
     return round(statistics.median(seconds) * 1e3, 2)
+
+
+def step_times(ends: Sequence[float]) -> list[float]:
+    """Seconds of each step but the first, from the times at which they ended."""
+    return [after - before for before, after in itertools.pairwise(ends)]
+
+
+def step_ms(turns: Sequence[Sequence[Mapping[str, Any]]]) -> float:
+    """The median of all workers' steps in milliseconds, from their answers in each turn."""
+    return median_ms([seconds for answers in turns for found in answers for seconds in step_times(found["ends"])])
 
 
 def label(line: Result) -> str:

@@ -19,14 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import ps_worker
-from bench.cluster import HERE, servers, torch_group
+from bench import options
+from bench.cluster import HERE, Group, servers
 from bench.echo import echo, echo_servers
 from bench.pictures import Bar, bars
 from bench.results import MIB, Result, label, median_ms, result
 from bench.talk import own_output
+from bench.training import Vectors
 
 GLOO_BUCKET = 25 * MIB
 PARAMETER = 16 * MIB  # the model is made of parameters of at most this size
@@ -39,15 +40,8 @@ SHORT = {"mib": 64, "rounds": 8, "wire": "float32,bfloat16"}
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The command line of `python -m bench round`."""
-    parser.add_argument("--mib", type=int, default=256, help="size of the model (%(default)s)")
-    parser.add_argument("--workers", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--shards", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--rounds", type=int, default=12, help="measured rounds, after two of warm-up (%(default)s)")
-    parser.add_argument("--transport", default="shm,grpc", help="shm, grpc or both (%(default)s)")
-    parser.add_argument(
-        "--wire", default="float32,bfloat16", help="float32, bfloat16, float16, or several (%(default)s)"
-    )
-    parser.add_argument("--bucket-kib", type=int, help="of one bucket (what the server chooses)")
+    options.add(parser, mib=256, workers=2, shards=2, rounds=12, transport="shm,grpc", wire="float32,bfloat16")
+    options.add(parser, bucket_kib=None)
     parser.add_argument("--no-peers", action="store_true", help="only ourselves")
 
 
@@ -56,14 +50,15 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     systems = [(t, w) for t in arguments.transport.split(",") for w in arguments.wire.split(",")]
     if (arguments.rounds + WARMUP) * (PATTERN - 1 + (arguments.workers + 1) / 2) > EXACT:
         raise SystemExit(f"with {arguments.workers} workers so many rounds cannot be checked exactly: fewer --rounds")
-    options: dict[str, Any] = {"mib": arguments.mib, "rounds": arguments.rounds, "systems": systems}
-    options["bucket_bytes"] = arguments.bucket_kib and arguments.bucket_kib * 1024
+    order: dict[str, Any] = {"mib": arguments.mib, "rounds": arguments.rounds, "systems": systems}
+    order["bucket_bytes"] = arguments.bucket_kib and arguments.bucket_kib * 1024
     with (
         servers([HERE] * arguments.shards) as cluster,
         echo_servers(0 if arguments.no_peers else arguments.shards) as echoes,
     ):
-        options |= {"server": cluster.address, "echoes": echoes}
-        times: dict[str, list[float]] = torch_group("bench.round", arguments.workers, options, TIMEOUT)
+        order |= {"server": cluster.address, "echoes": echoes}
+        with Group([HERE] * arguments.workers, "bench.round", [order] * arguments.workers) as group:
+            times: dict[str, list[float]] = group.answers(TIMEOUT)[0]
     ms = {name: median_ms(seconds) for name, seconds in times.items()}
     found = []
     for name, seconds in ms.items():
@@ -109,11 +104,11 @@ class System:
 def worker() -> None:
     """Runs every system's rounds in turn; answers with the times of the slowest worker."""
     say = own_output()
-    options = json.loads(sys.stdin.readline())
+    order = json.loads(sys.stdin.readline())
     dist.init_process_group("gloo")
-    systems = _systems(options)
+    systems = _systems(order)
     times: dict[str, list[float]] = {name: [] for name in systems}
-    rounds = options["rounds"] + WARMUP
+    rounds = order["rounds"] + WARMUP
     for number in range(rounds):
         for name, system in systems.items():
             system.fill()
@@ -131,39 +126,30 @@ def worker() -> None:
     os._exit(0)  # sessions end with the servers; nothing here needs an orderly end
 
 
-def _systems(options: dict[str, Any]) -> dict[str, System]:
-    elements = options["mib"] * MIB // 4
+def _systems(order: dict[str, Any]) -> dict[str, System]:
+    elements = order["mib"] * MIB // 4
     gradient = (torch.arange(elements) % PATTERN + dist.get_rank() + 1).float()
     found = {
-        f"ours:{transport}:{wire}": _ours(options, transport, wire, gradient) for transport, wire in options["systems"]
+        f"ours:{transport}:{wire}": _ours(order, transport, wire, gradient) for transport, wire in order["systems"]
     }
-    if options["echoes"]:
+    if order["echoes"]:
         found["gloo, whole"] = _gloo(gradient, elements)
         found["gloo, 25 MiB"] = _gloo(gradient, GLOO_BUCKET // 4)
-        step = echo(options["echoes"], elements * 4)
+        step = echo(order["echoes"], elements * 4)
         found["bare gRPC"] = System(fill=lambda: None, step=step, check=lambda rounds: None)
     return found
 
 
-class _Numbers(nn.Module):
-    """Nothing but parameters."""
-
-    def __init__(self, elements: int) -> None:
-        super().__init__()
-        sizes = [min(PARAMETER // 4, elements - start) for start in range(0, elements, PARAMETER // 4)]
-        self.numbers = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in sizes)
-
-
-def _ours(options: dict[str, Any], transport: str, wire: str, gradient: torch.Tensor) -> System:
+def _ours(order: dict[str, Any], transport: str, wire: str, gradient: torch.Tensor) -> System:
     rank, size, job = dist.get_rank(), dist.get_world_size(), f"{transport}-{wire}"
-    session = ps_worker.connect(options["server"], "sync", job, rank, size, transport=transport)
-    model = _Numbers(gradient.numel())
+    session = ps_worker.connect(order["server"], "sync", job, rank, size, transport=transport)
+    model = Vectors(torch.zeros_like(gradient), PARAMETER // 4)
     plain = torch.optim.SGD(model.parameters(), lr=1.0)
     # gloo does not look for infinities either.
     model, optimizer = session.prepare(
         model,
         plain,
-        bucket_bytes=options["bucket_bytes"],
+        bucket_bytes=order["bucket_bytes"],
         non_finite="allow",
         gradient_wire=wire,
         weight_wire=wire,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from bench import options
 from bench import round as one_round
 from bench.pictures import Line, lines
 from bench.results import MIB, Result
@@ -18,20 +19,13 @@ SHORT = {"mib": 16, "workers": "1,2,4", "shards": "1,2", "rounds": 6}
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The command line of `python -m bench scale`."""
-    parser.add_argument("--mib", type=int, default=64, help="size of the model (%(default)s)")
-    parser.add_argument("--workers", default="1,2,4,8", help="(%(default)s)")
-    parser.add_argument("--shards", default="1,2,4", help="(%(default)s)")
-    parser.add_argument("--rounds", type=int, default=8, help="measured rounds of each (%(default)s)")
-    parser.add_argument("--transport", default="shm,grpc", help="shm, grpc or both (%(default)s)")
+    options.add(parser, mib=64, workers="1,2,4,8", shards="1,2,4", rounds=8, transport="shm,grpc")
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
     """Measures; one result for each number of workers and shards, and each transport."""
     found: list[Result] = []
-    parser = argparse.ArgumentParser()
-    one_round.flags(parser)
-    chosen = {"mib": arguments.mib, "rounds": arguments.rounds, "transport": arguments.transport}
-    plain = {**vars(parser.parse_args([])), **chosen, "wire": "float32", "no_peers": True}
+    plain = {**vars(arguments), "wire": "float32", "bucket_kib": None, "no_peers": True}
     for shards in map(int, arguments.shards.split(",")):
         for workers in map(int, arguments.workers.split(",")):
             found += one_round.run(argparse.Namespace(**{**plain, "workers": workers, "shards": shards}))

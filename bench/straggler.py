@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench.cluster import HERE, START_SECONDS, Group, servers
+from bench import options
+from bench.cluster import HERE, START_SECONDS, servers, trainers
 from bench.pictures import Bar, bars
 from bench.results import Result, result
-from bench.training import Task, build
+from bench.training import Task, weight_bytes
 
 DELAYS = 4000  # steps after which a worker's delays repeat
 ROUNDING = 1e-6  # seconds: the sum of many delays is not exact
@@ -29,14 +30,9 @@ SHORT = {"seconds": 4.0, "turns": 1}
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The command line of `python -m bench straggler`."""
-    parser.add_argument("--workers", type=int, default=4, help="(%(default)s)")
-    parser.add_argument("--shards", type=int, default=2, help="(%(default)s)")
-    parser.add_argument(
-        "--base-ms", type=float, default=50.0, help="computing of a step that is not slow (%(default)s)"
-    )
+    options.add(parser, workers=4, shards=2, turns=2, seed=0)
+    parser.add_argument("--base-ms", type=float, default=50.0, help="computing of a step, if not slow (%(default)s)")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each mode's turn (%(default)s)")
-    parser.add_argument("--turns", type=int, default=2, help="of each mode (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random delays (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="samples in a worker's batch (%(default)s)")
 
 
@@ -87,7 +83,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
 def _rate(task: Task, pauses: list[list[float]], seconds: float) -> float:
     """Steps per second of all workers together."""
     patience = START_SECONDS + 2 * seconds
-    with Group([HERE] * len(pauses), task, pauses=pauses) as group:
+    with trainers([HERE] * len(pauses), task, pauses=pauses) as group:
         if AHEAD[task.mode] == 0:  # in lockstep all must take as many steps
             answers = group.run(patience, steps=max(1, steps_possible(pauses, 0, seconds)[0]))
             took = max(found["ends"][-1] for found in answers)
@@ -101,7 +97,6 @@ def _results(
 ) -> list[Result]:
     most = {mode: sum(steps_possible(pauses, ahead, arguments.seconds)) for mode, ahead in AHEAD.items()}
     mean = {mode: sum(seen) / len(seen) for mode, seen in rates.items()}
-    size = 4 * sum(parameter.numel() for parameter in build(Task("small", "single"))[0].parameters())
     return [
         result(
             "straggler",
@@ -110,7 +105,7 @@ def _results(
             wire="" if mode == "ddp" else "float32",
             workers=arguments.workers,
             shards=0 if mode == "ddp" else arguments.shards,
-            size=size,
+            size=weight_bytes(Task("small", "single")),
             ms=round(1e3 * arguments.workers / mean[mode], 2),
             ratios={"ddp": mean[mode] / mean["ddp"]},
             scenario=scenario,

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
-from bench.cluster import HERE, Group, servers
+from bench import options
+from bench.cluster import HERE, servers, take_turns, trainers
 from bench.pictures import Bar, bars
-from bench.results import Result, label, median_ms, result
-from bench.training import Task, build
+from bench.results import Result, label, result, step_ms
+from bench.training import Task, weight_bytes
 
 LOSS_TOLERANCE = 0.01  # sync and ddp train the same model with the same batches
 SHORT = {"layers": 2, "width": 256, "turns": 3, "steps": 4}
@@ -24,32 +24,21 @@ SHORT = {"layers": 2, "width": 256, "turns": 3, "steps": 4}
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The command line of `python -m bench train`."""
-    parser.add_argument("--workers", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--shards", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--layers", type=int, default=8, help="of the model; 8 with a width of 512: 25M parameters")
-    parser.add_argument("--width", type=int, default=512, help="of the model, a multiple of 64 (%(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="blocks of 64 bytes in a worker's batch (%(default)s)")
-    parser.add_argument("--turns", type=int, default=3, help="of each system (%(default)s)")
-    parser.add_argument("--steps", type=int, default=9, help="in a turn; the first is not counted (%(default)s)")
+    options.add(parser, workers=2, shards=2, layers=8, width=512, batch=8, turns=3, steps=9)
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
     """Measures; one result for each system."""
     plain = Task("gpt", "single", batch=arguments.batch, layers=arguments.layers, width=arguments.width)
-    times: dict[str, list[float]] = {}
-    losses: dict[str, float] = {}
     with servers([HERE] * arguments.shards) as cluster, contextlib.ExitStack() as stack:
         tasks = _systems(plain, cluster.address)
         workers = {name: 1 if name == "single" else arguments.workers for name in tasks}
-        groups = {name: stack.enter_context(Group([HERE] * workers[name], task)) for name, task in tasks.items()}
-        for _ in range(arguments.turns):
-            for name, group in groups.items():
-                answers = group.run(steps=arguments.steps)
-                times.setdefault(name, []).extend(step for found in answers for step in step_times(found["ends"]))
-                losses[name] = answers[0]["loss"]
+        groups = {name: stack.enter_context(trainers([HERE] * workers[name], task)) for name, task in tasks.items()}
+        turns = take_turns(groups, arguments.turns, arguments.steps)
+    losses = {name: answers[-1][0]["loss"] for name, answers in turns.items()}
     _check(losses)
-    ms = {name: median_ms(found) for name, found in times.items()}
-    size = 4 * sum(parameter.numel() for parameter in build(plain)[0].parameters())
+    ms = {name: step_ms(answers) for name, answers in turns.items()}
+    size = weight_bytes(plain)
     return [
         result(
             "train",
@@ -61,7 +50,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
             size=size,
             ms=ms[name],
             ratios={"ddp": ms[name] / ms["ddp"]},
-            steps=len(times[name]) // workers[name],
+            steps=arguments.turns * (arguments.steps - 1),
             loss=round(losses[name], 4),
         )
         for name, task in tasks.items()
@@ -76,11 +65,6 @@ def _systems(plain: Task, server: str) -> dict[str, Task]:
         job = f"{mode}-{transport}".replace(":", "-")
         found[name] = replace(plain, mode=mode, server=server, transport=transport, job=job)
     return {**found, "independent": plain, "single": plain}
-
-
-def step_times(ends: list[float]) -> list[float]:
-    """Seconds of each step but the first, from the times at which they ended."""
-    return [after - before for before, after in itertools.pairwise(ends)]
 
 
 def _check(losses: dict[str, float]) -> None:

@@ -61,10 +61,10 @@ class Task:
 class Vectors(nn.Module):
     """Nothing but parameters; their squares are the loss, so that every element has a gradient of its own."""
 
-    def __init__(self, elements: int) -> None:
+    def __init__(self, values: Tensor, size: int) -> None:
+        """values: those of all parameters, each of which has at most `size` elements"""
         super().__init__()
-        sizes = [min(VECTOR, elements - start) for start in range(0, elements, VECTOR)]
-        self.vectors = nn.ParameterList(nn.Parameter(torch.randn(size)) for size in sizes)
+        self.vectors = nn.ParameterList(nn.Parameter(part.clone()) for part in values.split(size))
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, features) to one number."""
@@ -87,7 +87,7 @@ def build(task: Task) -> Built:
         return gpt, adamw, Windows(library_text(), task.block), _cross_entropy
     numbers = TensorDataset(torch.randn(4096, 64), torch.randint(10, (4096,)))
     if task.model == "vectors":
-        vectors = Vectors(task.parameters)
+        vectors = Vectors(torch.randn(task.parameters), VECTOR)
         return vectors, torch.optim.SGD(vectors.parameters(), lr=1e-4, fused=True), numbers, lambda loss, _: loss
     small = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     return small, torch.optim.SGD(small.parameters(), lr=1e-3, fused=True), numbers, F.cross_entropy
@@ -95,6 +95,11 @@ def build(task: Task) -> Built:
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def weight_bytes(task: Task) -> int:
+    """The size of the task's model."""
+    return 4 * sum(parameter.numel() for parameter in build(task)[0].parameters())
 
 
 # -- the training ----------------------------------------------------------------------------------------------------

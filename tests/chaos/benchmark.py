@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench import options
 from bench.pictures import Bar, bars
 from bench.results import Result, result
 from tests.chaos.cluster import ServerFlags, Servers, errors_in
@@ -39,17 +40,14 @@ SHOWN = 20  # violations of a mode that are written out
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The command line of `python -m bench chaos`."""
+    options.add(parser, workers=4, shards=2, seed=0, pause_ms=50.0)
     parser.add_argument("--minutes", type=float, default=6.0, help="of faults, all modes together (%(default)s)")
     parser.add_argument("--every", type=float, default=10.0, help="seconds from fault to fault, about (%(default)s)")
     parser.add_argument("--modes", default="sync,ssp:4,async", help="(%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_argument("--faults", help="the kinds to draw from: any of " + ", ".join(KINDS) + " (all)")
     parser.add_argument("--apart", action="store_true", help="the coordinator in a process of its own")
     parser.add_argument("--checkpoint-every", default="5s", help="as for ps-server up (%(default)s)")
-    parser.add_argument("--workers", type=int, default=4, help="(%(default)s)")
-    parser.add_argument("--shards", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--lease", type=float, default=3.0, help="seconds a silent worker counts as live (%(default)s)")
-    parser.add_argument("--pause-ms", type=float, default=50.0, help="computing of a step (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="samples that a step stands for (%(default)s)")
     parser.add_argument("--transport", default="shm,grpc", help="of the ranks, in turn (%(default)s)")
     parser.add_argument(
@@ -86,7 +84,9 @@ def _mode(arguments: argparse.Namespace, mode: str, seconds: float, folder: Path
     every = arguments.checkpoint_every
     flags = ServerFlags(arguments.shards, arguments.lease, folder / "checkpoints", every, arguments.apart)
     servers = Servers(flags, folder)
-    links = Links(arguments.workers, servers.addresses)
+    network = Links()
+    ways = {rank: {address: network.to(address) for address in servers.addresses} for rank in range(arguments.workers)}
+    links = {rank: list(way.values()) for rank, way in ways.items()}
     task = Task(
         mode=mode,
         job="undisturbed",
@@ -95,19 +95,18 @@ def _mode(arguments: argparse.Namespace, mode: str, seconds: float, folder: Path
         shape=Shape(),
         pause=arguments.pause_ms / 1e3,
         transports=tuple(arguments.transport.split(",")),
-        routes=links.routes,
+        routes={str(rank): {to: link.address for to, link in way.items()} for rank, way in ways.items()},
     )
     try:
         _say(f"{mode}: undisturbed")
         alone = arguments.undisturbed or seconds
-        calm = Trial(servers, links, task, folder / "undisturbed", arguments.lease).run(alone)
+        calm = Trial(servers, links, task, folder / "undisturbed").run(alone)
         _say(f"{mode}: {len(plans)} faults in {seconds:.0f} s, seed {arguments.seed}")
-        task = replace(task, job="chaos")
-        trial = Trial(servers, links, task, folder / "chaos", arguments.lease)
+        trial = Trial(servers, links, replace(task, job="chaos"), folder / "chaos")
         wild = trial.run(seconds, plans)
     finally:
         servers.close()
-        links.close()
+        network.close()
     wild.violations += [Violation("server error", text, {}) for text in errors_in(servers.log)]
     wild.violations += [Violation(v.kind, v.said, {**v.where, "run": "undisturbed"}) for v in calm.violations]
     for violation in wild.violations[:SHOWN]:

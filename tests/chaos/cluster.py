@@ -266,7 +266,6 @@ def read_weights(task: Task) -> tuple[torch.Tensor, tuple[int, ...]]:
     """The weights on the shards as they are, read by one who takes no part: [buckets, rows, 1 + columns]; and for each
     of these buckets, the shard that holds it."""
     model, rule = Cells(task.shape), parse_mode(task.mode)
-    assert rule is not None
     spec, _ = describe(
         [model],
         [model.optimizer()],

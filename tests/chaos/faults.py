@@ -21,12 +21,12 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tests.chaos.cluster import Crew, Servers
-from tests.chaos.links import Links
+from tests.chaos.links import Link
 
 Heal = Callable[[], object]
 
@@ -60,12 +60,11 @@ class Fault:
 
 @dataclass(frozen=True)
 class Arena:
-    """What faults happen to."""
+    """What faults happen to; `links`: each worker's, to all servers."""
 
     servers: Servers
     crew: Crew
-    links: Links
-    lease: float
+    links: Mapping[int, Sequence[Link]]
 
 
 @dataclass(frozen=True)
@@ -84,35 +83,38 @@ class Kind:
     begin: Callable[[Arena, int], Heal | None]
 
 
-def _kill(arena: Arena, rank: int) -> Heal | None:
-    return _nothing if arena.crew.signal(rank, signal.SIGKILL) else None
+def _signals(to: str, number: int, later: int | None = None) -> Callable[[Arena, int], Heal | None]:
+    """Sends a process of that kind a signal, and at the fault's end another."""
 
+    def begin(arena: Arena, victim: int) -> Heal | None:
+        def send(number: int) -> bool:
+            if to == "worker":
+                return arena.crew.signal(victim, number)
+            return arena.servers.signal(victim if to == "shard" else None, number)
 
-def _stop(arena: Arena, rank: int) -> Heal | None:
-    if not arena.crew.signal(rank, signal.SIGSTOP):
-        return None
-    return lambda: arena.crew.signal(rank, signal.SIGCONT)
+        if not send(number):
+            return None
+        return _nothing if later is None else lambda: send(later)
+
+    return begin
 
 
 def _cut(arena: Arena, rank: int) -> Heal:
-    for link in arena.links.of[rank].values():
+    for link in arena.links[rank]:
         link.cut()
+        link.heal()  # new connections may be made
     return _nothing
 
 
 def _partition(arena: Arena, rank: int) -> Heal:
-    for link in arena.links.of[rank].values():
+    for link in arena.links[rank]:
         link.hold()
 
     def heal() -> None:
-        for link in arena.links.of[rank].values():
+        for link in arena.links[rank]:
             link.heal()
 
     return heal
-
-
-def _kill_shard(arena: Arena, index: int) -> Heal | None:
-    return _nothing if arena.servers.signal(index, signal.SIGKILL) else None
 
 
 def _kill_saving(arena: Arena, index: int) -> Heal | None:
@@ -120,19 +122,9 @@ def _kill_saving(arena: Arena, index: int) -> Heal | None:
     until = time.monotonic() + WATCH_SECONDS
     while time.monotonic() < until:
         if arena.servers.is_saving(index):
-            return _kill_shard(arena, index)
+            return _signals("shard", signal.SIGKILL)(arena, index)
         time.sleep(WATCH_SECONDS / 400)
     return None
-
-
-def _pause_shard(arena: Arena, index: int) -> Heal | None:
-    if not arena.servers.signal(index, signal.SIGSTOP):
-        return None
-    return lambda: arena.servers.signal(index, signal.SIGCONT)
-
-
-def _kill_coordinator(arena: Arena, _: int) -> Heal | None:
-    return _nothing if arena.servers.signal(None, signal.SIGKILL) else None
 
 
 def _full_disk(arena: Arena, index: int) -> Heal | None:
@@ -155,17 +147,17 @@ WATCH_SECONDS = 0.2
 FULL_BYTES, UNLIMITED = 64, resource.RLIM_INFINITY
 
 KINDS: Mapping[str, Kind] = {
-    "kill": Kind("worker", 4, (0, 0), _kill),
-    "pause": Kind("worker", 2, (0.1, 0.5), _stop),
-    "stop": Kind("worker", 2, (1.5, 2.5), _stop),
+    "kill": Kind("worker", 4, (0, 0), _signals("worker", signal.SIGKILL)),
+    "pause": Kind("worker", 2, (0.1, 0.5), _signals("worker", signal.SIGSTOP, signal.SIGCONT)),
+    "stop": Kind("worker", 2, (1.5, 2.5), _signals("worker", signal.SIGSTOP, signal.SIGCONT)),
     "cut": Kind("worker", 2, (0, 0), _cut),
     "flap": Kind("worker", 1, (0.1, 0.5), _partition),
     "partition": Kind("worker", 2, (1.5, 2.5), _partition),
-    "kill-shard": Kind("shard", 3, (0, 0), _kill_shard),
+    "kill-shard": Kind("shard", 3, (0, 0), _signals("shard", signal.SIGKILL)),
     "kill-saving": Kind("shard", 1, (0, 0), _kill_saving),
-    "pause-shard": Kind("shard", 1, (0.1, 2.0), _pause_shard),
+    "pause-shard": Kind("shard", 1, (0.1, 2.0), _signals("shard", signal.SIGSTOP, signal.SIGCONT)),
     "full-disk": Kind("shard", 1, (1.0, 2.5), _full_disk),
-    "kill-coordinator": Kind("coordinator", 2, (0, 0), _kill_coordinator),
+    "kill-coordinator": Kind("coordinator", 2, (0, 0), _signals("coordinator", signal.SIGKILL)),
 }
 
 

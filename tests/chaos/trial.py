@@ -8,14 +8,14 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.chaos.cluster import Crew, Servers, read_weights
 from tests.chaos.faults import KINDS, Arena, Fault, Plan
 from tests.chaos.ledger import Ledgers, Record
-from tests.chaos.links import Links
+from tests.chaos.links import Link
 from tests.chaos.oracle import Rules, Violation, judge, missing, too_stale
 from tests.chaos.worker import Task
 
@@ -93,13 +93,13 @@ class Stuck(Exception):
 class Trial:
     """Runs one job. What goes wrong is a Violation, never an exception."""
 
-    def __init__(self, servers: Servers, links: Links, task: Task, folder: Path, lease: float) -> None:
+    def __init__(self, servers: Servers, links: Mapping[int, Sequence[Link]], task: Task, folder: Path) -> None:
         self._task = task
         self._folder = folder
         self._rules = Rules.of(task.mode, task.workers, task.shape)
         self._ledgers = Ledgers(folder / "lives", self._rules.averaged)
         self._crew = Crew(task, folder)
-        self._arena = Arena(servers, self._crew, links, lease)
+        self._arena = Arena(servers, self._crew, links)
         self._faults: list[Fault] = []
         self._restored: dict[int, float | None] = {}  # by bucket, when its shard was killed first
         self.lost_steps = 0

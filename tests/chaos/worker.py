@@ -64,7 +64,6 @@ def take_routes(routes: dict[str, str]) -> None:
 def incarnation_of(session: ps_worker.Session) -> int:
     """Which of its places in the job a session has. Users have no need to know, so that it is not public."""
     place = session._strategy._training.participation.connection.place  # type: ignore[attr-defined]
-    assert place is not None
     return place.identity.incarnation
 
 

@@ -65,7 +65,10 @@ def test_only_float32_that_an_optimizer_steps_is_narrowed() -> None:
     assert all(weight_codec(spec, bucket).keeps(bucket) for bucket in untrained)
 
 
-def test_every_format_of_the_contract_has_a_codec_and_every_codec_a_number() -> None:
-    numbers = {name.removeprefix("WIRE_FORMAT_").lower() for name in types_pb2.WireFormat.keys()}  # noqa: SIM118
-    assert numbers == {"unspecified", *WIRE_FORMATS}
+def test_every_format_and_element_type_of_the_contract_has_a_codec_and_every_codec_a_number() -> None:
+    for enum, prefix, names in (
+        (types_pb2.WireFormat, "WIRE_FORMAT_", WIRE_FORMATS),
+        (types_pb2.DataType, "DATA_TYPE_", DATA_TYPES),
+    ):
+        assert {key.removeprefix(prefix).lower() for key in enum.DESCRIPTOR.values_by_name} == {"unspecified", *names}
     assert set(PLAIN) == set(DATA_TYPES)

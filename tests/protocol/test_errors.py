@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from google.rpc import code_pb2, error_details_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 from prometheus_client import CollectorRegistry
 
 from ps_protocol import errors
@@ -36,8 +36,8 @@ def _no_surprises() -> None:
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """A real server whose one method fails as it is told, with "REASON words", or never answers."""
+def channel() -> Iterator[grpc.Channel]:
+    """To a real server whose one method fails as it is told, with "REASON words", or never answers."""
 
     def fail(request: bytes, context: grpc.ServicerContext) -> bytes:
         reason, _, words = request.decode().partition(" ")
@@ -56,15 +56,10 @@ def address() -> Iterator[str]:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Failing", handlers),))
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        yield f"127.0.0.1:{port}"
+        with open_channel(f"127.0.0.1:{port}") as opened:
+            yield opened
         server.stop(None).wait()
     gate.stop()
-
-
-@pytest.fixture(scope="module")
-def channel(address: str) -> Iterator[grpc.Channel]:
-    with open_channel(address) as opened:
-        yield opened
 
 
 def failing(channel: grpc.Channel, request: str, method: str = "/test.Failing/Fail", timeout: float = 10) -> PSError:
@@ -77,17 +72,11 @@ def failing(channel: grpc.Channel, request: str, method: str = "/test.Failing/Fa
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
 def test_an_error_arrives_as_the_class_and_the_words_it_left_as(channel: grpc.Channel, error: type[PSError]) -> None:
     found = failing(channel, f"{error.reason} expected 3 × 4, got 'ü'")
-    assert type(found) is error
-    assert found.message == "expected 3 × 4, got 'ü'"
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
-def test_a_status_carries_code_message_and_reason(error: type[PSError]) -> None:
-    status = status_of(error("words"))
-    info = error_details_pb2.ErrorInfo()
+    assert (type(found), found.message) == (error, "expected 3 × 4, got 'ü'")
+    status, info = status_of(found), error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
-    assert (info.reason, info.domain) == (error.reason, DOMAIN)
-    assert (status.code, status.message) == (code_pb2.Code.Value(error.code.name), "words")
+    assert (info.reason, info.domain, status.message) == (error.reason, DOMAIN, found.message)
+    assert status.code == code_pb2.Code.Value(error.code.name)
 
 
 def test_a_message_of_any_length_arrives(channel: grpc.Channel) -> None:
@@ -119,22 +108,35 @@ def test_only_what_may_pass_is_worth_a_retry() -> None:
     assert {error.__name__ for error in ERRORS if error.retryable} == {"TryLater", "Backlogged"}
 
 
-def test_a_refusal_says_when_to_come_back(channel: grpc.Channel) -> None:
-    assert failing(channel, "BACKLOGGED words").retry_after == errors.Backlogged.retry_after
-    assert failing(channel, "LIMIT_EXCEEDED words").retry_after is None
+def carrying(status: status_pb2.Status) -> grpc.RpcError:
+    """A call that failed with a status, as a client of gRPC sees it."""
 
-
-def test_nobody_is_kept_waiting_for_ever_by_a_number() -> None:
     class Call(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.FAILED_PRECONDITION
+
         def details(self) -> str:
-            return "words"
+            return status.message
 
         def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-            error = errors.Backlogged("words")
-            error.retry_after = 1e9
-            return (("grpc-status-details-bin", status_of(error).SerializeToString()),)
+            return (("grpc-status-details-bin", status.SerializeToString()),)
 
-    assert error_from(Call(), PEER).retry_after == LONGEST_RETRY_SECONDS
+    return Call()
+
+
+def test_a_refusal_says_when_to_come_back_and_no_number_keeps_a_client_waiting_for_ever(channel: grpc.Channel) -> None:
+    assert failing(channel, "BACKLOGGED words").retry_after == errors.Backlogged.retry_after
+    assert failing(channel, "LIMIT_EXCEEDED words").retry_after is None
+    patient = errors.Backlogged("words")
+    patient.retry_after = 1e9
+    assert error_from(carrying(status_of(patient)), PEER).retry_after == LONGEST_RETRY_SECONDS
+
+
+def test_an_error_info_of_another_project_is_not_taken_for_ours() -> None:
+    status = status_of(errors.Fenced("words"))
+    del status.details[:]
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason="FENCED", domain="example.com"))
+    assert type(error_from(carrying(status), PEER)) is PSError
 
 
 def test_the_tree_in_the_docstring_is_the_tree() -> None:
@@ -150,42 +152,19 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
     assert sorted(drawn) == sorted(tree)
 
 
-def test_nobody_at_the_address_is_something_to_try_again(address: str) -> None:
-    with open_channel("127.0.0.1:1") as nobody:
-        found = failing(nobody, "", timeout=5)
+def test_an_address_where_nothing_answers_is_something_to_try_again(channel: grpc.Channel) -> None:
+    with open_channel("127.0.0.1:1") as nothing:
+        found = failing(nothing, "", timeout=5)
     assert type(found) is TryLater
     assert found.message.startswith(f"{PEER} does not answer (")
     assert "\n" not in found.message
-
-
-def test_a_server_that_does_not_answer_in_time_is_something_to_try_again(channel: grpc.Channel) -> None:
-    found = failing(channel, "SLEEP", timeout=0.1)
-    assert type(found) is TryLater
+    assert type(failing(channel, "SLEEP", timeout=0.1)) is TryLater, "nor in time"
 
 
 def test_something_else_that_speaks_grpc_is_no_server_of_ours(channel: grpc.Channel) -> None:
     found = failing(channel, "", method="/other.Service/Method")
     assert type(found) is Unreachable
     assert "something else answers gRPC there" in found.message
-
-
-def test_an_error_info_of_another_project_is_not_taken_for_ours(channel: grpc.Channel) -> None:
-    status = status_of(errors.Fenced("words"))
-    foreign = error_details_pb2.ErrorInfo(reason="FENCED", domain="example.com")
-    del status.details[:]
-    status.details.add().Pack(foreign)
-
-    class Call(grpc.RpcError):
-        def code(self) -> grpc.StatusCode:
-            return grpc.StatusCode.FAILED_PRECONDITION
-
-        def details(self) -> str:
-            return "words"
-
-        def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-            return (("grpc-status-details-bin", status.SerializeToString()),)
-
-    assert type(error_from(Call(), PEER)) is PSError
 
 
 @pytest.mark.parametrize(

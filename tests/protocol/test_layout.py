@@ -55,7 +55,7 @@ def test_element_types_never_share_a_bucket() -> None:
 
 
 @given(parameters(), BUCKET_BYTES)
-def test_every_element_of_every_parameter_is_in_one_segment(specs: list[ParameterSpec], bucket_bytes: int) -> None:
+def test_every_element_of_every_parameter_is_in_one_slice(specs: list[ParameterSpec], bucket_bytes: int) -> None:
     layout = bucket_layout(specs, bucket_bytes)
     covered: dict[int, list[tuple[int, int]]] = {index: [] for index in range(len(specs))}
     for bucket in layout.buckets:
@@ -69,12 +69,15 @@ def test_every_element_of_every_parameter_is_in_one_segment(specs: list[Paramete
         edges = [0, *(end for _, end in sorted(covered[index]))]
         assert sorted(covered[index]) == list(pairwise(edges))
         assert edges[-1] == spec.numel
+        assert layout.offsets[index] * DATA_TYPES[spec.dtype].itemsize % ALIGNMENT_BYTES == 0
 
 
 @given(parameters(), BUCKET_BYTES)
-def test_buckets_tile_their_spaces_and_segments_do_not_overlap(specs: list[ParameterSpec], bucket_bytes: int) -> None:
+def test_buckets_tile_their_spaces_and_slices_do_not_overlap(specs: list[ParameterSpec], bucket_bytes: int) -> None:
     layout = bucket_layout(specs, bucket_bytes)
     assert [bucket.index for bucket in layout.buckets] == list(range(len(layout.buckets)))
+    frozen = [bucket.frozen for bucket in layout.buckets]
+    assert frozen == sorted(frozen), "what trains comes first"
     ends = dict.fromkeys(layout.space_sizes, 0)
     for bucket in layout.buckets:
         assert bucket.start == ends[bucket.space]
@@ -89,19 +92,6 @@ def test_buckets_tile_their_spaces_and_segments_do_not_overlap(specs: list[Param
     assert ends == layout.space_sizes
     full = [b for b in layout.buckets if b.start + b.numel < layout.space_sizes[b.space]]
     assert all(bucket.nbytes == bucket_bytes for bucket in full), "only the last of a space is smaller"
-
-
-@given(parameters(), BUCKET_BYTES)
-def test_every_parameter_starts_on_a_64_byte_boundary(specs: list[ParameterSpec], bucket_bytes: int) -> None:
-    layout = bucket_layout(specs, bucket_bytes)
-    for spec, offset in zip(specs, layout.offsets, strict=True):
-        assert offset * DATA_TYPES[spec.dtype].itemsize % ALIGNMENT_BYTES == 0
-
-
-@given(parameters(), BUCKET_BYTES)
-def test_what_trains_comes_before_what_is_held(specs: list[ParameterSpec], bucket_bytes: int) -> None:
-    held = [bucket.frozen for bucket in bucket_layout(specs, bucket_bytes).buckets]
-    assert held == sorted(held)
 
 
 @given(parameters(), BUCKET_BYTES)

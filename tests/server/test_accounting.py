@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ps_server.core.accounting import StepAccounting
-from ps_server.core.snapshot import VersionRange
 
 
 def account(**fields: object) -> StepAccounting:
@@ -38,19 +37,3 @@ def test_what_a_worker_that_does_not_come_back_had_done_is_counted_and_the_rest_
     assert steps.lost_steps == 5
     steps.settle(0, 60)
     assert steps.lost_steps == 5
-
-
-def test_in_sync_the_steps_since_the_checkpoint_are_made_again() -> None:
-    steps = StepAccounting(aggregate=True)
-    steps.joined(0, 0, None)
-    steps.rolled_back([VersionRange(5, 5, {0: 5}), VersionRange()], heard={0: 8})
-    steps.joined(0, 5, 9)
-    assert (steps.lost_steps, steps.redone_steps) == (0, 4)
-
-
-def test_a_worker_that_a_checkpoint_does_not_know_loses_all_since_it_joined() -> None:
-    steps = account()
-    steps.joined(1, 7, None)
-    steps.rolled_back([VersionRange(5, 5, {0: 5})], heard={0: 5, 1: 9})
-    steps.joined(1, 9, 9)
-    assert steps.lost_steps == 2

@@ -41,14 +41,6 @@ def test_everything_is_run_by_no_more_threads_than_there_are(count: int) -> None
     assert max(most) <= count
 
 
-def test_who_lends_a_hand_runs_its_tasks_in_order() -> None:
-    threads = ApplyThreads(1)
-    found: list[tuple[int, str]] = []
-    threads.lend([lambda n=n: found.append((n, threading.current_thread().name)) for n in range(5)])  # type: ignore[misc]
-    assert found == [(n, threading.current_thread().name) for n in range(5)]
-    threads.stop()
-
-
 def test_who_finds_enough_at_work_returns_at_once_and_its_tasks_are_run() -> None:
     threads, begun, go_on, done = ApplyThreads(1), threading.Event(), threading.Event(), threading.Event()
 

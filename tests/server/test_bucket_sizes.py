@@ -17,7 +17,6 @@ from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import JobMismatch, LimitExceeded
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import DEFAULT_BUCKET_BYTES, ParameterSpec
-from ps_protocol.modes import Consistency, parse_mode
 from ps_protocol.optimizers import hyper_parameters
 from ps_protocol.v1 import jobs_pb2
 from ps_server.coordinator.shards import Shards
@@ -33,15 +32,11 @@ ONE_MACHINE, HOSTS = True, False
 LIMIT = Limits().buckets
 
 
-def rule(mode: str) -> Consistency:
-    found = parse_mode(mode)
-    assert found is not None
-    return found
-
-
 def job(numel: int, wire: str = "float32", frozen: int = 2**20) -> JobSpec:
     parameters = (ParameterSpec("p", (numel,), "float32", 0), ParameterSpec("frozen", (frozen,), "float32", None))
-    return JobSpec("job", parameters, "SGD", ({"lr": 1.0},), rule("sync"), 0, 2, gradient_wire=wire, weight_wire=wire)
+    return replace(
+        vector_job("job", "sync", 0, 2), parameters=parameters, bucket_bytes=0, gradient_wire=wire, weight_wire=wire
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,14 +113,14 @@ def open_job(server: str, spec: JobSpec) -> int:
     return RawWorker.register(server, jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec))).bucket_bytes
 
 
-def test_a_worker_that_leaves_the_size_open_takes_that_of_the_job_or_the_servers_choice(cluster: Cluster) -> None:
+def test_a_worker_that_leaves_the_size_open_takes_that_of_the_job_or_the_servers_choice(shared: Cluster) -> None:
     own = vector_job("given", "sync", 64, 1)
-    RawWorker.register(cluster.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(own)))
-    assert open_job(cluster.address, own) == own.bucket_bytes == 64
+    RawWorker.register(shared.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(own)))
+    assert open_job(shared.address, own) == own.bucket_bytes == 64
     chosen = vector_job("chosen", "sync", 64, 1)
-    assert open_job(cluster.address, chosen) == DEFAULT_BUCKET_BYTES
+    assert open_job(shared.address, chosen) == DEFAULT_BUCKET_BYTES
     with pytest.raises(JobMismatch, match="the bucket_bytes is 4194304 in the registered job and 64 in this one"):
-        RawWorker.register(cluster.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(chosen)))
+        RawWorker.register(shared.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(chosen)))
 
 
 def test_a_job_that_goes_on_from_a_checkpoint_keeps_the_size_of_its_buckets(
@@ -145,22 +140,17 @@ def test_a_job_that_goes_on_from_a_checkpoint_keeps_the_size_of_its_buckets(
         assert torch.equal(worker.pull(), torch.ones(64))
 
 
-def test_a_session_cuts_its_model_as_the_job_has_it(cluster: Cluster) -> None:
+def test_a_session_cuts_its_model_as_the_job_has_it(shared: Cluster) -> None:
     model = nn.Linear(32, 32, bias=False)
-    spec = JobSpec(
-        "cut",
-        (ParameterSpec("weight", (32, 32), "float32", 0),),
-        "SGD",
-        (hyper_parameters("SGD", torch.optim.SGD(model.parameters(), lr=0.5).param_groups[0]),),
-        rule("sync"),
-        1024,
-        1,
-    )
-    RawWorker.register(cluster.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
-    with cluster.connect("sync", job="cut") as session:
+    plain = torch.optim.SGD(model.parameters(), lr=0.5)
+    parameters = (ParameterSpec("weight", (32, 32), "float32", 0),)
+    groups = (hyper_parameters("SGD", plain.param_groups[0]),)
+    spec = replace(vector_job("cut", "sync", 0, 1), parameters=parameters, groups=groups, bucket_bytes=1024)
+    RawWorker.register(shared.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
+    with shared.connect("sync", job="cut") as session:
         before = model.weight.detach().clone()
-        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-        assert cluster.coordinator.jobs()["cut"].spec.bucket_bytes == 1024
+        model, optimizer = session.prepare(model, plain)
+        assert shared.coordinator.jobs()["cut"].spec.bucket_bytes == 1024
         model(torch.eye(32)).sum().backward()
         optimizer.step()
         assert torch.equal(model.weight, before - 0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,16 +14,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ps_protocol.errors import Backlogged
-from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
-from ps_protocol.modes import parse_mode
 from ps_server.core.budget import derived_limit
 from ps_server.core.commands import AddWorker, RemoveWorker
-from ps_server.core.consistency import Add
 from ps_server.core.limits import Limits
 from ps_server.core.partition import JobPartition
-from ps_server.core.requests import Push, PushKind
+from ps_server.core.requests import Push
+from tests.simulation.simulator import job_spec, stage
+from tests.simulation.simulator import push as one_push
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
+from tests.tools.partitions import work_once
 from tests.tools.raw_worker import RawWorker, vector_job
 
 BUCKETS, SIZE = 5, 64  # bytes of a bucket
@@ -31,46 +32,21 @@ CLOCKS = 3
 
 def job(mode: str, workers: int, limit: int | None, start: int = 0) -> JobPartition:
     """A shard with all buckets of a job, the weights there, and every worker live that has joined at that clock."""
-    consistency = parse_mode(mode)
-    assert consistency is not None
-    spec = JobSpec(
-        name="budget",
-        parameters=tuple(ParameterSpec(f"p{i}", (SIZE // 4,), "float32", 0) for i in range(BUCKETS)),
-        optimizer="SGD",
-        groups=({"lr": 1.0},),
-        consistency=consistency,
-        bucket_bytes=SIZE,
-        world_size=0,
-    )
-    found = JobPartition(spec, range(BUCKETS), limit)
+    vectors = tuple(ParameterSpec(f"p{i}", (SIZE // 4,), "float32", 0) for i in range(BUCKETS))
+    made = JobPartition(replace(job_spec(mode, bucket_bytes=SIZE), parameters=vectors), range(BUCKETS), limit)
     for rank in range(workers):
-        found.execute(AddWorker(rank, rank + 1, start))
-    for bucket in found.buckets.values():
+        made.execute(AddWorker(rank, rank + 1, start))
+    for bucket in made.buckets.values():
         bucket.rule.initialised = True
-    return found
+    return made
 
 
-def push(found: JobPartition, rank: int, clock: int, index: int) -> bool:
+def push(shard: JobPartition, rank: int, clock: int, index: int) -> bool:
     """Pushes; False if there is no room."""
-    one = Push("budget", rank, rank + 1, index, clock, PushKind.GRADIENT, bytes(SIZE))
     try:
-        found.execute(found.checker.check(one))
+        stage(shard, one_push(index, clock, rank, rank + 1, payload=bytes(SIZE)))
     except Backlogged:
         return False
-    return True
-
-
-def apply(found: JobPartition, index: int) -> bool:
-    """One thing that comes next on a bucket; False if nothing does."""
-    bucket = found.bucket(index)
-    work = bucket.rule.next()
-    if work is None:
-        return False
-    if isinstance(work, Add):
-        bucket.weights.add(work.contribution)
-    else:
-        bucket.weights.step()
-    found.done(index, work)
     return True
 
 
@@ -90,49 +66,49 @@ def test_with_any_budget_all_get_on_in_every_mode(
 
     Also where all have come back at a clock that the buckets have not reached.
     """
-    found, pick = job(mode, workers, limit, start), random.Random(seed)
+    shard, pick = job(mode, workers, limit, start), random.Random(seed)
     clock, last = dict.fromkeys(range(workers), start + 1), start + CLOCKS
     # Each worker sticks to its order, as one whose few pushes in flight are refused does: it has nothing else to send.
     left = {rank: pick.sample(range(BUCKETS), BUCKETS) for rank in range(workers)}
     if dead and workers > 1:
         victim = pick.randrange(workers)
         for index in left.pop(victim)[: pick.randrange(BUCKETS)]:
-            push(found, victim, start + 1, index)
-        found.execute(RemoveWorker(victim, victim + 1))
+            push(shard, victim, start + 1, index)
+        shard.execute(RemoveWorker(victim, victim + 1))
     while any(clock[rank] <= last for rank in left):
         moved = False
         for rank in pick.sample(sorted(left), len(left)):
             if clock[rank] > last:
                 continue
-            if left[rank] and push(found, rank, clock[rank], left[rank][0]):
+            if left[rank] and push(shard, rank, clock[rank], left[rank][0]):
                 left[rank].pop(0)
                 moved = True
-            if not left[rank] and all(found.admits(i, rank, clock[rank]).admitted for i in range(BUCKETS)):
+            if not left[rank] and all(shard.admits(i, rank, clock[rank]).admitted for i in range(BUCKETS)):
                 clock[rank] += 1
                 left[rank] = pick.sample(range(BUCKETS), BUCKETS)
                 moved = True
                 if clock[rank] > last:
-                    found.execute(RemoveWorker(rank, rank + 1))
+                    shard.execute(RemoveWorker(rank, rank + 1))
         # Beyond the limit there is at most what comes next, one a bucket; and what has shown that updates were empty.
-        assert found.buckets.staged_bytes <= found.staged_limit + (1 + (start > 0)) * BUCKETS * SIZE
+        assert shard.buckets.staged_bytes <= shard.staged_limit + (1 + (start > 0)) * BUCKETS * SIZE
         for index in pick.sample(range(BUCKETS), BUCKETS):
-            while pick.random() < 0.7 and apply(found, index):
+            while pick.random() < 0.7 and work_once(shard, index):
                 moved = True
         if not moved:
-            moved = any(apply(found, index) for index in range(BUCKETS))
+            moved = any(work_once(shard, index) for index in range(BUCKETS))
         assert moved, f"stuck at clocks {clock}, {left} left"
 
 
 def test_in_sync_all_but_the_one_that_is_waited_for_are_held_to_the_budget() -> None:
-    found = job("sync", 3, 2 * SIZE)
-    assert push(found, 1, 1, 0)
-    assert push(found, 2, 1, 1)
-    assert not push(found, 1, 1, 2)
-    assert not push(found, 2, 1, 0)
-    assert all(push(found, 0, 1, index) for index in range(BUCKETS)), "all wait for worker 0: it is never sent away"
-    assert apply(found, 0)  # worker 0's
-    assert apply(found, 0)  # worker 1's, which was held back for it
-    assert push(found, 2, 1, 0), "now it comes next"
+    shard = job("sync", 3, 2 * SIZE)
+    assert push(shard, 1, 1, 0)
+    assert push(shard, 2, 1, 1)
+    assert not push(shard, 1, 1, 2)
+    assert not push(shard, 2, 1, 0)
+    assert all(push(shard, 0, 1, index) for index in range(BUCKETS)), "all wait for worker 0: it is never sent away"
+    assert work_once(shard, 0)  # worker 0's
+    assert work_once(shard, 0)  # worker 1's, which was held back for it
+    assert push(shard, 2, 1, 0), "now it comes next"
 
 
 def test_unless_a_limit_says_otherwise_the_budget_grows_with_the_job() -> None:
@@ -159,8 +135,8 @@ def test_workers_that_are_sent_away_come_back_and_the_result_is_exact(make_clust
                 optimizer.step()
             return torch.cat([parameter.detach().clone() for parameter in model])
 
-    for found in in_parallel(workers, train):
-        assert torch.equal(found, torch.full((16 * vectors,), -float(steps)))
+    for weights in in_parallel(workers, train):
+        assert torch.equal(weights, torch.full((16 * vectors,), -float(steps)))
 
 
 def test_a_refused_push_is_not_kept(make_cluster: Callable[..., Cluster]) -> None:
@@ -183,4 +159,4 @@ def test_a_refused_push_is_not_kept(make_cluster: Callable[..., Cluster]) -> Non
 
 
 def _pushes() -> int:
-    return sum(type(found) is Push for found in gc.get_objects())
+    return sum(type(held) is Push for held in gc.get_objects())

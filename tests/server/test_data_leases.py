@@ -14,13 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ps_protocol.data import BatchLease, DataRange, LeaseReport, LoaderSpec
 from ps_protocol.errors import Fenced, InvalidRequest, JobMismatch, LimitExceeded, UnknownWorker
 from ps_server.core.commands import AddWorker, RemoveWorker
-from ps_server.core.consistency import Add
 from ps_server.core.data_commits import MAX_RANGES, Committed, DataCommits, common
 from ps_server.core.data_leases import DataLeases
 from ps_server.core.intervals import Intervals
-from ps_server.core.partition import JobPartition
 from ps_server.core.requests import PushKind
-from tests.simulation.simulator import FROZEN, image, initial, job_spec, push, stage
+from tests.simulation.simulator import image, push, stage
+from tests.tools.partitions import running, work, work_once
 
 NUMBERS = st.integers(0, 30)
 CHANGES = st.lists(st.tuples(st.booleans(), NUMBERS, NUMBERS), max_size=20)
@@ -57,15 +56,6 @@ def spans(lease: BatchLease) -> tuple[tuple[int, int], ...]:
     return tuple(each.span for each in lease.ranges)
 
 
-def test_a_batch_that_was_half_pushed_is_taken_by_the_buckets_that_missed_it_and_no_other() -> None:
-    data = DataCommits([0, 1, 2])
-    assert not data.use(1, [one(0, 4)]).spent
-    assert data.whole() == {0: (0, [])}
-    assert [data.use(bucket, [one(0, 4)]).spent for bucket in (0, 1, 2)] == [False, True, False]
-    assert data.whole() == {0: (0, [(0, 4)])}
-    assert all(data.use(bucket, [one(0, 4)]).spent for bucket in (0, 1, 2))
-
-
 def test_what_a_partly_spent_push_leaves_out_is_counted() -> None:
     data = DataCommits([0])
     data.use(0, [one(0, 4)])
@@ -80,35 +70,22 @@ def test_a_pass_that_is_over_is_spent() -> None:
     assert data.use(0, [one(4, 8, number=0)]).spent
     assert not data.use(0, [one(0, 4, number=0, loader=3)]).spent, "each loader is for itself"
     assert data.whole() == {0: (1, [(0, 4)]), 3: (0, [(0, 4)])}
+    assert common([{0: (1, [])}, {0: (0, [(2, 6)])}], 0, 0, 10) == Intervals([(2, 6)]), "a shard behind has less"
 
 
 def test_a_snapshot_has_no_sample_that_is_not_in_the_weights_yet() -> None:
-    job = admitted("sync")
-    for clock, span in ((1, (0, 4)), (2, (4, 8))):
-        stage(job, push(0, clock, ranges=(one(*span),)))
-        assert job.committed(0) == {0: (0, [(0, 4)] if clock == 2 else [])}
-        work = job.buckets[0].rule.next()
-        assert isinstance(work, Add)
-        job.done(0, work)
-        assert job.committed(0) == {0: (0, [(0, 4)] if clock == 2 else [])}, "added, but no step was made yet"
-        step = job.buckets[0].rule.next()
-        assert step is not None
-        job.done(0, step)
+    job = running("sync")
+    stage(job, push(0, 1, ranges=(one(0, 4),)))
+    work(job, 0)
+    stage(job, push(0, 2, ranges=(one(4, 8),)))
+    for _ in ("add", "step"):
+        assert job.committed(0) == {0: (0, [(0, 4)])}
+        assert work_once(job, 0)
     assert job.committed(0) == {0: (0, [(0, 8)])}
 
 
-def admitted(mode: str) -> JobPartition:
-    """A shard with all buckets, one worker, and initial weights."""
-    job = JobPartition(job_spec(mode), [0, 1, FROZEN])
-    job.execute(AddWorker(0, 1, 0))
-    for bucket in (0, 1, FROZEN):
-        stage(job, initial(bucket))
-    return job
-
-
-@pytest.mark.parametrize("mode", ["sync", "ssp:2", "async"])
-def test_a_repeat_or_a_fenced_worker_commits_nothing(mode: str) -> None:
-    job = admitted(mode)
+def test_a_repeat_or_a_fenced_worker_commits_nothing() -> None:
+    job = running("async")
     stage(job, push(0, 1, ranges=(one(0, 4),)))
     before = job.data.of(0)
     assert stage(job, push(0, 1, ranges=(one(4, 8),))), "a repeat, whatever it names"
@@ -123,7 +100,7 @@ def test_a_repeat_or_a_fenced_worker_commits_nothing(mode: str) -> None:
 
 @pytest.mark.parametrize("kind", [PushKind.GRADIENT, PushKind.SKIP])
 def test_a_spent_push_counts_for_the_clock_and_brings_no_gradient(kind: PushKind) -> None:
-    job = admitted("async")
+    job = running("async")
     job.data.use(0, [one(0, 4)])
     found = push(0, 1, kind=kind, ranges=(one(0, 4),), **({"payload": b""} if kind is PushKind.SKIP else {}))
     staged = job.execute(job.checker.check(found))
@@ -143,7 +120,7 @@ def test_a_spent_push_counts_for_the_clock_and_brings_no_gradient(kind: PushKind
     ],
 )
 def test_odd_ranges_are_refused_and_change_nothing(ranges: list[DataRange], expected: str) -> None:
-    job = admitted("async")
+    job = running("async")
     before = image(job), job.data.whole()
     with pytest.raises(InvalidRequest, match=expected):
         stage(job, push(0, 1, ranges=tuple(ranges)))
@@ -152,7 +129,7 @@ def test_odd_ranges_are_refused_and_change_nothing(ranges: list[DataRange], expe
 
 def test_the_pieces_that_a_pass_is_in_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ps_server.core.data_commits.MAX_FRAGMENTS", 8)
-    job = admitted("async")
+    job = running("async")
     for number in range(8):
         job.data.use(0, [one(2 * number, 2 * number + 1)])
     before = image(job), job.data.of(0)
@@ -182,13 +159,6 @@ def test_what_comes_back_is_given_out_first_and_as_the_same_batches() -> None:
     assert leases.progress.returned == 4
 
 
-def test_an_answer_that_was_lost_is_given_again() -> None:
-    leases = fresh()
-    first = leases.lease((0, 1), 0, 1)
-    assert leases.lease((0, 1), 0, 1) == first
-    assert spans(leases.lease((0, 1), 0, 1, report=LeaseReport(leased=[one(0, 4)]))) == ((4, 8),)
-
-
 def test_fewer_are_given_the_fewer_are_left() -> None:
     leases = fresh(64, 1)
     assert [len(leases.lease((rank, 1), 0, 100, workers=4).ranges) for rank in range(4)] == [8, 7, 6, 5]
@@ -197,11 +167,8 @@ def test_fewer_are_given_the_fewer_are_left() -> None:
 def test_with_drop_last_what_is_behind_the_last_full_batch_is_no_part_of_a_pass() -> None:
     leases = fresh(10, 4, drop_last=True)
     assert [spans(leases.lease((r, 1), 0, 1)) for r in range(3)] == [((0, 4),), ((4, 8),), ()]
-
-
-def test_a_loader_without_a_batch_is_complete_at_once() -> None:
-    leases = fresh(3, 4, drop_last=True)
-    assert [leases.lease((0, 1), number, 1).complete for number in range(3)] == [True] * 3
+    none = fresh(3, 4, drop_last=True)
+    assert [none.lease((0, 1), number, 1).complete for number in range(3)] == [True] * 3, "there is no batch"
 
 
 def test_a_pass_begins_when_the_shards_have_all_of_the_one_before() -> None:
@@ -228,6 +195,8 @@ def test_a_worker_that_came_back_keeps_what_it_says_it_holds() -> None:
     leases.lease((0, 1), 0, 1)
     leases.gone(0, 1)
     assert spans(leases.lease((0, 2), 0, 1, report=LeaseReport(leased=[one(0, 4)]))) == ((4, 8),)
+    leases.lease((2, 9), 0, 0, report=LeaseReport(leased=[one(0, 4)]))  # which is not so
+    leases.gone(2, 9)
     leases.settle([{}], gone=leases.doubtful)
     assert spans(leases.lease((1, 3), 0, 1)) == ()
 
@@ -386,7 +355,6 @@ class Training(RuleBasedStateMachine):
     @rule()
     def restore(self) -> None:
         """All shards go back, and all workers begin again: they are in whatever pass the coordinator finds."""
-        assert self.kept is not None
         each, had = self.kept
         for shard, snapshot in zip(self.shards, each, strict=True):
             shard.restore(copy.deepcopy(snapshot))
@@ -437,8 +405,3 @@ class Training(RuleBasedStateMachine):
 
 TestTraining = Training.TestCase
 TestTraining.settings = settings(max_examples=200, stateful_step_count=60)
-
-
-def test_a_shard_in_a_later_pass_has_had_all_of_the_earlier_one() -> None:
-    assert common([{0: (1, [])}, {0: (0, [(2, 6)])}], 0, 0, 10) == Intervals([(2, 6)])
-    assert common([{0: (1, [])}, {}], 0, 0, 10).total == 0

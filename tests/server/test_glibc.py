@@ -8,10 +8,8 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from ps_server.ops.glibc import streaming
-from ps_server.shard.segments import copy_out
 
 NAME = "glibc.cpu.x86_non_temporal_threshold"
 
@@ -41,11 +39,3 @@ def test_a_program_that_does_not_stream_is_started_anew_with_its_arguments() -> 
     first, again, said = done.stdout.splitlines()
     assert first == again, "the same process"
     assert said == f"['a b', '--c'] {NAME}=0x100000"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_copies_are_the_same_with_and_without_conversion(dtype: torch.dtype) -> None:
-    source = torch.randn(1000)
-    target = torch.zeros(1000, dtype=dtype)
-    copy_out(target, source)
-    assert torch.equal(target, source.to(dtype))

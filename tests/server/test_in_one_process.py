@@ -79,22 +79,6 @@ def test_workers_join_train_and_leave(cluster: OneProcess) -> None:
     assert not {name for name in started if name.partition("_")[0] in ours}
 
 
-def test_a_worker_whose_lease_runs_out_is_not_waited_for(cluster: OneProcess) -> None:
-    each = workers(cluster, "sync")
-    train(each)
-    cluster.clock.seconds += 9.0
-    member = each[0].place.member
-    cluster.coordinator.job("job").members.heartbeat(0, member.incarnation, 1, member.key)
-    cluster.coordinator.expire_workers()
-    assert cluster.coordinator.job("job").members.roster() == ([0, 1], 2, True)
-    cluster.clock.seconds += 2.0
-    cluster.coordinator.expire_workers()
-    assert cluster.coordinator.job("job").members.roster() == ([0], 2, True)
-    assert torch.equal(train(each[:1]), torch.full((CELLS,), 2.0))
-    with pytest.raises(UnknownWorker):
-        each[1].push()
-
-
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_shard_that_dies_comes_back_from_a_checkpoint(cluster: OneProcess, mode: str) -> None:
     [worker] = workers(cluster, mode, 1)
@@ -124,12 +108,3 @@ def test_a_shard_that_dies_comes_back_from_a_checkpoint(cluster: OneProcess, mod
         assert worker.pull().max() == before, "the shard that lived keeps what it had"
         assert (statistics.restore_count, statistics.lost_steps) == (0, before - manifest.clocks[0])
     train([worker])
-
-
-def test_a_job_without_a_checkpoint_ends_with_its_shard(cluster: OneProcess) -> None:
-    [worker] = workers(cluster, "sync", 1)
-    train([worker])
-    cluster.start_shard(0)
-    cluster.coordinator.recover_jobs()
-    with pytest.raises(NotFound, match="shard 0 was started anew and lost its part of the job"):
-        worker.rejoin()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,81 +18,52 @@ from tests.simulation.simulator import FROZEN, image, job_spec, payload, push, s
 from tests.tools.partitions import running, work
 
 
-def commit(
-    job: JobPartition,
-    clock: int,
-    bucket: int = 0,
-    rank: int = 0,
-    incarnation: int = 1,
-    skip: bool = False,
-    **groups: float,
-) -> bool:
-    """Commits one bucket; True if it counts now."""
-    kind = PushKind.SKIP if skip else PushKind.COMMIT
+def send(job: JobPartition, kind: PushKind, clock: int, rank: int = 0, incarnation: int = 0, **more: object) -> bool:
+    """Sends a message about bucket 0, by default of the worker that is live; True if it counts now."""
+    message = push(clock=clock, rank=rank, incarnation=incarnation or rank + 1, kind=kind, **more)
+    return job.execute(job.checker.check(message)).fresh
+
+
+def commit(job: JobPartition, clock: int, rank: int = 0, incarnation: int = 0, **groups: float) -> bool:
     changed = {0: dict(groups)} if groups else {}
-    one = push(bucket, clock, rank, incarnation, kind=kind, payload=b"", groups=changed)
-    return job.execute(job.checker.check(one)).fresh
+    return send(job, PushKind.COMMIT, clock, rank, incarnation, payload=b"", groups=changed)
 
 
-def weight(job: JobPartition, bucket: int = 0) -> float:
-    work(job, bucket)
-    [value] = set(job.buckets[bucket].weights.flat.tolist())
+def draft(job: JobPartition, clock: int, value: float = 1.0, rank: int = 0) -> None:
+    send(job, PushKind.DRAFT, clock, rank, payload=payload(value))
+
+
+def assign(job: JobPartition, clock: int, value: float, rank: int = 0) -> None:
+    send(job, PushKind.ASSIGN, clock, rank, payload=payload(value))
+
+
+def weight(job: JobPartition) -> float:
+    work(job, 0)
+    [value] = set(job.buckets[0].weights.flat.tolist())
     return value
 
 
-def draft(job: JobPartition, clock: int, value: float = 1.0, rank: int = 0, incarnation: int = 1) -> None:
-    stage(job, push(clock=clock, rank=rank, incarnation=incarnation, payload=payload(value), kind=PushKind.DRAFT))
-
-
-def assign(job: JobPartition, clock: int, value: float, rank: int = 0, incarnation: int = 1) -> None:
-    kind = PushKind.ASSIGN
-    stage(job, push(clock=clock, rank=rank, incarnation=incarnation, payload=payload(value), kind=kind))
-
-
-@pytest.mark.parametrize("mode", ["sync", "ssp:1", "async"])
-def test_a_draft_counts_once_it_is_committed_and_only_once(mode: str) -> None:
-    job = running(mode)
-    draft(job, 1)
-    assert weight(job) == 0.0
-    assert commit(job, 1)
-    assert weight(job) == -1.0
-    draft(job, 1, 5.0)  # a late repeat
-    assert not commit(job, 1)
-    assert weight(job) == -1.0
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_commit_may_come_before_its_draft(mode: str) -> None:
-    job = running(mode)
+def test_a_commit_that_comes_before_its_draft_brings_the_hyper_parameters() -> None:
+    job = running("sync")
     assert not commit(job, 1, lr=2.0)
     assert weight(job) == 0.0
     draft(job, 1)
-    assert weight(job) == -2.0  # with the hyper-parameters of the commit
-
-
-def test_a_push_takes_the_place_of_a_draft_and_of_its_commit() -> None:
-    job = running("sync")
-    draft(job, 1, 7.0)
-    stage(job, push(clock=1))
-    assert weight(job) == -1.0
-    commit(job, 2)
-    stage(job, push(clock=2))
-    draft(job, 2, 7.0)
     assert weight(job) == -2.0
 
 
-def test_a_skip_takes_the_place_of_a_draft() -> None:
+def test_a_skip_takes_the_place_of_a_draft_and_lets_an_assignment_count() -> None:
     job = running("async")
+    assign(job, 1, 10.0)
     draft(job, 1, 7.0)
-    assert commit(job, 1, skip=True)
-    assert weight(job) == 0.0
+    assert send(job, PushKind.SKIP, 1, payload=b"")
+    assert weight(job) == 10.0
     assert job.buckets[0].pending == {}
 
 
 def test_a_worker_that_is_gone_leaves_no_draft_and_no_assignment() -> None:
     job = running("sync", workers=2)
-    draft(job, 1, rank=1, incarnation=2)
-    assign(job, 1, 9.0, rank=1, incarnation=2)
+    draft(job, 1, rank=1)
+    assign(job, 1, 9.0, rank=1)
     job.execute(RemoveWorker(1, 2))
     assert job.buckets[0].pending == {}
     draft(job, 1)
@@ -100,44 +74,24 @@ def test_a_worker_that_is_gone_leaves_no_draft_and_no_assignment() -> None:
     assert weight(job) == 0.0
 
 
-def test_an_assignment_takes_effect_with_the_push_of_its_clock() -> None:
-    job = running("async")
-    assign(job, 1, 10.0)
-    assign(job, 1, 20.0)  # a later one of the same clock
-    assert weight(job) == 0.0
-    stage(job, push(clock=1))
-    assert weight(job) == 19.0
-    assign(job, 1, 30.0)  # a late repeat
-    stage(job, push(clock=2))
-    assert weight(job) == 18.0
-
-
 def test_in_sync_the_lowest_ranks_assignment_counts_whatever_the_order() -> None:
     for order in ((0, 1), (1, 0)):
         job = running("sync", workers=2)
         for rank in order:
-            assign(job, 1, 10.0 * (rank + 1), rank, rank + 1)
-            draft(job, 1, rank=rank, incarnation=rank + 1)
-            commit(job, 1, rank=rank, incarnation=rank + 1)
+            assign(job, 1, 10.0 * (rank + 1), rank)
+            draft(job, 1, rank=rank)
+            commit(job, 1, rank=rank)
         assert weight(job) == 9.0
-        assign(job, 2, 50.0, 1, 2)  # rank 0 has changed nothing: that counts
+        assign(job, 2, 50.0, 1)  # rank 0 has changed nothing: that counts
         for rank in order:
-            stage(job, push(clock=2, rank=rank, incarnation=rank + 1))
+            send(job, PushKind.GRADIENT, 2, rank)
         assert weight(job) == 8.0
-
-
-def test_an_assignment_without_a_gradient_counts_too() -> None:
-    job = running("sync")
-    assign(job, 1, 10.0)
-    commit(job, 1, skip=True)
-    assert weight(job) == 10.0
 
 
 def test_only_the_segments_that_are_named_are_assigned() -> None:
     job = JobPartition(job_spec("sync", bucket_bytes=256), [0, 1])
     job.execute(AddWorker(0, 1, 0))
-    first = push(0, 0, kind=PushKind.INITIAL_VALUE, payload=payload(0.0, 64))
-    stage(job, first)
+    stage(job, push(0, 0, kind=PushKind.INITIAL_VALUE, payload=payload(0.0, 64)))
     stage(job, push(clock=1, kind=PushKind.ASSIGN, payload=payload(10.0, 64), absent=frozenset({0})))
     stage(job, push(clock=1, payload=payload(1.0, 64)))
     work(job, 0)
@@ -152,6 +106,7 @@ def test_only_the_segments_that_are_named_are_assigned() -> None:
         (push(kind=PushKind.ASSIGN_STATE, state="", payload=payload(1.0)), "expected 0 bytes"),
         (push(kind=PushKind.ASSIGN_STATE, state="exp_avg"), "the state of SGD is momentum_buffer, got 'exp_avg'"),
         (push(FROZEN, kind=PushKind.ASSIGN, payload=payload(0.0, 16)), "holds what no optimizer steps"),
+        (push(FROZEN, kind=PushKind.COMMIT, payload=b""), "holds what no optimizer steps"),
         (push(clock=2, kind=PushKind.DRAFT), "pushed clock 2 where 1 comes next"),
         (push(clock=2, kind=PushKind.ASSIGN), "pushed clock 2 where 1 comes next"),
         (push(incarnation=9, kind=PushKind.DRAFT), "was replaced"),
@@ -167,31 +122,24 @@ def test_bad_drafts_and_assignments_are_refused_and_change_nothing(bad: object, 
     assert all(not bucket.pending for bucket in job.buckets.values())
 
 
-def test_a_commit_of_what_no_optimizer_steps_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="holds what no optimizer steps"):
-        commit(running("sync"), 1, bucket=FROZEN)
-
-
 def test_drafts_that_no_update_waits_for_fit_into_what_the_budget_leaves() -> None:
-    job = running("sync", workers=3)
-    job._staged_limit = 128  # one bucket
-    draft(job, 1, rank=1, incarnation=2)
+    job = running("sync", workers=3, staged_limit=128)  # one bucket
+    draft(job, 1, rank=1)
     with pytest.raises(Backlogged, match="no room for more"):
-        draft(job, 1, rank=2, incarnation=3)
+        draft(job, 1, rank=2)
     draft(job, 1)  # the update waits for this one
-    commit(job, 1, rank=2, incarnation=3)  # from here on it is a push like any other, and that budget is free
-    draft(job, 1, rank=2, incarnation=3)
+    commit(job, 1, rank=2)  # from here on it is a push like any other, and that budget is free
+    draft(job, 1, rank=2)
     for rank in (0, 1):
-        commit(job, 1, rank=rank, incarnation=rank + 1)
+        commit(job, 1, rank=rank)
     assert weight(job) == -1.0
 
 
 def test_drafts_of_one_worker_keep_no_other_from_pushing_where_none_waits() -> None:
-    job = running("async", workers=2)
-    job._staged_limit = 128
+    job = running("async", workers=2, staged_limit=128)
     draft(job, 1)
     for clock in range(1, 5):
-        stage(job, push(clock=clock, rank=1, incarnation=2))
+        send(job, PushKind.GRADIENT, clock, rank=1)
         work(job, 0)
     assert weight(job) == -4.0
 
@@ -202,40 +150,28 @@ def test_in_any_order_and_however_often_each_step_counts_once_with_its_last_grad
     for seed in range(200):
         draw = random.Random(seed)
         job, expected = running(mode), 0.0
-        late: list[tuple[str, int, float]] = []
+        late: list[Callable[[], object]] = []
         for clock in range(1, 6):
             value, surprised = float(draw.randint(1, 9)), draw.random() < 0.4
             if draw.random() < 0.3:
                 assign(job, clock, 1000.0 * clock)
                 expected = 1000.0 * clock
-            messages = [("draft", clock, value + 100 * surprised)] * draw.randint(1, 2)
+            whole = push(clock=clock, payload=payload(value))
+            messages = [partial(draft, job, clock, value + 100 * surprised)] * draw.randint(1, 2)
             if surprised:  # the worker knows better by now, and pushes in full what counts
-                messages += [("push", clock, value)] * draw.randint(1, 2)
+                messages += [partial(stage, job, whole)] * draw.randint(1, 2)
             else:
-                messages += [("commit", clock, 0.0)] * draw.randint(1, 2)
+                messages += [partial(commit, job, clock)] * draw.randint(1, 2)
                 draw.shuffle(messages)
             for message in [*late, *messages]:
-                deliver(job, *message)
+                message()
             expected -= value
             assert weight(job) == expected, seed
             late = [message for message in messages if draw.random() < 0.3]
 
 
-def deliver(job: JobPartition, kind: str, clock: int, value: float) -> None:
-    if kind == "commit":
-        commit(job, clock)
-    elif kind == "push":
-        stage(job, push(clock=clock, payload=payload(value)))
-    else:
-        draft(job, clock, value)
-
-
 def test_state_that_is_not_whole_is_refused_when_it_is_to_count() -> None:
-    spec = job_spec("sync")
-    adam = type(spec)(**{**spec.__dict__, "optimizer": "Adam", "groups": ({"lr": 1.0},)})
-    job = JobPartition(adam, [0])
-    job.execute(AddWorker(0, 1, 0))
-    stage(job, push(0, 0, kind=PushKind.INITIAL_VALUE, payload=payload(0.0)))
+    job = running(spec=replace(job_spec("sync"), optimizer="Adam"))
     stage(job, push(kind=PushKind.ASSIGN_STATE, state="exp_avg"))
     with pytest.raises(InvalidRequest, match="lacks exp_avg_sq, step, which Adam needs"):
         stage(job, push())
@@ -245,6 +181,6 @@ def test_state_that_is_not_whole_is_refused_when_it_is_to_count() -> None:
     stage(job, push(kind=PushKind.ASSIGN_STATE, state="exp_avg_sq"))
     stage(job, push())
     work(job, 0)
-    found, absent = job.buckets[0].weights.read_state("step")
-    assert (found.tolist(), absent) == ([4.0], frozenset())
+    step, absent = job.buckets[0].weights.read_state("step")
+    assert (step.tolist(), absent) == ([4.0], frozenset())
     assert torch.isfinite(job.buckets[0].weights.flat).all()

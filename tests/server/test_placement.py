@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,16 +23,16 @@ def test_one_large_bucket_weighs_as_much_as_many_small_ones() -> None:
     assert sorted(loads(sizes, place(sizes, 2), 2)) == [10, 90]
 
 
-def test_placement_is_the_same_on_every_run() -> None:
-    assert place([4, 4, 4, 2, 2], 2) == [0, 1, 0, 1, 1]
-
-
 @given(SIZES, st.integers(1, 6))
-def test_every_bucket_is_on_one_of_the_shards(sizes: list[int], shards: int) -> None:
+def test_every_bucket_is_on_a_shard_and_no_shard_is_further_ahead_than_one_bucket(
+    sizes: list[int], shards: int
+) -> None:
     placement = place(sizes, shards)
-    assert len(placement) == len(sizes)
+    assert placement == place(sizes, shards), "the same on every run"
     assert all(0 <= shard < shards for shard in placement)
-    assert sum(loads(sizes, placement, shards)) == sum(sizes)
+    found = loads(sizes, placement, shards)
+    assert sum(found) == sum(sizes)
+    assert max(found) - min(found) <= max(sizes, default=0)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 3))
@@ -40,19 +41,17 @@ def test_the_fullest_shard_is_within_grahams_bound_of_the_best_possible(sizes: l
     assert 3 * shards * max(loads(sizes, place(sizes, shards), shards)) <= (4 * shards - 1) * best
 
 
-@given(SIZES, st.integers(1, 6))
-def test_no_shard_is_further_ahead_than_one_bucket(sizes: list[int], shards: int) -> None:
-    found = loads(sizes, place(sizes, shards), shards)
-    assert max(found) - min(found) <= max(sizes, default=0)
-
-
-def test_imbalance_is_the_fullest_shard_over_the_mean() -> None:
-    assert imbalance([6, 2], [0, 1], 2) == 1.5
-    assert imbalance([5, 5], [0, 1], 2) == 1.0
-    assert imbalance([5], [0], 4) == 4.0
-
-
-def test_a_job_without_bytes_is_balanced() -> None:
-    assert place([], 3) == []
-    assert imbalance([], [], 3) == 1.0
-    assert imbalance([0, 0], [0, 0], 3) == 1.0
+@pytest.mark.parametrize(
+    ("sizes", "placement", "shards", "ratio"),
+    [
+        ([6, 2], [0, 1], 2, 1.5),
+        ([5, 5], [0, 1], 2, 1.0),
+        ([5], [0], 4, 4.0),
+        ([], [], 3, 1.0),
+        ([0, 0], [0, 0], 3, 1.0),
+    ],
+)
+def test_imbalance_is_the_fullest_shard_over_the_mean(
+    sizes: list[int], placement: list[int], shards: int, ratio: float
+) -> None:
+    assert imbalance(sizes, placement, shards) == ratio

@@ -5,64 +5,56 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from ps_protocol.errors import LimitExceeded, NonFiniteGradient
-from ps_protocol.job import JobSpec, NonFinite
+from ps_protocol.job import NonFinite
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of
-from ps_server.core.commands import AddWorker, Initialise, Stage
+from ps_server.core.commands import Initialise, Stage
 from ps_server.core.dense import Gradient
 from ps_server.core.limits import Limits
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import Push, PushKind
-from tests.simulation.simulator import initial, job_spec, push, stage
+from tests.simulation.simulator import job_spec, push
 from tests.tools.cluster import Cluster
-
-MakeCluster = Callable[..., Cluster]
+from tests.tools.partitions import running
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
-def test_a_gradient_beyond_the_norm_is_refused_by_name_and_changes_nothing(
-    make_cluster: MakeCluster, transport: str
+def test_a_gradient_beyond_the_norm_is_refused_by_name_and_changes_nothing_and_one_within_it_trains(
+    make_cluster: Callable[..., Cluster], transport: str
 ) -> None:
     cluster = make_cluster(shards=1, limits=Limits(push_norm=2.0))
-    with cluster.connect("sync", job="job", transport=transport) as session:
-        model = nn.Linear(4, 1, bias=False)
-        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        shard, weights = cluster.shards[0].jobs()["job"].state, model.weight.detach().clone()
-        model.weight.grad = torch.full_like(model.weight, 1.5)  # a norm of 3
-        with pytest.raises(LimitExceeded, match=r"worker 0: .* bucket 0 has norm 3, and max-push-norm is 2"):
-            optimizer.step()
-        assert (shard.buckets.versions(), shard.buckets.clocks(), shard.buckets.staged_bytes) == ((0, 0), {0: 0}, 0)
-        assert torch.equal(shard.bucket(0).weights.flat[:4], weights.flatten())
-        assert torch.equal(model.weight, weights)
 
+    def stepped(value: float) -> torch.Tensor:
+        with cluster.connect("sync", job="job", transport=transport) as session:
+            model = nn.Linear(4, 1, bias=False)
+            model.weight.data.fill_(5.0)
+            model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            shard = cluster.shards[0].jobs()["job"].state
+            model.weight.grad = torch.full_like(model.weight, value)
+            try:
+                optimizer.step()
+            finally:
+                assert torch.equal(shard.bucket(0).weights.flat[:4], model.weight.detach().flatten())
+                assert (shard.buckets.versions(), shard.buckets.staged_bytes) == ((0, 0) if value > 1.0 else (1, 1), 0)
+            return model.weight.detach()
 
-@pytest.mark.parametrize("transport", ["grpc", "shm"])
-def test_a_gradient_within_the_norm_trains(make_cluster: MakeCluster, transport: str) -> None:
-    cluster = make_cluster(shards=1, limits=Limits(push_norm=2.0))
-    with cluster.connect("sync", job="job", transport=transport) as session:
-        model = nn.Linear(4, 1, bias=False)
-        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        weights = model.weight.detach().clone()
-        model.weight.grad = torch.ones_like(model.weight)  # a norm of 2: the limit itself
-        optimizer.step()
-        assert torch.equal(model.weight, weights - 1)
+    with pytest.raises(LimitExceeded, match=r"worker 0: .* bucket 0 has norm 3, and max-push-norm is 2"):
+        stepped(1.5)
+    assert torch.equal(stepped(1.0), torch.full((1, 4), 4.0)), "a norm of 2: the limit itself"
 
 
 # -- one shard, no network -------------------------------------------------------------------------------------------
 
 
-def limited(norm: float, spec: JobSpec | None = None) -> JobPartition:
-    """A job on one shard with worker 0, whose pushes may have this norm."""
-    job = JobPartition(spec or job_spec("sync"), [0, 1, 2], norm_limit=norm)
-    job.execute(AddWorker(0, 1, 0))
-    for index in job.buckets:
-        stage(job, initial(index))
-    return job
+def limited(norm: float, **other: Any) -> JobPartition:
+    """A job on one shard with worker 0, whose pushes may have this norm; `other` fields of the job."""
+    return running(spec=replace(job_spec("sync"), **other), norm_limit=norm)
 
 
 def checked(job: JobPartition, one: Push) -> Gradient:
@@ -76,14 +68,9 @@ def gradient(job: JobPartition, bucket: int, value: float, dtype: str = "float32
     return bytes_of(torch.full((job.bucket(bucket).spec.numel,), value, dtype=TORCH_DTYPES[dtype]))
 
 
-def test_a_gradient_without_a_limit_is_as_large_as_it_likes() -> None:
-    job = limited(math.inf)
-    assert checked(job, push(payload=gradient(job, 0, 1e30))).values is not None
-
-
 @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
 def test_the_norm_of_half_types_is_taken_in_float32(wire: str) -> None:
-    job = limited(100_000.0, replace(job_spec("sync"), gradient_wire=wire))
+    job = limited(100_000.0, gradient_wire=wire)
     size = job.bucket(0).spec.numel
     value = 2.0**14  # that times the root of 32 is beyond float16
     assert checked(job, push(payload=gradient(job, 0, value, wire), wire_format=wire)).values is not None
@@ -93,7 +80,7 @@ def test_the_norm_of_half_types_is_taken_in_float32(wire: str) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_is_past_every_limit_even_where_the_job_allows_it(value: float) -> None:
-    job = limited(1e30, job_spec("sync", non_finite=NonFinite.ALLOW))
+    job = limited(1e30, non_finite=NonFinite.ALLOW)
     with pytest.raises(LimitExceeded, match="max-push-norm"):
         job.checker.check(push(payload=gradient(job, 0, value)))
     with pytest.raises(NonFiniteGradient):

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import Backlogged, InvalidRequest, PSError
 from ps_protocol.layout import bucket_layout
 from ps_protocol.segment_layout import SegmentMap, segment_plan
 from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
-from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
-from ps_server.shard.threads import NoThreads
 from ps_server.shard.waiting import Answer, Notice
 from ps_worker.cluster.shared_memory import LocalSegment
-from tests.simulation.simulator import call_of, initial, job_spec, payload, push
+from tests.simulation.simulator import call_of, job_spec, payload, push
+from tests.tools.partitions import lone_shard
 
 BUCKET = 128  # bytes
 CALLER = "them"
@@ -49,16 +47,9 @@ class Answers:
 
 
 @pytest.fixture
-def shard() -> Iterator[Shard]:
-    """Two workers in sync, of which one principal may stage one bucket; worker 1 has a segment."""
-    shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), principal_limit=BUCKET)
-    shard.create_job(job_spec("sync"), [0, 1, 2])
-    for rank in (0, 1):
-        shard.add_worker("sums", rank, rank + 1, 0)
-    for index in range(3):
-        shard.push(call_of(initial(index)))
-    yield shard
-    shard.stop()
+def shard() -> Shard:
+    """Two workers in sync; a principal may have the bytes of one bucket staged."""
+    return lone_shard(principal_limit=BUCKET)
 
 
 def lend_segment(shard: Shard) -> None:
@@ -143,10 +134,6 @@ def test_a_payload_of_several_buckets_has_their_size_and_otherwise_stages_nothin
 
 @pytest.mark.parametrize(("wire_format", "job_format"), [("bfloat16", "float32"), ("", "float16")])
 def test_a_gradient_in_another_format_than_the_jobs_is_refused(wire_format: str, job_format: str) -> None:
-    shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads())
-    shard.create_job(replace(job_spec("sync"), gradient_wire=job_format), [0])
-    shard.add_worker("sums", 0, 1, 0)
-    shard.push(call_of(initial(0)))
+    shard = lone_shard(spec=replace(job_spec(), gradient_wire=job_format))
     with pytest.raises(InvalidRequest, match=f"bucket 0: expected elements as {job_format}"):
         shard.push(several(payload(1.0), gradient(0, wire_format)))
-    shard.stop()

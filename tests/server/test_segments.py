@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -47,85 +45,75 @@ def test_both_ends_see_the_same_memory(plan: SegmentPlan, tmp_path: Path, as_fil
     here.gradients["float32"][:1000] = 3.0
     there.weights["float32"][:1000] = there.gradients["float32"][:1000] + 1
     assert torch.equal(here.weights["float32"][:1000], torch.full((1000,), 4.0))
+    assert torch.equal(there.gradients["float32"][:1000], torch.full((1000,), 3.0)), "they do not overlap"
+    assert segment.memory[: len(segment.nonce)] == segment.nonce
     assert list(tmp_path.iterdir()) == []
 
 
-def test_gradients_and_weights_do_not_overlap(plan: SegmentPlan) -> None:
-    gradients, weights = plan.gradients["float32"], plan.weights["float32"]
-    assert gradients.offset >= 4096
-    assert weights.offset >= gradients.offset + 4 * gradients.numel
-    assert plan.size >= weights.offset + 4 * weights.numel
+# -- what a shard refuses to map -------------------------------------------------------------------------------------
+
+Handed = tuple[str, bytes]  # location and nonce, as a worker sends them
+NAME = NAME_PREFIX + "0" * 32
 
 
-def _shorter(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
-    segment = LocalSegment(plan.size - 4096, path)
+def handed(segment: LocalSegment) -> Handed:
     return segment.location, segment.nonce
 
 
-def _other_nonce(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
-    return LocalSegment(plan.size, path).location, bytes(32)
-
-
-def _readable_by_others(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
+def readable_by_others(plan: SegmentPlan, path: Path) -> Handed:
     segment = LocalSegment(plan.size, path)
     (path / segment.location).chmod(0o644)
-    return segment.location, segment.nonce
+    return handed(segment)
 
 
-def _outside(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
-    return "../" + NAME_PREFIX + "0" * 32, bytes(32)
+def link(plan: SegmentPlan, path: Path) -> Handed:
+    (path / NAME).symlink_to("/etc/passwd")
+    return NAME, bytes(32)
 
 
-def _link(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
-    (path / (NAME_PREFIX + "0" * 32)).symlink_to("/etc/passwd")
-    return NAME_PREFIX + "0" * 32, bytes(32)
-
-
-def _gone(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
+def hidden(plan: SegmentPlan, path: Path) -> Handed:
     segment = LocalSegment(plan.size, path)
     segment.hide()
-    return segment.location, segment.nonce
+    return handed(segment)
 
 
-def _of_the_dead(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
+def of_a_dead_process(plan: SegmentPlan, path: Path) -> Handed:
     script = "import os, sys; print(f'{os.getpid()}/{os.memfd_create(sys.argv[1])}')"
     child = subprocess.run([sys.executable, "-c", script, "ps-torch"], stdout=subprocess.PIPE, text=True, check=True)
     return child.stdout.strip(), bytes(32)
 
 
-def _unsealed(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
+def unsealed(plan: SegmentPlan, path: Path) -> Handed:
     descriptor = os.memfd_create("ps-torch")
     os.ftruncate(descriptor, plan.size)
     os.fchmod(descriptor, 0o600)
     return f"{os.getpid()}/{descriptor}", bytes(32)
 
 
-def _another_file_of_the_process(plan: SegmentPlan, path: Path) -> tuple[str, bytes]:
+def other_file_of_the_process(plan: SegmentPlan, path: Path) -> Handed:
     (path / "secret").write_bytes(bytes(plan.size))
-    descriptor = os.open(path / "secret", os.O_RDWR)
-    return f"{os.getpid()}/{descriptor}", bytes(32)
+    return f"{os.getpid()}/{os.open(path / 'secret', os.O_RDWR)}", bytes(32)
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (_shorter, "bytes where this job needs"),
-        (_other_nonce, "another one"),
-        (_readable_by_others, "mode 0600"),
-        (_outside, "PID/FD or"),
-        (_link, "cannot be opened"),
-        (_gone, "cannot be opened"),
-        (_of_the_dead, "not to be seen"),
-        (_unsealed, "sealed"),
-        (_another_file_of_the_process, "no memory file"),
+        (lambda plan, path: handed(LocalSegment(plan.size - 4096, path)), "bytes where this job needs"),
+        (lambda plan, path: (LocalSegment(plan.size, path).location, bytes(32)), "another one"),
+        (lambda plan, path: ("../" + NAME, bytes(32)), "PID/FD or"),
+        (readable_by_others, "mode 0600"),
+        (link, "cannot be opened"),
+        (hidden, "cannot be opened"),
+        (of_a_dead_process, "not to be seen"),
+        (unsealed, "sealed"),
+        (other_file_of_the_process, "no memory file"),
     ],
 )
 def test_what_is_no_segment_of_this_worker_is_refused(
-    plan: SegmentPlan, tmp_path: Path, make: Callable[[SegmentPlan, Path], tuple[str, bytes]], says: str
+    plan: SegmentPlan, tmp_path: Path, make: Callable[[SegmentPlan, Path], Handed], says: str
 ) -> None:
-    location, nonce = make(plan, tmp_path)
     with pytest.raises(NotShared, match=says):
-        attach(location, nonce, plan, tmp_path)
+        attach(*make(plan, tmp_path), plan, tmp_path)
 
 
 def test_a_segment_cannot_shrink_under_a_shard_that_reads_it(plan: SegmentPlan, tmp_path: Path) -> None:
@@ -136,38 +124,34 @@ def test_a_segment_cannot_shrink_under_a_shard_that_reads_it(plan: SegmentPlan, 
     os.close(descriptor)
 
 
-def test_files_of_workers_that_were_killed_are_removed_and_those_of_living_ones_are_not(
-    plan: SegmentPlan, tmp_path: Path
-) -> None:
+def test_files_of_workers_that_were_killed_are_removed_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from ps_worker.cluster.shared_memory import LocalSegment\n"
         "segment = LocalSegment(8192, Path(sys.argv[1])); print(segment.location, flush=True); sys.stdin.read()"
     )
-    child = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    assert child.stdin is not None
-    location = child.stdout.readline().strip()
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        file = tmp_path / child.stdout.readline().strip()
+        remove_leftovers(tmp_path)
+        assert file.exists()
+        child.kill()
+        child.wait()
     remove_leftovers(tmp_path)
-    assert (tmp_path / location).exists()
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    child.stdin.close()
-    child.stdout.close()
-    remove_leftovers(tmp_path)
-    assert not (tmp_path / location).exists()
+    assert not file.exists()
+
+
+# -- training --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
-def test_every_transport_and_wire_format_trains_alike(cluster: Cluster, transport: str, wire: str) -> None:
+def test_every_transport_and_wire_format_trains_alike(shared: Cluster, job: str, transport: str, wire: str) -> None:
     # One worker: what differs from plain PyTorch is the rounding of the wire, 8 bits of precision in bfloat16.
     plain = nn.Linear(16, 8)
     model = nn.Linear(16, 8)
     model.load_state_dict(plain.state_dict())
     data = torch.randn(20, 32, 16)
-    with cluster.connect("sync", transport=transport) as session:
+    with shared.connect("sync", job=job, transport=transport) as session:
         ours, optimizer = session.prepare(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -187,10 +171,10 @@ def test_every_transport_and_wire_format_trains_alike(cluster: Cluster, transpor
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
-def test_what_overflows_on_the_way_is_refused_by_the_shard(cluster: Cluster, transport: str) -> None:
+def test_what_overflows_on_the_way_is_refused_by_the_shard(shared: Cluster, job: str, transport: str) -> None:
     """The worker has looked at float32, where it is finite; what travels is not."""
     model = nn.Linear(4, 4)
-    with cluster.connect("sync", transport=transport) as session:
+    with shared.connect("sync", job=job, transport=transport) as session:
         ours, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), gradient_wire="float16")
         (ours(torch.ones(1, 4)).sum() * 1e6).backward()
         with pytest.raises(NonFiniteGradient):
@@ -203,7 +187,6 @@ vector = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(64))])
 session = ps_worker.connect(sys.argv[1], "sync", job="lent", rank=1, world_size=2, transport="shm")
 vector, optimizer = session.prepare(vector, torch.optim.SGD(vector.parameters(), lr=1.0), bucket_bytes=64)
 vector[0].grad = torch.full((64,), -2.0)
-print("steps", flush=True)
 optimizer.step()
 """
 
@@ -212,24 +195,21 @@ def test_a_worker_killed_while_shards_read_its_segment_leaves_what_it_pushed(mak
     """Its gradient lies in its own memory, held back for rank 0's, which comes when its worker is gone."""
     cluster = make_cluster(shards=2, lease=1.0)
     vector = nn.ParameterList([nn.Parameter(torch.zeros(64))])
-    child = subprocess.Popen(
-        [sys.executable, "-c", LENDER, cluster.address], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        with cluster.connect("sync", 0, 2, job="lent", transport="shm") as session:
+    command = [sys.executable, "-c", LENDER, cluster.address]
+    with (
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child,
+        cluster.connect("sync", 0, 2, job="lent", transport="shm") as session,
+    ):
+        try:
             vector, optimizer = session.prepare(vector, torch.optim.SGD(vector.parameters(), lr=1.0), bucket_bytes=64)
             until(lambda: _staged(cluster) == 64 * 4, "all of the other's gradient")
+        finally:
             child.kill()
             child.wait()
-            vector[0].grad = torch.full((64,), -4.0)
-            optimizer.step()
-            assert torch.equal(vector[0].detach(), torch.full((64,), 3.0)), "the mean of both"
-            until(lambda: _lent(cluster) == {0}, "the end of the other's lease")
-    finally:
-        child.kill()
-        child.wait()
-        assert child.stdout is not None
-        child.stdout.close()
+        vector[0].grad = torch.full((64,), -4.0)
+        optimizer.step()
+        assert torch.equal(vector[0].detach(), torch.full((64,), 3.0)), "the mean of both"
+        until(lambda: _lent(cluster) == {0}, "the end of the other's lease")
 
 
 def _staged(cluster: Cluster) -> int:
@@ -242,36 +222,22 @@ def _lent(cluster: Cluster) -> set[int]:
     return {rank for shard in cluster.shards for rank in shard.jobs()["lent"].segments}
 
 
-def test_shm_is_refused_where_shards_cannot_see_the_memory(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_where_shards_cannot_see_the_memory_shm_is_refused_and_auto_takes_the_network(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # Another process' view: a PID that is not this one, and a directory that is not the shards'.
     monkeypatch.setattr(os, "getpid", lambda: 2**22)
     model = nn.Linear(2, 2)
-    session = cluster.connect("sync", transport="shm", shared_directory=str(tmp_path))
-    with pytest.raises(NotShared):
-        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    session.close()
-
-
-def test_auto_falls_back_to_the_network(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(os, "getpid", lambda: 2**22)
-    model = nn.Linear(2, 2)
-    with cluster.connect("sync", transport="auto", shared_directory=str(tmp_path)) as session:
-        ours, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    place = {"job": job, "shared_directory": str(tmp_path)}
+    with shared.connect("sync", transport="shm", **place) as session, pytest.raises(NotShared):
+        session.prepare(model, plain)
+    with shared.connect("sync", transport="auto", **place) as session:
+        ours, optimizer = session.prepare(model, plain)
         ours(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     assert session.clock == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_lock_that_marks_a_living_maker_is_exclusive(plan: SegmentPlan, tmp_path: Path) -> None:
-    segment = LocalSegment(plan.size, tmp_path)
-    descriptor = os.open(tmp_path / segment.location, os.O_RDWR)
-    with pytest.raises(BlockingIOError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(descriptor)
-    segment.hide()
 
 
 @pytest.mark.parametrize(("weight_wire", "notify_bytes"), [("float32", 0), ("bfloat16", 64)])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ps_protocol.errors import Backlogged, OutOfOrder
-from ps_protocol.modes import Consistency, parse_mode
+from ps_protocol.modes import parse_mode
 from ps_server.core.consistency import ADMITTED, Add, Live, Step, UpdateRule
 
 Token = tuple[int, int, int]  # rank, incarnation, clock
@@ -26,16 +26,10 @@ RANKS = 4
 def protocol(mode: str, ranks: int, clock: int = 0) -> tuple[UpdateRule[str], dict[int, Live]]:
     """An initialised bucket with workers 0 .. ranks - 1, all at `clock`."""
     roster = {rank: Live(incarnation=rank + 1, start=clock) for rank in range(ranks)}
-    bucket: UpdateRule[str] = UpdateRule(rule_of(mode), roster, initialised=True)
+    bucket: UpdateRule[str] = UpdateRule(parse_mode(mode), roster, initialised=True)
     for rank in roster:
         bucket.add_worker(rank, clock)
     return bucket, roster
-
-
-def rule_of(mode: str) -> Consistency:
-    consistency = parse_mode(mode)
-    assert consistency is not None
-    return consistency
 
 
 def stage(bucket: UpdateRule[str], rank: int, clock: int) -> None:
@@ -54,71 +48,28 @@ def drain(bucket: UpdateRule[str]) -> list[str]:
 
 # -- the claims one by one -------------------------------------------------------------------------------------------
 
+ONE_STEP = "0@1 1@1 2@1 |"
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)])
-def test_sync_adds_in_rank_order_whatever_the_order_of_arrival(order: tuple[int, ...]) -> None:
-    bucket, _ = protocol("sync", 3)
+
+@pytest.mark.parametrize(
+    ("mode", "arrival", "applied"),
+    [
+        ("sync", (0, 1, 2), ONE_STEP),
+        ("sync", (2, 1, 0), ONE_STEP),
+        ("sync", (1, 2, 0), ONE_STEP),
+        ("ssp:3", (2, 0, 1), "2@1 | 0@1 | 1@1 |"),
+        ("async", (2, 0, 1), "2@1 | 0@1 | 1@1 |"),
+    ],
+)
+def test_sync_steps_once_with_all_in_rank_order_and_other_modes_with_each_as_it_comes(
+    mode: str, arrival: tuple[int, ...], applied: str
+) -> None:
+    bucket, _ = protocol(mode, 3)
     done = []
-    for rank in order:
+    for rank in arrival:
         stage(bucket, rank, 1)
         done += drain(bucket)
-    assert done == ["0@1", "1@1", "2@1", "|"]
-
-
-def test_sync_holds_back_a_contribution_that_comes_before_a_lower_rank() -> None:
-    bucket, _ = protocol("sync", 2)
-    stage(bucket, 1, 1)
-    assert bucket.next() is None
-    stage(bucket, 0, 1)
-    assert drain(bucket) == ["0@1", "1@1", "|"]
-
-
-def test_sync_takes_one_step_for_all_workers_and_ssp_and_async_one_for_each() -> None:
-    for mode, version in (("sync", 1), ("ssp:3", 3), ("async", 3)):
-        bucket, _ = protocol(mode, 3)
-        for rank in range(3):
-            stage(bucket, rank, 1)
-        drain(bucket)
-        assert bucket.version == version
-
-
-@pytest.mark.parametrize("mode", ["ssp:3", "async"])
-def test_without_averaging_gradients_are_applied_in_order_of_arrival(mode: str) -> None:
-    bucket, _ = protocol(mode, 3)
-    for rank in (2, 0, 1):
-        stage(bucket, rank, 1)
-    assert drain(bucket) == ["2@1", "|", "0@1", "|", "1@1", "|"]
-
-
-@pytest.mark.parametrize("mode", ["sync", "ssp:1", "async"])
-def test_a_repeat_is_known_whether_it_is_staged_open_or_applied(mode: str) -> None:
-    bucket, _ = protocol(mode, 1)
-    stage(bucket, 0, 1)
-    assert bucket.is_repeat(0, 1)
-    while (work := bucket.next()) is not None:
-        bucket.done(work)
-        assert bucket.is_repeat(0, 1)
-    stage(bucket, 0, 2)
-    assert bucket.is_repeat(0, 1)
-
-
-def test_a_push_that_skips_a_clock_is_out_of_order() -> None:
-    bucket, _ = protocol("async", 1)
-    with pytest.raises(OutOfOrder, match="worker 0 pushed clock 2 where 1 comes next"):
-        bucket.is_repeat(0, 2)
-
-
-def test_a_worker_may_have_one_push_to_a_bucket_that_is_not_applied() -> None:
-    bucket, _ = protocol("sync", 2)
-    stage(bucket, 0, 1)
-    with pytest.raises(Backlogged):
-        bucket.is_repeat(0, 2)
-    bucket.done(bucket.next())  # type: ignore[arg-type]
-    with pytest.raises(Backlogged):  # it is in the open update, and waits for worker 1 there
-        bucket.is_repeat(0, 2)
-    stage(bucket, 1, 1)
-    drain(bucket)
-    assert not bucket.is_repeat(0, 2)
+    assert " ".join(done) == applied
 
 
 def test_ssp_waits_for_the_slowest_live_worker_and_says_so() -> None:
@@ -131,16 +82,6 @@ def test_ssp_waits_for_the_slowest_live_worker_and_says_so() -> None:
     assert (verdict.admitted, verdict.waiting_for) == (False, (1,))
     assert "clock 1 of every live worker is needed" in verdict.reason
     assert "worker 1 is at clock 0" in verdict.reason
-
-
-def test_a_pull_waits_for_its_own_push_in_every_mode() -> None:
-    for mode in ("sync", "ssp:5", "async"):
-        bucket, _ = protocol(mode, 1)
-        assert bucket.admits(0, 1).waiting_for == (0,)
-        stage(bucket, 0, 1)
-        assert not bucket.admits(0, 1).admitted
-        drain(bucket)
-        assert bucket.admits(0, 1).admitted
 
 
 def test_before_the_initial_weights_a_pull_waits_for_rank_0_and_nothing_is_applied() -> None:
@@ -159,38 +100,6 @@ def test_who_waits_in_the_same_update_is_not_blamed_for_it() -> None:
     stage(bucket, 1, 1)
     drain(bucket)
     assert bucket.admits(0, 1).waiting_for == (2,)
-
-
-def test_the_dead_are_not_waited_for_and_what_they_staged_is_kept() -> None:
-    bucket, roster = protocol("sync", 3)
-    stage(bucket, 0, 1)
-    stage(bucket, 1, 1)
-    assert drain(bucket) == ["0@1", "1@1"]
-    del roster[1], roster[2]
-    assert drain(bucket) == ["|"]
-    assert bucket.admits(0, 1).admitted
-
-
-def test_what_a_dead_worker_staged_is_in_the_mean_even_if_it_came_early() -> None:
-    bucket, roster = protocol("sync", 2)
-    stage(bucket, 1, 1)
-    del roster[1]
-    assert bucket.next() == Add(1, 1, "1@1") or bucket.next() is None
-    stage(bucket, 0, 1)
-    assert drain(bucket) == ["0@1", "1@1", "|"]
-
-
-def test_a_joiner_is_needed_only_after_the_clock_it_starts_from() -> None:
-    bucket, roster = protocol("sync", 1, clock=4)
-    bucket.version = 4
-    stage(bucket, 0, 5)
-    roster[1] = Live(incarnation=9, start=bucket.frontier())
-    bucket.add_worker(1, 5)
-    assert drain(bucket) == ["0@5", "|"]
-    stage(bucket, 0, 6)
-    assert drain(bucket) == ["0@6"]  # update 6 is the first that needs it
-    stage(bucket, 1, 6)
-    assert drain(bucket) == ["1@6", "|"]
 
 
 def test_a_joiners_first_push_waits_while_an_earlier_update_is_open() -> None:
@@ -276,7 +185,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @initialize(mode=st.sampled_from(["sync", "ssp:0", "ssp:1", "ssp:3", "async"]), workers=st.integers(1, 3))
     def begin(self, mode: str, workers: int) -> None:
-        self.consistency = rule_of(mode)
+        self.consistency = parse_mode(mode)
         self.roster: dict[int, Live] = {}
         self.bucket: UpdateRule[Token] = UpdateRule(self.consistency, self.roster, initialised=workers != 3)
         self.workers: dict[int, Worker] = {}
@@ -285,25 +194,23 @@ class Interleavings(RuleBasedStateMachine):
         self.open: list[Token] = []
         self.applied: set[Token] = set()
         for rank in range(workers):
-            self.join(rank, 0)
-            self.joined(rank, 0)
+            self.join(rank)
+            self.joined(rank, self.workers[rank], 0)
 
     @rule(what=st.sampled_from(EVENTS), which=st.integers(0, RANKS - 1), number=st.integers(0, 3))
     def event(self, what: str, which: int, number: int) -> None:
-        getattr(self, what)(which, number)
-
-    def worker(self, which: int, joined: bool = True) -> tuple[int, Worker] | None:
-        """One of the live workers, or of those in the middle of their join; None if there are none."""
-        found = [(rank, worker) for rank, worker in sorted(self.workers.items()) if worker.joined == joined]
-        return found[which % len(found)] if found else None
+        if what in ("work", "join", "initialise"):
+            getattr(self, what)(which)
+            return
+        known = [(rank, worker) for rank, worker in sorted(self.workers.items()) if worker.joined == (what != "joined")]
+        if known:
+            getattr(self, what)(*known[which % len(known)], number)
 
     # -- what workers do
 
-    def push(self, which: int, _: int) -> None:
-        found = self.worker(which)
-        if found is None or not self.bucket.initialised:
+    def push(self, rank: int, worker: Worker, _: int) -> None:
+        if not self.bucket.initialised:
             return
-        rank, worker = found
         clock = worker.clock + 1
         if any(token[0] == rank for token in [*self.arrived, *self.open]):
             with pytest.raises(Backlogged):
@@ -316,21 +223,13 @@ class Interleavings(RuleBasedStateMachine):
         worker.clock = clock
         worker.staged.add(clock)
 
-    def wrong_clock(self, which: int, number: int) -> None:
-        found = self.worker(which)
-        if found is None:
-            return
-        rank, worker = found
+    def wrong_clock(self, rank: int, worker: Worker, number: int) -> None:
         assert self.bucket.is_repeat(rank, max(0, worker.clock - number))
         with pytest.raises(OutOfOrder):
             self.bucket.is_repeat(rank, worker.clock + 2 + number)
 
-    def pull(self, which: int, number: int) -> None:
+    def pull(self, rank: int, worker: Worker, number: int) -> None:
         """At the worker's own clock, at the next one (pulls are asked for before their pushes come), or late."""
-        found = self.worker(which)
-        if found is None:
-            return
-        rank, worker = found
         clock = max(worker.start, worker.clock + 1 - number)
         verdict = self.bucket.admits(rank, clock)
         own = all(c in worker.applied for c in range(worker.start + 1, clock + 1))
@@ -347,16 +246,16 @@ class Interleavings(RuleBasedStateMachine):
             assert set(verdict.waiting_for) <= missed | {rank}
             assert verdict.waiting_for or not missed
         if self.consistency.aggregate:
-            assert replace(self.bucket, consistency=rule_of("ssp:0")).admits(rank, clock) == verdict
+            assert replace(self.bucket, consistency=parse_mode("ssp:0")).admits(rank, clock) == verdict
 
     # -- what the shard does
 
-    def initialise(self, _: int, __: int) -> None:
+    def initialise(self, _: int) -> None:
         assert self.bucket.initialised or self.bucket.next() is None
         self.bucket.initialised = True
 
-    def work(self, which: int, _: int) -> None:
-        for _ in range(which + 1):
+    def work(self, times: int) -> None:
+        for _ in range(times + 1):
             work = self.bucket.next()
             assert self.bucket.next() == work, "looking changes nothing"
             if work is None:
@@ -393,12 +292,10 @@ class Interleavings(RuleBasedStateMachine):
 
     # -- who comes and goes
 
-    def die(self, which: int, _: int) -> None:
-        found = self.worker(which)
-        if found is not None:
-            del self.workers[found[0]], self.roster[found[0]]
+    def die(self, rank: int, worker: Worker, _: int) -> None:
+        del self.workers[rank], self.roster[rank]
 
-    def join(self, rank: int, _: int) -> None:
+    def join(self, rank: int) -> None:
         """The first round of a join, in the place of whoever held the rank."""
         start = self.bucket.frontier()
         assert start >= max([0, *(clock for _, _, clock in [*self.arrived, *self.open])])
@@ -408,12 +305,8 @@ class Interleavings(RuleBasedStateMachine):
         self.workers[rank] = newcomer
         self.everyone.append(newcomer)
 
-    def joined(self, which: int, number: int) -> None:
+    def joined(self, rank: int, worker: Worker, number: int) -> None:
         """The second round: `number` is what other shards' frontiers lay ahead of this one's."""
-        found = self.worker(which, joined=False)
-        if found is None:
-            return
-        rank, worker = found
         worker.start = worker.clock = worker.start + number
         worker.joined = True
         self.roster[rank] = Live(worker.incarnation, worker.start)
@@ -440,7 +333,7 @@ class Interleavings(RuleBasedStateMachine):
         self.roster.clear()
         self.bucket.initialised = True
         while self.bucket.next() is not None:
-            self.work(RANKS, 0)
+            self.work(RANKS)
         assert not self.arrived
         assert not self.open
         staged = {worker.incarnation: worker.staged for worker in self.everyone}

@@ -6,7 +6,7 @@ cable.py                A cable between one worker and the servers, which a test
 rpc_faults.py           Interceptors that lose, delay and repeat gRPC calls
 slow_client.py          A client that sends one byte at a time
 raw_worker.py           A worker without a session: a test sends every message by hand
-partitions.py           One job's buckets on one shard, without its threads
+partitions.py           One job on one shard, without threads
 rollbacks.py            A job whose workers train, have checkpoints made, and join again after a rollback
 optimizers.py           Each optimizer of a shard, with hyper-parameters that are not the defaults
 small_models.py         Weights and data that follow from a seed, one step, and comparisons of weights

@@ -1,0 +1,30 @@
+"""The options that benchmarks share: each says once what it is, and a benchmark names its default."""
+
+from __future__ import annotations
+
+import argparse
+
+MEANINGS = {
+    "batch": "blocks of 64 bytes in a worker's batch",
+    "bucket_kib": "of one bucket on the wire (what the server chooses)",
+    "layers": "of the model; 8 with a width of 512: 25M parameters",
+    "mib": "of the model's weights",
+    "pause_ms": "computing of a step",
+    "rounds": "measured rounds, after two of warm-up",
+    "seed": "of what is drawn at random",
+    "shards": "",
+    "steps": "in a turn; the first is not counted",
+    "transport": "shm, grpc or both",
+    "turns": "of each system",
+    "width": "of the model, a multiple of 64",
+    "wire": "of gradients and weights: float32, bfloat16, float16, or several",
+    "workers": "",
+}
+
+
+def add(parser: argparse.ArgumentParser, **defaults: float | str | None) -> None:
+    """Adds options by their defaults, of whose type their values are; without one, a value is a whole number."""
+    for name, default in defaults.items():
+        text = MEANINGS[name] if default is None else f"{MEANINGS[name]} (%(default)s)".strip()
+        kind = int if default is None else type(default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=text)
