@@ -104,11 +104,10 @@ class RawWorker:
         self.clock = place.clock
         return place  # type: ignore[no-any-return]
 
-    def save_state(self, clock: int, state: bytes) -> None:
-        """Sends this worker's own part of a checkpoint."""
-        request = membership_pb2.SaveWorkerStateRequest(
-            worker=self.identity(), state=membership_pb2.WorkerState(clock=clock, content=state)
-        )
+    def save_state(self, clock: int, content: bytes, **other: Any) -> None:
+        """Sends this worker's own part of a checkpoint; `other` as for `identity`."""
+        state = membership_pb2.WorkerState(clock=clock, content=content)
+        request = membership_pb2.SaveWorkerStateRequest(worker=self.identity(**other), state=state)
         self._call(self.members.SaveWorkerState, request)
 
     def heartbeat(self) -> None:
