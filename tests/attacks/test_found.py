@@ -27,7 +27,8 @@ from ps_server.core.partition import JobPartition
 from ps_server.core.requests import Push, PushKind
 from ps_server.server import Server
 from tests.tools.cluster import Cluster
-from tests.tools.fuzzing import JOB, KEY, SPEC, WORKER, Target
+from tests.tools.fuzz_requests import JOB, KEY, SPEC, WORKER
+from tests.tools.fuzzing import Target
 from tests.tools.raw_worker import RawWorker, vector_job
 
 MakeCluster = Callable[..., Cluster]

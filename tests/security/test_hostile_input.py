@@ -16,10 +16,10 @@ from ps_runtime.channel import open_channel
 from ps_runtime.status import error_from
 from ps_server.rpc.permissions import METHODS
 from tests.tools.cluster import Cluster
-from tests.tools.fuzzing import KEY, SPEC, WORKER, Target, seeds
+from tests.tools.fuzz_requests import KEY, SEEDS, SPEC, WORKER
+from tests.tools.fuzzing import Target
 
 SECONDS = 20.0
-SEEDS = seeds()
 EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
 

@@ -15,6 +15,7 @@ launching.py            Commands as processes: `ps-worker run` to its end, and a
 forkserver.py           Server processes that start in a moment: forks of one that has imported everything
 framework_processes.py  Workers of Lightning or Hugging Face, each in a process of its own
 fuzzing.py              One shard and one coordinator without a network, which take any bytes; their state as a hash
+fuzz_requests.py        Well-formed requests by method: what fuzzers start from
 buf.py                  buf, which lints the contract, wherever its package has put it
 fuzz.py                 The coverage-guided fuzzer behind `make fuzz`
 imports.py              Which file of the packages imports which: for the tests of layers, and drawn on request
