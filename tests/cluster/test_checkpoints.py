@@ -108,11 +108,8 @@ def test_a_manifest_of_the_format_before_is_read(tmp_path: Path) -> None:
     manifest = CheckpointStore(tmp_path).manifest("job", "000001")
     spec = job_spec_from_data(manifest.job)
     assert (spec.optimizers, spec.group_optimizers) == (("SGD", "Adam"), (0, 1))
-    assert [(one.name, one.group, one.optimizer) for one in spec.parameters] == [
-        ("w", 0, 0),
-        ("v", 1, 1),
-        ("count", None, 0),
-    ]
+    optimizers = [(parameter.name, parameter.group, parameter.optimizer) for parameter in spec.parameters]
+    assert optimizers == [("w", 0, 0), ("v", 1, 1), ("count", None, 0)]
     assert job_spec_from_data(job_spec_data(spec)) == spec
 
 
@@ -196,39 +193,46 @@ def test_as_many_are_kept_as_was_said_and_what_never_came_to_an_end_goes_too(tmp
     assert sorted(entry.name for entry in (tmp_path / "job").iterdir()) == ["000004", "000005", "000006"]
 
 
-def damages() -> dict[str, Callable[[Path], object]]:
-    """What can happen to a checkpoint's directory."""
-
-    def flip(path: Path) -> None:
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-
-    def change(directory: Path, **values: object) -> None:
-        data = json.loads((directory / "manifest.json").read_text())
-        (directory / "manifest.json").write_text(json.dumps({**data, **values}))
-
-    return {
-        "a flipped bit": lambda d: flip(d / "shard-0.safetensors"),
-        "a short file": lambda d: os.truncate(d / "shard-0.safetensors", 100),
-        "a long file": lambda d: os.truncate(d / "shard-0.safetensors", 100_000),
-        "a missing file": lambda d: (d / "shard-0.safetensors").unlink(),
-        "a link": lambda d: ((d / "shard-0.safetensors").rename(d / "x"), (d / "shard-0.safetensors").symlink_to("x")),
-        "a flipped bit in the manifest": lambda d: flip(d / "manifest.json"),
-        "no manifest": lambda d: (d / "manifest.json").unlink(),
-        "an empty manifest": lambda d: (d / "manifest.json").write_text(""),
-        "a manifest of another kind": lambda d: (d / "manifest.json").write_text("[1]"),
-        "a changed clock": lambda d: change(d, clock=4),
-        "a path that leads away": lambda d: change(d, shards={"0": {"file": "../x", "bytes": 1, "sha256": ""}}),
-    }
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", damages())
+def change_manifest(directory: Path, **values: object) -> None:
+    data = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps({**data, **values}))
+
+
+def put_a_link(path: Path) -> None:
+    path.rename(path.with_name("x"))
+    path.symlink_to("x")
+
+
+SHARD, MANIFEST = "shard-0.safetensors", "manifest.json"
+AWAY = {"0": {"file": "../x", "bytes": 1, "sha256": ""}}
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a flipped bit": lambda d: flip_a_bit(d / SHARD),
+    "a short file": lambda d: os.truncate(d / SHARD, 100),
+    "a long file": lambda d: os.truncate(d / SHARD, 100_000),
+    "a missing file": lambda d: (d / SHARD).unlink(),
+    "a link": lambda d: put_a_link(d / SHARD),
+    "a flipped bit in the manifest": lambda d: flip_a_bit(d / MANIFEST),
+    "no manifest": lambda d: (d / MANIFEST).unlink(),
+    "an empty manifest": lambda d: (d / MANIFEST).write_text(""),
+    "half a manifest": lambda d: (d / MANIFEST).write_text("{"),
+    "a manifest of another kind": lambda d: (d / MANIFEST).write_text("[1]"),
+    "a changed clock": lambda d: change_manifest(d, clock=4),
+    "a path that leads away": lambda d: change_manifest(d, shards=AWAY),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_not_what_was_written_is_not_read(damage: str, tmp_path: Path) -> None:
     store, spec = CheckpointStore(tmp_path), spec_of()
     there = buckets_of(spec)
     write(store, [bucket.snapshot() for bucket in there], spec)
-    damages()[damage](tmp_path / "job" / "000001")
+    DAMAGES[damage](tmp_path / "job" / "000001")
     with pytest.raises(CheckpointDamaged, match=str(tmp_path)):
         store.read_buckets("job", store.manifest("job", "000001"), [bucket.spec for bucket in there])
 
@@ -242,16 +246,13 @@ def test_a_part_of_another_name_is_refused_even_if_the_manifest_says_so(tmp_path
         store.read_worker("job", "000001", Part("../../secret", 1, ""))
 
 
-@pytest.mark.parametrize("job", [".", "..", ".hidden", "a/b", ""])
-def test_no_job_leads_out_of_the_directory(job: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="does not start with a dot"):
-        CheckpointStore(tmp_path).path(job)
-
-
-@pytest.mark.parametrize("name", ["", "..", "1", "00000a", "000001/..", "0" * 13])
-def test_no_name_leads_out_of_the_directory(name: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="6 to 12 digits"):
-        CheckpointStore(tmp_path).path("job", name)
+def test_no_name_leads_out_of_the_directory(tmp_path: Path) -> None:
+    for job in (".", "..", ".hidden", "a/b", ""):
+        with pytest.raises(InvalidRequest, match="does not start with a dot"):
+            CheckpointStore(tmp_path).path(job)
+    for name in ("", "..", "1", "00000a", "000001/..", "0" * 13):
+        with pytest.raises(InvalidRequest, match="6 to 12 digits"):
+            CheckpointStore(tmp_path).path("job", name)
 
 
 def test_a_checkpoint_of_other_shapes_is_damaged(tmp_path: Path) -> None:
@@ -294,15 +295,11 @@ def test_a_directory_that_cannot_be_written_to_is_said_at_the_start(tmp_path: Pa
         CheckpointStore(tmp_path / "file" / "checkpoints")
 
 
-@pytest.mark.parametrize(("text", "means"), [("100steps", (100, None)), ("60s", (None, 60.0)), ("0.5s", (None, 0.5))])
-def test_how_often_is_said_in_steps_or_seconds(text: str, means: tuple[int | None, float | None]) -> None:
-    assert parse_every(text) == means
-
-
-@pytest.mark.parametrize("text", ["", "100", "steps", "-1s", "0steps", "1.5steps", "nans", "infs", "1 h"])
-def test_what_is_no_interval_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="100steps or 60s"):
-        parse_every(text)
+def test_how_often_is_said_in_steps_or_seconds() -> None:
+    assert [parse_every(text) for text in ("100steps", "60s", "0.5s")] == [(100, None), (None, 60.0), (None, 0.5)]
+    for text in ("", "100", "steps", "-1s", "0steps", "1.5steps", "nans", "infs", "1 h"):
+        with pytest.raises(InvalidRequest, match="100steps or 60s"):
+            parse_every(text)
 
 
 # -- beside training -------------------------------------------------------------------------------------------------
@@ -383,16 +380,16 @@ def test_what_checkpoints_do_is_in_the_metrics(make_cluster: MakeCluster, tmp_pa
         worker.step(torch.zeros(64))
         worker.pull()
         cluster.coordinator.jobs()["job"].checkpoints.request(30, standing=True)  # type: ignore[union-attr]
-        found = scrape(cluster.servers[0].metrics_address)
-        assert found['ps_checkpoints_total{job="job"}'] == 1
-        assert found['ps_checkpoint_clock{job="job"}'] == 1
-        assert found['ps_checkpoints_failed_total{job="job"}'] == 0
+        samples = scrape(cluster.servers[0].metrics_address)
+        assert samples['ps_checkpoints_total{job="job"}'] == 1
+        assert samples['ps_checkpoint_clock{job="job"}'] == 1
+        assert samples['ps_checkpoints_failed_total{job="job"}'] == 0
         shutil.rmtree(tmp_path / "job")
         (tmp_path / "job").write_text("in the way")
         with pytest.raises(CheckpointFailed, match="cannot be written"):
             cluster.coordinator.jobs()["job"].checkpoints.request(30, standing=True)  # type: ignore[union-attr]
-        found = scrape(cluster.servers[0].metrics_address)
-        assert found['ps_checkpoints_failed_total{job="job"}'] == 1
+        samples = scrape(cluster.servers[0].metrics_address)
+        assert samples['ps_checkpoints_failed_total{job="job"}'] == 1
         worker.step(torch.zeros(64))
         worker.pull()
 

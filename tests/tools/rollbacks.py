@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from ps_protocol.errors import TryLater, UnknownWorker
 from tests.tools.cluster import Cluster, until
-from tests.tools.raw_worker import RawWorker
+from tests.tools.raw_worker import RawWorker, vector_job
 
 CELLS = 64  # four buckets of 16, on two shards
+
+
+@contextmanager
+def job_of(cluster: Cluster, mode: str, workers: int = 1) -> Iterator[list[RawWorker]]:
+    """The workers of a job of this mode, called "job", with its initial values."""
+    spec = vector_job("job", mode, CELLS, workers)
+    with ExitStack() as stack:
+        each = [stack.enter_context(RawWorker(cluster.address, spec, rank)) for rank in range(workers)]
+        each[0].initialise()
+        yield each
 
 
 def make_checkpoint(cluster: Cluster, *workers: RawWorker) -> int:
@@ -37,10 +49,10 @@ def step(worker: RawWorker, value: float = -1.0) -> torch.Tensor:
 def train(worker: RawWorker, steps: int) -> torch.Tensor:
     """Several steps, with the worker's state where a checkpoint asks for it; the weights after them."""
     for _ in range(steps):
-        found = step(worker)
+        weights = step(worker)
         if worker.clock in worker.flagged:
-            worker.save_state(worker.clock, f"state of {worker.clock}".encode())
-    return found
+            worker.save_state(worker.clock, b"state of %d" % worker.clock)
+    return weights
 
 
 def join_again(worker: RawWorker) -> None:
