@@ -46,26 +46,6 @@ def test_of_a_worker_that_joined_after_the_checkpoint_only_its_own_steps_are_los
             assert lost(cluster) == 4 + 3
 
 
-def test_what_a_dead_worker_had_done_since_its_last_heartbeat_is_lost_too_and_counted(
-    make_cluster: MakeCluster, tmp_path: Path
-) -> None:
-    """The shards that kept theirs know it, if there is one."""
-    cluster = make_cluster(checkpoint_dir=tmp_path, lease=4.0)
-    with job_of(cluster, "async", workers=2) as [zero, one]:
-        train(one, 2)
-        assert make_checkpoint(cluster, zero, one) == 2
-        train(one, 5)  # and never says so to the coordinator
-        cluster.start_again(1)
-        join_again(zero)
-
-        def counted() -> bool:
-            zero.heartbeat()
-            return lost(cluster) > 0
-
-        until(counted, "the count")
-        assert lost(cluster) == 5
-
-
 def test_a_dead_worker_is_counted_once_however_often_shards_die_after_it(
     make_cluster: MakeCluster, tmp_path: Path
 ) -> None:

@@ -222,23 +222,6 @@ def test_a_step_is_split_into_phases_that_add_up(shared: Cluster, job: str, mode
     assert mode == "sync" or seconds["wait"] == 0
 
 
-@pytest.mark.parametrize("mode", ["single", "sync"])
-def test_an_accumulated_step_is_the_sum_of_its_parts_and_needs_no_loader(shared: Cluster, job: str, mode: str) -> None:
-    with ps_worker.connect(shared.address, mode, job) as session:
-        model = vector()
-        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), overlap=False)
-        begun = time.perf_counter()
-        for _ in range(3):
-            for _ in range(4):
-                model(torch.ones(CELLS)).backward()
-            optimizer.step()
-        wall = time.perf_counter() - begun
-        seconds = phases_of(session, 3)
-    assert seconds["data"] == 0
-    assert min(seconds["forward"], seconds["backward"]) > 0
-    assert sum(seconds.values()) <= wall + 0.1, "the first forward begins with prepare"
-
-
 # What happens after so many seconds, step by step; and a step's seconds of data, forward and backward.
 LOOP = {
     "the first step, accumulated over three batches": (

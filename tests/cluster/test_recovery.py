@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ps_protocol.errors import Fenced, JobMismatch, NoCheckpoints, NotFound, TryLater, UnknownWorker
+from ps_protocol.errors import JobMismatch, NoCheckpoints, NotFound, TryLater
 from ps_server.coordinator.saved_job import SavedJob
 from ps_server.coordinator.state_file import StateFile
 from ps_server.core.membership import JoinRequest
@@ -149,36 +149,6 @@ def test_the_workers_wait_for_each_other_after_the_job_was_set_back(cluster: Clu
         assert job.members.roster() == ([0, 1], 2, True)
 
 
-def test_a_worker_that_does_not_come_back_is_waited_for_no_longer_than_its_lease(
-    make_cluster: MakeCluster, tmp_path: Path
-) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path, lease=1.0)
-    with job_of(cluster, "sync", workers=2) as [zero, one]:
-        in_parallel(2, lambda rank: step((zero, one)[rank]))
-        make_checkpoint(cluster, zero, one)
-        cluster.start_again(1)
-        join_again(zero)
-        job = cluster.coordinator.jobs()["job"]
-
-        def alone() -> bool:
-            zero.heartbeat()
-            return job.members.roster() == ([0], 2, True)
-
-        until(alone, "going on alone")
-        assert torch.equal(step(zero), torch.full((CELLS,), 2.0))
-
-
-def test_who_comes_back_to_a_place_that_was_taken_is_refused(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(shards=1)
-    spec = vector_job("job", "async", CELLS, 1)
-    with RawWorker(cluster.address, spec, 0) as old:
-        first = old.incarnation
-        request_of_another = cluster.coordinator.join("job", 0, JoinRequest(pid=1, host="elsewhere"))
-        assert request_of_another.member.incarnation > first
-        with pytest.raises(Fenced, match="replaced by another process"):
-            old.join()
-
-
 def test_the_coordinator_comes_back_and_its_workers_notice_nothing(make_cluster: MakeCluster, tmp_path: Path) -> None:
     """The coordinator alone in its process: no shard is lost with it."""
     from ps_server.config import ServerConfig
@@ -232,20 +202,6 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before_it_and_that_is_said_and
         assert "SHA-256" in caplog.text
         recovery = cluster.coordinator.statistics().recovery
         assert recovery == RecoveryStatistics(restored=1, damaged=1)
-
-
-def test_pushes_of_before_reach_nothing_after_the_job_was_set_back(cluster: Cluster) -> None:
-    with job_of(cluster, "sync") as [worker]:
-        train(worker, 2)
-        make_checkpoint(cluster, worker)
-        train(worker, 1)
-        late = [worker.message(bucket, 3, b"\x00\x00\x80\xbf" * 16) for bucket in worker.trained]
-        cluster.start_again(1)
-        join_again(worker)
-        for message in late:
-            with pytest.raises(UnknownWorker):
-                worker.send(message)
-        assert torch.equal(worker.pull(), torch.full((CELLS,), 2.0))
 
 
 def test_what_a_set_back_has_cost_is_still_known_after_the_coordinator_died(tmp_path: Path) -> None:

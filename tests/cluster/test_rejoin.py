@@ -209,20 +209,6 @@ def test_buckets_that_leave_during_backward_are_lost_with_the_place_and_none_twi
         assert worker.mine().count(0.0) == worker.metric("lost_steps")
 
 
-def test_a_worker_may_lose_its_place_again_and_again(cluster: Cluster, cable: Cable) -> None:
-    with session_at(cable.address, "async", 0, "shm", world_size=1) as session:
-        worker = Worker(session)
-        for round_number in range(1, 4):
-            lose(cluster, cable)
-            cable.heal()
-            while worker.metric("rejoins") < round_number:
-                worker.step()
-            worker.step()
-        assert set(worker.mine()) == {0.0, 1.0}
-        assert worker.mine().count(0.0) == worker.metric("lost_steps") <= worker.metric("rejoins")
-        assert worker.mine().count(1.0) == session.clock
-
-
 def test_gradients_that_add_up_over_several_passes_go_on_adding_up(cluster: Cluster, cable: Cable) -> None:
     """What backward adds to after the memory of gradients was exchanged is what the next step sends."""
     with session_at(cable.address, "async", 0, "shm", world_size=1) as session:
