@@ -9,7 +9,6 @@ import shutil
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -22,6 +21,9 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.chaos.cluster import free_ports
+from tests.tools.launching import python
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = "docker-compose.yml"
@@ -190,14 +192,7 @@ def test_the_workers_command_is_ours(file: str) -> None:
     script = next(word for word in command if word.endswith(".py"))
     assert (ROOT / script).is_file()
     options = [word.split("=")[0] for word in command[command.index(script) + 1 :]]
-    told = subprocess.run(
-        [sys.executable, script, "--help"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    told = python(script, "--help", folder=ROOT).stdout
     assert all(option in told for option in options), f"{script} knows {options}"
 
 
@@ -356,12 +351,6 @@ def says_anything(port: int, context: ssl.SSLContext | None) -> bool:
             return False
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def deployment() -> Iterator[Deployment]:
     if not answers("docker", "info"):
@@ -373,7 +362,7 @@ def deployment() -> Iterator[Deployment]:
     for image in (base, read(COMPOSE)["services"]["prometheus"]["image"]):
         if not answers("docker", "image", "inspect", image) and not answers("docker", "pull", "-q", image):
             pytest.skip(f"the image {image} is not here and cannot be pulled")
-    name, port = f"ps-test-{os.getpid()}", free_port()
+    name, port = f"ps-test-{os.getpid()}", free_ports(3)
     settings = {
         "COMPOSE_PROJECT_NAME": name,
         "COMPOSE_HTTP_TIMEOUT": str(ENGINE_SECONDS),  # Compose 1.29 gives up after 60 s
@@ -381,8 +370,8 @@ def deployment() -> Iterator[Deployment]:
         "PS_JOB": "compose",
         "PS_MODE": "ssp:4",
         "PS_STEPS": "100000",  # more than anybody waits for: the tests end it
-        "PS_PUBLISH_PORT": str(free_port()),
-        "PS_PUBLISH_METRICS_PORT": str(free_port()),
+        "PS_PUBLISH_PORT": str(port + 1),
+        "PS_PUBLISH_METRICS_PORT": str(port + 2),
         "PS_PUBLISH_PROMETHEUS_PORT": str(port),
     }
     found = Deployment(compose, name, settings["PS_IMAGE"], port, {**os.environ, **settings})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import ssl
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from ps_runtime import reloading
 from ps_runtime.credentials import Access, Tls, access, require_encryption
 from ps_server.ops import dev_certs, status
 from tests.tools.cluster import Cluster
+from tests.tools.launching import python
 
 MakeCluster = Callable[..., Cluster]
 
@@ -63,11 +62,6 @@ def port_of(cluster: Cluster) -> str:
     return cluster.address.rpartition(":")[2]
 
 
-def run_server(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ps_server", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
 def one_step(cluster: Cluster, **more: object) -> float:
     """Trains a scalar by one step of 1; returns where it ended."""
     model = nn.Linear(1, 1, bias=False)
@@ -109,7 +103,7 @@ def test_what_the_two_ends_do_not_agree_on_is_said_in_one_line(
 def test_the_command_says_what_is_wrong_in_one_line_and_nothing_else(encrypted: Cluster, certs: Path) -> None:
     """Not even what grpc writes about a handshake that fails."""
     words = [f"--tls-cert={certs}/client.pem", f"--tls-key={certs}/client.key", f"--tls-ca={certs}/others/ca.pem"]
-    ended = run_server("status", "--server", f"127.0.0.1:{port_of(encrypted)}", *words)
+    ended = python("-m", "ps_server", "status", "--server", f"127.0.0.1:{port_of(encrypted)}", *words)
     assert ended.returncode == 1
     assert ended.stderr.startswith("ps-server: ")
     assert "not signed by the CA" in ended.stderr
@@ -232,7 +226,7 @@ def test_plaintext_beyond_this_machine_has_to_be_said(host: str) -> None:
 
 @pytest.mark.parametrize("flags", [("--host", "0.0.0.0"), ("--metrics-host", "0.0.0.0")])
 def test_a_server_does_not_start_in_plaintext_on_the_network(flags: tuple[str, ...]) -> None:
-    ended = run_server("coordinator", "--port", "0", "--metrics-port", "0", *flags)
+    ended = python("-m", "ps_server", "coordinator", "--port", "0", "--metrics-port", "0", *flags)
     assert ended.returncode == 1
     assert ended.stderr.startswith("ps-server: ")
     assert "insecure" in ended.stderr
