@@ -57,29 +57,16 @@ class Network:
         return self
 
     def _make(self) -> None:
-        ip("netns", "add", self._switch)
-        ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
-        ip("-n", self._switch, "link", "set", "br0", "up")
+        ip(f"netns add {self._switch}")
+        ip(f"-n {self._switch} link add br0 type bridge")
+        ip(f"-n {self._switch} link set br0 up")
         for number, host in enumerate(self._hosts):
-            ip("netns", "add", host)
-            ip(
-                "link",
-                "add",
-                f"p{number}",
-                "netns",
-                self._switch,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "eth0",
-                "netns",
-                host,
-            )
-            ip("-n", self._switch, "link", "set", f"p{number}", "master", "br0", "up")
-            ip("-n", host, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
-            ip("-n", host, "link", "set", "eth0", "up")
-            ip("-n", host, "link", "set", "lo", "up")
+            ip(f"netns add {host}")
+            ip(f"link add p{number} netns {self._switch} type veth peer name eth0 netns {host}")
+            ip(f"-n {self._switch} link set p{number} master br0 up")
+            ip(f"-n {host} addr add {self.address(number)}/24 dev eth0")
+            ip(f"-n {host} link set eth0 up")
+            ip(f"-n {host} link set lo up")
 
     def __exit__(self, *_: object) -> None:
         for name in [*self._hosts, self._switch]:
@@ -91,11 +78,11 @@ class Network:
 
     def cut(self, host: int) -> None:
         """Pulls a host's cable."""
-        ip("-n", self._switch, "link", "set", f"p{host}", "down")
+        ip(f"-n {self._switch} link set p{host} down")
 
     def heal(self, host: int) -> None:
         """Plugs it in again."""
-        ip("-n", self._switch, "link", "set", f"p{host}", "up")
+        ip(f"-n {self._switch} link set p{host} up")
 
     def start(self, host: int, words: list[str], log: Path) -> subprocess.Popen[bytes]:
         """Runs `python WORDS` on a host."""
@@ -111,8 +98,8 @@ class Network:
             )
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True)
 
 
 @pytest.fixture
