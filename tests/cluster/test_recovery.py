@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from ps_protocol.errors import JobMismatch, NoCheckpoints, NotFound, TryLater
+from ps_server.config import ServerConfig
 from ps_server.coordinator.saved_job import SavedJob
 from ps_server.coordinator.state_file import StateFile
 from ps_server.core.membership import JoinRequest
 from ps_server.core.statistics import RecoveryStatistics
 from ps_server.ops import status
+from ps_server.server import Server
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.raw_worker import RawWorker, vector_job
@@ -151,9 +153,6 @@ def test_the_workers_wait_for_each_other_after_the_job_was_set_back(cluster: Clu
 
 def test_the_coordinator_comes_back_and_its_workers_notice_nothing(make_cluster: MakeCluster, tmp_path: Path) -> None:
     """The coordinator alone in its process: no shard is lost with it."""
-    from ps_server.config import ServerConfig
-    from ps_server.server import Server
-
     directory = tmp_path / "checkpoints"
     alone = Server(ServerConfig(shard_count=1, checkpoint_dir=directory, lease=20.0))
     shard = Server(ServerConfig(index=0, coordinator=alone.address, checkpoint_dir=directory))
