@@ -42,8 +42,8 @@ def read(name: str) -> Any:
 
 def services() -> dict[str, dict[str, Any]]:
     """Every service that any of the files describes on its own."""
-    found = read(COMPOSE)["services"]
-    return found | {name: it for file in OVERLAYS for name, it in read(file)["services"].items() if name not in found}
+    overlays = {name: service for file in OVERLAYS for name, service in read(file)["services"].items()}
+    return overlays | read(COMPOSE)["services"]
 
 
 # -- what the files say: no engine needed ----------------------------------------------------------------------------
@@ -121,7 +121,9 @@ def differs(there: Any, expected: Any) -> bool:
     return not expected.fullmatch(there) if isinstance(expected, re.Pattern) else bool(there != expected)
 
 
-@pytest.mark.parametrize(("file", "names", "expected"), PROMISES)
+@pytest.mark.parametrize(
+    ("file", "names", "expected"), PROMISES, ids=lambda value: value if isinstance(value, str) else ",".join(value)
+)
 def test_the_files_say_what_is_promised(file: str, names: tuple[str, ...], expected: dict[str, Any]) -> None:
     document = read(file)
     assert [name for name in names if differs(document["services"][name], expected)] == []
