@@ -19,7 +19,7 @@ from ps_server.server import Server
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.raw_worker import RawWorker, vector_job
-from tests.tools.rollbacks import CELLS, job_of, join_again, make_checkpoint, step, train
+from tests.tools.rollbacks import CELLS, QUICK, job_of, join_again, make_checkpoint, step, train
 
 MakeCluster = Callable[..., Cluster]
 
@@ -27,7 +27,7 @@ MakeCluster = Callable[..., Cluster]
 @pytest.fixture
 def cluster(make_cluster: MakeCluster, tmp_path: Path) -> Cluster:
     """Two shards that keep checkpoints."""
-    return make_cluster(checkpoint_dir=tmp_path)
+    return make_cluster(checkpoint_dir=tmp_path, timing=QUICK)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -78,7 +78,7 @@ def test_a_job_goes_on_on_another_number_of_shards(
     make_cluster: MakeCluster, tmp_path: Path, mode: str, shards: int
 ) -> None:
     spec = vector_job("job", mode, CELLS, 2, frozen=8)
-    first = make_cluster(checkpoint_dir=tmp_path)
+    first = make_cluster(checkpoint_dir=tmp_path, timing=QUICK)
     workers = [RawWorker(first.address, spec, rank) for rank in range(2)]
     workers[0].initialise()
     for _ in range(3):
@@ -99,7 +99,7 @@ def test_a_job_goes_on_on_another_number_of_shards(
 
 
 def test_a_restored_job_has_to_be_the_same(make_cluster: MakeCluster, tmp_path: Path) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path, restore=True)
+    cluster = make_cluster(checkpoint_dir=tmp_path, restore=True, timing=QUICK)
     with job_of(cluster, "sync") as [worker]:
         train(worker, 1)
         make_checkpoint(cluster, worker)

@@ -21,7 +21,6 @@ from tests.tools.oracle_run import Run
 from tests.tools.raw_worker import RawWorker, vector_job
 from tests.tools.rpc_faults import KINDS, RpcFaults, break_calls
 
-
 SEED = 3  # with it each kind of fault happens to the few calls of a join, and the one for the status gets through
 
 

@@ -106,6 +106,7 @@ LOCKED_DOWN = {
     "read_only": True,
     "init": True,
     "cap_drop": ["ALL"],
+    "cap_add": None,
     "security_opt": ["no-new-privileges:true"],
     "mem_limit": re.compile(r"\d+[mg]"),
     "privileged": None,
@@ -398,12 +399,6 @@ class TestDeployment:
 
         assert eventually(healthy), deployment("ps")
         for name, container in deployment.containers():
-            settings = container["HostConfig"]
-            assert settings["ReadonlyRootfs"]
-            assert settings["CapDrop"] == ["ALL"]
-            assert not settings["CapAdd"]
-            assert settings["SecurityOpt"] == ["no-new-privileges:true"]
-            assert settings["Memory"] > 0
             mounts = {it["Destination"]: it["RW"] for it in container["Mounts"]}
             assert name == "certs" or mounts["/certs"] is False, "nobody else can change the certificates"
             assert ("/shared" in mounts) == (name == "worker" or name.startswith("shard"))

@@ -9,10 +9,13 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from ps_protocol.errors import TryLater, UnknownWorker
+from ps_server.coordinator.timing import Timing
 from tests.tools.cluster import Cluster, until
 from tests.tools.raw_worker import RawWorker, vector_job
 
 CELLS = 64  # four buckets of 16, on two shards
+# A checkpoint of workers that stand still is made at once, and a shard that is new is found at once.
+QUICK = Timing(stall=0.1, checkpoint_look=0.02, recovery_look=0.02)
 
 
 @contextmanager
