@@ -7,9 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +25,7 @@ from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.v1 import jobs_pb2
+from ps_runtime.credentials import PLAINTEXT
 from ps_server.config import parse_every
 from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.timing import Timing
@@ -36,9 +34,12 @@ from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.dense import DenseBucket, Gradient, Scratch
 from ps_server.core.partition import Bucket, JobPartition
 from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, extent
+from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore, Manifest, WorkerPart
 from ps_server.storage.export import export, optimizer_state_dict
+from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
+from tests.tools.forkserver import Nursery
 from tests.tools.launching import END_SECONDS, Command
 from tests.tools.optimizers import UNUSUAL, make
 from tests.tools.raw_worker import RawWorker, vector_job
@@ -264,29 +265,20 @@ def test_a_checkpoint_of_other_shapes_is_damaged(tmp_path: Path) -> None:
         store.read_buckets("job", manifest, [layout.buckets[0]])
 
 
-@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="no limit on file sizes here")
 def test_a_full_disk_leaves_nothing_behind_and_the_one_before_as_it_was(tmp_path: Path) -> None:
     """A limit on the size of files stands in for a full disk: writes fail in the same place, with another number."""
-    script = """
-        import pathlib, resource, sys, torch
-        sys.path.insert(0, sys.argv[2])
-        from tests.cluster.test_checkpoints import buckets_of, spec_of, train, write
-        from ps_protocol.errors import CheckpointFailed
-        from ps_server.storage.checkpoints import CheckpointStore
-        store, there = CheckpointStore(pathlib.Path(sys.argv[1])), buckets_of(spec_of())
-        write(store, [bucket.snapshot() for bucket in there], spec_of())
-        train(there, 1)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))
-        try:
+    store, there = CheckpointStore(tmp_path), buckets_of(spec_of())
+    write(store, [bucket.snapshot() for bucket in there], spec_of())
+    train(there, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+    try:
+        with pytest.raises(CheckpointFailed, match=r"shard-0\.safetensors cannot be written: "):
             store.write_shard("job", "000002", 0, [bucket.snapshot() for bucket in there])
-        except CheckpointFailed as error:
-            print(error)
-    """
-    arguments = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path), str(Path(__file__).parents[2])]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
-    assert "shard-0.safetensors cannot be written: " in done.stdout, done.stderr
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list((tmp_path / "job" / "000002").iterdir()) == []
-    assert CheckpointStore(tmp_path).names("job") == ["000001"]
+    assert store.names("job") == ["000001"]
 
 
 def test_a_directory_that_cannot_be_written_to_is_said_at_the_start(tmp_path: Path) -> None:
@@ -464,30 +456,41 @@ def test_there_is_nothing_to_export_where_there_is_no_checkpoint(tmp_path: Path)
         export(tmp_path / "missing", "job", None, tmp_path / "out")
 
 
+# -- SIGTERM ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_told_to_stop_makes_a_last_checkpoint(tmp_path: Path) -> None:
+    port, ended, codes = free_ports(2), threading.Event(), []
+
+    def note(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    flags = ["--with-coordinator", "--shards=1", "--index=0", f"--port={port}", f"--metrics-port={port + 1}"]
+    checkpoints = tmp_path / "checkpoints"
+    with Nursery() as nursery:
+        pid = nursery.start(["shard", *flags, f"--checkpoint-dir={checkpoints}"], tmp_path / "log", note)
+        address = f"127.0.0.1:{port}"
+        until(lambda: status.is_serving(address, PLAINTEXT), "the server")
+        with RawWorker(address, vector_job("job", "sync", 64, 1), 0) as worker:
+            worker.initialise()
+            worker.step(torch.full((64,), -1.0))
+            worker.pull()
+            os.kill(pid, signal.SIGTERM)
+            assert ended.wait(60)
+    assert codes == [0]
+    store = CheckpointStore(checkpoints)
+    assert store.manifest("job", store.names("job")[-1]).clock == 1
+
+
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[tuple[Command, str]]:
-    """`ps-server up` with two shards and a directory for checkpoints: the command, and its address."""
-    command = Command(
-        tmp_path,
-        *("-m", "ps_server", "up", "--shards", "2", "--port", "0", "--metrics-port", "0"),
-        *("--checkpoint-dir", str(tmp_path / "checkpoints")),
-    )
+    """`ps-server up` with a directory for checkpoints: the command, and its address."""
+    flags = ["--shards=2", "--port=0", "--metrics-port=0", f"--checkpoint-dir={tmp_path}/checkpoints"]
+    command = Command(tmp_path, "-m", "ps_server", "up", *flags)
     [address] = command.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
     yield command, address
-    if command.process.poll() is None:
-        command.end(signal.SIGKILL)
-
-
-def test_servers_that_are_told_to_stop_make_a_last_checkpoint(up: tuple[Command, str], tmp_path: Path) -> None:
-    command, address = up
-    with RawWorker(address, vector_job("job", "sync", 64, 1), 0) as worker:
-        worker.initialise()
-        worker.step(torch.full((64,), -1.0))
-        worker.pull()
-        command.process.send_signal(signal.SIGTERM)
-        assert command.process.wait(60) == 0
-    store = CheckpointStore(tmp_path / "checkpoints")
-    assert store.manifest("job", store.names("job")[-1]).clock == 1
+    command.clean_up()
 
 
 def test_servers_that_are_told_twice_end_at_once(up: tuple[Command, str]) -> None:

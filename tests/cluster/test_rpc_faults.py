@@ -19,6 +19,7 @@ from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import Cluster
 from tests.tools.oracle_run import Run
 from tests.tools.raw_worker import RawWorker, vector_job
+from tests.tools.rollbacks import QUICK
 from tests.tools.rpc_faults import KINDS, RpcFaults, break_calls
 
 SEED = 3  # with it each kind of fault happens to the few calls of a join, and the one for the status gets through
@@ -55,7 +56,7 @@ def test_with_calls_broken_a_job_is_set_back_to_a_checkpoint_and_every_push_coun
 ) -> None:
     faults = RpcFaults(seed=11)
     break_calls(monkeypatch, faults)
-    cluster = make_cluster(lease=60.0, checkpoint_dir=tmp_path, checkpoint_every="4steps")
+    cluster = make_cluster(lease=60.0, checkpoint_dir=tmp_path, checkpoint_every="4steps", timing=QUICK)
     store, happened = CheckpointStore(tmp_path), threading.Event()
     run = Run(cluster.address, mode, happened, store, transports=(transport,))
 

@@ -423,6 +423,7 @@ def test_a_port_in_use_is_named(shared: Cluster) -> None:
             ps_worker.connect(mode="single", metrics_port=port)
 
 
+COORDINATOR = ["ps-server", "coordinator", "--port", "0", "--metrics-port", "0"]
 COMMANDS: dict[str, tuple[list[str], str]] = {
     "script that does not exist": (["ps-worker", "run", "no/such/train.py"], "there is no script no/such/train.py"),
     "script that is a directory": (["ps-worker", "run", "/"], "there is no script /"),
@@ -435,6 +436,8 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "shards": (["ps-server", "up", "--shards", "no"], "a whole number from 1.*'no'"),
     "shard without a coordinator": (["ps-server", "shard", "--index", "0"], "needs --coordinator HOST:PORT"),
     "shard without an index": (["ps-server", "shard", "--coordinator", "h:1"], "required: --index"),
+    "plaintext on the network": ([*COORDINATOR, "--host", "0.0.0.0"], "--insecure"),
+    "plaintext metrics on the network": ([*COORDINATOR, "--metrics-host", "0.0.0.0"], "--metrics-insecure"),
     "status of nobody": (
         ["ps-server", "status", "--server", "127.0.0.1:1"],
         "coordinator at 127.0.0.1:1 does not answer",

@@ -224,15 +224,6 @@ def test_plaintext_beyond_this_machine_has_to_be_said(host: str) -> None:
         assert not has_to_be_said(encrypted=True)
 
 
-@pytest.mark.parametrize("flags", [("--host", "0.0.0.0"), ("--metrics-host", "0.0.0.0")])
-def test_a_server_does_not_start_in_plaintext_on_the_network(flags: tuple[str, ...]) -> None:
-    ended = python("-m", "ps_server", "coordinator", "--port", "0", "--metrics-port", "0", *flags)
-    assert ended.returncode == 1
-    assert ended.stderr.startswith("ps-server: ")
-    assert "insecure" in ended.stderr
-    assert ended.stderr.count("\n") == 1
-
-
 def test_insecure_is_said_in_the_log_and_in_a_metric(
     make_cluster: MakeCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
