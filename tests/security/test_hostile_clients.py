@@ -244,9 +244,9 @@ def test_calls_in_flight_are_limited_in_all_but_for_probes(make_cluster: MakeClu
 # -- limits by name --------------------------------------------------------------------------------------------------
 
 
-def job(name: str = "job", count: int = 1, size: int = 16, label: str = "p", workers: int = 1) -> JobSpec:
+def job(name: str = "job", count: int = 1, size: int = 16, label: str = "p") -> JobSpec:
     parameters = tuple(ParameterSpec(f"{label}{index}", (size,), "float32", 0) for index in range(count))
-    return JobSpec(name, parameters, "SGD", ({"lr": 1.0},), Consistency(None), 64, workers)
+    return JobSpec(name, parameters, "SGD", ({"lr": 1.0},), Consistency(None), 64, 1)
 
 
 def register(cluster: Cluster, spec: JobSpec) -> None:
@@ -271,13 +271,6 @@ def test_a_job_past_a_limit_is_told_which(
     with pytest.raises(LimitExceeded, match=says):
         register(cluster, specs[-1])
     assert set(cluster.coordinator.jobs()) == {spec.name for spec in specs[:-1]}
-
-
-def test_a_worker_past_the_limit_is_told(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(shards=1, limits=Limits(workers=1))
-    with RawWorker(cluster.address, job(workers=0), 0) as worker, pytest.raises(grpc.RpcError) as caught:
-        worker.members.Join(membership_pb2.JoinRequest(job="job"), timeout=SECONDS)
-    assert "has 1 workers already: that is the limit max-workers" in str(error_from(caught.value, "it"))
 
 
 @pytest.mark.parametrize("sends", ["message", "metadata"])
