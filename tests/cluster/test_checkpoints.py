@@ -42,7 +42,7 @@ from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.forkserver import Nursery
 from tests.tools.launching import END_SECONDS, Command
 from tests.tools.optimizers import UNUSUAL, make
-from tests.tools.raw_worker import RawWorker, vector_job
+from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 MakeCluster = Callable[..., Cluster]
 ROSTER: dict[int, Live] = {}
@@ -367,8 +367,7 @@ def test_a_checkpoint_that_takes_long_to_write_is_not_taken_for_training_that_st
 
 def test_what_checkpoints_do_is_in_the_metrics(make_cluster: MakeCluster, tmp_path: Path) -> None:
     cluster = make_cluster(checkpoint_dir=tmp_path)
-    with RawWorker(cluster.address, vector_job("job", "async", 64, 1), 0) as worker:
-        worker.initialise()
+    with joined(cluster.address, vector_job("job", "async", 64, 1)) as [worker]:
         worker.step(torch.zeros(64))
         worker.pull()
         cluster.coordinator.jobs()["job"].checkpoints.request(30, standing=True)  # type: ignore[union-attr]

@@ -20,7 +20,7 @@ from ps_protocol.errors import Fenced
 from ps_server.ops import status
 from ps_worker import Session
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, until
-from tests.tools.raw_worker import RawWorker, vector_job
+from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 WORKERS = 3
 STEPS = 16
@@ -154,9 +154,7 @@ def test_sync_waits_for_every_live_worker_and_says_for_whom(shared: Cluster, job
 
 
 def test_with_64_waiting_pulls_on_one_shard_pushes_still_go_through(shared: Cluster, job: str) -> None:
-    spec = vector_job(job, "ssp:0", cells=64, world_size=2)
-    with RawWorker(shared.address, spec, 0) as fast, RawWorker(shared.address, spec, 1) as slow:
-        fast.initialise()
+    with joined(shared.address, vector_job(job, "ssp:0", cells=64, world_size=2)) as [fast, slow]:
         fast.step(-torch.ones(64))
         shard = fast.shard_of[0]
         mine = [bucket for bucket in fast.trained if fast.shard_of[bucket] == shard]
@@ -202,12 +200,10 @@ def test_a_dead_worker_is_waited_for_no_longer_than_its_lease(make_cluster: Call
 
 
 def test_a_fenced_worker_is_refused_and_changes_nothing(shared: Cluster, job: str) -> None:
-    spec = vector_job(job, "sync", cells=32, world_size=2)
-    with RawWorker(shared.address, spec, 0) as peer, RawWorker(shared.address, spec, 1) as old:
-        peer.initialise()
+    with joined(shared.address, vector_job(job, "sync", cells=32, world_size=2)) as [_, old]:
         old.step(torch.ones(32))
         waiting = old.ask(1, [0])
-        with RawWorker(shared.address, spec, 1) as new:
+        with RawWorker(shared.address, old.spec, 1) as new:
             assert new.incarnation > old.incarnation
             before = shared.state(job)
             with pytest.raises(Fenced, match=rf"incarnation {new.incarnation} is live.* {old.incarnation}"):
@@ -251,9 +247,7 @@ def test_a_session_that_is_replaced_while_it_waits_says_so(shared: Cluster, job:
 
 
 def test_a_repeated_push_is_acknowledged_once(shared: Cluster, job: str) -> None:
-    spec = vector_job(job, "async", cells=16, world_size=1)
-    with RawWorker(shared.address, spec, 0) as worker:
-        worker.initialise()
+    with joined(shared.address, vector_job(job, "async", cells=16, world_size=1)) as [worker]:
         push = worker.message(0, 1, torch.full((16,), -1.0).numpy().tobytes())
         assert not worker.send(push).duplicate_count
         worker.clock = 1
@@ -268,9 +262,7 @@ def test_a_repeated_push_is_acknowledged_once(shared: Cluster, job: str) -> None
 
 
 def test_of_many_repeats_at_once_one_counts(shared: Cluster, job: str) -> None:
-    spec = vector_job(job, "sync", cells=16, world_size=1)
-    with RawWorker(shared.address, spec, 0) as worker:
-        worker.initialise()
+    with joined(shared.address, vector_job(job, "sync", cells=16, world_size=1)) as [worker]:
         for clock in range(1, 6):
             push = worker.message(0, clock, torch.full((16,), -1.0).numpy().tobytes())
             answers = in_parallel(8, lambda _, push=push: worker.send(push))

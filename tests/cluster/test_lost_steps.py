@@ -66,8 +66,7 @@ def test_a_dead_worker_is_counted_once_however_often_shards_die_after_it(
 
 
 def test_a_shard_that_held_nothing_has_lost_nothing(cluster: Cluster) -> None:
-    with RawWorker(cluster.address, vector_job("job", "async", 16, 1), 0) as worker:
-        worker.initialise()
+    with job_of(cluster, "async", cells=16) as [worker]:
         assert worker.shard_of == [0]
         assert make_checkpoint(cluster, worker) == 0
         for _ in range(3):
@@ -80,8 +79,7 @@ def test_a_shard_that_held_nothing_has_lost_nothing(cluster: Cluster) -> None:
 
 
 def test_a_job_with_fewer_buckets_than_shards_has_checkpoints_too(cluster: Cluster, tmp_path: Path) -> None:
-    with RawWorker(cluster.address, vector_job("job", "sync", 16, 1), 0) as worker:
-        worker.initialise()
+    with job_of(cluster, "sync", cells=16) as [worker]:
         for _ in range(2):
             worker.step(-torch.ones(16))
         assert torch.equal(worker.pull(), torch.full((16,), 2.0))

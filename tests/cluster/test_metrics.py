@@ -25,7 +25,7 @@ from ps_server.server import Server
 from ps_worker import Session
 from ps_worker.metrics import PHASES, StepTimer
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
-from tests.tools.raw_worker import RawWorker, vector_job
+from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 CELLS = 100  # in buckets of 16: seven buckets over two shards
 BUCKETS = 7
@@ -101,8 +101,7 @@ def test_pushes_pulls_and_updates_are_counted(cluster: Cluster, transport: str) 
 
 
 def test_repeats_and_refusals_are_counted_apart(shared: Cluster, job: str) -> None:
-    with RawWorker(shared.address, vector_job(job, "sync", cells=16, world_size=1), 0) as worker:
-        worker.initialise()
+    with joined(shared.address, vector_job(job, "sync", cells=16, world_size=1)) as [worker]:
         push = worker.message(0, 1)
         for _ in range(3):
             worker.send(push)
@@ -115,9 +114,7 @@ def test_repeats_and_refusals_are_counted_apart(shared: Cluster, job: str) -> No
 
 
 def test_staleness_is_that_of_the_weights_a_gradient_was_taken_at(shared: Cluster, job: str) -> None:
-    spec = vector_job(job, "async", cells=16, world_size=2)
-    with RawWorker(shared.address, spec, 0) as fast, RawWorker(shared.address, spec, 1) as slow:
-        fast.initialise()
+    with joined(shared.address, vector_job(job, "async", cells=16, world_size=2)) as [fast, slow]:
         for _ in range(5):
             fast.step(torch.ones(16))
             fast.pull()
@@ -268,8 +265,7 @@ def test_a_closed_session_has_left_no_hook(shared: Cluster, job: str, mode: str)
 
 
 def test_the_standard_grpc_counters_are_there(cluster: Cluster) -> None:
-    with RawWorker(cluster.address, vector_job("j", "sync", cells=16, world_size=1), 0) as worker:
-        worker.initialise()
+    with joined(cluster.address, vector_job("j", "sync", cells=16, world_size=1)) as [worker]:
         worker.step(torch.ones(16))
         worker.pull()
         with pytest.raises(InvalidRequest):

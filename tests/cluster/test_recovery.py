@@ -111,14 +111,11 @@ def test_a_restored_job_has_to_be_the_same(make_cluster: MakeCluster, tmp_path: 
 def test_without_restore_a_job_of_the_same_name_begins_anew_and_never_goes_back_to_the_earlier_one(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    spec = vector_job("job", "sync", CELLS, 1)
-    with RawWorker(cluster.address, spec, 0) as worker:
-        worker.initialise()
+    with job_of(cluster, "sync") as [worker]:
         train(worker, 2)
         worker.leave()
     assert len(CheckpointStore(tmp_path).names("job")) == 1, "what it ended with"
-    with RawWorker(cluster.address, spec, 0) as worker:
-        worker.initialise()
+    with job_of(cluster, "sync") as [worker]:
         assert torch.equal(worker.pull(), torch.zeros(CELLS))
         cluster.start_again(1)
         until(lambda: not cluster.coordinator.jobs(), "the job's end")

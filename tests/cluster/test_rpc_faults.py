@@ -18,7 +18,7 @@ from ps_server.core.membership import JoinRequest
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import Cluster
 from tests.tools.oracle_run import Run
-from tests.tools.raw_worker import RawWorker, vector_job
+from tests.tools.raw_worker import joined, vector_job
 from tests.tools.rollbacks import QUICK
 from tests.tools.rpc_faults import KINDS, RpcFaults, break_calls
 
@@ -95,9 +95,7 @@ def test_who_lost_its_place_to_a_join_that_failed_half_way_is_told_so(
     faults = RpcFaults(seed=0, chance=0.0, only={"AddWorker"})
     break_calls(monkeypatch, faults)
     cluster = make_cluster(lease=60.0)
-    spec = vector_job("default", "async", cells=16, world_size=1)
-    with RawWorker(cluster.address, spec, 0) as old:
-        old.initialise()
+    with joined(cluster.address, vector_job("default", "async", cells=16, world_size=1)) as [old]:
         faults.chance = 1.0
         with pytest.raises(TryLater, match="broke this call"):
             cluster.coordinator.join("default", 0, JoinRequest(pid=1))

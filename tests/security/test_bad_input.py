@@ -36,7 +36,7 @@ from ps_protocol.v1 import job_pb2, jobs_pb2
 from ps_server.config import ServerConfig
 from ps_server.server import Server
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
-from tests.tools.raw_worker import RawWorker, vector_job
+from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 INF, NAN = float("inf"), float("nan")
 
@@ -47,8 +47,7 @@ INF, NAN = float("inf"), float("nan")
 @pytest.fixture
 def worker(shared: Cluster, job: str) -> Iterator[RawWorker]:
     """Rank 0 of a running sync job: two buckets of 16 cells that train, one that is held."""
-    with RawWorker(shared.address, vector_job(job, "sync", cells=32, world_size=1, frozen=16), 0) as found:
-        found.initialise()
+    with joined(shared.address, vector_job(job, "sync", cells=32, world_size=1, frozen=16)) as [found]:
         found.step(torch.ones(32))
         found.pull()
         yield found
@@ -354,9 +353,7 @@ def test_with_the_policy_skip_the_step_is_left_out_and_counted(shared: Cluster, 
 
 
 def test_a_shard_skips_for_a_client_that_does_not_look(shared: Cluster, job: str) -> None:
-    spec = vector_job(job, "sync", cells=16, world_size=1, non_finite=NonFinite.SKIP)
-    with RawWorker(shared.address, spec, 0) as worker:
-        worker.initialise()
+    with joined(shared.address, vector_job(job, "sync", cells=16, world_size=1, non_finite=NonFinite.SKIP)) as [worker]:
         worker.send(worker.message(0, 1, torch.full((16,), NAN).numpy().tobytes()))
         worker.clock = 1
         assert worker.pull().tolist() == [0.0] * 16

@@ -26,7 +26,7 @@ from ps_server.ops import dev_certs, status
 from ps_server.rpc.auth import parse_access_list
 from ps_server.rpc.permissions import EVERYONE, METHODS, Permission, Principal, Role
 from tests.tools.cluster import Cluster
-from tests.tools.raw_worker import RawWorker, vector_job
+from tests.tools.raw_worker import joined, vector_job
 
 MakeCluster = Callable[..., Cluster]
 
@@ -254,9 +254,7 @@ def in_the_name_of(worker: types_pb2.WorkerIdentity) -> Iterator[tuple[str, Any]
 
 
 def test_a_worker_cannot_speak_for_another(shared: Cluster, job: str) -> None:
-    spec = vector_job(job, "async", cells=16, world_size=2)
-    with RawWorker(shared.address, spec, 0) as victim, RawWorker(shared.address, spec, 1) as other:
-        victim.initialise()
+    with joined(shared.address, vector_job(job, "async", cells=16, world_size=2)) as [victim, other]:
         assert len(other.lease_key) == 16
         for key in (b"", bytes(16), other.lease_key):
             for method, request in in_the_name_of(victim.identity(lease_key=key)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -231,6 +232,15 @@ class RawWorker:
             return method(request, timeout=CALL_SECONDS)
         except grpc.RpcError as error:
             raise error_from(error, "server") from None
+
+
+@contextmanager
+def joined(server: str, spec: JobSpec) -> Iterator[list[RawWorker]]:
+    """All declared workers of a job, with the initial values sent."""
+    with ExitStack() as stack:
+        workers = [stack.enter_context(RawWorker(server, spec, rank)) for rank in range(spec.world_size)]
+        workers[0].initialise()
+        yield workers
 
 
 def _taken(kind: Any, fields: dict[str, Any]) -> dict[str, Any]:

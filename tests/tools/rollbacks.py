@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 
 from ps_protocol.errors import TryLater, UnknownWorker
 from ps_server.coordinator.timing import Timing
 from tests.tools.cluster import Cluster, until
-from tests.tools.raw_worker import RawWorker, vector_job
+from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 CELLS = 64  # four buckets of 16, on two shards
 # A checkpoint of workers that stand still is made at once, and a shard that is new is found at once.
 QUICK = Timing(stall=0.1, checkpoint_look=0.02, recovery_look=0.02)
 
 
-@contextmanager
-def job_of(cluster: Cluster, mode: str, workers: int = 1) -> Iterator[list[RawWorker]]:
+def job_of(
+    cluster: Cluster, mode: str, workers: int = 1, cells: int = CELLS
+) -> AbstractContextManager[list[RawWorker]]:
     """The workers of a job of this mode, called "job", with its initial values."""
-    spec = vector_job("job", mode, CELLS, workers)
-    with ExitStack() as stack:
-        each = [stack.enter_context(RawWorker(cluster.address, spec, rank)) for rank in range(workers)]
-        each[0].initialise()
-        yield each
+    return joined(cluster.address, vector_job("job", mode, cells, workers))
 
 
 def make_checkpoint(cluster: Cluster, *workers: RawWorker) -> int:
