@@ -295,7 +295,7 @@ def lease_request(who: Identity, ask: LeaseRequest) -> leases_pb2.LeaseDataReque
         ),
         pass_number=ask.pass_number,
         batch_count=ask.count,
-        leased=data_range_messages(ask.report.held),
+        leased=data_range_messages(ask.report.leased),
         committed=data_range_messages(ask.report.committed),
         returned=data_range_messages(ask.report.returned),
     )

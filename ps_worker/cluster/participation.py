@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ps_protocol.errors import NotFound, PSError, UnknownWorker
-from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, validate
+from ps_protocol.job import JobSpec, validate
 from ps_protocol.layout import BucketSpec
 from ps_protocol.modes import Consistency
 from ps_runtime.launch_id import UNKNOWN, LaunchId
@@ -110,7 +110,7 @@ class Participation:
         for last in (False, True):
             self._shard_map, bucket_bytes = self.coordinator.register(spec)
             agreed = replace(spec, bucket_bytes=bucket_bytes)
-            validate(agreed, MAX_BUCKET_BYTES)  # whatever the server answers
+            validate(agreed)  # whatever the server answers
             try:
                 self.members.join()
                 return agreed

@@ -1,6 +1,6 @@
 """How a worker trains: alone, with DDP, or on parameter servers.
 
-added.py             Parameters that an optimizer is given after `prepare`: `optimizer.add_param_group`, to unfreeze
+added.py             Parameters that an optimizer is given after `prepare`: `optimizer.add_param_group`
 assignments.py       What a script sets itself between two steps: weights, and the state of its optimizers
 collectives.py       Numbers and values over all workers: mean, gather, broadcast, barrier, in every mode alike
 ddp.py               Training with PyTorch's own DistributedDataParallel: the baseline, not weakened

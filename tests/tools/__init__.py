@@ -18,5 +18,5 @@ fuzzing.py              One shard and one coordinator without a network, which t
 fuzz_requests.py        Well-formed requests by method: what fuzzers start from
 buf.py                  buf, which lints the contract, wherever its package has put it
 fuzz.py                 The coverage-guided fuzzer behind `make fuzz`
-imports.py              Which file of the packages imports which: for the tests of layers, and drawn on request
+imports.py              Draws what imports what in the packages; the tests of layers read it
 """
