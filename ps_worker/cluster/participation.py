@@ -1,12 +1,12 @@
 """A worker's part in its job, through every place that it has there: one connection after the other.
 
-join       the job is registered, and the membership takes a place and keeps it from here on
-connect    a connection is made from that place: the model moves in with the shards, rank 0 sends the initial values,
-           all pull the weights. It returns when every declared worker has joined
-lost       a lease ran out, a process was replaced, the job was set back: calls fail, or the heartbeat hears of it and
-           cuts them off. The training thread sees PlaceLost at its next step or wait
-rejoin     the old connection ends, and another is made from the place that follows. Should that one be lost on the way,
-           the next
+join       The job is registered; the membership takes a place and keeps it from here on.
+connect    A connection is made from that place: the model moves into memory that shards share, if they can; rank 0
+           sends the initial values; all workers pull the weights. It returns when every declared worker has joined.
+lost       A lease runs out, a process is replaced, or the job is rolled back: calls fail, or the heartbeat hears of it
+           and cuts them off. The training thread sees PlaceLost at its next step or wait.
+rejoin     The old connection ends, and another is made from the next place, or, should that be lost on the way, from
+           the one after it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from typing import TypeVar
 
 from ps_protocol.errors import NotFound, PSError, UnknownWorker
 from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, validate
-from ps_protocol.layout import BucketSpec
-from ps_protocol.modes import Consistency
-from ps_runtime.launch_id import UNKNOWN, LaunchId
-from ps_worker.cluster.connection import Connection, ConnectionOptions
+from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.cluster.membership import Membership
+from ps_worker.cluster.options import JobOptions
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer_state import States, pieces
 from ps_worker.values import Identity, JoinResult, ShardMap
@@ -34,29 +32,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class JobOptions:
-    """Which job a worker takes part in, and as which of its workers: what `connect` was told.
-
-    rank:          None: the coordinator gives one
-    world_size:    how many workers the job has; 0: elastic
-    start_timeout: seconds to wait until all declared workers have joined
-    link:          how shards, and the coordinator at `server`, are reached
-    launch:        what started this worker
-    """
-
-    server: str
-    job: str
-    consistency: Consistency
-    rank: int | None
-    world_size: int
-    start_timeout: float
-    link: ConnectionOptions
-    launch: LaunchId = UNKNOWN
-
-
-@dataclass(frozen=True)
 class Rejoined:
-    """How a worker came back. before: the place that it had lost; clock: the steps it had finished there."""
+    """How a worker came back. before: the place that it had lost; clock: the steps it had finished there"""
 
     before: JoinResult
     clock: int
@@ -68,7 +45,7 @@ class PlaceLost(Exception):
 
 
 class Participation:
-    """Owns the connection of now. It is made without calling any server.
+    """Owns the current connection. It is made without calling any server.
 
     Methods are for the training thread, and raise PSError. The heartbeat's thread asks `_finished` and calls `_moved`;
     any thread may call `close`, which also ends a `join` or `connect` that waits.
@@ -78,27 +55,17 @@ class Participation:
     """
 
     def __init__(self, options: JobOptions, metrics_address: str, started: Callable[[], None]) -> None:
+        assert options.server is not None
         self.options = options
-        self.coordinator = CoordinatorClient(options.server, options.link.timeout, options.link.access)
-        self.members = Membership(
-            self.coordinator,
-            options.job,
-            options.rank,
-            options.world_size,
-            options.link.timeout,
-            options.start_timeout,
-            metrics_address,
-            self._finished,
-            self._moved,
-            options.launch,
-        )
+        self.coordinator = CoordinatorClient(options.server, options.connect_timeout, options.access)
+        self.members = Membership(self.coordinator, options, metrics_address, self._finished, self._moved)
         self.came_late = False  # the job was under way when this process joined
         self._metrics_address = metrics_address
         self._started = started
         self._shard_map = ShardMap({}, ())
-        self._connection: Connection | None = None  # only until the first one is made
+        self._connection: Connection | None = None  # None only until the first one is made
         self._begun = False
-        self._lost: BaseException | None = None  # how the connection's place was lost, as far as its calls tell
+        self._lost: BaseException | None = None  # the error by which a call showed that the connection's place is lost
 
     # -- a place, taken and lost -------------------------------------------------------------------------------------
 
@@ -110,11 +77,11 @@ class Participation:
         for last in (False, True):
             self._shard_map, bucket_bytes = self.coordinator.register(spec)
             agreed = replace(spec, bucket_bytes=bucket_bytes)
-            validate(agreed, MAX_BUCKET_BYTES)  # whatever the server answers
+            validate(agreed, MAX_BUCKET_BYTES)  # the server may have answered anything
             try:
                 self.members.join()
                 return agreed
-            except NotFound as error:  # it ended while this worker waited for a place, with the launch that held it
+            except NotFound as error:  # it ended, with the launch that held it, while this worker waited for a place
                 if last or self.is_closed:
                     raise
                 log.warning("%s: this worker begins it anew", error)
@@ -133,14 +100,14 @@ class Participation:
         return checkpoint_wanted
 
     def rejoin(self, model: FlatModel) -> Rejoined:
-        """Goes on from the place that follows a lost one. Raises what took this worker off the job for good."""
+        """Goes on from the place that follows a lost one. Raises the error that ended this worker's part for good."""
         before = self.connection
         before.end()
         checkpoint_wanted = self._connect(self.members.renewed(before.place, self._lost), model, {})
         return Rejoined(before.place, before.clock, checkpoint_wanted)
 
     def _connect(self, place: JoinResult, model: FlatModel, states: States) -> bool:
-        """Connects from a place, and from each that comes after it should it be lost on the way."""
+        """Connects from a place; should it be lost on the way, from the next one."""
         while True:
             cause: BaseException | None
             try:
@@ -160,8 +127,8 @@ class Participation:
     def _enter(self, place: JoinResult, model: FlatModel, states: States) -> bool:
         """Makes the connection of a place; returns when the weights are here and all declared workers have joined."""
         self._shard_map = place.shard_map or self._shard_map
-        connection = self._connection = Connection(self.options.link, place, self._shard_map, model)
-        self._check(place)  # what came meanwhile could not cut it off
+        connection = self._connection = Connection(self.options, place, self._shard_map, model)
+        self._check(place)  # `_moved` knew nothing of this connection until now
         if not self._begun:
             if place.identity.rank == 0:  # the shards take its values if they have none yet
                 for piece in pieces(model.spec, model.layout, states, states.keys()):
@@ -192,7 +159,7 @@ class Participation:
         """Returns this worker's part in another job, which it has not joined yet."""
         return Participation(options, self._metrics_address, self._started)
 
-    # -- the place of now --------------------------------------------------------------------------------------------
+    # -- the current place -------------------------------------------------------------------------------------------
 
     @property
     def connection(self) -> Connection:
@@ -202,12 +169,12 @@ class Participation:
 
     @property
     def has_place(self) -> bool:
-        """Whether the place of the connection is this worker's still, as far as it has heard."""
+        """Whether the connection's place is still this worker's, as far as it has heard."""
         return self._lost is None and self.members.place is self.connection.place
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that take part, as this worker has heard last."""
+        """The ranks that take part, as far as this worker has heard."""
         return self.members.roster.ranks
 
     @property
@@ -222,7 +189,7 @@ class Participation:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0; in an elastic job the lowest live rank, as this worker heard last."""
+        """Whether this is rank 0; in an elastic job the lowest live rank, as far as this worker has heard."""
         return self.rank == (0 if self.options.world_size else min(self.ranks, default=0))
 
     def share(self) -> tuple[int, int]:
@@ -232,20 +199,16 @@ class Participation:
             return self.rank, self.world_size
         return ranks.index(self.rank), len(ranks)
 
-    def draft(self, bucket: BucketSpec) -> int:
-        """See Connection.draft."""
-        return self.connection.draft(bucket)
-
     def settle(self) -> None:
-        """Waits for all that is under way. Raises the first error, as PlaceLost where the loss of the place is why."""
+        """Waits for all calls under way. Raises the first error; PlaceLost if the loss of the place has caused it."""
         error = self.connection.settle()
         if error is not None:
-            self.members.raise_lost()  # that this worker was fenced explains whatever else failed
+            self.members.raise_lost()  # a fenced worker's calls all fail: this error says why
             self._raise_as_lost(error)
             raise error
 
     def call(self, ask: Callable[[Identity], T]) -> T:
-        """Returns what the coordinator answers to a worker of this place. Raises PlaceLost where it is lost."""
+        """Returns the coordinator's answer to this worker. Raises PlaceLost where its place is lost."""
         try:
             return ask(self.connection.place.identity)
         except PSError as error:
@@ -270,7 +233,7 @@ class Participation:
         return self.coordinator.closing.is_set()
 
     def _finished(self, place: JoinResult) -> int:
-        """The steps that this worker has finished in a place."""
+        """Returns the steps that this worker has finished in a place."""
         connection = self._connection
         return connection.clock if connection is not None and connection.place is place else place.clock
 
@@ -283,7 +246,6 @@ class Participation:
     def close(self) -> None:
         """Leaves the job and ends every thread and connection; may be called more than once."""
         if not self.is_closed:
-            self.coordinator.closing.set()
             self.members.close()
             self.coordinator.close()
         if self._connection is not None:
