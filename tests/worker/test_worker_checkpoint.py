@@ -148,7 +148,7 @@ class Worker:
 
     def everything(self) -> list[torch.Tensor]:
         """All that a run is judged by: weights, buffers, learning rate, and the next random numbers of each source."""
-        self.rewind.close()
+        self.rewind.capture()
         numbers = [random.random(), numpy.random.rand(), torch.rand(()).item(), self.optimizer.param_groups[0]["lr"]]
         return [*self.model.state_dict().values(), torch.tensor(numbers, dtype=torch.float64)]
 
