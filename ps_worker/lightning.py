@@ -42,7 +42,6 @@ class _OnSession:
         rank_zero_only.rank = self.session.rank
 
     def _prepare(self, *things: Any) -> tuple[Any, ...]:
-        """Returns a model, its optimizers and schedulers as session.prepare does."""
         if self._joined:
             raise InvalidRequest(
                 "this strategy's session has its models already, and a session has them once: train again with a new "

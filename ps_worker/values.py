@@ -94,6 +94,21 @@ class BucketPush:
 
 
 @dataclass(frozen=True)
+class Assignment:
+    """Weights, or one kind of optimizer state, that a script has set in a bucket before its next step.
+
+    absent:  positions of the slices that stay as they are
+    state:   None: the payload is weights; "": the other slices lose all their state, and there is no payload
+    payload: in the bucket's own type, or one float32 for each slice where the state is a number
+    """
+
+    bucket: BucketSpec
+    absent: Sequence[int]
+    state: str | None
+    payload: memoryview | None
+
+
+@dataclass(frozen=True)
 class PushResult:
     """A push that is staged: its bytes, and when that was, on the clock of time.perf_counter."""
 
@@ -140,18 +155,6 @@ class StateChunk:
     state: str
     absent: frozenset[int]
     payload: memoryview
-
-
-@dataclass(frozen=True)
-class Offer:
-    """This worker's value for a round; see GatherValuesRequest.
-
-    number: of the round; 0: there is no value, only the question which round is next
-    """
-
-    number: int
-    clock: int
-    value: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.shared_memory import SharedTransport, share_memory
 from ps_worker.cluster.transport import Draft, ShardStep, Transport
 from ps_worker.model.flat import FlatModel
-from ps_worker.values import BucketPush, JoinResult, PullResult, PushResult, ShardMap, StateChunk
+from ps_worker.values import Assignment, BucketPush, JoinResult, PullResult, PushResult, ShardMap, StateChunk
 
 T = TypeVar("T")
 
@@ -96,12 +96,10 @@ class Connection:
         self._left = [future for future in (*self._left, *drafted.values()) if not future.done()]
         return {}
 
-    def assign(
-        self, clock: int, bucket: BucketSpec, absent: Sequence[int], state: str | None, payload: memoryview | None
-    ) -> None:
-        """Sends weights or optimizer state that the script has set in a bucket; see `convert.assignment`."""
-        transport = self._network[self._shard_of[bucket.index]]
-        self._under_way.append(transport.assign(clock, bucket, absent, state, payload))
+    def assign(self, clock: int, assignment: Assignment) -> None:
+        """Sends an assignment, which takes effect with the step of that clock."""
+        transport = self._network[self._shard_of[assignment.bucket.index]]
+        self._under_way.append(transport.assign(clock, assignment))
 
     def pull_state(self, land: Callable[[StateChunk], None]) -> None:
         """Fetches the optimizer state of all buckets; see `NetworkTransport.pull_state`."""

@@ -5,8 +5,9 @@ The functions for the data path write and read bytes, so that gRPC hands payload
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 
 from ps_protocol.convert import (
     data_range_messages,
@@ -20,8 +21,9 @@ from ps_protocol.data import LeaseRequest
 from ps_protocol.framing import split_message, write_message
 from ps_protocol.layout import BucketSpec
 from ps_protocol.v1 import data_pb2, leases_pb2, membership_pb2, rounds_pb2, types_pb2
-from ps_runtime.launch_id import UNKNOWN, LaunchId
-from ps_worker.values import BucketPush, Identity, JoinResult, PulledBucket, RoundNews, ShardMap, StateChunk
+from ps_runtime.launch_id import UNKNOWN
+from ps_worker.cluster.options import JobOptions
+from ps_worker.values import Assignment, BucketPush, Identity, JoinResult, PulledBucket, RoundNews, ShardMap, StateChunk
 
 WireFormatOf = Callable[[BucketSpec], str]
 
@@ -56,16 +58,16 @@ def initial_push(worker: Identity, bucket: int, payload: memoryview) -> bytes:
     return _setting(worker, 0, data_pb2.BucketPush(bucket=bucket, kind=data_pb2.PUSH_KIND_INITIAL_VALUE), payload)
 
 
-def assignment(
-    worker: Identity, bucket: int, clock: int, absent: Sequence[int], state: str | None, payload: memoryview | None
-) -> bytes:
-    """Writes weights (`state` None) or optimizer state that a script has set in a bucket before its step of a clock.
-
-    state: a kind of state; "": the slices that are not absent lose theirs
-    """
-    kind = data_pb2.PUSH_KIND_ASSIGN if state is None else data_pb2.PUSH_KIND_ASSIGN_STATE
-    push = data_pb2.BucketPush(bucket=bucket, kind=kind, absent_slices=absent, state=state or "")
-    return _setting(worker, clock, push, payload)
+def assignment(worker: Identity, clock: int, assignment: Assignment) -> bytes:
+    """Writes what takes effect with the step of this clock; 0: with the initial values."""
+    state = assignment.state
+    push = data_pb2.BucketPush(
+        bucket=assignment.bucket.index,
+        kind=data_pb2.PUSH_KIND_ASSIGN if state is None else data_pb2.PUSH_KIND_ASSIGN_STATE,
+        absent_slices=assignment.absent,
+        state=state or "",
+    )
+    return _setting(worker, clock, push, assignment.payload)
 
 
 def _setting(worker: Identity, clock: int, push: data_pb2.BucketPush, payload: memoryview | None) -> bytes:
@@ -214,45 +216,28 @@ def shard_map(message: types_pb2.ShardMap) -> ShardMap:
     return ShardMap({shard.index: shard.address for shard in message.shards}, tuple(message.bucket_shards))
 
 
-@dataclass(frozen=True)
-class Applicant:
-    """A process that asks for a place.
-
-    previous, clock: of a worker that comes back, its last incarnation and the steps it had finished; 0 for a new one
-    """
-
-    pid: int
-    host: str
-    metrics_address: str = ""
-    previous: int = 0
-    clock: int = 0
-    launch: LaunchId = UNKNOWN
-
-
 def join_request(
-    job: str, rank: int | None, applicant: Applicant, request_id: int, waited: float
+    options: JobOptions, metrics_address: str, before: JoinResult | None, clock: int, request_id: int, waited: float
 ) -> membership_pb2.JoinRequest:
-    """Asks for a place.
+    """Asks for a place for this process.
 
-    request_id: the same in every repeat of one request
-    waited:     seconds since the coordinator first told the worker to wait for others
+    before, clock: of a worker that comes back, its last place and the steps it had finished there
+    request_id:    the same in every repeat of one request
+    waited:        seconds since the coordinator first told the worker to wait for others
     """
-    launch, ranks = None, applicant.launch.ranks
-    if applicant.launch != UNKNOWN:
+    launch, ranks = None, options.launch.ranks
+    if options.launch != UNKNOWN:
         launch = membership_pb2.Launch(
-            name=applicant.launch.name,
-            first_rank=ranks.start,
-            rank_count=len(ranks),
-            takeover=applicant.launch.take_over,
+            name=options.launch.name, first_rank=ranks.start, rank_count=len(ranks), takeover=options.launch.take_over
         )
     return membership_pb2.JoinRequest(
-        job=job,
-        rank=rank,
-        pid=applicant.pid,
-        host=applicant.host,
-        metrics_address=applicant.metrics_address,
-        previous_incarnation=applicant.previous,
-        clock=applicant.clock,
+        job=options.job,
+        rank=options.rank if before is None else before.identity.rank,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        metrics_address=metrics_address,
+        previous_incarnation=0 if before is None else before.identity.incarnation,
+        clock=clock,
         request_id=request_id,
         wait_duration=duration(waited),
         launch=launch,

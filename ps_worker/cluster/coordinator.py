@@ -26,8 +26,8 @@ from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer, Retry
 from ps_runtime.status import error_from
 from ps_worker.cluster import convert
-from ps_worker.cluster.convert import Applicant
-from ps_worker.values import Identity, JoinResult, Offer, Roster, RoundNews, ShardMap
+from ps_worker.cluster.options import JobOptions
+from ps_worker.values import Identity, JoinResult, Roster, RoundNews, ShardMap
 
 CALL_SECONDS = 15.0
 ROUND_SECONDS = 30.0  # longer than the coordinator keeps a caller waiting before it has it ask again
@@ -71,8 +71,10 @@ class CoordinatorClient:
         response = self._call(self._jobs.RegisterJob, jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
         return convert.shard_map(response.shard_map), response.bucket_bytes
 
-    def join(self, job: str, rank: int | None, applicant: Applicant) -> JoinResult:
-        """Makes a process a live worker of the job.
+    def join(self, options: JobOptions, metrics_address: str, before: JoinResult | None, clock: int) -> JoinResult:
+        """Makes this process a live worker of the job.
+
+        before, clock: its last place, and the steps it had finished there; None and 0 for a new worker
 
         Raises JobInUse if live workers of another launch are in the way. As long as the coordinator cannot tell whether
         they are live, it waits, however short the timeout: that ends with their lease.
@@ -82,7 +84,8 @@ class CoordinatorClient:
 
         def ask() -> Any:
             nonlocal since
-            request = convert.join_request(job, rank, applicant, request_id, max(0.0, time.monotonic() - since))
+            waited = max(0.0, time.monotonic() - since)
+            request = convert.join_request(options, metrics_address, before, clock, request_id, waited)
             try:
                 return self._members.Join(request, timeout=min(CALL_SECONDS, self._timeout))
             except grpc.RpcError as error:
@@ -112,15 +115,17 @@ class CoordinatorClient:
         response = self._call(self._leases.LeaseData, convert.lease_request(worker, ask))
         return BatchLease(data_ranges(response.ranges), response.complete)
 
-    def exchange(self, worker: Identity, offer: Offer, heard: Callable[[RoundNews], bool]) -> RoundNews | None:
+    def exchange(
+        self, worker: Identity, number: int, clock: int, value: bytes, heard: Callable[[RoundNews], bool]
+    ) -> RoundNews | None:
         """Gives a value to a round; returns the round with all its values when it is complete.
 
-        heard: called with news while the round is open; where it says False, the call is given up, and None returned
+        number: of the round; 0: there is no value, only the question which round is next
+        heard:  called with news while the round is open; where it returns False, the call ends and returns None
         """
         retry = Retry(self._peer, self._timeout, self.closing)
-        request = rounds_pb2.GatherValuesRequest(
-            worker=convert.identity(worker), round=offer.number, clock=offer.clock, value=offer.value
-        )
+        identity = convert.identity(worker)
+        request = rounds_pb2.GatherValuesRequest(worker=identity, round=number, clock=clock, value=value)
         while True:
             values: dict[int, bytes] = {}
             try:
@@ -129,7 +134,7 @@ class CoordinatorClient:
                     retry.progressed()
                     news = convert.round_news(message)
                     values |= news.values
-                    if news.complete and news.number == offer.number:
+                    if news.complete and news.number == number:
                         return replace(news, values=values)
                     if not news.complete and not news.values and not heard(news):
                         call.cancel()

@@ -8,14 +8,11 @@ at its next step, or when its calls fail. A worker whose rank another process ha
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, UnknownWorker
-from ps_worker.cluster.convert import Applicant
 from ps_worker.cluster.coordinator import CoordinatorClient, Watch
 from ps_worker.cluster.options import JobOptions
 from ps_worker.values import JoinResult, Roster
@@ -163,15 +160,11 @@ class Membership:
     # -- the threads beside it ---------------------------------------------------------------------------------------
 
     def _ask(self, before: JoinResult | None) -> JoinResult:
-        job, launch = self._options.job, self._options.launch
-        rank = self._options.rank if before is None else before.identity.rank
-        previous = 0 if before is None else before.identity.incarnation
         clock = 0 if before is None else self._finished(before)
-        applicant = Applicant(os.getpid(), socket.gethostname(), self._metrics_address, previous, clock, launch)
-        place = self._coordinator.join(job, rank, applicant)
-        if place.identity.incarnation <= previous:
+        place = self._coordinator.join(self._options, self._metrics_address, before, clock)
+        if before is not None and place.identity.incarnation <= before.identity.incarnation:
             self._coordinator.leave(place.identity)
-            raise NotFound(f"job {job!r} ended, and another of that name began")
+            raise NotFound(f"job {self._options.job!r} ended, and another of that name began")
         return place
 
     def _beat(self, lease: float) -> None:

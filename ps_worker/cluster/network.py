@@ -15,7 +15,7 @@ from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.threads import DaemonPool
 from ps_worker.cluster.transport import Draft, ShardStep
 from ps_worker.model.flat import FlatModel
-from ps_worker.values import BucketPush, Identity, PulledBucket, PullResult, PushResult, StateChunk
+from ps_worker.values import Assignment, BucketPush, Identity, PulledBucket, PullResult, PushResult, StateChunk
 
 # Pushes leave in one order over all shards, so that one whose link is slow for a moment holds up the others a little,
 # rather than finish last by itself. With 4 workers and 4 shards on links of 200 Mbit/s, a round of 32 MiB over bare
@@ -64,13 +64,11 @@ class NetworkTransport:
 
         return self._push(message)
 
-    def assign(
-        self, clock: int, bucket: BucketSpec, absent: Sequence[int], state: str | None, payload: memoryview | None
-    ) -> Future[PushResult]:
-        """Sends weights or optimizer state that the script has set in a bucket; see `convert.assignment`."""
+    def assign(self, clock: int, assignment: Assignment) -> Future[PushResult]:
+        """Sends an assignment, over the network likewise; it takes effect with the step of that clock."""
 
         def message() -> tuple[bytes, int]:
-            return convert.assignment(self._worker, bucket.index, clock, absent, state, payload), _size(payload)
+            return convert.assignment(self._worker, clock, assignment), len(assignment.payload or b"")
 
         return self._push(message)
 
@@ -160,7 +158,3 @@ class NetworkTransport:
         """Ends the thread and the connection; the pool belongs to all shards."""
         self._calls.close()
         self._puller.close()
-
-
-def _size(payload: memoryview | None) -> int:
-    return 0 if payload is None else len(payload)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from ps_protocol.errors import NotFound, PSError, UnknownWorker
@@ -23,21 +23,12 @@ from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.cluster.membership import Membership
 from ps_worker.cluster.options import JobOptions
 from ps_worker.model.flat import FlatModel
-from ps_worker.model.optimizer_state import States, pieces
+from ps_worker.model.optimizer_state import States, state_assignments
 from ps_worker.values import Identity, JoinResult, ShardMap
 
 log = logging.getLogger("ps_worker")
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Rejoined:
-    """How a worker came back. before: the place that it had lost; clock: the steps it had finished there"""
-
-    before: JoinResult
-    clock: int
-    checkpoint_wanted: bool
 
 
 class PlaceLost(Exception):
@@ -99,12 +90,13 @@ class Participation:
         self.came_late = self.connection.place.clock > 0
         return checkpoint_wanted
 
-    def rejoin(self, model: FlatModel) -> Rejoined:
-        """Goes on from the place that follows a lost one. Raises the error that ended this worker's part for good."""
-        before = self.connection
-        before.end()
-        checkpoint_wanted = self._connect(self.members.renewed(before.place, self._lost), model, {})
-        return Rejoined(before.place, before.clock, checkpoint_wanted)
+    def rejoin(self, model: FlatModel) -> bool:
+        """Goes on from the place that follows a lost one. Raises the error that ended this worker's part for good.
+
+        Returns what `connect` does.
+        """
+        self.connection.end()
+        return self._connect(self.members.renewed(self.connection.place, self._lost), model, {})
 
     def _connect(self, place: JoinResult, model: FlatModel, states: States) -> bool:
         """Connects from a place; should it be lost on the way, from the next one."""
@@ -131,8 +123,8 @@ class Participation:
         self._check(place)  # `_moved` knew nothing of this connection until now
         if not self._begun:
             if place.identity.rank == 0:  # the shards take its values if they have none yet
-                for piece in pieces(model.spec, model.layout, states, states.keys()):
-                    connection.assign(0, piece.bucket, piece.absent, piece.state, piece.payload)
+                for assignment in state_assignments(model.spec, model.layout, states):
+                    connection.assign(0, assignment)
                 self.settle()
                 connection.push_initial(model.layout.buckets)
                 self.settle()
@@ -233,7 +225,6 @@ class Participation:
         return self.coordinator.closing.is_set()
 
     def _finished(self, place: JoinResult) -> int:
-        """Returns the steps that this worker has finished in a place."""
         connection = self._connection
         return connection.clock if connection is not None and connection.place is place else place.clock
 

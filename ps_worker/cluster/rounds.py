@@ -17,7 +17,7 @@ from typing import Protocol
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_worker.cluster.participation import Participation, PlaceLost
-from ps_worker.values import Offer, RoundNews
+from ps_worker.values import RoundNews
 
 log = logging.getLogger("ps_worker")
 
@@ -93,13 +93,14 @@ class Rounds:
         """Gives a value; returns the round when it is complete. None: `heard` ended it, or the place is another."""
         participation = self._participation
         self._stepper.pause(0.0)
-        offer = Offer(number, participation.connection.clock, value)
+        clock = participation.connection.clock
 
         def stays(news: RoundNews) -> bool:
             return heard(news) and participation.has_place
 
         try:
-            return participation.call(lambda identity: participation.coordinator.exchange(identity, offer, stays))
+            exchange = participation.coordinator.exchange
+            return participation.call(lambda identity: exchange(identity, number, clock, value, stays))
         except PlaceLost:
             self._stepper.come_back()
             return None

@@ -245,7 +245,6 @@ def rebuilt(loader: DataLoader[Any], **sampling: Any) -> DataLoader[Any]:
 
 
 def _to(batch: Any, device: torch.device) -> Any:
-    """Returns the batch with every tensor in it on the device."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):

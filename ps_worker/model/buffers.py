@@ -129,7 +129,6 @@ class FlatBuffers:
 
 
 def _main_device(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """Returns the device that holds most bytes."""
     sizes: Counter[torch.device] = Counter()
     for tensor in tensors:
         sizes[tensor.device] += tensor.nbytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -13,20 +12,10 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.optimizers import is_scalar_state, required_state
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from
-from ps_worker.values import StateChunk
+from ps_worker.values import Assignment, StateChunk
 
 # By parameter (its index in the job), the state that torch.optim keeps for it: name -> tensor.
 States = Mapping[int, Mapping[str, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class StatePiece:
-    """An assignment of one kind of optimizer state of one bucket; see ps_worker/cluster/convert.py, `assignment`."""
-
-    bucket: BucketSpec
-    absent: tuple[int, ...]
-    state: str
-    payload: memoryview | None
 
 
 def tensors_of(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
@@ -57,18 +46,18 @@ def check_states(spec: JobSpec, states: States) -> None:
             )
 
 
-def pieces(spec: JobSpec, layout: Layout, states: States, parameters: Collection[int]) -> Iterator[StatePiece]:
-    """Yields the assignments after which these parameters have these states and no others."""
+def state_assignments(spec: JobSpec, layout: Layout, states: States) -> Iterator[Assignment]:
+    """Yields the assignments after which the parameters in `states` have that state and no other."""
     for bucket in layout.buckets:
         if bucket.frozen:
             continue
-        given = {p: states.get(s.parameter, {}) for p, s in enumerate(bucket.slices) if s.parameter in parameters}
+        given = {p: states[part.parameter] for p, part in enumerate(bucket.slices) if part.parameter in states}
         if not given:
             continue
-        yield StatePiece(bucket, _without(bucket, given), "", None)
+        yield Assignment(bucket, _without(bucket, given), "", None)
         for name in sorted({name for state in given.values() for name in state}):
             present = {position: state[name] for position, state in given.items() if name in state}
-            yield StatePiece(bucket, _without(bucket, present), name, _payload(spec, bucket, name, present))
+            yield Assignment(bucket, _without(bucket, present), name, _payload(spec, bucket, name, present))
 
 
 def _without(bucket: BucketSpec, present: Collection[int]) -> tuple[int, ...]:

@@ -19,7 +19,8 @@ import torch
 from ps_worker.cluster.connection import Connection
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer import ParameterStates
-from ps_worker.model.optimizer_state import States, check_states, pieces
+from ps_worker.model.optimizer_state import States, check_states, state_assignments
+from ps_worker.values import Assignment
 
 log = logging.getLogger("ps_worker")
 
@@ -110,10 +111,9 @@ class Assignments:
         for bucket in self._model.layout.buckets:
             absent = [position for position, part in enumerate(bucket.slices) if part.parameter not in weights]
             if not bucket.frozen and len(absent) < len(bucket.slices):
-                connection.assign(clock + 1, bucket, absent, None, self._model.assigned(bucket))
-        states = states or {}
-        for piece in pieces(self._spec, self._model.layout, states, states.keys()):
-            connection.assign(clock + 1, piece.bucket, piece.absent, piece.state, piece.payload)
+                connection.assign(clock + 1, Assignment(bucket, absent, None, self._model.assigned(bucket)))
+        for assignment in state_assignments(self._spec, self._model.layout, states or {}):
+            connection.assign(clock + 1, assignment)
         return True
 
     def _warn_of_relied_on(self, ranks: Sequence[int]) -> None:

@@ -127,7 +127,6 @@ def _leaves(x: Any) -> dict[Any, Any]:
 
 
 def _check_leaf(name: Any, leaf: Any) -> None:
-    """Raises InvalidRequest for a value that has no mean."""
     if isinstance(leaf, torch.Tensor) and leaf.dtype != torch.bool and not leaf.dtype.is_complex:
         return
     if isinstance(leaf, numbers.Real) and not isinstance(leaf, bool):

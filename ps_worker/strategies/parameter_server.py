@@ -376,14 +376,14 @@ class JobTraining:
         pushed, self._pushed = self._pushed, []
         self._steps.abandon()
         self._assignments.lost_step()
-        rejoined = self.participation.rejoin(self._model)
+        lost = self.participation.connection
+        if self.participation.rejoin(self._model):
+            self.checkpoint.want(self.clock)
         # Every push is done: no call of the old place is under way.
         staged = bool(pushed) and all(push.exception() is None for push in pushed)
         place = self.participation.connection.place
-        if rejoined.checkpoint_wanted:
-            self.checkpoint.want(self.clock)
         self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
-        rolled_back = place.restore_count > rejoined.before.restore_count
+        rolled_back = place.restore_count > lost.place.restore_count
         if rolled_back:
             self._roll_back(place.state)
         else:
@@ -391,7 +391,7 @@ class JobTraining:
         self._metrics.rejoined(not staged and not rolled_back, self.clock)
         log.warning(
             "worker %d lost its place at clock %d and goes on at clock %d as incarnation %d; %s",
-            *(place.identity.rank, rejoined.clock, self.clock, place.identity.incarnation),
+            *(place.identity.rank, lost.clock, self.clock, place.identity.incarnation),
             "the job was set back" if rolled_back else f"its last gradient {'counts' if staged else 'is lost'}",
         )
         return staged

@@ -70,7 +70,6 @@ class Single:
         """Does nothing: nothing is open."""
 
     def _log_refused(self, findings: list[str]) -> None:
-        """Logs once what the modes with servers would refuse."""
         for text in findings:
             if text not in self._refused:
                 self._refused.add(text)
