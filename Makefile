@@ -27,7 +27,7 @@ HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: .venv/demo.stamp ## train a small GPT on two shards and two workers, in about a minute
+demo: .venv/demo.stamp ## train a small GPT on two shards and two workers, in about two minutes
 	@$(IN_VENV)/python examples/demo.py $(ARGS)
 
 # Two at a time, because tests of clusters wait more than they compute; a file's tests share what it has started.

@@ -32,13 +32,13 @@ EXPLAINS = re.compile(r"([a-z_]+(?:, [a-z_]+)*): +(\S.*)")
 
 
 def document() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     parts = [HEAD, *entry("##", "connect", session.connect, "ps_worker."), *session_entries(), *optimizer_entries()]
     return "\n".join([*parts, *error_table()]) + "\n"
 
 
 def session_entries() -> Iterator[str]:
-    """The class, then its public members in the order of the source."""
+    """Yields the class, then its public members in the order of the source."""
     yield "## Session\n"
     yield text_of(inspect.getdoc(session.Session) or "", None) + "\n"
     for name, member in vars(session.Session).items():
@@ -52,7 +52,7 @@ def session_entries() -> Iterator[str]:
 
 
 def optimizer_entries() -> Iterator[str]:
-    """The optimizer that `prepare` returns in the modes with servers."""
+    """Yields the optimizer that `prepare` returns in the modes with servers."""
     yield "## The prepared optimizer\n"
     yield text_of(inspect.getdoc(ServerOptimizer) or "", set()) + "\n"
     for name in OPTIMIZER_METHODS:
@@ -60,21 +60,21 @@ def optimizer_entries() -> Iterator[str]:
 
 
 def error_table() -> Iterator[str]:
-    """Every error that `ps_worker` exports, with the first sentence of its docstring."""
+    """Yields every error that `ps_worker` exports, with the first sentence of its docstring."""
     yield "## Errors\n"
     yield "All are exported by `ps_worker` and derive from `PSError`. [troubleshooting.md](troubleshooting.md) has the"
     yield "messages and what to do.\n"
     yield "| error | also a | when |"
     yield "|---|---|---|"
     for name in ps_worker.__all__:
-        found = getattr(ps_worker, name)
-        if inspect.isclass(found) and issubclass(found, ps_worker.PSError):
-            bases = ", ".join(f"`{base.__name__}`" for base in found.__bases__ if base is not ps_worker.PSError)
-            yield f"| `{name}` | {bases} | {' '.join((inspect.getdoc(found) or '').split())} |"
+        error = getattr(ps_worker, name)
+        if inspect.isclass(error) and issubclass(error, ps_worker.PSError):
+            bases = ", ".join(f"`{base.__name__}`" for base in error.__bases__ if base is not ps_worker.PSError)
+            yield f"| `{name}` | {bases} | {' '.join((inspect.getdoc(error) or '').split())} |"
 
 
 def entry(level: str, title: str, function: Callable[..., Any], prefix: str = "") -> Iterator[str]:
-    """The heading, the signature and the docstring of a function."""
+    """Yields the heading, the signature and the docstring of a function."""
     function = inspect.unwrap(function)
     signature = inspect.signature(function)
     yield f"{level} {title}\n"
@@ -85,17 +85,17 @@ def entry(level: str, title: str, function: Callable[..., Any], prefix: str = ""
 
 
 def called(name: str, signature: inspect.Signature) -> str:
-    """A call as somebody writes it: a parameter a line if there are many."""
+    """Returns a call as a script writes it: a parameter a line if there are many."""
     kinds = inspect.Parameter
     words: list[str] = []
-    for key, one in signature.parameters.items():
+    for key, parameter in signature.parameters.items():
         if key == "self":
             continue
-        if one.kind is kinds.KEYWORD_ONLY and not any(word.startswith("*") for word in words):
+        if parameter.kind is kinds.KEYWORD_ONLY and not any(word.startswith("*") for word in words):
             words.append("*")
-        star = "*" if one.kind is kinds.VAR_POSITIONAL else ""
-        default = "" if one.default is kinds.empty else f" = {one.default!r}"
-        words.append(f"{star}{key}: {one.annotation}{default}")
+        star = "*" if parameter.kind is kinds.VAR_POSITIONAL else ""
+        default = "" if parameter.default is kinds.empty else f" = {parameter.default!r}"
+        words.append(f"{star}{key}: {parameter.annotation}{default}")
     # What contextlib.contextmanager makes of a generator.
     returned = (
         "ContextManager[None]" if signature.return_annotation == "Iterator[None]" else signature.return_annotation
@@ -105,16 +105,16 @@ def called(name: str, signature: inspect.Signature) -> str:
 
 
 def text_of(docstring: str, names: set[str] | None) -> str:
-    """A docstring as Markdown. names: what a list item may explain; None: anything."""
+    """Returns a docstring as Markdown. names: what a list item may explain; None: anything."""
     lines: list[str] = []
     inside = False  # in an item of a list
     for line in docstring.splitlines():
-        found = EXPLAINS.fullmatch(line)
-        if found and (names is None or set(found[1].split(", ")) <= names):
+        item = EXPLAINS.fullmatch(line)
+        if item and (names is None or set(item[1].split(", ")) <= names):
             if not inside and lines and lines[-1]:
                 lines.append("")
-            explained = ", ".join(f"`{name}`" for name in found[1].split(", "))
-            lines.append(f"* {explained}: {found[2]}")
+            explained = ", ".join(f"`{name}`" for name in item[1].split(", "))
+            lines.append(f"* {explained}: {item[2]}")
             inside = True
         elif inside and line.startswith(" "):
             lines.append(f"  {line.strip()}")

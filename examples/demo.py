@@ -94,7 +94,7 @@ def await_server(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def endpoints(log: str) -> dict[str, str]:
-    """Who served metrics, from the server's log: address to name, such as "shard 1"."""
+    """Returns the processes that served metrics, from the server's log: address to name, such as "shard 1"."""
     shards = re.findall(r"^ps-server: metrics at http://(\S+)/metrics$", log, re.MULTILINE)
     found = {address: f"shard {index}" for index, address in enumerate(shards)}
     found[shards[0]] = "coordinator and shard 0"

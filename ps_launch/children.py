@@ -1,6 +1,6 @@
-"""Child processes of one parent: starts them, hears what they write, sees them end, starts them again, stops them.
+"""Child processes of one parent: starts and restarts them, passes on what they write, notices their end, stops them.
 
-A parent has one `Children` and one thread. `wait` is where it spends its time: it hands on what children write, starts
+A parent has one `Children` and one thread. `wait` is where it spends its time: it passes on what children write, starts
 those whose pause is over, and returns those that have ended.
 """
 
@@ -64,7 +64,7 @@ class Program:
 class Children:
     """Child processes by number: those that run, and those that wait to be started again.
 
-    program: says what the child of a number runs, each time that it is started
+    program: returns what the child of a number runs, each time that it is started
     """
 
     def __init__(self, program: Callable[[int], Program], stack: contextlib.ExitStack) -> None:
@@ -112,7 +112,7 @@ class Children:
         return time.monotonic() - self._begun[number]
 
     def tell(self, number: int, line: str) -> None:
-        """Writes a line to a child's standard input; one that has ended does not hear it."""
+        """Writes a line to a child's standard input; nothing happens if it has ended."""
         process = self._running.get(number)
         if process is not None and process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
@@ -135,7 +135,7 @@ class Children:
         return self._take_ended()
 
     def stop(self, seconds: float, numbers: Collection[int] | None = None) -> None:
-        """Asks children to end (all by default), hands on what they write meanwhile, and kills the late ones."""
+        """Asks children to end (all by default), passes on what they write meanwhile, and kills the late ones."""
         deadline = time.monotonic() + seconds
         wanted = set(self._running if numbers is None else numbers)
         self._due = {number: when for number, when in self._due.items() if numbers is not None and number not in wanted}
@@ -155,7 +155,7 @@ class Children:
                 self._running[number].kill()
 
     def _take_ended(self) -> list[tuple[int, int]]:
-        """Takes those that have ended off the running ones; all that they wrote is handed on first."""
+        """Takes those that have ended off the running ones; all that they wrote is passed on first."""
         ended = []
         for number, process in list(self._running.items()):
             code = process.poll()

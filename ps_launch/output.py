@@ -1,4 +1,4 @@
-"""What children write: whole lines, with a worker's rank in front, and a file for each worker."""
+"""What children write, as whole lines: on the console with a worker's rank in front, and in a log file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import select
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import IO, BinaryIO, Protocol
 
 READ_BYTES = 65_536
@@ -31,8 +30,8 @@ class Lines:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._rest = b""
-        self._state = b""  # of a progress bar, not handed on yet
-        self._handed_on = float("-inf")
+        self._state = b""  # of a progress bar, not passed on yet
+        self._passed_on = float("-inf")
 
     def feed(self, data: bytes) -> list[bytes]:
         """Returns the lines that are whole now, without their ends."""
@@ -65,15 +64,15 @@ class Lines:
             self._state = b""
             return []
         now = self._clock()
-        if now - self._handed_on < PROGRESS_SECONDS:
+        if now - self._passed_on < PROGRESS_SECONDS:
             self._state = text
             return []
-        self._state, self._handed_on = b"", now
+        self._state, self._passed_on = b"", now
         return [text]
 
 
 class Console:
-    """The launcher's own stdout and stderr. Training goes on without a reader: what cannot be written is dropped."""
+    """The launcher's own stdout and stderr. Training needs no reader: what cannot be written is dropped."""
 
     def __init__(self) -> None:
         self._closed: set[int] = set()
@@ -102,15 +101,12 @@ class Console:
 class Output(Protocol):
     """Takes what a child writes to one of its two outputs."""
 
-    def take(self, data: bytes) -> None:
-        """Takes bytes as they come."""
-
-    def take_lines(self, lines: list[bytes]) -> None:
-        """Takes the lines that are whole now, without their ends."""
+    def take(self, data: bytes, lines: list[bytes]) -> None:
+        """Takes bytes as they come, and the lines that are whole now, without their ends."""
 
 
 class WorkerOutput:
-    """Hands one output of a worker on to the console, and its lines to the worker's log.
+    """Passes one output of a worker on to the console, and its lines to the worker's log.
 
     prefix: stands before each line on the console; None: the console gets the bytes as they come
     """
@@ -121,22 +117,19 @@ class WorkerOutput:
         self._prefix = prefix
         self._log = log
 
-    def take(self, data: bytes) -> None:
-        """Takes bytes as they come."""
+    def take(self, data: bytes, lines: list[bytes]) -> None:
+        """Takes bytes as they come, and the lines that are whole now."""
         if self._prefix is None:
             self._console.write(self._target, data)
-
-    def take_lines(self, lines: list[bytes]) -> None:
-        """Takes the lines that are whole now, without their ends."""
-        if self._log is not None:
+        else:
+            self._console.write(self._target, b"".join(self._prefix + line + b"\n" for line in lines))
+        if self._log is not None and lines:
             try:
                 self._log.write(b"".join(line + b"\n" for line in lines))
                 self._log.flush()
             except OSError as error:  # a full disk ends the log, not the training
                 self._console.say(f"cannot write {self._log.name} ({error.strerror}): the log ends here")
                 self._log = None
-        if self._prefix is not None:
-            self._console.write(self._target, b"".join(self._prefix + line + b"\n" for line in lines))
 
 
 class Stream:
@@ -149,19 +142,20 @@ class Stream:
         os.set_blocking(source.fileno(), False)
 
     def pump(self) -> bool:
-        """Hands on what there is now, once. False: the stream has ended."""
+        """Passes on what there is now, once. Returns False at the end of the stream."""
         data = self._read()
-        self._take(data or b"")
+        if data:
+            self._output.take(data, self._lines.feed(data))
         return data != b""
 
     def finish(self) -> None:
-        """Hands on what is left of a child that has ended, though others may hold its stream open."""
+        """Passes on what is left of a child that has ended, though others may hold its stream open."""
         for _ in range(MOST_READS_AT_END):
             data = self._read()
             if not data:
                 break
-            self._take(data)
-        self._take_lines(self._lines.end())
+            self._output.take(data, self._lines.feed(data))
+        self._output.take(b"", self._lines.end())
         self.source.close()
 
     def _read(self) -> bytes | None:
@@ -170,16 +164,3 @@ class Stream:
             return os.read(self.source.fileno(), READ_BYTES)
         except BlockingIOError:
             return None
-
-    def _take(self, data: bytes) -> None:
-        self._output.take(data)
-        self._take_lines(self._lines.feed(data))
-
-    def _take_lines(self, lines: list[bytes]) -> None:
-        if lines:
-            self._output.take_lines(lines)
-
-
-def log_file(directory: Path, rank: int) -> Path:
-    """Returns where a worker's output is kept."""
-    return directory / f"worker-{rank}.log"

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 FIRST_SECONDS, LONGEST_SECONDS = 0.5, 30.0
 # A child that ran for longer than any pause was well: its next failure is another one.
 WELL_SECONDS = 2 * LONGEST_SECONDS
-
-
-class Policy(Protocol):
-    """Decides about the restarts of one child."""
-
-    def after(self, seconds: float) -> float | None:
-        """Returns seconds until a child that ended after running for so long is started again; None: it is not."""
+# How often a shard may end in so many seconds.
+MOST_ENDS, RECENT_SECONDS = 5, 60.0
 
 
 @dataclass
@@ -33,7 +26,7 @@ class Restarts:
     _in_a_row: int = 0
 
     def after(self, seconds: float) -> float | None:
-        """Returns the pause before the next start; None where there were as many as there may be."""
+        """Returns the pause before a worker that ran for so long starts again; None where it may not."""
         if self.count >= self.most:
             return None
         self.count += 1
@@ -43,25 +36,19 @@ class Restarts:
 
 @dataclass
 class RareRestarts:
-    """The restarts of a shard: at once, but for one that ends again and again.
+    """The restarts of a shard: at once, but for one that ends again and again."""
 
-    most, within: how many there may be in so many seconds
-    """
-
-    most: int = 5
-    within: float = 60.0
-    clock: Callable[[], float] = time.monotonic
     _ends: deque[float] = field(default_factory=deque)
 
     @property
-    def count(self) -> int:
-        """How often the child has ended lately."""
+    def recent_ends(self) -> int:
+        """How often the shard has ended lately."""
         return len(self._ends)
 
-    def after(self, seconds: float) -> float | None:
-        """Returns no pause; None where the child ended too often lately."""
-        now = self.clock()
+    def is_allowed(self) -> bool:
+        """Returns whether a shard that has just ended starts again; counts its end."""
+        now = time.monotonic()
         self._ends.append(now)
-        while now - self._ends[0] >= self.within:
+        while now - self._ends[0] >= RECENT_SECONDS:
             self._ends.popleft()
-        return None if self.count > self.most else 0.0
+        return self.recent_ends <= MOST_ENDS

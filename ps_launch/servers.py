@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import IO
 
 from ps_launch.children import Children, Program, Stopped, on_signals, stop_on_signals
-from ps_launch.restarts import RareRestarts
+from ps_launch.restarts import RECENT_SECONDS, RareRestarts
 from ps_protocol.errors import PSError
 
 START_SECONDS = 60.0
@@ -50,23 +50,21 @@ def up(environment: Mapping[str, str]) -> int:
             print(f"ps-server: {error}", file=sys.stderr)
             code = 1
         finally:
-            on_signals(stop_now)  # told twice, it does not wait
+            on_signals(stop_now)  # a second signal ends all at once
             shards.stop()
     return code
 
 
 class _Ready:
-    """Takes the line in which a shard says that it is ready, from its standard output."""
+    """Takes a shard's first line, which says that it is ready, from its standard output."""
 
     def __init__(self, tell: Callable[[dict[str, str]], None]) -> None:
         self._tell = tell
 
-    def take(self, data: bytes) -> None:
-        """Leaves bytes to `take_lines`."""
-
-    def take_lines(self, lines: list[bytes]) -> None:
+    def take(self, data: bytes, lines: list[bytes]) -> None:
         """Takes the first line."""
-        self._tell(json.loads(lines[0]))
+        if lines:
+            self._tell(json.loads(lines[0]))
 
 
 class _Shards:
@@ -115,8 +113,8 @@ class _Shards:
         while code is not None:
             restarts = self._restarts[index]
             text = f"shard {index} ended with code {code}"
-            if restarts.after(self.children.seconds_run(index)) is None:
-                raise PSError(f"{text} for the {restarts.count}th time in {restarts.within:g} s; stopping")
+            if not restarts.is_allowed():
+                raise PSError(f"{text} for the {restarts.recent_ends}th time in {RECENT_SECONDS:g} s; stopping")
             print(f"ps-server: {text}; starting it again", file=sys.stderr, flush=True)
             self.children.start(index)
             self.children.tell(index, self._before[COORDINATOR]["address"])
@@ -165,12 +163,12 @@ class _Shards:
 
 
 def await_coordinator(stdin: IO[str]) -> str:
-    """In a shard: returns the coordinator's address, which the parent tells it."""
+    """Returns the coordinator's address, which the parent tells this shard."""
     return stdin.readline().strip()
 
 
 def watch_lifeline(stdin: IO[str], stop: threading.Event) -> None:
-    """In a shard: sets `stop` when the parent is gone."""
+    """Sets `stop` when the parent of this shard is gone."""
 
     def watch() -> None:
         while stdin.read(1):

@@ -1,8 +1,8 @@
 """`ps-worker run`: starts workers on this machine and stays until all have ended.
 
 In the parameter-server modes a worker that dies takes no other with it once all declared workers have joined: it is
-started again as often as was asked for, alone, and the others go on; the exit code tells at the end. Before that the
-others only wait for it, so they are stopped, as they are in ddp, where the rest cannot go on.
+started again alone, up to --max-restarts times, and the others continue; the launcher's exit code tells of it. Before
+that the others only wait for it, so the launcher stops them. In ddp it always does: the others cannot continue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ps_launch.children import Children, Program, Stopped, on_signals, stop_on_signals
-from ps_launch.output import Console, WorkerOutput, log_file
+from ps_launch.output import Console, WorkerOutput
 from ps_launch.restarts import Restarts
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.launch_id import LAUNCH_ID, LAUNCH_RANKS, LAUNCHED, STARTED_FILE, is_launched, new_launch_id
@@ -56,13 +56,13 @@ class Launch:
     log_dir: Path | None = None
 
 
-def launch(what: Launch) -> int:
+def launch(plan: Launch) -> int:
     """Runs the workers to their end. Returns 0, or the first code other than 0, or 128 + the signal that stopped us.
 
     Raises InvalidRequest if the log directory cannot be written, or ddp's processes could not meet.
     """
     with contextlib.ExitStack() as stack:
-        workers = _Workers(what, stack)
+        workers = _Workers(plan, stack)
         stop_on_signals()
         try:
             workers.run()
@@ -77,21 +77,21 @@ def launch(what: Launch) -> int:
 class _Workers:
     """The workers of one launch, by their number here. `code`: the exit code of the launch."""
 
-    def __init__(self, what: Launch, stack: contextlib.ExitStack) -> None:
+    def __init__(self, plan: Launch, stack: contextlib.ExitStack) -> None:
         self.code = 0
-        self._what = what
-        self._meeting = rendezvous(what)
+        self._plan = plan
+        self._meeting = rendezvous(plan)
         # The launch of this process, if it is a worker itself, is not that of our workers.
         self._launch_id = (not is_launched() and os.environ.get(LAUNCH_ID)) or new_launch_id()
         self._console = Console()
-        self._restarts = {local: Restarts(what.max_restarts) for local in range(what.workers)}
-        self._logs = _open_logs(what, stack)
+        self._restarts = {local: Restarts(plan.max_restarts) for local in range(plan.workers)}
+        self._logs = _open_logs(plan, stack)
         self._started = Path(stack.enter_context(_directory())) / "started"
         self._children = Children(self._program, stack)
 
     def run(self) -> None:
         """Starts all, and stays until all have ended, or one has whose end is that of all."""
-        for local in range(self._what.workers):
+        for local in range(self._plan.workers):
             self._children.start(local)
         while self._children.are_left:
             for local, code in self._children.wait():
@@ -99,76 +99,76 @@ class _Workers:
                     return
 
     def stop(self) -> None:
-        """Ends all that still run: asks first, and hands on what they write about it."""
+        """Ends all that still run: asks first, and passes on what they write meanwhile."""
         self._console.until = time.monotonic() + STOP_SECONDS
         self._children.stop(STOP_SECONDS)
 
     def _program(self, local: int) -> Program:
-        what = self._what
-        environment = worker_environment(what, local, self._meeting)
+        plan = self._plan
+        environment = worker_environment(plan, local, self._meeting)
         environment |= {"PS_RESTART_COUNT": str(self._restarts[local].count), STARTED_FILE: str(self._started)}
         # One that is started again asks for its own place alone: the others are under way.
-        ranks = f"{what.first_rank}-{what.first_rank + what.workers - 1}" if not self._restarts[local].count else ""
+        ranks = f"{plan.first_rank}-{plan.first_rank + plan.workers - 1}" if not self._restarts[local].count else ""
         environment |= {LAUNCH_ID: self._launch_id, LAUNCH_RANKS: ranks}
-        if what.workers == 1 and not self._logs:  # a single worker keeps the terminal, if there is one
-            return Program(what.command, environment)
-        prefix = f"[{what.first_rank + local}] ".encode() if what.workers > 1 else None
+        if plan.workers == 1 and not self._logs:  # a single worker keeps the terminal, if there is one
+            return Program(plan.command, environment)
+        prefix = f"[{plan.first_rank + local}] ".encode() if plan.workers > 1 else None
         out, err = (
             WorkerOutput(self._console, target.fileno(), prefix, self._logs.get(local))
             for target in (sys.stdout, sys.stderr)
         )
-        return Program(what.command, environment, out, err)
+        return Program(plan.command, environment, out, err)
 
     def _has_failed_all(self, local: int, code: int) -> bool:
         """Starts a worker that failed again, if it may be. Returns whether the launch is over: the others need it."""
-        what, rank = self._what, self._what.first_rank + local
+        plan, rank = self._plan, self._plan.first_rank + local
         self._console.say(f"worker {rank} ended with code {code}")
         restarts = self._restarts[local]
         pause = restarts.after(self._children.seconds_run(local))
         if pause is not None:
             self._children.start(local, after=pause)
-            count = f"{restarts.count} of {what.max_restarts}"
+            count = f"{restarts.count} of {plan.max_restarts}"
             self._console.say(f"worker {rank} is started again in {pause:g} s (restart {count})")
             return False
         self.code = self.code or (128 - code if code < 0 else code)
-        if what.mode == "ddp":
+        if plan.mode == "ddp":
             return True
-        if what.elastic or self._started.exists():
+        if plan.elastic or self._started.exists():
             return False
         if self._children.are_left:
             self._console.say("not all workers of the job had joined, so the others are stopped")
         return True
 
 
-def worker_environment(what: Launch, local: int, meeting: Mapping[str, str]) -> dict[str, str]:
+def worker_environment(plan: Launch, local: int, meeting: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment of a worker; `meeting` is where ddp's processes meet."""
-    rank, world_size = str(what.first_rank + local), str(what.world_size)
+    rank, world_size = str(plan.first_rank + local), str(plan.world_size)
     hidden = TORCHRUN_VARIABLES | _OF_ONE_WORKER
-    found = {name: value for name, value in os.environ.items() if name not in hidden and "TORCHELASTIC" not in name}
-    found |= {**what.settings, LAUNCHED: "1", "PS_LOCAL_RANK": str(local), "PYTHONUNBUFFERED": "1"}
+    environment = {name: os.environ[name] for name in os.environ if name not in hidden and "TORCHELASTIC" not in name}
+    environment |= {**plan.settings, LAUNCHED: "1", "PS_LOCAL_RANK": str(local), "PYTHONUNBUFFERED": "1"}
     # Workers that share a machine share its cores; without this each would start a thread a core.
-    found.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // what.workers)))
-    if not what.elastic:
-        found |= {"PS_RANK": rank, "PS_WORLD_SIZE": world_size}
-    if what.mode == "ddp":
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // plan.workers)))
+    if not plan.elastic:
+        environment |= {"PS_RANK": rank, "PS_WORLD_SIZE": world_size}
+    if plan.mode == "ddp":
         assert TORCHRUN.world_size is not None
         assert TORCHRUN.local_rank is not None
-        found |= {TORCHRUN.rank: rank, TORCHRUN.world_size: world_size, TORCHRUN.local_rank: str(local)}
-        found |= {"LOCAL_WORLD_SIZE": str(what.workers), **meeting}
-    return found
+        environment |= {TORCHRUN.rank: rank, TORCHRUN.world_size: world_size, TORCHRUN.local_rank: str(local)}
+        environment |= {"LOCAL_WORLD_SIZE": str(plan.workers), **meeting}
+    return environment
 
 
-def rendezvous(what: Launch) -> dict[str, str]:
+def rendezvous(plan: Launch) -> dict[str, str]:
     """Returns where DDP's processes meet: what the environment says, or a free port of this machine.
 
     Raises InvalidRequest if there are processes on other machines, which cannot know that port.
     """
-    if what.mode != "ddp":
+    if plan.mode != "ddp":
         return {}
     given = {name: os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")}
     if all(given.values()):
         return given
-    if what.world_size > what.workers:
+    if plan.world_size > plan.workers:
         raise InvalidRequest(
             "ddp on several machines needs MASTER_ADDR and MASTER_PORT: "
             "an address on the machine of rank 0, the same for all"
@@ -183,18 +183,18 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _open_logs(what: Launch, stack: contextlib.ExitStack) -> dict[int, BinaryIO]:
+def _open_logs(plan: Launch, stack: contextlib.ExitStack) -> dict[int, BinaryIO]:
     """Opens a file for each worker, to append: an earlier run's lines stay."""
-    if what.log_dir is None:
+    if plan.log_dir is None:
         return {}
     try:
-        what.log_dir.mkdir(parents=True, exist_ok=True)
+        plan.log_dir.mkdir(parents=True, exist_ok=True)
         return {
-            local: stack.enter_context(log_file(what.log_dir, what.first_rank + local).open("ab"))
-            for local in range(what.workers)
+            local: stack.enter_context((plan.log_dir / f"worker-{plan.first_rank + local}.log").open("ab"))
+            for local in range(plan.workers)
         }
     except OSError as error:
-        raise InvalidRequest(f"--log-dir {what.log_dir} cannot be written ({error.strerror})") from None
+        raise InvalidRequest(f"--log-dir {plan.log_dir} cannot be written ({error.strerror})") from None
 
 
 def _directory() -> tempfile.TemporaryDirectory[str]:

@@ -2,14 +2,14 @@
 
 addresses.py       What an address and a host's name may be
 codecs.py          How a bucket's elements become a payload, and back: the one home of wire formats
-convert.py         A job and its hyper-parameters as protobuf messages, and back: the same translation at both ends
+convert.py         Protobuf messages as values, and back, where both ends do the same
 data.py            Elastic data: batches that the coordinator leases to workers, as both ends speak of them
 errors.py          Every error of the project, its reason and its canonical code
-framing.py         BucketSpec messages on the wire: a small protobuf header, then the payload as the last field, never
+framing.py         Messages with a payload: all fields but the last by protobuf, the payload by hand, without a copy
 job.py             What a job is, as a value that both ends can compare
 layout.py          How a model's parameters become buckets: one pure function that both ends run on the same job
 modes.py           The modes of training, and the one rule behind three of them
 optimizers.py      Which torch.optim optimizers a shard can run on slices of parameters, and what they are called with
 segment_layout.py  Memory that a worker shares with the shards on its host: what lies where in it
-tensors.py         Bytes as tensors and tensors as bytes, without copying: little-endian and contiguous, as every host
+tensors.py         Bytes as tensors and tensors as bytes, without copying
 """

@@ -5,8 +5,8 @@ decode. `gradient_codec` and `weight_codec` choose one for a bucket, from the jo
 
 Today every format is a cast: one element on the wire for each of the bucket's. Encoding makes one pass over memory, or
 none where the type stays as it is. Decoding makes none: the receiver widens while it adds or copies. Such payloads can
-lie in shared memory as tensors, and be looked at for infinities where they lie. A format with blocks, scales or other
-side data is another class with the same `size`, `encode` and `decode`.
+lie in shared memory as tensors, and be searched for infinities there. A format with blocks, scales or other side data
+is another class with the same `size`, `encode` and `decode`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Cast:
         return tensor_from(payload, self.dtype)
 
     def keeps(self, bucket: BucketSpec) -> bool:
-        """Whether a bucket's elements travel as the very bytes that they are in memory."""
+        """Returns whether a bucket's elements travel as the very bytes that they are in memory."""
         return self.dtype == bucket.dtype
 
     def wire_format(self, bucket: BucketSpec) -> str:

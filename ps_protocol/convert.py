@@ -1,4 +1,4 @@
-"""What both ends translate the same way: a job, its hyper-parameters, data ranges, wire formats, durations."""
+"""Protobuf messages as values, and back, where both ends do the same: jobs, hyper-parameters, data ranges, times."""
 
 from __future__ import annotations
 
@@ -17,24 +17,18 @@ from ps_protocol.v1 import job_pb2, types_pb2
 
 T = TypeVar("T")
 
-_DATA_TYPE_NAMES: dict[int, str] = {
-    number: name.removeprefix("DATA_TYPE_").lower() for name, number in types_pb2.DataType.items() if number
-}
-_DATA_TYPES: dict[str, Any] = {name: number for number, name in _DATA_TYPE_NAMES.items()}
-_NON_FINITE: dict[int, NonFinite] = {
-    job_pb2.NON_FINITE_POLICY_UNSPECIFIED: NonFinite.REFUSE,
-    job_pb2.NON_FINITE_POLICY_REFUSE: NonFinite.REFUSE,
-    job_pb2.NON_FINITE_POLICY_SKIP: NonFinite.SKIP,
-    job_pb2.NON_FINITE_POLICY_ALLOW: NonFinite.ALLOW,
-}
-_WIRE_FORMATS: dict[int, str] = {
-    types_pb2.WIRE_FORMAT_UNSPECIFIED: "",
-    types_pb2.WIRE_FORMAT_FLOAT32: "float32",
-    types_pb2.WIRE_FORMAT_BFLOAT16: "bfloat16",
-    types_pb2.WIRE_FORMAT_FLOAT16: "float16",
-}
+
+def _names(enum: Any, prefix: str) -> dict[int, str]:
+    """Returns the names of an enum's values by number, without UNSPECIFIED."""
+    return {number: name.removeprefix(prefix).lower() for name, number in enum.items() if number}
+
+
+_DATA_TYPES = _names(types_pb2.DataType, "DATA_TYPE_")
+_DATA_TYPE_NUMBERS: dict[str, Any] = {name: number for number, name in _DATA_TYPES.items()}
+_WIRE_FORMATS = {0: "", **_names(types_pb2.WireFormat, "WIRE_FORMAT_")}
 _WIRE_FORMAT_NUMBERS: dict[str, Any] = {name: number for number, name in _WIRE_FORMATS.items()}
-_NON_FINITE_NUMBERS: dict[NonFinite, Any] = {policy: number for number, policy in _NON_FINITE.items()}
+_NON_FINITE = {0: "refuse", **_names(job_pb2.NonFinitePolicy, "NON_FINITE_POLICY_")}
+_NON_FINITE_NUMBERS: dict[str, Any] = {name: number for number, name in _NON_FINITE.items()}
 
 
 def job_spec(message: job_pb2.JobSpec) -> JobSpec:
@@ -48,7 +42,7 @@ def job_spec(message: job_pb2.JobSpec) -> JobSpec:
         consistency=consistency(message.consistency),
         bucket_bytes=message.bucket_bytes,
         world_size=message.world_size,
-        non_finite=known(_NON_FINITE, message.non_finite, "policy for gradients that are not finite"),
+        non_finite=NonFinite(known(_NON_FINITE, message.non_finite, "policy for gradients that are not finite")),
         gradient_wire=wire_format(message.gradient_wire, "wire format of gradients") or "float32",
         weight_wire=wire_format(message.weight_wire, "wire format of weights") or "float32",
         more_optimizers=tuple(message.optimizers[1:]),
@@ -62,7 +56,11 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
         name=spec.name,
         parameters=[
             job_pb2.ParameterSpec(
-                name=p.name, shape=p.shape, data_type=_DATA_TYPES[p.dtype], group=p.group or 0, frozen=p.group is None
+                name=p.name,
+                shape=p.shape,
+                data_type=_DATA_TYPE_NUMBERS[p.dtype],
+                group=p.group or 0,
+                frozen=p.group is None,
             )
             for p in spec.parameters
         ],
@@ -77,7 +75,7 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
         consistency=consistency_message(spec.consistency),
         bucket_bytes=spec.bucket_bytes,
         world_size=spec.world_size,
-        non_finite=_NON_FINITE_NUMBERS[spec.non_finite],
+        non_finite=_NON_FINITE_NUMBERS[spec.non_finite.value],
         gradient_wire=_WIRE_FORMAT_NUMBERS[spec.gradient_wire],
         weight_wire=_WIRE_FORMAT_NUMBERS[spec.weight_wire],
     )
@@ -94,12 +92,12 @@ def consistency_message(rule: Consistency) -> job_pb2.Consistency:
 
 
 def job_spec_data(spec: JobSpec) -> dict[str, Any]:
-    """A job's spec as plain data for a file: the JSON form of its message."""
+    """Returns a job's spec as plain data for a file: the JSON form of its message."""
     return json_format.MessageToDict(job_spec_message(spec), preserving_proto_field_name=True)
 
 
 def job_spec_from_data(data: Any) -> JobSpec:
-    """The spec that a file holds, also one of format 1. Raises InvalidRequest if it holds none."""
+    """Returns the spec that a file holds, also one of format 1. Raises InvalidRequest if it holds none."""
     try:
         if "optimizer" in data:  # format 1
             data = dict(data)
@@ -112,7 +110,7 @@ def job_spec_from_data(data: Any) -> JobSpec:
 
 
 def _parameter(message: job_pb2.ParameterSpec, of_group: Sequence[int]) -> ParameterSpec:
-    dtype = known(_DATA_TYPE_NAMES, message.data_type, f"data type of {message.name!r}")
+    dtype = known(_DATA_TYPES, message.data_type, f"data type of {message.name!r}")
     group = None if message.frozen else message.group
     # A group that does not exist is refused by name later on.
     optimizer = of_group[group] if group is not None and group < len(of_group) else 0
@@ -132,7 +130,7 @@ def hyper_parameters(messages: Iterable[job_pb2.HyperParameter]) -> HyperParamet
 
 
 def hyper_messages(values: HyperParameters) -> list[job_pb2.HyperParameter]:
-    """Hyper-parameters as messages."""
+    """Returns hyper-parameters as messages."""
     return [_hyper_message(name, value) for name, value in values.items()]
 
 
@@ -158,9 +156,7 @@ def group_updates(messages: Iterable[job_pb2.GroupUpdate]) -> dict[int, HyperPar
 
 def group_update_messages(groups: Mapping[int, HyperParameters]) -> list[job_pb2.GroupUpdate]:
     """Returns changed hyper-parameters as messages."""
-    return [
-        job_pb2.GroupUpdate(group=group, hyper_parameters=hyper_messages(values)) for group, values in groups.items()
-    ]
+    return [job_pb2.GroupUpdate(group=index, hyper_parameters=hyper_messages(groups[index])) for index in groups]
 
 
 def data_ranges(messages: Iterable[types_pb2.DataRange]) -> tuple[DataRange, ...]:

@@ -57,7 +57,7 @@ class LoaderSpec:
 class LeaseReport:
     """What a worker says about the batches that it was given: those it still has, has pushed, and gives back."""
 
-    held: Sequence[DataRange] = ()
+    leased: Sequence[DataRange] = ()
     committed: Sequence[DataRange] = ()
     returned: Sequence[DataRange] = ()
 

@@ -13,7 +13,7 @@
     ├── OutOfOrder            a push that skips a clock
     ├── TryLater              nothing is wrong; come back in a moment
     ├── LimitExceeded         past a named limit
-    │   └── Backlogged        no room for a push yet; come back when it says
+    │   └── Backlogged        no room for a push yet; try again at the time it names
     ├── NoCheckpoints         no directory for checkpoints, or no checkpoint in it
     ├── CheckpointFailed      a checkpoint could not be written
     ├── CheckpointDamaged     what is on disk is not what was written
@@ -163,7 +163,7 @@ class Backlogged(LimitExceeded):
 
 
 class NoCheckpoints(PSError):
-    """The servers were started without a directory for checkpoints, or there is none to go on from."""
+    """The servers were started without a directory for checkpoints, or there is none to continue from."""
 
     reason = "NO_CHECKPOINTS"
     code = Code.FAILED_PRECONDITION

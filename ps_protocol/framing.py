@@ -67,7 +67,7 @@ def split_message(data: bytes) -> tuple[bytes, memoryview | None]:
 
 
 def _length(tag: int, view: memoryview, position: int) -> tuple[int, int]:
-    """The bytes of a field's content, and where it begins. A number's content is read already, so it has none."""
+    """Returns the bytes of a field's content, and where it begins. A number is read already, so it has none."""
     if not 0 < tag >> 3 <= _LAST_FIELD:
         raise InvalidRequest(f"the message holds a field {tag >> 3}, which does not exist in protobuf")
     kind = tag & 7

@@ -73,7 +73,7 @@ class JobSpec:
         return self.optimizers[self.group_optimizers[group] if self.group_optimizers else 0]
 
 
-def validate(spec: JobSpec, max_bucket_bytes: int) -> None:
+def validate(spec: JobSpec) -> None:
     """Raises InvalidRequest or LimitExceeded naming the first thing wrong with a spec, wherever it came from."""
     if not _JOB_NAME.fullmatch(spec.name):
         raise InvalidRequest(f"a job's name is 1 to 128 of letters, digits, '.', '_' and '-', got {spec.name[:200]!r}")
@@ -92,8 +92,8 @@ def validate(spec: JobSpec, max_bucket_bytes: int) -> None:
         raise LimitExceeded(f"a job may have up to {MAX_WORLD_SIZE} workers, got world_size {spec.world_size}")
     if spec.bucket_bytes < ALIGNMENT_BYTES or spec.bucket_bytes % ALIGNMENT_BYTES:
         raise InvalidRequest(f"bucket_bytes must be a positive multiple of {ALIGNMENT_BYTES}, got {spec.bucket_bytes}")
-    if spec.bucket_bytes > max_bucket_bytes:
-        raise LimitExceeded(f"bucket_bytes may be up to {max_bucket_bytes} on this server, got {spec.bucket_bytes}")
+    if spec.bucket_bytes > MAX_BUCKET_BYTES:
+        raise LimitExceeded(f"bucket_bytes may be up to {MAX_BUCKET_BYTES} on this server, got {spec.bucket_bytes}")
     names: set[str] = set()
     for parameter in spec.parameters:
         _validate_parameter(parameter, len(spec.groups))

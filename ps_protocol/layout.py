@@ -2,8 +2,8 @@
 
 All parameters of one element type that one optimizer steps form one flat space, in reverse registration order, because
 backward finishes the last layers first (as DDP does). Frozen parameters and buffers form spaces of their own behind
-them. Each parameter starts on a 64-byte boundary. The space is cut every `bucket_bytes`; a bucket lists, as
-segments, the slices of parameters that lie in it.
+them. Each parameter starts on a 64-byte boundary. The space is cut every `bucket_bytes`; a bucket lists the slices of
+parameters that lie in it.
 
     space "float32":   |-- w3 --|-- b3 --|------------- w2 -------------|-- b2 --| ...
     buckets:           |------ bucket 0 ------|------ bucket 1 ------|-- bucket 2 ...
@@ -17,11 +17,9 @@ from dataclasses import dataclass
 
 ALIGNMENT_BYTES = 64
 DEFAULT_BUCKET_BYTES = 4 * 2**20
-
-
-# In a worker's own part of a checkpoint, a parameter that no optimizer steps is called so, and its index: buffers that
-# training changes, which `ps-server export` puts into the model.
-FROZEN = "held/"  # as files of earlier versions have it
+# In a worker's own part of a checkpoint, a frozen parameter is called this and its index: buffers that training
+# changes, which `ps-server export` puts into the model. Files of earlier versions have the same name.
+FROZEN = "held/"
 
 
 @dataclass(frozen=True)
@@ -146,9 +144,8 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Lay
     buckets: list[BucketSpec] = []
     offsets = [0] * len(parameters)
     sizes: dict[str, int] = {}
-    for (frozen, dtype, optimizer), members in sorted(
-        spaces.items(), key=lambda item: item[0][0]
-    ):  # stable: what trains comes first
+    ordered = sorted(spaces.items(), key=lambda item: item[0][0])  # stable: what trains comes first
+    for (frozen, dtype, optimizer), members in ordered:
         space = space_of(parameters[members[0]])
         itemsize = DATA_TYPES[dtype].itemsize
         step = ALIGNMENT_BYTES // itemsize

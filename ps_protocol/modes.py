@@ -40,15 +40,12 @@ class Consistency:
         return "async" if self.max_staleness is None else f"ssp:{self.max_staleness}"
 
 
-LOCAL_MODES = ("single", "ddp")
-
-
 def parse_mode(text: str) -> Consistency | None:
     """Returns the rule that a mode's name stands for, or None for `single` and `ddp`, which need no server.
 
     Raises InvalidRequest for anything but single, ddp, sync, ssp:K (K a whole number from 0) and async.
     """
-    if text in LOCAL_MODES:
+    if text in ("single", "ddp"):
         return None
     if text == "sync":
         return Consistency(max_staleness=0, aggregate=True)

@@ -60,7 +60,7 @@ _SCALAR_STATE: dict[str, tuple[str, ...]] = {
 
 
 def is_scalar_state(optimizer: str, state: str) -> bool:
-    """Whether this state is one number a parameter (float32), rather than a tensor like it.
+    """Returns whether this state is one number a parameter (float32), and not a tensor like it.
 
     Raises InvalidRequest for a state that the optimizer does not have.
     """
@@ -73,7 +73,7 @@ def is_scalar_state(optimizer: str, state: str) -> bool:
 
 
 def required_state(optimizer: str, values: HyperParameters) -> frozenset[str]:
-    """Returns what a parameter's state must have, if it has any, for an optimizer with these values to go on."""
+    """Returns what a parameter's state must have, if it has any, for an optimizer with these values to continue."""
     required = {*_SCALAR_STATE[optimizer], *_ELEMENTWISE_STATE[optimizer]}
     if not values.get("amsgrad"):
         required.discard("max_exp_avg_sq")
@@ -151,7 +151,7 @@ _ON_FROM_THE_FIRST_STEP = {"Adam": ("amsgrad",), "AdamW": ("amsgrad",), "RMSprop
 
 
 def check_change(name: str, registered: HyperParameters, values: HyperParameters) -> None:
-    """Raises InvalidRequest if a running job's optimizer cannot go on with these values."""
+    """Raises InvalidRequest if a running job's optimizer cannot continue with these values."""
     for key in _ON_FROM_THE_FIRST_STEP.get(name, ()):
         if values.get(key) and not registered.get(key):
             raise InvalidRequest(f"hyper-parameter {key!r} of {name} cannot be switched on in a running job")

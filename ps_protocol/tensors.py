@@ -17,7 +17,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in D
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 with warnings.catch_warnings():
-    # torch warns once a process that the memory of `bytes` must not be written. It is only read here; say it now.
+    # torch warns once a process that the memory of `bytes` must not be written. It is only read here: the one warning
+    # comes now, and is not shown.
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
@@ -38,7 +39,7 @@ def is_finite(values: torch.Tensor) -> bool:
     """Returns True when no element is an infinity or a NaN.
 
     One pass in the ordinary case: a sum is finite only if every term is. A sum of finite terms can overflow, so only
-    then every element is looked at.
+    then each element is checked.
     """
     if not values.dtype.is_floating_point or values.numel() == 0:
         return True

@@ -2,8 +2,8 @@
 
 channel.py        Channels and servers: the options that both ends must hold in common
 command_line.py   The parser of a command, with short errors
-credentials.py    TLS and tokens: how a process proves who it is, and whom it trusts
-launch_id.py      Which launch a process belongs to, and what it says to its launcher
+credentials.py    TLS and tokens: what a process shows to its peers, and what it checks of them
+launch_id.py      Which launch a process belongs to, and what it tells its launcher
 metrics.py        /metrics and pages of JSON over HTTP(S)
 rank.py           Which worker a process is: its rank, the number of workers, and its place on its host
 reloading.py      Values that are read from files, and read again when they change
@@ -16,8 +16,8 @@ tls_diagnosis.py  Why a TLS connection does not come about
 import os
 
 # grpc reads these when it is imported: ps_server and ps_worker import this package first.
-# What forks here is a DataLoader, whose processes call no server; grpc's fork handlers fill the log then, and have been
-# seen to crash the child.
+# A DataLoader forks, and its processes call no server: grpc's fork handlers would fill the log, and have been seen to
+# crash the child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # At a lower level grpc writes a line for each handshake that fails: any client could fill a server's log, and a user
 # would have to look for our one clear line beneath it.

@@ -145,22 +145,10 @@ class _Method:
         self._made: tuple[int, Any] = (-1, None)
 
     def __call__(self, request: Any, **options: Any) -> Any:
-        return self._now()(request, **self._signed(options))
-
-    def with_call(self, request: Any, **options: Any) -> Any:
-        """Calls the method; returns its answer, and the call."""
-        return self._now().with_call(request, **self._signed(options))
-
-    def future(self, request: Any, **options: Any) -> Any:
-        """Calls the method without waiting for its answer."""
-        return self._now().future(request, **self._signed(options))
-
-    def _now(self) -> Any:
         generation, channel = self._channel.current()
         if self._made[0] != generation:
             self._made = (generation, self._make(channel))
-        return self._made[1]
-
-    def _signed(self, options: dict[str, Any]) -> dict[str, Any]:
         signed = self._channel.metadata()
-        return options if signed is None else {**options, "metadata": (*(options.get("metadata") or ()), *signed)}
+        if signed is not None:
+            options["metadata"] = (*(options.get("metadata") or ()), *signed)
+        return self._made[1](request, **options)

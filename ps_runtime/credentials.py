@@ -58,8 +58,8 @@ class Tls:
         if cert is not None and key is not None:
             self._check_pair(cert, key)
         if ca is not None:
-            for found in _certificates(ca, self.ca):
-                _check_dates(found, self.ca)
+            for certificate in _certificates(ca, self.ca):
+                _check_dates(certificate, self.ca)
         return Material(cert, key, ca)
 
     def _check_pair(self, cert: bytes, key: bytes) -> None:
@@ -92,12 +92,12 @@ def _certificates(pem: bytes, path: Path | None) -> list[x509.Certificate]:
     from cryptography import x509
 
     try:
-        found = x509.load_pem_x509_certificates(pem)
+        certificates = x509.load_pem_x509_certificates(pem)
     except ValueError:
-        found = []
-    if not found:
+        certificates = []
+    if not certificates:
         raise InvalidRequest(f"{path} holds no certificate in PEM form")
-    return found
+    return certificates
 
 
 def _check_dates(certificate: x509.Certificate, path: Path | None) -> None:
@@ -135,8 +135,7 @@ def access(
     insecure: bool = False,
 ) -> Access:
     """Returns a client's access; the files are checked now. Raises InvalidRequest naming what is wrong."""
-    found = tls(cert, key, ca)
-    return Access(found, None if token_file is None else TokenFile(Path(token_file)).get, insecure)
+    return Access(tls(cert, key, ca), None if token_file is None else TokenFile(Path(token_file)).get, insecure)
 
 
 def tls(cert: str | Path | None, key: str | Path | None, ca: str | Path | None) -> Tls | None:
@@ -144,9 +143,9 @@ def tls(cert: str | Path | None, key: str | Path | None, ca: str | Path | None) 
     given = [Path(path) if path else None for path in (cert, key, ca)]
     if not any(given):
         return None
-    found = Tls(*given)
-    found.load()
-    return found
+    files = Tls(*given)
+    files.load()
+    return files
 
 
 class TokenFile:
@@ -165,10 +164,10 @@ class TokenFile:
         return f"TokenFile({str(self._path)!r})"
 
     def _load(self) -> str:
-        found = (_read(self._path) or b"").decode("utf-8", "replace").split()
-        if len(found) != 1:
-            raise InvalidRequest(f"{self._path} must hold one token and nothing else, got {len(found)} words")
-        return checked_token(found[0], str(self._path))
+        words = (_read(self._path) or b"").decode("utf-8", "replace").split()
+        if len(words) != 1:
+            raise InvalidRequest(f"{self._path} must hold one token and nothing else, got {len(words)} words")
+        return checked_token(words[0], str(self._path))
 
 
 def checked_token(token: str, where: str) -> str:
@@ -189,13 +188,13 @@ def warn_if_readable_by_all(path: Path) -> None:
         pass  # reading the file raises the error
 
 
-def server_credentials(found: Tls) -> grpc.ServerCredentials:
+def server_credentials(files: Tls) -> grpc.ServerCredentials:
     """Returns credentials of a server port that follow the files: a new connection gets what they hold then."""
-    if found.cert is None:
+    if files.cert is None:
         raise InvalidRequest("a server needs --tls-cert and --tls-key to serve TLS; --tls-ca alone is for clients")
-    if found.key is not None:
-        warn_if_readable_by_all(found.key)
-    watched = ReloadingFiles(found.paths(), found.load)
+    if files.key is not None:
+        warn_if_readable_by_all(files.key)
+    watched = ReloadingFiles(files.paths(), files.load)
     served = -1
 
     def configuration() -> grpc.ServerCertificateConfiguration | None:
@@ -207,7 +206,7 @@ def server_credentials(found: Tls) -> grpc.ServerCredentials:
         return grpc.ssl_server_certificate_configuration([(material.key, material.cert)], material.ca)
 
     return grpc.dynamic_ssl_server_credentials(
-        configuration(), configuration, require_client_authentication=found.ca is not None
+        configuration(), configuration, require_client_authentication=files.ca is not None
     )
 
 

@@ -1,4 +1,4 @@
-"""Which launch this process belongs to, and what it says to its launcher.
+"""Which launch this process belongs to, and what it tells its launcher.
 
 The launch tells a worker that is started again from another user's of the same job. The launcher waits for no message:
 when a worker fails, it looks for the file that the first worker makes once all declared workers have joined. Until then

@@ -61,7 +61,7 @@ class Gauges(Collector, Generic[S]):
             yield family
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: so that registering does not read them."""
+        """Returns nothing, so that registering does not read them."""
         return []
 
 

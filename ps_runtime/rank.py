@@ -26,16 +26,11 @@ class Launcher:
     local_rank: str | None
     within: str | None = None
 
-    def is_whole(self) -> bool:
-        """Whether both the rank and the number of workers are there."""
-        return self._applies() and bool(os.environ.get(self.rank) and os.environ.get(self.world_size or ""))
-
-    def is_there(self) -> bool:
-        """Whether the rank or the number of workers is there."""
-        return self._applies() and bool(os.environ.get(self.rank) or os.environ.get(self.world_size or ""))
-
-    def _applies(self) -> bool:
-        return self.within is None or bool(os.environ.get(self.within))
+    def count_given(self) -> int:
+        """Returns how many of the two that matter are there: the rank, and the number of workers."""
+        if self.within is not None and not os.environ.get(self.within):
+            return 0
+        return sum(bool(os.environ.get(name or "")) for name in (self.rank, self.world_size))
 
 
 TORCHRUN = Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -67,16 +62,15 @@ def placement(rank: int | None, world_size: int | None, local_rank: int | None) 
 
     Raises InvalidRequest for a launcher's variable that is no whole number.
     """
-    found = next((each for each in LAUNCHERS if each.is_whole()), None)
-    found = found or next((each for each in LAUNCHERS if each.is_there()), None)
+    launcher = max(LAUNCHERS, key=Launcher.count_given)  # of equals the first; torchrun's where none says anything
     missing = None
-    if found is not None:
-        rank = _whole(found.rank) if rank is None else rank
-        world_size = _whole(found.world_size) if world_size is None else world_size
+    if launcher.count_given():
+        rank = _whole(launcher.rank) if rank is None else rank
+        world_size = _whole(launcher.world_size) if world_size is None else world_size
         if rank is None or world_size is None:
-            missing = _advice(found, rank)
+            missing = _advice(launcher, rank)
     if local_rank is None:
-        local_rank = _whole((found or TORCHRUN).local_rank)
+        local_rank = _whole(launcher.local_rank)
     return Placement(rank, world_size, local_rank or 0, missing)
 
 
@@ -86,13 +80,13 @@ def hide_launcher_variables(names: Iterable[str]) -> None:
         os.environ.pop(name, None)
 
 
-def _advice(found: Launcher, rank: int | None) -> str:
-    if found.world_size is None:
+def _advice(launcher: Launcher, rank: int | None) -> str:
+    if launcher.world_size is None:
         return (
-            f"{found.rank} says that this is worker {rank}, but not of how many: "
+            f"{launcher.rank} says that this is worker {rank}, but not of how many: "
             "set PS_WORLD_SIZE to the Job's completions, or call connect(world_size=...)"
         )
-    there, absent = (found.world_size, found.rank) if rank is None else (found.rank, found.world_size)
+    there, absent = (launcher.world_size, launcher.rank) if rank is None else (launcher.rank, launcher.world_size)
     return f"{there} is set, but {absent} is not: set both, or PS_RANK and PS_WORLD_SIZE"
 
 

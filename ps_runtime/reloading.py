@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("ps_runtime")
 
-# How often files are looked at, at most: a call costs nothing in between.
+# The shortest time between two looks at the files: a call costs nothing in between.
 CHECK_SECONDS = 1.0
 
 

@@ -34,7 +34,7 @@ _RANDOM = random.Random()
 class Peer:
     """A server that calls go to.
 
-    role:    what it is, for messages; empty: its address says it all
+    role:    what it is, for messages; empty: its address is enough
     access:  what it is called with
     """
 

@@ -8,6 +8,7 @@ that is empty counts as not set.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -112,7 +113,7 @@ class Setting:
 
 
 def as_variables(settings: Iterable[Setting], arguments: argparse.Namespace) -> dict[str, str]:
-    """Returns what flags say as the variables of a child process.
+    """Returns the values of flags as the variables of a child process.
 
     All of the settings are there, and empty where they are not given: no other environment can speak for one.
     """
@@ -182,40 +183,23 @@ def one_of(*names: str) -> Callable[[str], str]:
     return name
 
 
-def port_number(text: str) -> int:
-    """Reads a TCP port; 0 lets the system choose."""
-    return whole_number(0, 65535)(text)
-
-
-def count(text: str) -> int:
-    """Reads a whole number from 1."""
-    return whole_number(1, 2**31 - 1)(text)
-
-
-def index(text: str) -> int:
-    """Reads a whole number from 0."""
-    return whole_number(0, 2**31 - 1)(text)
-
-
 def seconds(text: str) -> float:
     """Reads a positive number of seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
-    return value
+    return _positive(text, "a positive number of seconds", 1e9)
 
 
 def amount(text: str) -> float:
     """Reads a positive number; inf is one."""
+    return _positive(text, "a positive number", math.inf)
+
+
+def _positive(text: str, expected: str, most: float) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    if not 0 < value <= most:
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
     return value
 
 
@@ -233,11 +217,17 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     """Returns a parser that takes whole numbers between these, both included."""
 
     def number(text: str) -> int:
+        """Reads a whole number between `low` and `high`."""
         if not (text.isascii() and text.isdigit() and len(text) <= 20 and low <= int(text) <= high):
             raise argparse.ArgumentTypeError(f"expected a whole number from {low} to {high}, got {text!r}")
         return int(text)
 
     return number
+
+
+port_number = whole_number(0, 65535)  # 0 lets the system choose
+count = whole_number(1, 2**31 - 1)
+index = whole_number(0, 2**31 - 1)
 
 
 # -- variables that nothing reads ------------------------------------------------------------------------------------

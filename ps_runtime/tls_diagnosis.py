@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable
 
 from ps_protocol.errors import InvalidRequest, Untrusted
-from ps_runtime.credentials import Access
+from ps_runtime.credentials import Access, Tls
 
 SECONDS = 3.0
 _READ_BYTES = 2**14
@@ -26,7 +26,7 @@ def explain(address: str, access: Access) -> Untrusted | None:
     host = host.strip("[]")
     with contextlib.suppress(OSError), socket.create_connection((host, int(port)), SECONDS) as plain:
         plain.settimeout(SECONDS)
-        why = _without_tls(plain) if access.tls is None else _with_tls(plain, host, access)
+        why = _without_tls(plain) if access.tls is None else _with_tls(plain, host, access.tls)
         return None if why is None else Untrusted(f"{address}: {why}")
     return None
 
@@ -37,16 +37,15 @@ def _without_tls(plain: socket.socket) -> str | None:
     context.verify_mode = ssl.CERT_NONE  # nothing is sent: only whether the other end speaks TLS is asked
     context.set_alpn_protocols(["h2"])
     try:
-        _Tls(plain, context, None)
+        _Connection(plain, context, None)
     except OSError:  # of TLS, or of a connection that broke
         return None
     return "the server wants TLS: give --tls-ca, and --tls-cert and --tls-key if it asks for a certificate"
 
 
-def _with_tls(plain: socket.socket, host: str, access: Access) -> str | None:
-    assert access.tls is not None
+def _with_tls(plain: socket.socket, host: str, tls: Tls) -> str | None:
     try:
-        material = access.tls.load()
+        material = tls.load()
     except InvalidRequest as error:
         return str(error)
     roots = material.ca or material.cert
@@ -54,21 +53,21 @@ def _with_tls(plain: socket.socket, host: str, access: Access) -> str | None:
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.verify_flags &= ~getattr(ssl, "VERIFY_X509_STRICT", 0)  # gRPC is not strict either
     context.set_alpn_protocols(["h2"])
-    if access.tls.cert is not None and access.tls.key is not None:
-        context.load_cert_chain(access.tls.cert, access.tls.key)
+    if tls.cert is not None and tls.key is not None:
+        context.load_cert_chain(tls.cert, tls.key)
     try:
         # In TLS 1.3 a server looks at a client's certificate after the client is done. One that takes it speaks first,
         # as HTTP/2 wants; gRPC's ends the connection without a word if it does not.
-        if _Tls(plain, context, host).first_byte() == b"":
-            return _refused(access)
+        if _Connection(plain, context, host).first_byte() == b"":
+            return _refused(tls)
     except ssl.SSLCertVerificationError as error:
-        return _verification(error, host, access)
+        return _verification(error, host, tls)
     except ssl.SSLError as error:
-        return _alert(error, access)
+        return _alert(error, tls)
     return None
 
 
-class _Tls:
+class _Connection:
     """TLS over a connection, from the handshake on.
 
     By hand: SSLContext.wrap_socket takes a connection that has just been reset for one that was never made, shakes no
@@ -93,43 +92,35 @@ class _Tls:
         while True:
             try:
                 step()
+                return True
             except ssl.SSLWantReadError:
-                done = False
-            else:
-                done = True
+                pass
             finally:  # after an error, too, there is something to send
                 self._plain.sendall(self._outgoing.read())
-            if done:
-                return True
             data = self._plain.recv(_READ_BYTES)
             if not data:
                 return False
             self._incoming.write(data)
 
 
-def _verification(error: ssl.SSLCertVerificationError, host: str, access: Access) -> str:
-    assert access.tls is not None
+def _verification(error: ssl.SSLCertVerificationError, host: str, tls: Tls) -> str:
     if error.verify_code == _EXPIRED:
         return "the server's certificate has expired"
     if error.verify_code == _NOT_YET:
         return "the server's certificate is not valid yet; are the clocks of both machines right?"
     if error.verify_code in (_WRONG_HOST, _WRONG_ADDRESS):
         return f"the server's certificate is not for the host name {host!r}; use a name that it lists"
-    return f"the server's certificate is not signed by the CA in {access.tls.ca or access.tls.cert}"
+    return f"the server's certificate is not signed by the CA in {tls.ca or tls.cert}"
 
 
-def _alert(error: ssl.SSLError, access: Access) -> str | None:
-    assert access.tls is not None
+def _alert(error: ssl.SSLError, tls: Tls) -> str | None:
     reason = error.reason or ""
     if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE"):
         return "the server speaks no TLS: leave out --tls-ca, --tls-cert and --tls-key, or give the server its own"
-    return _refused(access) if "ALERT" in reason else None
+    return _refused(tls) if "ALERT" in reason else None
 
 
-def _refused(access: Access) -> str:
-    assert access.tls is not None
-    if access.tls.cert is None:
+def _refused(tls: Tls) -> str:
+    if tls.cert is None:
         return "the server asks for a client certificate: give --tls-cert and --tls-key"
-    return (
-        f"the server refuses the client certificate {access.tls.cert}: is it signed by the CA that the server trusts?"
-    )
+    return f"the server refuses the client certificate {tls.cert}: is it signed by the CA that the server trusts?"

@@ -38,7 +38,7 @@ POINTS: Mapping[str, str] = {
     "manifest-unnamed": "coordinator: the manifest is on disk, under its temporary name",
     "checkpoint-half-removed": "coordinator: an old checkpoint has lost its manifest, and not its files",
     "restore-half-done": "coordinator: the shards hold what a checkpoint has, and nothing else says so",
-    "worker-half-admitted": "coordinator: a shard counts a worker that joins; others may not yet",
+    "worker-half-added": "coordinator: a shard counts a worker that joins; others may not yet",
     "coordinator-file-half-written": "coordinator: half of its own file is written, under its temporary name",
     "coordinator-file-unnamed": "coordinator: its own file is on disk, under its temporary name",
     "drain-begun": "coordinator: told to stop, before it makes last checkpoints",

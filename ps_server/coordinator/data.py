@@ -46,7 +46,7 @@ class JobData:
             if request.count and not lease.ranges and not lease.complete:
                 if self._looks == looks:
                     self._look(leases, self._settled(leases))
-                held = LeaseReport(held=request.report.held)
+                held = LeaseReport(leased=request.report.leased)
                 lease = leases.lease(who, request.pass_number, request.count, workers, held)
             return lease
 
@@ -108,6 +108,6 @@ def _check(request: LeaseRequest, limits: Limits) -> None:
         raise InvalidRequest(f"a batch has at least one sample, got batch_size {loader.batch_size}")
     if loader.size > limits.samples:
         raise LimitExceeded(f"max-samples is {limits.samples}, got a loader of {loader.size}")
-    most = max(len(request.report.held), len(request.report.committed), len(request.report.returned))
+    most = max(len(request.report.leased), len(request.report.committed), len(request.report.returned))
     if most > limits.leases:
         raise LimitExceeded(f"max-leases is {limits.leases}, got a report of {most}")

@@ -169,7 +169,7 @@ class JobMembers:
 
         def count(shard: RegisteredShard, clock: int | None) -> int:
             frontier = shard.api.add_worker(self._name, rank, incarnation, clock, key)
-            failpoint("worker-half-admitted")
+            failpoint("worker-half-added")
             return frontier
 
         shards = self._shards.all()

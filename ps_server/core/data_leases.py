@@ -68,7 +68,7 @@ class DataLeases:
 
         Raises InvalidRequest for a range that is none of this loader's; changes nothing then.
         """
-        self._check([*report.held, *report.committed, *report.returned])
+        self._check([*report.leased, *report.committed, *report.returned])
         self._tell(who, report)
         if asked > self.number and self.complete:
             self._begin(self.number + 1)
@@ -76,7 +76,7 @@ class DataLeases:
         if asked < self.number or (asked == self.number and self.complete):
             return BatchLease(complete=True)
         mine = self._leased.setdefault(who, set())
-        held = {one.span for one in report.held if one.pass_number == self.number}
+        held = {one.span for one in report.leased if one.pass_number == self.number}
         spans = sorted(mine - held)[:count]  # given before, in an answer that was lost
         fair = max(1, self._free.total // (2 * max(1, workers) * self.spec.batch_size))
         while len(spans) < min(count, fair) and len(mine) < self._limit and (span := self._next()) is not None:
@@ -112,7 +112,7 @@ class DataLeases:
             if span in mine:
                 mine.discard(span)
                 self._give_back(span)
-        for span in spans(report.held):
+        for span in spans(report.leased):
             if span not in mine and len(mine) < self._limit and self._take_over(who, span):
                 mine.add(span)
 

@@ -16,7 +16,7 @@ import torch
 from ps_protocol.job import HyperParameters
 from ps_server.core.data_commits import Committed
 
-# By the segment's position in its bucket, the optimizer's state of that segment: name -> tensor.
+# By the slice's position in its bucket, the optimizer's state of that slice: name -> tensor.
 OptimizerState = Mapping[int, Mapping[str, torch.Tensor]]
 
 
@@ -28,7 +28,7 @@ class BucketSnapshot:
     clocks:  by rank, the highest clock whose update is in the weights, of the living and of the dead: what makes a push
              exactly once
     weights: [numel of the bucket] in the bucket's dtype
-    state:   of the optimizer, by segment; empty for a bucket that no optimizer steps
+    state:   of the optimizer, by slice; empty for a frozen bucket
     groups:  the hyper-parameters of the last update, by parameter group
     committed: the leased data that is in the weights, by loader
     """

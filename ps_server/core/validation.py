@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ps_protocol.addresses import is_host, is_host_port
 from ps_protocol.errors import InvalidRequest, LimitExceeded
-from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, validate
+from ps_protocol.job import JobSpec, validate
 from ps_protocol.layout import ALIGNMENT_BYTES
 from ps_protocol.optimizers import check_hyper_parameters
 from ps_server.core.limits import Limits
@@ -14,7 +14,7 @@ MAX_LAUNCH_LENGTH = 255
 
 def check_job_spec(spec: JobSpec, limits: Limits) -> None:
     """Raises InvalidRequest or LimitExceeded naming the first thing wrong with a job. Makes nothing of its size."""
-    validate(spec, MAX_BUCKET_BYTES)
+    validate(spec)
     _check_sizes(spec, limits)
     for index, group in enumerate(spec.groups):
         check_hyper_parameters(spec.optimizer_of(index), group)

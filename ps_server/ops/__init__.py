@@ -1,7 +1,7 @@
 """What operators run and read.
 
-dev_certs.py  `ps-server dev-certs`: a small CA with a certificate each for servers, clients and readers, for trying
-gauges.py     A server process' gauges, read from its state when somebody scrapes; and /sd, where Prometheus finds
+dev_certs.py  `ps-server dev-certs`: a small CA, and certificates for servers, clients and readers, to try things out
+gauges.py     A server process' gauges, read at each scrape; and /sd, where Prometheus finds all processes
 glibc.py      What a server asks of the C library: one pool of memory, and copies that go past the processor's cache
 status.py     `ps-server status`, `health`, `end` and `checkpoint`: what operators ask of a running cluster
 """

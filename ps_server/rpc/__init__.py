@@ -9,7 +9,7 @@ data_messages.py    Where the messages of the data path become the server's valu
 data_service.py     Serves pushes and pulls
 interceptor.py      Intercepts every gRPC method: errors become statuses, and calls are counted
 job_service.py      Serves what is asked of the coordinator about jobs as a whole: they are registered, saved and ended
-lease_messages.py   Messages about leased data as the server's values, and back: what convert.py is for everything else
+lease_messages.py   Where the messages about leased data become the server's values, and back
 lease_service.py    Serves workers of elastic jobs that lease data
 membership_service.py Serves workers that join a job, stay in it, and leave it
 permissions.py      What each role may call: one table of every method, and principals as values

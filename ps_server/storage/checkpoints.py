@@ -94,8 +94,8 @@ def image_tensors(images: Sequence[BucketSnapshot]) -> tuple[dict[str, torch.Ten
     buckets: dict[str, Any] = {}
     for image in images:
         tensors[f"{image.index}/weights"] = image.weights
-        for segment, state in image.state.items():
-            tensors |= {f"{image.index}/{segment}/{name}": tensor for name, tensor in state.items()}
+        for position, state in image.state.items():
+            tensors |= {f"{image.index}/{position}/{name}": tensor for name, tensor in state.items()}
         buckets[str(image.index)] = {
             "version": image.version,
             "clocks": {str(rank): clock for rank, clock in image.clocks.items()},

@@ -109,13 +109,13 @@ def _gather(
         image = images[bucket.index]
         for group, last in image.groups.items():
             groups[group].update(last)
-        for position, segment in enumerate(bucket.slices):
-            parameter = spec.parameters[segment.parameter]
-            whole = slice(segment.start, segment.start + segment.length)
-            model[parameter.name][whole] = image.weights[segment.offset : segment.offset + segment.length]
+        for position, part in enumerate(bucket.slices):
+            parameter = spec.parameters[part.parameter]
+            whole = slice(part.start, part.start + part.length)
+            model[parameter.name][whole] = image.weights[part.offset : part.offset + part.length]
             for name, tensor in image.state.get(position, {}).items():
-                key = f"{number[segment.parameter]}/{name}"
-                if tensor.numel() == segment.length and tensor.dim() == 1:
+                key = f"{number[part.parameter]}/{name}"
+                if tensor.numel() == part.length and tensor.dim() == 1:
                     state.setdefault(key, torch.zeros(parameter.numel, dtype=tensor.dtype))[whole] = tensor
                 else:
                     state[key] = tensor.clone()  # a count of steps, the same for every slice

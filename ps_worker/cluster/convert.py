@@ -270,7 +270,7 @@ def lease_request(worker: Identity, ask: LeaseRequest) -> leases_pb2.LeaseDataRe
         ),
         pass_number=ask.pass_number,
         batch_count=ask.count,
-        leased=data_range_messages(ask.report.held),
+        leased=data_range_messages(ask.report.leased),
         committed=data_range_messages(ask.report.committed),
         returned=data_range_messages(ask.report.returned),
     )

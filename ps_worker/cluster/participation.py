@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ps_protocol.errors import NotFound, PSError, UnknownWorker
-from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, validate
+from ps_protocol.job import JobSpec, validate
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.cluster.membership import Membership
@@ -68,7 +68,7 @@ class Participation:
         for last in (False, True):
             self._shard_map, bucket_bytes = self.coordinator.register(spec)
             agreed = replace(spec, bucket_bytes=bucket_bytes)
-            validate(agreed, MAX_BUCKET_BYTES)  # the server may have answered anything
+            validate(agreed)  # the server may have answered anything
             try:
                 self.members.join()
                 return agreed

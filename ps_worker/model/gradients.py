@@ -98,7 +98,7 @@ class Gradients:
 
     def saw_not_finite(self, bucket: BucketSpec) -> bool:
         """Whether backward has made a gradient in this bucket that is not finite."""
-        return any(self._finite.get(segment.parameter) is False for segment in bucket.slices)
+        return any(self._finite.get(part.parameter) is False for part in bucket.slices)
 
     def _accumulated(self, index: int) -> None:
         self._adopt(index)

@@ -58,7 +58,7 @@ def describe(
         more_optimizers=tuple(classes[1:]),
         group_optimizers=tuple(of_group) if len(classes) > 1 else (),
     )
-    validate(spec, MAX_BUCKET_BYTES)
+    validate(spec)
     return spec if options.bucket_bytes is not None else replace(spec, bucket_bytes=0), tensors
 
 

@@ -29,7 +29,7 @@ class Overlap:
     def __init__(self, buckets: Sequence[BucketSpec], wanted: bool | None) -> None:
         self.spaces = {bucket.space for bucket in buckets}
         self._buckets = {bucket.index: bucket for bucket in buckets}
-        self._members = {b.index: {segment.parameter for segment in b.slices} for b in buckets}
+        self._members = {b.index: {part.parameter for part in b.slices} for b in buckets}
         self._of: dict[int, list[int]] = {}  # by parameter, the buckets it lies in
         for index, members in self._members.items():
             for parameter in members:

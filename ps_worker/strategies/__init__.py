@@ -1,10 +1,10 @@
 """How a worker trains: alone, with DDP, or on parameter servers.
 
-added.py             Parameters that an optimizer is given after `prepare`: `optimizer.add_param_group`, to unfreeze
+added.py             Parameters that an optimizer is given after `prepare`: `optimizer.add_param_group`
 assignments.py       Assignments: weights, and optimizer state, that a script sets itself between two steps
 collectives.py       Numbers and values over all workers: mean, gather, broadcast, barrier, in every mode alike
 ddp.py               Training with PyTorch's own DistributedDataParallel: the baseline, not weakened
 parameter_server.py  Training on parameter servers
 single.py            Training in one process, without servers: the reference that every other way is compared with
-strategy.py         A strategy is one way to train; this is all that a session asks of it
+strategy.py          A strategy is one way to train; this is all that a session asks of it
 """

@@ -240,8 +240,8 @@ def test_a_coordinator_that_dies_while_it_stops_leaves_the_last_checkpoint_there
 @pytest.mark.parametrize(
     "points",
     [
-        "worker-half-admitted=6",  # the second worker, by the first round
-        "worker-half-admitted=8",  # by the second
+        "worker-half-added=6",  # the second worker, by the first round
+        "worker-half-added=8",  # by the second
         "coordinator-file-half-written=4",
         "coordinator-file-unnamed=5",
     ],
@@ -261,9 +261,9 @@ def test_a_coordinator_that_dies_over_a_join_comes_back_and_the_worker_joins(
 
 @pytest.mark.parametrize("mode", ["sync", "ssp:2", "async"])
 def test_a_coordinator_that_dies_over_a_join_holds_up_nobody_who_trains(start: Start, mode: str) -> None:
-    servers, run = start(mode, "worker-half-admitted=9", apart=True, late=True)
+    servers, run = start(mode, "worker-half-added=9", apart=True, late=True)
     ended = run.to_the_end()
-    check_deaths(servers, "worker-half-admitted", ["coordinator"])
+    check_deaths(servers, "worker-half-added", ["coordinator"])
     assert ended.found == []
     assert ended.lost == 0
 

@@ -52,7 +52,7 @@ def with_parameter(**changes: object) -> JobSpec:
 
 
 def test_a_sound_job_passes() -> None:
-    validate(JOB, MAX_BUCKET_BYTES)
+    validate(JOB)
 
 
 @pytest.mark.parametrize(
@@ -90,15 +90,15 @@ def test_a_job_that_contradicts_itself_or_passes_a_limit_is_refused_by_name(
     bad: JobSpec, error: type[PSError], said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        validate(bad, MAX_BUCKET_BYTES)
+        validate(bad)
 
 
 def test_many_models_just_under_the_limits_make_buckets_that_a_server_can_list() -> None:
     """Each tensor may be small and all together too many: the limit is on the buckets, not on a tensor."""
     many = tuple(ParameterSpec(f"p{i}", (2**20,), "float32", 0) for i in range(1000))
     with pytest.raises(LimitExceeded, match="buckets"):
-        validate(replace(JOB, parameters=many, bucket_bytes=64), MAX_BUCKET_BYTES)
-    validate(replace(JOB, parameters=many, bucket_bytes=4 * 2**20), MAX_BUCKET_BYTES)
+        validate(replace(JOB, parameters=many, bucket_bytes=64))
+    validate(replace(JOB, parameters=many, bucket_bytes=4 * 2**20))
     assert len(bucket_layout(many, 4 * 2**20).buckets) == 1000
 
 
@@ -230,4 +230,4 @@ def test_a_message_that_describes_no_job_is_refused(message: job_pb2.JobSpec, sa
 
 def test_an_empty_message_is_a_job_that_validate_refuses() -> None:
     with pytest.raises(InvalidRequest):
-        validate(job_spec(job_pb2.JobSpec()), MAX_BUCKET_BYTES)
+        validate(job_spec(job_pb2.JobSpec()))

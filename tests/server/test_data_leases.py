@@ -175,10 +175,10 @@ def test_what_comes_back_is_given_out_first_and_as_the_same_batches() -> None:
     assert spans(leases.lease((0, 1), 0, 2)) == ((0, 4), (4, 8))
     assert spans(leases.lease((1, 2), 0, 1)) == ((8, 12),)
     leases.gone(0, 1)
-    assert spans(leases.lease((1, 2), 0, 1, report=LeaseReport(held=[one(8, 12)]))) == ((12, 16),), "it is in doubt"
+    assert spans(leases.lease((1, 2), 0, 1, report=LeaseReport(leased=[one(8, 12)]))) == ((12, 16),), "it is in doubt"
     leases.settle([{0: (0, [(0, 4)])}, {0: (0, [(0, 8)])}], gone={(0, 1)})
     held = [one(8, 12), one(12, 16)]
-    assert spans(leases.lease((1, 2), 0, 1, report=LeaseReport(held=held))) == ((4, 8),), "one shard did not have it"
+    assert spans(leases.lease((1, 2), 0, 1, report=LeaseReport(leased=held))) == ((4, 8),), "one shard did not have it"
     assert leases.progress.returned == 4
 
 
@@ -186,7 +186,7 @@ def test_an_answer_that_was_lost_is_given_again() -> None:
     leases = fresh()
     first = leases.lease((0, 1), 0, 1)
     assert leases.lease((0, 1), 0, 1) == first
-    assert spans(leases.lease((0, 1), 0, 1, report=LeaseReport(held=[one(0, 4)]))) == ((4, 8),)
+    assert spans(leases.lease((0, 1), 0, 1, report=LeaseReport(leased=[one(0, 4)]))) == ((4, 8),)
 
 
 def test_fewer_are_given_the_fewer_are_left() -> None:
@@ -218,16 +218,16 @@ def test_a_pass_begins_when_the_shards_have_all_of_the_one_before() -> None:
 def test_what_a_shard_lost_is_given_out_again() -> None:
     leases = fresh(8, 4)
     leases.lease((0, 1), 0, 2)
-    leases.lease((0, 1), 0, 0, report=LeaseReport(held=[one(4, 8)], committed=[one(0, 4)]))
+    leases.lease((0, 1), 0, 0, report=LeaseReport(leased=[one(4, 8)], committed=[one(0, 4)]))
     leases.settle([{}, {0: (0, [(0, 4)])}])
-    assert spans(leases.lease((0, 1), 0, 1, report=LeaseReport(held=[one(4, 8)]))) == ((0, 4),)
+    assert spans(leases.lease((0, 1), 0, 1, report=LeaseReport(leased=[one(4, 8)]))) == ((0, 4),)
 
 
 def test_a_worker_that_came_back_keeps_what_it_says_it_holds() -> None:
     leases = fresh(8, 4)
     leases.lease((0, 1), 0, 1)
     leases.gone(0, 1)
-    assert spans(leases.lease((0, 2), 0, 1, report=LeaseReport(held=[one(0, 4)]))) == ((4, 8),)
+    assert spans(leases.lease((0, 2), 0, 1, report=LeaseReport(leased=[one(0, 4)]))) == ((4, 8),)
     leases.settle([{}], gone=leases.doubtful)
     assert spans(leases.lease((1, 3), 0, 1)) == ()
 
@@ -237,7 +237,7 @@ def test_a_worker_holds_no_more_than_the_limit() -> None:
     leases.settle([{}])
     held: list[DataRange] = []
     for _ in range(5):
-        held += leases.lease((0, 1), 0, 2, report=LeaseReport(held=held)).ranges
+        held += leases.lease((0, 1), 0, 2, report=LeaseReport(leased=held)).ranges
     assert len(held) == 3
 
 
@@ -245,7 +245,7 @@ def test_a_worker_holds_no_more_than_the_limit() -> None:
 def test_ranges_that_are_none_of_the_loaders_are_refused_and_change_nothing(bad: DataRange) -> None:
     leases = fresh(10, 4)
     before = copy.deepcopy(vars(leases))
-    for report in (LeaseReport(held=[bad]), LeaseReport(committed=[one(0, 4), bad]), LeaseReport(returned=[bad])):
+    for report in (LeaseReport(leased=[bad]), LeaseReport(committed=[one(0, 4), bad]), LeaseReport(returned=[bad])):
         with pytest.raises(InvalidRequest, match="gives out batches of 4 out of 10"):
             leases.lease((0, 1), 0, 1, report=report)
     assert vars(leases) == before
@@ -278,7 +278,7 @@ class Trainer:
     pushed: list[DataRange] = field(default_factory=list)
 
     def report(self) -> LeaseReport:
-        return LeaseReport(held=tuple(self.batches), committed=tuple(self.pushed))
+        return LeaseReport(leased=tuple(self.batches), committed=tuple(self.pushed))
 
 
 class Training(RuleBasedStateMachine):

@@ -17,5 +17,5 @@ framework_processes.py  Workers of Lightning or Hugging Face, each in a process 
 fuzzing.py              One shard and one coordinator without a network, which take any bytes; their state as a hash
 buf.py                  buf, which lints the contract, wherever its package has put it
 fuzz.py                 The coverage-guided fuzzer behind `make fuzz`
-imports.py              Which file of the packages imports which: for the tests of layers, and drawn on request
+imports.py              Draws what imports what in the packages; the tests of layers read it
 """
