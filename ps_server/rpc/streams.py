@@ -45,7 +45,9 @@ class Outbox:
         self._queue: deque[Callable[[], Any]] = deque()
         self._draining = False
         self._on_close: Callable[[], None] = _nothing
-        self.closed = not context.add_callback(self._closed)
+        self.closed = False
+        if not context.add_callback(self._closed):  # it may be called, by another thread, before this returns
+            self.closed = True
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Has a sender call back when the stream is over, however it ended; at once if it already is."""

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.tools.cluster import Cluster
-from tests.tools.framework_processes import needs, run_workers
+from tests.tools.framework_processes import close, needs, run_workers
 
 pytestmark = needs("transformers", "accelerate")
-
-
-def close(left: Any, right: Any, within: float = 1e-5) -> bool:
-    return all(abs(a - b) < within for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True))
 
 
 def test_two_workers_with_all_that_a_trainer_does(shared: Cluster, job: str, tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import re
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,8 @@ from torch import nn
 
 from ps_launch.output import LONGEST_LINE_BYTES, PROGRESS_SECONDS, Lines
 from ps_protocol.errors import LimitExceeded
-from ps_worker.cluster.membership import ranges
 from tests.tools.cluster import Cluster, until
-from tests.tools.launching import ROOT, run, script
+from tests.tools.launching import ROOT, environment, run, script
 
 TRAIN = """
 import os, sys, time
@@ -51,68 +51,66 @@ here = Path(__file__).parent
 """
 
 
-def training(directory: Path, *changes: str) -> str:
-    """A training script that needs a server; `changes` replace parts of what is ORDINARY."""
+CAPTURED: Any = {"capture_output": True, "text": True, "timeout": 90}
+
+
+def training(directory: Path, change: str) -> str:
+    """A training script that needs a server; `change` replaces a part of what is ORDINARY."""
     path = directory / "train.py"
-    path.write_text("\n".join([ORDINARY, *changes, TRAIN]))
+    path.write_text("\n".join([ORDINARY, change, TRAIN]))
     return str(path)
 
 
-def flags(cluster: Cluster, job: str, workers: int = 2) -> list[str]:
-    return ["--server", cluster.address, "--job", job, "--workers", str(workers), "--metrics-host", "127.0.0.1"]
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def launch(shared: Cluster, job: str, tmp_path: Path) -> Launch:
+    """Runs the training script with a change to its end: launch("begin = ...", "--elastic")."""
+
+    def run_changed(change: str, *flags: str, workers: int = 2) -> subprocess.CompletedProcess[str]:
+        where = ("--server", shared.address, "--job", job, "--workers", str(workers), "--metrics-host", "127.0.0.1")
+        return run(*where, *flags, training(tmp_path, change))
+
+    return run_changed
 
 
 # -- the beginning ---------------------------------------------------------------------------------------------------
 
+RANK_1_FAILS = "begin = lambda rank: sys.exit(7) if rank == 1 else None"
 
-def test_a_worker_that_fails_before_all_have_joined_ends_the_launch(shared: Cluster, job: str, tmp_path: Path) -> None:
-    fails = training(tmp_path, "begin = lambda rank: sys.exit(7) if rank == 1 else None")
-    begun = time.monotonic()
-    done = run(*flags(shared, job), fails)
+
+def test_a_worker_that_fails_before_all_have_joined_ends_the_launch(shared: Cluster, job: str, launch: Launch) -> None:
+    """Worker 0 would wait for half an hour. A worker is started again first, where it may be."""
+    done = launch(RANK_1_FAILS, "--max-restarts", "1")
     assert done.returncode == 7
-    assert "ps-worker: worker 1 ended with code 7\n" in done.stderr
-    assert "ps-worker: not all workers of the job had joined, so the others are stopped\n" in done.stderr
     assert "has finished" not in done.stdout
-    assert time.monotonic() - begun < 60, "rank 0 would wait for half an hour"
-    until(lambda: job not in shared.coordinator.jobs(), "the job's end: rank 0 was asked to leave")
-
-
-def test_two_different_models_end_the_launch_with_the_difference(shared: Cluster, job: str, tmp_path: Path) -> None:
-    done = run(*flags(shared, job), training(tmp_path, "width = lambda rank: 4 + rank"))
-    assert done.returncode == 1
-    assert "so the others are stopped" in done.stderr
-    assert f"worker 0: job '{job}'" in done.stderr or f"worker 1: job '{job}'" in done.stderr
-
-
-def test_a_worker_is_started_again_first_and_the_launch_ends_when_it_may_not_be(
-    shared: Cluster, job: str, tmp_path: Path
-) -> None:
-    fails = training(tmp_path, "begin = lambda rank: sys.exit(7) if rank == 1 else None")
-    done = run(*flags(shared, job), "--max-restarts", "1", fails)
-    assert done.returncode == 7
-    own = [line.removeprefix("ps-worker: ") for line in done.stderr.splitlines() if line.startswith("ps-worker: ")]
-    assert own == [
+    assert re.findall("^ps-worker: (.*)$", done.stderr, re.MULTILINE) == [
         "worker 1 ended with code 7",
         "worker 1 is started again in 0.5 s (restart 1 of 1)",
         "worker 1 ended with code 7",
         "not all workers of the job had joined, so the others are stopped",
     ]
+    until(lambda: job not in shared.coordinator.jobs(), "the job's end: rank 0 was asked to leave")
 
 
-def test_once_all_have_joined_a_worker_that_fails_does_not_take_the_others_with_it(
-    shared: Cluster, job: str, tmp_path: Path
-) -> None:
-    fails = training(tmp_path, "stepped = lambda rank: sys.exit(7) if rank == 1 else None")
-    done = run(*flags(shared, job), fails)
+def test_two_different_models_end_the_launch_with_the_difference(job: str, launch: Launch) -> None:
+    done = launch("width = lambda rank: 4 + rank")
+    assert done.returncode == 1
+    assert "so the others are stopped" in done.stderr
+    assert re.search(rf"worker [01]: job '{re.escape(job)}'", done.stderr)
+
+
+def test_once_all_have_joined_a_worker_that_fails_does_not_take_the_others_with_it(launch: Launch) -> None:
+    done = launch("stepped = lambda rank: sys.exit(7) if rank == 1 else None")
     assert done.returncode == 7
     assert done.stdout == "[0] rank 0 has finished\n"
     assert "ps-worker: worker 1 ended with code 7\n" in done.stderr
     assert "so the others are stopped" not in done.stderr
 
 
-def test_in_an_elastic_job_no_worker_is_waited_for(shared: Cluster, job: str, tmp_path: Path) -> None:
-    fails = training(tmp_path, "begin = lambda rank: sys.exit(7) if os.environ['PS_LOCAL_RANK'] == '1' else None")
-    done = run(*flags(shared, job), "--elastic", fails)
+def test_in_an_elastic_job_no_worker_is_waited_for(launch: Launch) -> None:
+    done = launch("begin = lambda rank: sys.exit(7) if os.environ['PS_LOCAL_RANK'] == '1' else None", "--elastic")
     assert done.returncode == 7
     assert "[0] rank 0 has finished\n" in done.stdout
 
@@ -130,24 +128,18 @@ def test_ranks_that_never_join_are_named_when_the_start_timeout_is_over(
     assert any(re.match(missing, record.getMessage()) for record in caplog.records), "it was said before"
 
 
-def test_ranks_are_said_in_short() -> None:
-    assert ranges([]) == ""
-    assert ranges([4]) == "4"
-    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
-
-
 # -- what an error says ----------------------------------------------------------------------------------------------
 
 NOT_FINITE = "value = lambda rank: float('inf')"
 
 
 def test_an_error_under_the_launcher_shows_the_users_own_line_before_one_message(
-    shared: Cluster, job: str, tmp_path: Path
+    launch: Launch, tmp_path: Path
 ) -> None:
-    failing = training(tmp_path, NOT_FINITE)
-    done = run(*flags(shared, job, workers=1), failing)
+    done = launch(NOT_FINITE, workers=1)
     assert done.returncode == 1
-    line = 1 + Path(failing).read_text().splitlines().index("    optimizer.step()")
+    failing = tmp_path / "train.py"
+    line = 1 + failing.read_text().splitlines().index("    optimizer.step()")
     begin = done.stderr.index(f'  File "{failing}", line {line}, in <module>\n    optimizer.step()\n')
     assert "worker 0: " in done.stderr[begin:]
     assert "non_finite='skip'" in done.stderr[begin:]
@@ -156,24 +148,19 @@ def test_an_error_under_the_launcher_shows_the_users_own_line_before_one_message
 
 
 def test_without_the_launcher_an_error_has_its_usual_traceback(shared: Cluster, job: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "PS_SERVER": shared.address, "PS_JOB": job, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, training(tmp_path, NOT_FINITE)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
-    assert "Traceback (most recent call last)" in done.stderr
-    assert "NonFiniteGradient" in done.stderr
+    said = subprocess.run(command, env=environment(PS_SERVER=shared.address, PS_JOB=job), **CAPTURED).stderr
+    assert "Traceback (most recent call last)" in said
+    assert "NonFiniteGradient" in said
 
 
-def test_log_lines_have_time_level_and_rank_until_the_script_sets_up_its_own(
-    shared: Cluster, job: str, tmp_path: Path
-) -> None:
+def test_log_lines_have_time_level_and_rank_until_the_script_sets_up_its_own() -> None:
     """What is logged is that a variable has no effect: a script that no launcher started says it itself, once."""
     code = "import sys, ps_worker, logging; exec(sys.argv[1]); ps_worker.connect().close(); ps_worker.connect().close()"
-    environment = {**os.environ, "PS_SHARDZ": "1", "PYTHONPATH": str(ROOT)}
 
     def lines(before: str) -> list[str]:
         command = [sys.executable, "-c", code, before]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
-        return done.stderr.splitlines()
+        return subprocess.run(command, env=environment(PS_SHARDZ="1"), **CAPTURED).stderr.splitlines()
 
     [line] = lines("")
     assert line[4] == line[7] == "-"
@@ -232,9 +219,8 @@ def test_a_single_worker_keeps_the_terminal(tmp_path: Path) -> None:
     asks = script(tmp_path, "say(sys.stdout.isatty(), sys.stderr.isatty())")
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "ps_worker", "run", asks]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     try:
-        subprocess.run(command, env=environment, stdout=theirs, stderr=theirs, timeout=60, check=True)
+        subprocess.run(command, env=environment(), stdout=theirs, stderr=theirs, timeout=60, check=True)
         assert os.read(ours, 100).decode().split() == ["True", "True"]
     finally:
         os.close(ours)
@@ -268,26 +254,19 @@ def test_workers_go_on_when_nobody_reads_what_they_write(tmp_path: Path) -> None
         tmp_path, f"for _ in range(20000): say('x' * 100)\nopen('{done}' + os.environ['PS_RANK'], 'w').close()"
     )
     command = [sys.executable, "-m", "ps_worker", "run", "--server", "h:1", "--workers", "2", writes]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.stdout.close()
         assert process.wait(60) == 0
-    assert Path(f"{done}0").exists()
-    assert Path(f"{done}1").exists()
+    assert all(Path(f"{done}{rank}").exists() for rank in range(2))
 
 
-def test_a_launcher_whose_reader_stands_still_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_whose_reader_stands_still_can_be_ended(tmp_path: Path) -> None:
     writes = script(tmp_path, f"open('{tmp_path}/begun', 'w').close()\nwhile True: say('x' * 100)")
-    command = [
-        sys.executable,
-        "-c",
-        "import ps_launch.workers as l; l.STOP_SECONDS = 2; import ps_worker.cli as c; c.main()",
-    ]
-    command += ["run", "--server", "h:1", "--workers", "2", writes]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+    hurried = "import ps_launch.workers as l; l.STOP_SECONDS = 2; import ps_worker.cli as c; c.main()"
+    command = [sys.executable, "-c", hurried, "run", "--server", "h:1", "--workers", "2", writes]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as process:
         until((tmp_path / "begun").exists)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 128 + signal.SIGTERM
@@ -316,14 +295,22 @@ def test_accelerate_does_not_take_a_worker_for_a_process_of_torchrun(tmp_path: P
 # -- lines, as bytes -------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    """The time that a test says."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.mark.parametrize(
+    ("parts", "lines", "end"),
+    [
+        # A bar that is wiped out leaves nothing, and one that stays its last state.
+        ([b"\r10%\r20%\r30%\r", b"     \rdone\n", b"\r40%\r50%\r"], [b"10%", b"done"], [b"50%"]),
+        # The cursor moves nowhere, and colours stay.
+        ([b"\x1b[2K\x1b[31mred\x1b[0m\x1b[A\n"], [b"\x1b[31mred\x1b[0m"], []),
+        # A line without an end is written in parts.
+        ([b"x" * (LONGEST_LINE_BYTES + 1), b"yz\n"], [b"x" * (LONGEST_LINE_BYTES + 1), b"yz"], []),
+    ],
+    ids=["bars", "colours", "without an end"],
+)
+def test_lines_are_what_a_terminal_would_show(parts: list[bytes], lines: list[bytes], end: list[bytes]) -> None:
+    reader = Lines(lambda: 0.0)
+    assert [line for part in parts for line in reader.feed(part)] == lines
+    assert reader.end() == end
 
 
 def test_lines_are_the_same_however_the_bytes_arrive() -> None:
@@ -336,32 +323,12 @@ def test_lines_are_the_same_however_the_bytes_arrive() -> None:
 
 
 def test_a_progress_bar_is_a_line_a_second_and_its_last_state() -> None:
-    clock = Clock()
-    lines = Lines(clock)
+    now = 0.0
+    lines = Lines(lambda: now)
     found = []
     for percent in range(0, 101, 5):
         found += lines.feed(f"\r{percent:3}%".encode())
-        clock.now += PROGRESS_SECONDS / 4
+        now += PROGRESS_SECONDS / 4
     found += lines.feed(b"\n")
     assert found == [b"  0%", b" 20%", b" 40%", b" 60%", b" 80%", b"100%"]
     assert lines.end() == []
-
-
-def test_a_bar_that_is_wiped_out_leaves_nothing_and_one_that_stays_its_last_state() -> None:
-    lines = Lines(Clock())
-    assert lines.feed(b"\r10%\r20%\r30%\r") == [b"10%"]
-    assert lines.feed(b"     \rdone\n") == [b"done"]
-    assert lines.feed(b"\r40%\r50%\r") == []
-    assert lines.end() == [b"50%"]
-
-
-def test_the_cursor_moves_nowhere_and_colours_stay() -> None:
-    lines = Lines()
-    assert lines.feed(b"\x1b[2K\x1b[31mred\x1b[0m\x1b[A\n") == [b"\x1b[31mred\x1b[0m"]
-
-
-def test_a_line_without_an_end_is_written_in_parts() -> None:
-    lines = Lines()
-    [part] = lines.feed(b"x" * (LONGEST_LINE_BYTES + 1))
-    assert len(part) == LONGEST_LINE_BYTES + 1
-    assert lines.feed(b"yz\n") == [b"yz"]

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,23 +25,21 @@ from ps_server.core.membership import JoinRequest
 from ps_server.ops import status
 from ps_worker import Session
 from tests.tools.cluster import Cluster, in_parallel, until
-from tests.tools.launching import Command
+from tests.tools.launching import ROOT, Command, Commands
 
-ROOT = Path(__file__).parents[2]
 END_SECONDS = 60.0
 LEASE = 4.0
 LONG_LEASE = 300.0  # longer than any test: what ends before was not waited for
 
-# Trains until there is a file NAME.stop; a file says its clock. Arguments: the name, and the initial weight.
+# Trains until there is a file NAME.stop; a file says its clock. Argument: the name.
 SCRIPT = """
 import os, sys, time
 import torch
 import ps_worker
 
-name, weight = sys.argv[1], float(sys.argv[2])
+name = sys.argv[1]
 with ps_worker.connect() as session:
     model = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.constant_(model.weight, weight)
     model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     sys.stdout.write(f"{name}: rank {session.rank} begins at clock {session.clock} with {model.weight.item()}\\n")
     open(f"{name}.{session.rank}.{os.getpid()}.pid", "w").close()
@@ -58,94 +56,75 @@ with ps_worker.connect() as session:
 class Launches:
     """A cluster of real processes, and launches of `ps-worker run` that train on it in a directory."""
 
-    def __init__(self, directory: Path, *flags: str) -> None:
-        self.directory = directory
-        self._commands: list[Command] = []
+    def __init__(self, directory: Path, commands: Commands, *flags: str) -> None:
+        self._directory, self._start = directory, commands.start
         (directory / "train.py").write_text(SCRIPT)
         ports = ("--shards", "2", "--port", "0", "--metrics-port", "0")
         self.servers = self._start("-m", "ps_server", "up", *ports, *flags)
         [self.address] = self.servers.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
 
-    def run(self, name: str, *flags: str, weight: float = 0.0, **variables: str) -> Command:
+    def run(self, name: str, *flags: str) -> Command:
         """Starts two workers, in a launch of this name."""
         run = ("-m", "ps_worker", "run", "--server", self.address, "--workers", "2", "--metrics-host", "127.0.0.1")
-        return self._start(*run, *flags, str(self.directory / "train.py"), name, str(weight), **variables)
+        return self._start(*run, *flags, str(self._directory / "train.py"), name)
 
-    def _start(self, *arguments: str, **variables: str) -> Command:
-        directory = self.directory / f"command-{len(list(self.directory.glob('command-*')))}"
-        directory.mkdir()
-        self._commands.append(Command(directory, *arguments, **variables))
-        return self._commands[-1]
-
-    def clock(self, name: str, rank: int = 0) -> int:
-        """How far a launch's worker is."""
+    def _clock(self, name: str, rank: int) -> int:
         try:
-            return int((self.directory / f"{name}.{rank}.clock").read_text() or 0)
+            return int((self._directory / f"{name}.{rank}.clock").read_text() or 0)
         except FileNotFoundError:
             return 0
 
     def trains(self, name: str) -> None:
         """Waits until both workers of a launch make steps, from now on."""
-        before = [self.clock(name, rank) for rank in range(2)]
-        until(lambda: all(self.clock(name, rank) > before[rank] for rank in range(2)), f"steps of {name}")
+        before = [self._clock(name, rank) for rank in range(2)]
+        until(lambda: all(self._clock(name, rank) > before[rank] for rank in range(2)), f"steps of {name}")
 
     def pid(self, name: str, rank: int) -> int:
         """The process of a launch's worker that was started last."""
-        files = sorted(self.directory.glob(f"{name}.{rank}.*.pid"), key=lambda file: file.stat().st_mtime)
+        files = sorted(self._directory.glob(f"{name}.{rank}.*.pid"), key=lambda file: file.stat().st_mtime)
         return int(files[-1].name.split(".")[2])
 
-    def stop(self, name: str) -> None:
-        """Has a launch's scripts end."""
-        (self.directory / f"{name}.stop").touch()
-
-    def close(self) -> None:
-        for command in reversed(self._commands):
-            command.clean_up()
+    def ends(self, name: str, command: Command) -> None:
+        """Has a launch's scripts end, and waits for it."""
+        (self._directory / f"{name}.stop").touch()
+        assert command.process.wait(END_SECONDS) == 0, command.err
 
 
 @pytest.fixture
 def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Launches]]:
     """Clusters to order: launches("--lease", "4")."""
     monkeypatch.chdir(tmp_path)
-    with ExitStack() as made:
+    with closing(Commands(tmp_path)) as commands:
+        yield lambda *flags: Launches(tmp_path, commands, *flags)
 
-        def make(*flags: str) -> Launches:
-            found = Launches(tmp_path, *flags)
-            made.callback(found.close)
-            return found
 
-        yield make
+def kill_all(launch: Command) -> None:
+    """Ends a launch's workers as a crash of their host would."""
+    for process in launch.family():
+        process.kill()
+    launch.process.wait(END_SECONDS)
 
 
 # -- as a user does, with real processes -----------------------------------------------------------------------------
 
 
-def test_a_second_launch_on_the_name_of_a_running_job_is_refused(launches: Callable[..., Launches]) -> None:
+def test_a_second_launch_on_a_running_job_is_refused_and_takes_over_where_it_is_told_to(
+    launches: Callable[..., Launches],
+) -> None:
     at = launches("--lease", str(LEASE))
-    first = at.run("first")
+    first, other = at.run("first", "--max-restarts", "1"), at.run("other", "--job", "another")
     at.trains("first")
-    second = at.run("second")
-    assert second.process.wait(END_SECONDS) == 1
-    assert "begins" not in second.out, "neither of its workers trains"
-    [said] = set(re.findall(r"worker \d: (job 'default' is in use: .*--take-over.*)", second.err))
-    host = os.uname().nodename
-    pids = f"{at.pid('first', 0)}, {at.pid('first', 1)}"
-    assert f"workers 0 and 1 on host {host} (pids {pids}) train it since 20" in said
-    assert "--job NAME" in said
-    assert "--take-over" in said
-    assert "Traceback" not in second.err
-    at.trains("first")
-    other = at.run("other", "--job", "another")
     at.trains("other")
-    for name, command in (("first", first), ("other", other)):
-        at.stop(name)
-        assert command.process.wait(END_SECONDS) == 0, command.err
-
-
-def test_a_launch_takes_over_where_it_is_told_to_and_the_other_says_so(launches: Callable[..., Launches]) -> None:
-    at = launches("--lease", str(LEASE))
-    first = at.run("first", "--max-restarts", "1")
+    refused = at.run("refused")
+    assert refused.process.wait(END_SECONDS) == 1
+    assert "begins" not in refused.out, "neither of its workers trains"
+    [said] = set(re.findall(r"worker \d: (job 'default' is in use: .*--take-over.*)", refused.err))
+    pids = f"{at.pid('first', 0)}, {at.pid('first', 1)}"
+    assert f"workers 0 and 1 on host {os.uname().nodename} (pids {pids}) train it since 20" in said
+    assert "--job NAME" in said
+    assert "Traceback" not in refused.err
     at.trains("first")
+    at.ends("other", other)
     second = at.run("second", "--take-over")
     assert first.process.wait(END_SECONDS) == 1, "nor does it take its places back when its workers are started again"
     for rank in range(2):
@@ -153,8 +132,7 @@ def test_a_launch_takes_over_where_it_is_told_to_and_the_other_says_so(launches:
     assert re.search(r"another launch took over: pid \d+ on host \S+", first.err)
     assert "job 'default' is in use: " in first.err
     at.trains("second")
-    at.stop("second")
-    assert second.process.wait(END_SECONDS) == 0, second.err
+    at.ends("second", second)
     assert re.findall(r"rank 0 begins at clock (\d+)", second.out) != ["0"], "it goes on with the job as it is"
 
 
@@ -164,16 +142,12 @@ def test_a_user_who_starts_again_after_a_crash_waits_for_the_lease_and_is_not_re
     at = launches("--lease", "20")  # longer than an interpreter needs to start
     first = at.run("first")
     at.trains("first")
-    family = first.family()
-    for process in family:
-        process.kill()
-    first.process.wait(END_SECONDS)
+    kill_all(first)
     second = at.run("second", "--connect-timeout", "1")  # shorter than the lease: the wait is the coordinator's wish
     at.trains("second")
     assert "is in use: workers 0 and 1 on host" in second.err
     assert "Waiting for a sign of life" in second.err
-    at.stop("second")
-    assert second.process.wait(END_SECONDS) == 0, second.err
+    at.ends("second", second)
 
 
 def test_a_worker_that_its_launch_starts_again_takes_its_place_at_once(launches: Callable[..., Launches]) -> None:
@@ -184,26 +158,22 @@ def test_a_worker_that_its_launch_starts_again_takes_its_place_at_once(launches:
     first.says(r"first: rank 1 begins at clock [1-9]\d* with", count=1)
     at.trains("first")
     assert "is in use" not in first.err
-    at.stop("first")
-    assert first.process.wait(END_SECONDS) == 0, first.err
+    at.ends("first", first)
 
 
-def test_all_workers_started_again_on_restored_servers_go_on(launches: Callable[..., Launches]) -> None:
+def test_all_workers_started_again_on_restored_servers_go_on(launches: Callable[..., Launches], tmp_path: Path) -> None:
     at = launches("--lease", str(LONG_LEASE), "--checkpoint-dir", "kept", "--checkpoint-every", "5steps")
     first = at.run("first")
     at.trains("first")
-    until(lambda: list((at.directory / "kept").glob("*/*/manifest.json")), "a checkpoint")
-    for process in first.family():
-        process.kill()
-    first.process.wait(END_SECONDS)
+    until(lambda: list((tmp_path / "kept").glob("*/*/manifest.json")), "a checkpoint")
+    kill_all(first)
     assert at.servers.end(signal.SIGTERM) == 0
     again = launches("--checkpoint-dir", "kept", "--restore")
     second = again.run("second")
     begun = second.says(r"second: rank \d begins at clock (\d+) with", count=2)
     assert all(int(clock) > 0 for clock in begun), "of the checkpoint"
     again.trains("second")
-    again.stop("second")
-    assert second.process.wait(END_SECONDS) == 0, second.err
+    again.ends("second", second)
 
 
 # -- one process -----------------------------------------------------------------------------------------------------
@@ -245,27 +215,19 @@ def test_a_notebooks_cell_that_is_run_again_begins_anew(
 
 
 def test_sessions_of_one_process_in_other_places_stay_as_they_are(shared: Cluster, job: str) -> None:
+    """One whose rank comes again, with others live, goes on with the job."""
     sessions = [shared.connect("async", rank, 2, job=job) for rank in range(2)]
-    models = in_parallel(2, lambda rank: prepared(sessions[rank]))
-    with shared.connect("async", job=f"{job}.other") as other:
-        prepared(other)
-        elastic = [shared.connect("async", elastic=True, job=f"{job}.elastic") for _ in range(2)]
-        found = [prepared(session) for session in elastic]
-        for model, optimizer in models + found:
-            step(model, optimizer)
-        assert {session.rank for session in elastic} == {0, 1}
-    for session in sessions + elastic:
-        session.close()
-
-
-def test_a_session_whose_rank_comes_again_with_others_live_goes_on_with_the_job(shared: Cluster, job: str) -> None:
-    sessions = [shared.connect("async", rank, 2, job=job) for rank in range(2)]
-    _, (model, optimizer) = in_parallel(2, lambda rank: prepared(sessions[rank], 10.0))
-    assert step(model, optimizer) == 9.0
+    trained = in_parallel(2, lambda rank: prepared(sessions[rank], 10.0))
+    others = [shared.connect("async", job=f"{job}.other")]
+    others += [shared.connect("async", elastic=True, job=f"{job}.elastic") for _ in range(2)]
+    trained += [prepared(session) for session in others]
+    for model, optimizer in trained:
+        step(model, optimizer)
+    assert {session.rank for session in others[1:]} == {0, 1}
     again = shared.connect("async", 0, 2, job=job)
     model, _ = prepared(again, 100.0)
-    assert model.weight.item() == 9.0
-    for session in (sessions[1], again):
+    assert model.weight.item() == 8.0, "what both have made of it"
+    for session in (sessions[1], again, *others):
         session.close()
 
 
@@ -288,10 +250,7 @@ def test_a_refused_launch_changes_nothing(shared: Cluster, job: str, launched: C
         model, optimizer = prepared(session, 5.0)
         step(model, optimizer)
         before = shared.state(job)
-        with (
-            launched(shared, "b", job=job) as stranger,
-            pytest.raises(JobInUse, match="is in use: worker 0 "),
-        ):
+        with launched(shared, "b", job=job) as stranger, pytest.raises(JobInUse, match="is in use: worker 0 "):
             prepared(stranger, 50.0)
         assert shared.state(job) == before
         assert step(model, optimizer) == 3.0
@@ -380,11 +339,7 @@ def test_status_says_which_launch_a_worker_is_of_and_since_when(
 ) -> None:
     with launched(shared, "a", job=job) as session:
         prepared(session)
-        [worker] = [
-            process
-            for process in status.fetch(shared.address)["processes"]
-            if process["role"] == "worker" and process["job"] == job
-        ]
+        [worker] = [process for process in status.fetch(shared.address)["processes"] if process.get("job") == job]
         assert worker["launch"] == "a"
         assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:.]+Z", worker["since"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import ps_worker
 import ps_worker.cli
 from ps_launch.workers import Launch, worker_environment
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.modes import Consistency
 from ps_runtime.command_line import CommandLine
 from ps_runtime.launch_id import LAUNCH_ID, LAUNCH_RANKS, LAUNCHED, STARTED_FILE
 from ps_runtime.settings import KNOWN_VARIABLES, as_variables, unknown_variables
@@ -53,6 +55,7 @@ CASES = [(name, text, value) for name, (taken, _) in TABLE.items() for text, val
 BAD = [(name, text) for name, (_, refused) in TABLE.items() for text in refused]
 SWITCHES = ("elastic", "insecure", "metrics_insecure", "take_over")
 BASE = {"server": "h:9", "world_size": "8", "rank": "2"}
+TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 
 
 def test_the_table_has_every_setting_of_a_worker_and_connect_takes_no_other() -> None:
@@ -66,21 +69,22 @@ def test_the_table_has_every_setting_of_a_worker_and_connect_takes_no_other() ->
 def launched(monkeypatch: pytest.MonkeyPatch, flags: list[str], variables: dict[str, str]) -> WorkerConfig:
     """What the first worker of `ps-worker run` finds, in the environment that the launcher gives it."""
     with monkeypatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
+        set_variables(patch, variables)
         arguments = ps_worker.cli.parser().read(["run", "--server=h:9", *flags, __file__])
-        environment = worker_environment(ps_worker.cli.launch_of(arguments), 0, {})
-        for name, value in environment.items():
-            patch.setenv(name, value)
+        set_variables(patch, worker_environment(ps_worker.cli.launch_of(arguments), 0, {}))
         return resolve()
 
 
 def told(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], **arguments: object) -> WorkerConfig:
     """What `connect` finds."""
     with monkeypatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
+        set_variables(patch, variables)
         return resolve(**arguments)
+
+
+def set_variables(patch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        patch.setenv(name, value)
 
 
 def entries(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> dict[str, Callable[[], WorkerConfig]]:
@@ -147,56 +151,98 @@ def test_a_variable_that_kubernetes_set_is_named_with_what_to_do(
         resolve()
     with pytest.raises(SystemExit):
         ps_server.cli.parser().read(["up", "--metrics-port", "0"])
-    assert (
-        f"argument --port: expected a whole number from 0 to 65535, got 'tcp://10.0.0.1:50051' (from PS_PORT; {advice}"
-        in (capsys.readouterr().err)
-    )
+    refusal = "expected a whole number from 0 to 65535, got 'tcp://10.0.0.1:50051'"
+    assert f"argument --port: {refusal} (from PS_PORT; {advice}" in capsys.readouterr().err
     found = ps_server.cli.parser().read(["up", "--port", "7", "--metrics-port", "0"])
     assert found.port == 7, "a flag comes before its variable, whatever that holds"
 
 
+def test_arguments_come_before_variables_of_ours_before_those_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(variables: dict[str, str], **arguments: object) -> tuple[object, ...]:
+        config = told(monkeypatch, variables, **arguments)
+        return config.server, config.mode, config.consistency, config.job, config.rank, config.world_size
+
+    ours = {"PS_SERVER": "ps:1", "PS_MODE": "ssp:2", "PS_JOB": "mine", "PS_RANK": "3", "PS_WORLD_SIZE": "5"}
+    arguments = {"server": "h:2", "mode": "async", "job": "other", "rank": 0, "world_size": 1}
+    assert found({**TORCHRUN, **ours}) == ("ps:1", "ssp:2", Consistency(2), "mine", 3, 5)
+    assert found({**TORCHRUN, **ours}, **arguments) == ("h:2", "async", Consistency(None), "other", 0, 1)
+    assert found({**TORCHRUN, "PS_SERVER": "ps:1"}) == ("ps:1", "sync", Consistency(0, aggregate=True), "default", 2, 4)
+    empty = dict.fromkeys([*TORCHRUN, *ours, "PS_ELASTIC", "PS_CONNECT_TIMEOUT"], "")
+    assert told(monkeypatch, empty) == told(monkeypatch, {}), "an empty variable is as good as none"
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "mode"),
+    [
+        ({}, {}, "single"),
+        (TORCHRUN, {}, "ddp"),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, {}, "single"),
+        ({**TORCHRUN, "PS_SERVER": "ps:1"}, {}, "sync"),
+        ({"PS_SERVER": "ps:1"}, {"mode": "single"}, "single"),
+    ],
+)
+def test_the_mode_follows_from_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], arguments: dict[str, str], mode: str
+) -> None:
+    assert told(monkeypatch, variables, **arguments).mode == mode
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"mode": "sync"}, "mode sync needs a server: connect.server='HOST:PORT'., PS_SERVER, or --server"),
+        ({"mode": "ssp:1"}, "mode ssp:1 needs a server"),
+        ({"server": "h:1", "world_size": 2}, "world_size is 2, but no rank was given"),
+        ({"server": "h:1", "world_size": 2, "rank": 2}, "rank must be from 0 to world_size - 1 = 1, got 2"),
+        ({"server": "h:1", "world_size": 2, "rank": -1}, "rank: expected a whole number from 0 .*, got '-1'"),
+        ({"server": "h:1", "rank": 1}, "rank must be from 0 to world_size - 1 = 0, got 1"),
+        ({"mode": "ddp", "elastic": True}, "an elastic job needs a server; mode ddp has a fixed world size"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(arguments: dict[str, object], text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text):
+        ps_worker.connect(**arguments)  # type: ignore[arg-type]
+
+
 # -- the servers' settings -------------------------------------------------------------------------------------------
 
+PLAIN = ServerConfig(index=1, coordinator="h:1", port=50051, metrics_port=9100)
 FLAGS = (
     *("--host=::1", "--port=7", "--metrics-host=localhost", "--metrics-port=0", "--lease=2.5", "--apply-threads=3"),
     *("--shared-directory=/shared", "--tokens=tokens", "--insecure", "--checkpoint-dir=kept", "--checkpoint-every=9s"),
     *("--keep=7", "--restore", "--max-jobs=3", "--max-caller-bytes=99999999999", "--max-push-norm=2.5"),
     "--max-handshake-seconds=1.5",
 )
+MANY = ServerConfig(
+    index=1,
+    coordinator="h:1",
+    host="::1",
+    port=7,
+    metrics_host="localhost",
+    lease=2.5,
+    apply_threads=3,
+    shared_directory=Path("/shared"),
+    tokens=Path("tokens"),
+    insecure=True,
+    checkpoint_dir=Path("kept"),
+    checkpoint_every="9s",
+    keep=7,
+    restore=True,
+    limits=Limits(jobs=3, caller_bytes=99999999999, push_norm=2.5, handshake_seconds=1.5),
+)
 
 
-@pytest.mark.parametrize("flags", [(), FLAGS], ids=["none", "many"])
+@pytest.mark.parametrize(("flags", "config"), [((), PLAIN), (FLAGS, MANY)], ids=["none", "many"])
 def test_what_a_cluster_is_told_reaches_its_shards_as_variables(
-    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], config: ServerConfig
 ) -> None:
     told = ps_server.cli.parser().read(["up", *flags])
-    for name, value in as_variables(SERVER_SETTINGS, told).items():
-        monkeypatch.setenv(name, value)
+    set_variables(monkeypatch, as_variables(SERVER_SETTINGS, told))
     heard = ps_server.cli.parser().read(["shard", "--index", "1"])
     assert {s.name: getattr(heard, s.name) for s in SERVER_SETTINGS} == {
         s.name: getattr(told, s.name) for s in SERVER_SETTINGS
     }
-    config = config_of(heard, None, 1, "h:1")
-    if not flags:
-        assert config == ServerConfig(index=1, coordinator="h:1", port=50051, metrics_port=9100)
-    else:
-        assert config == ServerConfig(
-            index=1,
-            coordinator="h:1",
-            host="::1",
-            port=7,
-            metrics_host="localhost",
-            lease=2.5,
-            apply_threads=3,
-            shared_directory=Path("/shared"),
-            tokens=Path("tokens"),
-            insecure=True,
-            checkpoint_dir=Path("kept"),
-            checkpoint_every="9s",
-            keep=7,
-            restore=True,
-            limits=Limits(jobs=3, caller_bytes=99999999999, push_norm=2.5, handshake_seconds=1.5),
-        )
+    assert config_of(heard, None, 1, "h:1") == config
 
 
 def test_a_setting_that_is_not_given_is_empty_for_a_child_whatever_the_parent_inherited(
@@ -206,8 +252,7 @@ def test_a_setting_that_is_not_given_is_empty_for_a_child_whatever_the_parent_in
     variables = as_variables(SERVER_SETTINGS, told)
     assert variables["PS_CHECKPOINT_DIR"] == variables["PS_MAX_STAGED_BYTES"] == ""
     assert variables["PS_INSECURE"] == "0"
-    for name, value in {"PS_CHECKPOINT_DIR": "/old", "PS_INSECURE": "1", **variables}.items():
-        monkeypatch.setenv(name, value)
+    set_variables(monkeypatch, {"PS_CHECKPOINT_DIR": "/old", "PS_INSECURE": "1", **variables})
     heard = ps_server.cli.parser().read(["shard", "--index", "1"])
     assert (heard.checkpoint_dir, heard.insecure) == (None, False)
 
@@ -217,8 +262,6 @@ def test_a_setting_that_is_not_given_is_empty_for_a_child_whatever_the_parent_in
 
 def declared(root: CommandLine) -> set[str]:
     """The variables that the help of a command's flags names."""
-    import re
-
     commands = next(action for action in root._actions if isinstance(action.choices, dict))
     assert isinstance(commands.choices, dict)
     texts = [str(action.help) for command in commands.choices.values() for action in command._actions]
@@ -257,7 +300,6 @@ def test_the_variables_of_kubernetes_and_of_the_program_ps_are_no_mistakes() -> 
 
 # -- the place that a launcher gives ---------------------------------------------------------------------------------
 
-TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 SLURM = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "2"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 KUBERNETES = {"JOB_COMPLETION_INDEX": "3"}
@@ -302,9 +344,10 @@ def test_half_a_place_is_refused(monkeypatch: pytest.MonkeyPatch, variables: dic
         told(monkeypatch, variables, server="h:1")
 
 
-def test_half_a_place_does_not_matter_to_who_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_place_does_not_matter_where_none_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(monkeypatch, KUBERNETES).mode == "single"
-    assert told(monkeypatch, KUBERNETES, server="h:1", elastic=True).world_size == 0
+    elastic = told(monkeypatch, {**KUBERNETES, "PS_RANK": "1"}, server="h:1", elastic=True)
+    assert (elastic.rank, elastic.world_size) == (None, 0)
     assert told(monkeypatch, {"RANK": "3"}, mode="single").rank == 0
 
 
@@ -327,8 +370,7 @@ def torchruns(environment: dict[str, str]) -> dict[str, str]:
 def test_nothing_of_torchruns_environment_reaches_a_worker_outside_ddp(
     monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    for name, value in STALE.items():
-        monkeypatch.setenv(name, value)
+    set_variables(monkeypatch, STALE)
     found = worker_environment(a_launch(mode), 1, {})
     assert torchruns(found) == {}
     assert "TORCHELASTIC_RUN_ID" not in found
@@ -337,8 +379,7 @@ def test_nothing_of_torchruns_environment_reaches_a_worker_outside_ddp(
 
 
 def test_in_ddp_torchruns_environment_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in STALE.items():
-        monkeypatch.setenv(name, value)
+    set_variables(monkeypatch, STALE)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     found = worker_environment(a_launch("ddp"), 1, meeting)
     place = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}

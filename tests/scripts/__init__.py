@@ -6,5 +6,5 @@ train_with_frameworks.py  Trains with each framework under a launcher, in sync a
 validate_and_stop.py      Validation over all workers, ReduceLROnPlateau, early stopping
 huggingface_jobs.py       One function a test of the Trainer and of Accelerate: a worker's script
 lightning_jobs.py         One function a test of Lightning and Fabric: a worker's script
-models.py                 The model of the equivalence tests: frozen, tied and unused parameters, buffers, and more
+models.py                 The model of the equivalence tests, which has one of everything; weights as numbers, refusals
 """

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import ps_worker.accelerate
-from ps_worker import PSError
 from ps_worker.huggingface import OnServers, PsTrainer, connect
+from tests.scripts.models import refusal, weights
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore")
@@ -58,10 +58,6 @@ def arguments(directory: Path, **more: Any) -> TrainingArguments:
         "train_sampling_strategy": "sequential",
     }
     return TrainingArguments(**(options | more))
-
-
-def weights(model: nn.Module) -> Weights:
-    return [tensor.detach().double().flatten().tolist() for tensor in model.state_dict().values()]
 
 
 class Watch(TrainerCallback):
@@ -135,11 +131,8 @@ def compare(root: Path, batch: int, kind: str, **more: Any) -> Weights:
     """The weights after two epochs; kind: "plain" is the Trainer alone."""
     model, session = gpt(), connect()
     args = arguments(root, per_device_train_batch_size=batch, max_grad_norm=0.0, **more)
-    if kind == "plain":
-        trainer = Trainer(model=model, args=args, train_dataset=data())
-    else:
-        trainer = PsTrainer(model=model, args=args, train_dataset=data(), session=session)
-    trainer.train()
+    trained: Any = {"model": model, "args": args, "train_dataset": data()}
+    (Trainer(**trained) if kind == "plain" else PsTrainer(**trained, session=session)).train()
     return weights(model)
 
 
@@ -190,14 +183,8 @@ def metrics(root: Path) -> dict[str, Any]:
         return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean()), "rank": session.rank}
 
     args = arguments(root, num_train_epochs=1, eval_strategy="epoch")
-    trainer = DoubledOnServers(
-        model=gpt(),
-        args=args,
-        train_dataset=samples,
-        eval_dataset=samples[:6],
-        compute_metrics=right,
-        session=session,
-    )
+    given: Any = {"train_dataset": samples, "eval_dataset": samples[:6], "compute_metrics": right}
+    trainer = DoubledOnServers(model=gpt(), args=args, session=session, **given)
     trainer.train()
     last = [line for line in trainer.state.log_history if "eval_accuracy" in line][-1]
     predicted = trainer.predict(samples[:5]).predictions
@@ -229,11 +216,7 @@ def refused(root: Path) -> str:
     """A sampler that cannot be divided."""
     args = arguments(root, train_sampling_strategy="group_by_length")
     trainer = PsTrainer(model=gpt(), args=args, train_dataset=data(), session=connect())
-    try:
-        trainer.train()
-    except PSError as error:
-        return str(error)
-    raise AssertionError("it was not refused")
+    return refusal(trainer.train)
 
 
 # -- Accelerate ------------------------------------------------------------------------------------------------------
@@ -272,16 +255,12 @@ def accelerated(batch: int, clip: float = 0.5) -> dict[str, Any]:
     session = ps_worker.accelerate.connect()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     found, optimizer = loop(accelerator, session, batch, clip)
-    try:
-        session.prepare(nn.Linear(1, 1), optimizer)
-    except PSError as error:
-        said = str(error)
     return {
         "weights": found,
         "clock": session.clock,
         "rate": optimizer.param_groups[0]["lr"],
         "place": (accelerator.process_index, accelerator.is_main_process, accelerator.num_processes),
-        "refused": said,
+        "refused": refusal(lambda: session.prepare(nn.Linear(1, 1), optimizer)),
     }
 
 

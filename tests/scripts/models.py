@@ -1,9 +1,13 @@
-"""The model of the equivalence tests: one of everything that could go wrong."""
+"""The model of the equivalence tests, which has one of everything that could go wrong; weights as numbers; refusals."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
+
+from ps_worker import PSError
 
 WORDS, WIDTH, LENGTH = 12, 8, 6
 
@@ -50,3 +54,17 @@ def batch(rank: int, step: int, samples: int = 4) -> torch.Tensor:
 def combined(workers: int, step: int) -> torch.Tensor:
     """All workers' words of one step, in rank order."""
     return torch.cat([batch(rank, step) for rank in range(workers)])
+
+
+def weights(module: nn.Module) -> list[list[float]]:
+    """Parameters and buffers, for a comparison in another process."""
+    return [tensor.detach().double().flatten().tolist() for tensor in module.state_dict().values()]
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """What a call says that is refused."""
+    try:
+        call()
+    except PSError as error:
+        return str(error)
+    raise AssertionError("it was not refused")

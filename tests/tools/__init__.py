@@ -9,6 +9,7 @@ raw_worker.py           A worker without a session: a test sends every message b
 partitions.py           One job's buckets on one shard, without its threads
 rollbacks.py            A job whose workers train, have checkpoints made, and join again after a rollback
 optimizers.py           Each optimizer of a shard, with hyper-parameters that are not the defaults
+small_models.py         Weights and data that follow from a seed, one step, and comparisons of weights
 counting.py             The counting oracle for data: each sample adds 1 to a cell of its own
 oracle_run.py           A job of the counting oracle in threads, to which something happens on the way
 launching.py            Commands as processes: `ps-worker run` to its end, and any command while it runs

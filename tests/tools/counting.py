@@ -52,8 +52,18 @@ def optimizer_for(mode: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1.0)
 
 
-def train(session: Session, mode: str, each: Callable[[int], object], **loading: Any) -> list[int]:
-    """Trains for all passes; calls `each` with the number of every batch taken. Returns how many each pass had."""
+def train(
+    session: Session,
+    mode: str,
+    each: Callable[[int], object],
+    ended: Callable[[int], object] = lambda count: None,
+    **loading: Any,
+) -> list[int]:
+    """Trains for all passes; returns how many batches each had.
+
+    each:  called with the number of every batch taken
+    ended: called after every pass with the number of its batches
+    """
     model = Cells()
     loader = DataLoader(Indices(), batch_size=BATCH, shuffle=True, **loading)
     model, optimizer, batches = session.prepare(model, optimizer_for(mode, model), loader, bucket_bytes=BUCKET_BYTES)
@@ -67,6 +77,7 @@ def train(session: Session, mode: str, each: Callable[[int], object], **loading:
             optimizer.step()
             optimizer.zero_grad()
         counts.append(taken - before)
+        ended(counts[-1])
     return counts
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from tests.tools.cluster import Cluster
 
+Weights = list[list[float]]
 SECONDS = 120.0
 PRELOADED = ["torch", "ps_worker", "lightning.pytorch", "lightning.fabric", "accelerate", "transformers.trainer"]
 
@@ -59,6 +60,11 @@ def run_workers(
             process.join(0 if process.exitcode is not None else 10)
             process.kill()
     return found
+
+
+def close(found: Weights, expected: Weights, within: float = 1e-5) -> bool:
+    """Whether all weights are equal but for rounding."""
+    return all(abs(a - b) < within for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True))
 
 
 def _result(here: Connection) -> Any:

@@ -26,11 +26,16 @@ def script(directory: Path, text: str) -> str:
     return str(path)
 
 
+def environment(**variables: str) -> dict[str, str]:
+    """Of a process that imports the packages from their sources."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+
+
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`ps-worker run`, to its end."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     command = [sys.executable, "-m", "ps_worker", "run", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=90, check=False)
+    own = environment(**variables)
+    return subprocess.run(command, capture_output=True, text=True, env=own, timeout=90, check=False)
 
 
 class Command:
@@ -38,10 +43,10 @@ class Command:
 
     def __init__(self, directory: Path, *arguments: str, **variables: str) -> None:
         self._out, self._err = directory / "out", directory / "err"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **variables}
+        own = environment(PYTHONUNBUFFERED="1", **variables)
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment
+                [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=own
             )
         self._family: list[psutil.Process] = []
 
@@ -83,3 +88,21 @@ class Command:
             for process in [*self.family(), psutil.Process(self.process.pid)]:
                 process.kill()
             self.process.wait()
+
+
+class Commands:
+    """Starts commands in a directory; none of them outlives the test."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._started: list[Command] = []
+
+    def start(self, *arguments: str, **variables: str) -> Command:
+        directory = self._directory / f"command-{len(self._started)}"
+        directory.mkdir()
+        self._started.append(Command(directory, *arguments, **variables))
+        return self._started[-1]
+
+    def close(self) -> None:
+        for command in reversed(self._started):
+            command.clean_up()

@@ -8,114 +8,106 @@ import pytest
 import torch
 from torch import nn
 
-from ps_worker import InvalidRequest, Unsupported
+from ps_worker import InvalidRequest, Session, Unsupported
 from tests.tools.cluster import Cluster, in_parallel
+from tests.tools.small_models import close, drawn, filled, same, step, weights_of
 
 UNFREEZE = 3
 
 
-def _net() -> nn.Module:
-    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
-    generator = torch.Generator().manual_seed(0)
-    for parameter in net.parameters():
-        nn.init.normal_(parameter, std=0.3, generator=generator)
+def make_net() -> Any:
+    net = filled(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)))
     net[:4].requires_grad_(False)  # type: ignore[index]
     return net
 
 
-def _head(model: Any) -> torch.optim.Optimizer:
+def of_head(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model[4].parameters(), lr=0.01)
 
 
-def _train(model: Any, optimizer: torch.optim.Optimizer, first: int = 0, last: int = 9) -> list[torch.Tensor]:
+def prepared(session: Session) -> Any:
+    """A model, and the optimizer of its head."""
+    model = make_net()
+    return session.prepare(model, of_head(model), bucket_bytes=256)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, first: int = 0, last: int = 9) -> list[torch.Tensor]:
     """The usual recipe: the head first, then layer after layer with learning rates of their own."""
     for number in range(first, last):
         for layer, start in ((2, UNFREEZE), (0, 2 * UNFREEZE)):
             if number == start:
                 model[layer].requires_grad_(True)
                 optimizer.add_param_group({"params": model[layer].parameters(), "lr": 0.001 * (1 + layer)})
-        data = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
-        optimizer.zero_grad()
-        model(data).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, drawn(number, 8, 6))
         optimizer.param_groups[-1]["lr"] *= 0.9
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return weights_of(model)
 
 
-def _alone() -> list[torch.Tensor]:
-    model = _net()
-    return _train(model, _head(model))
+def train_alone() -> list[torch.Tensor]:
+    model = make_net()
+    return train(model, of_head(model))
 
 
-def _close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
-@pytest.mark.parametrize("mode", ["single", "sync", "ssp:2", "async"])
+@pytest.mark.parametrize(
+    ("mode", "transport"), [("single", "auto"), ("sync", "shm"), ("sync", "grpc"), ("ssp:2", "shm"), ("async", "grpc")]
+)
 def test_layers_are_unfrozen_one_after_the_other(shared: Cluster, job: str, mode: str, transport: str) -> None:
     with shared.connect(mode, job=job, transport=transport) as session:
-        model = _net()
-        model, optimizer = session.prepare(model, _head(model), bucket_bytes=256)
-        assert _close(_train(model, optimizer), _alone())
+        model, optimizer = prepared(session)
+        assert close(train(model, optimizer), train_alone())
         assert session.clock == 9
-        state = optimizer.state_dict()
-        assert len(state["state"]) == 6
-        assert [float(state["state"][index]["step"]) for index in range(6)] == [9, 9, 6, 6, 3, 3]
+        state = optimizer.state_dict()["state"]
+        assert [float(state[index]["step"]) for index in sorted(state)] == [9, 9, 6, 6, 3, 3]
     assert not any(name.startswith(job) for name in shared.coordinator.jobs())
 
 
 def test_two_workers_agree_and_the_state_goes_into_a_resumed_run(shared: Cluster, job: str) -> None:
     def work(rank: int) -> tuple[list[torch.Tensor], Any]:
         with shared.connect("sync", rank, 2, job=job) as session:
-            model = _net()
-            model, optimizer = session.prepare(model, _head(model), bucket_bytes=256)
-            found = _train(model, optimizer, 0, 5)
-            return found, optimizer.state_dict()
+            model, optimizer = prepared(session)
+            return train(model, optimizer, 0, 5), optimizer.state_dict()
 
     (first, state), (second, _) = in_parallel(2, work)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    model = _net()
+    assert same(first, second)
+    model = make_net()
     for parameter, value in zip(model.parameters(), first, strict=True):
         parameter.data.copy_(value)
-    model[2].requires_grad_(True)  # type: ignore[index]
-    optimizer = _head(model)
-    optimizer.add_param_group({"params": model[2].parameters()})  # type: ignore[index]
+    model[2].requires_grad_(True)
+    optimizer = of_head(model)
+    optimizer.add_param_group({"params": model[2].parameters()})
     optimizer.load_state_dict(state)
     with shared.connect("sync", job=job) as session:
         model, optimizer = session.prepare(model, optimizer, bucket_bytes=256)
-        assert _close(_train(model, optimizer, 5), _alone())
+        assert close(train(model, optimizer, 5), train_alone())
 
 
 def test_what_the_script_changes_of_an_added_layer_counts(shared: Cluster, job: str) -> None:
-    def train(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        _train(model, optimizer, 0, 5)
+    def changing(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        train(model, optimizer, 0, 5)
         model[2].weight.data.clamp_(-0.05, 0.05)
         optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
-        return _train(model, optimizer, 5, 6)
+        return train(model, optimizer, 5, 6)
 
-    alone = _net()
-    expected = train(alone, _head(alone))
+    alone = make_net()
+    expected = changing(alone, of_head(alone))
     with shared.connect("sync", job=job) as session:
-        model = _net()
-        model, optimizer = session.prepare(model, _head(model), bucket_bytes=256)
-        assert _close(train(model, optimizer), expected)
+        assert close(changing(*prepared(session)), expected)
 
 
 def test_what_cannot_be_added_is_refused_and_changes_nothing(shared: Cluster, job: str) -> None:
     with shared.connect("sync", job=job) as session:
-        model: Any = _net()
-        model, optimizer = session.prepare(model, _head(model))
-        with pytest.raises(Unsupported, match=r"of the models that were handed to prepare, got a tensor of \(2, 6\)"):
-            optimizer.add_param_group({"params": nn.Linear(6, 2).parameters()})
-        with pytest.raises(InvalidRequest, match=r"4\.weight is in an optimizer already"):
-            optimizer.add_param_group({"params": model[4].parameters()})
+        model, optimizer = prepared(session)
+
+        def refused(error: type[Exception], said: str, parameters: object, **more: float) -> None:
+            with pytest.raises(error, match=said):
+                optimizer.add_param_group({"params": parameters, **more})
+
+        stranger = nn.Linear(6, 2).parameters()
+        refused(Unsupported, r"of the models that were handed to prepare, got a tensor of \(2, 6\)", stranger)
+        refused(InvalidRequest, r"4\.weight is in an optimizer already", model[4].parameters())
         optimizer.add_param_group({"params": model[2].weight})
-        with pytest.raises(InvalidRequest, match=r"2\.weight is in an optimizer already"):
-            optimizer.add_param_group({"params": model[2].parameters()})
-        with pytest.raises(InvalidRequest, match="at least one parameter"):
-            optimizer.add_param_group({"params": []})
-        with pytest.raises(InvalidRequest, match="lr"):
-            optimizer.add_param_group({"params": model[2].bias, "lr": -1.0})
+        refused(InvalidRequest, r"2\.weight is in an optimizer already", model[2].parameters())
+        refused(InvalidRequest, "at least one parameter", [])
+        refused(InvalidRequest, "lr", model[2].bias, lr=-1.0)
         assert len(optimizer.param_groups) == 2
-        _train(model, optimizer, 0, 2)
+        train(model, optimizer, 0, 2)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import subprocess
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import pytest
@@ -19,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader
 
 import ps_worker
 from ps_protocol.errors import (
@@ -40,15 +36,17 @@ from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import Session
 from ps_worker.cluster import rounds
-from ps_worker.strategies import collectives
+from ps_worker.strategies.collectives import Collectives
 from tests.tools.cable import LEASE, Cable, live, lose, session_at
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, until
-from tests.tools.counting import BATCH, BUCKET_BYTES, PASSES, SAMPLES, Cells, Indices, optimizer_for
+from tests.tools.counting import PASSES, train
+from tests.tools.launching import ROOT, run
 from tests.tools.raw_worker import RawWorker, vector_job
-from tests.tools.rpc_faults import RpcFaults, break_calls
+from tests.tools.rpc_faults import KINDS, RpcFaults, break_calls
 
 MODES = ["sync", "ssp:2", "async"]
 MakeCluster = Callable[..., Cluster]
+T = TypeVar("T")
 
 
 class Worker:
@@ -66,22 +64,46 @@ class Worker:
             self.optimizer.zero_grad()
 
 
+def workers(
+    count: int, cluster: Cluster, mode: str, work: Callable[[int, Worker], T], job: str = "default", **options: Any
+) -> list[T]:
+    """What the workers of a job return, by rank, each in a thread of its own."""
+
+    def run(rank: int) -> T:
+        with cluster.connect(mode, rank, count, job=job, **options) as session:
+            return work(rank, Worker(session))
+
+    return in_parallel(count, run)
+
+
+def beside_a_raw_worker(
+    cluster: Cluster,
+    mode: str,
+    work: Callable[[Session], object],
+    peer_work: Callable[[RawWorker], object],
+    job: str = "default",
+    **options: Any,
+) -> None:
+    """Worker 0 of a job has a session; worker 1 sends what the test says."""
+
+    def run(which: int) -> None:
+        if which == 0:
+            with cluster.connect(mode, 0, 2, job=job, **options) as session:
+                Worker(session)
+                work(session)
+        else:
+            spec = until(lambda: cluster.coordinator.jobs().get(job)).spec
+            with RawWorker(cluster.address, spec, 1) as peer:
+                peer_work(peer)
+
+    in_parallel(2, run)
+
+
 def elastic(cluster: Cluster, mode: str, job: str) -> Session:
     return ps_worker.connect(cluster.address, mode, job=job, elastic=True)
 
 
-def busy(pool: str) -> list[str]:
-    """The threads of a pool that do anything but wait for work."""
-    frames = sys._current_frames()
-    return [
-        thread.name
-        for thread in threading.enumerate()
-        if thread.name.startswith(pool) and thread.ident in frames
-        if frames[thread.ident].f_code.co_name != "_worker"
-    ]
-
-
-def in_round(cluster: Cluster, job: str, count: int = 1) -> bool:
+def in_round(cluster: Cluster, job: str = "default", count: int = 1) -> bool:
     """Whether so many workers wait in a round."""
     known = cluster.coordinator.jobs().get(job)
     return known is not None and known.rounds.waiting() >= count
@@ -92,41 +114,36 @@ def in_round(cluster: Cluster, job: str, count: int = 1) -> bool:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_all_workers_have_the_same_and_in_the_order_of_ranks(shared: Cluster, job: str, mode: str) -> None:
-    def work(rank: int) -> dict[str, Any]:
-        with shared.connect(mode, rank, 3, job=job) as session:
-            Worker(session)
-            assert session.is_main == (rank == 0)
-            found = {
-                "number": session.mean(float(rank)),
-                "weighted": session.mean(rank, weight=2 * rank),
-                "tensor": session.mean(torch.tensor([rank / 3, 1.0])),
-                "half": session.mean(torch.tensor(rank, dtype=torch.bfloat16)),
-                "whole": session.mean(torch.tensor([[rank, 1]])),
-                "dict": session.mean({"loss": 0.1 * rank, "hits": torch.tensor([rank, 2])}),
-                "gather": session.gather(
-                    {"rank": rank, "x": torch.full((rank,), rank), "more": (None, True, "é", 0.5)}
-                ),
-                "first": session.broadcast({"name": f"run of {rank}", "x": torch.tensor([rank])}),
-                "last": session.broadcast(object() if rank < 2 else [1, "two"], source=2),
-            }
-            session.barrier()
-            return found
+    def work(rank: int, worker: Worker) -> dict[str, Any]:
+        session = worker.session
+        assert session.is_main == (rank == 0)
+        found = {
+            "number": session.mean(float(rank)),
+            "weighted": session.mean(rank, weight=2 * rank),
+            "tensor": session.mean(torch.tensor([rank / 3, 1.0])),
+            "half": session.mean(torch.tensor(rank, dtype=torch.bfloat16)),
+            "whole": session.mean(torch.tensor([[rank, 1]])),
+            "dict": session.mean({"loss": 0.1 * rank, "hits": torch.tensor([rank, 2])}),
+            "gather": session.gather({"rank": rank, "x": torch.full((rank,), rank), "more": (None, True, "é", 0.5)}),
+            "first": session.broadcast({"name": f"run of {rank}", "x": torch.tensor([rank])}),
+            "last": session.broadcast(object() if rank < 2 else [1, "two"], source=2),
+        }
+        session.barrier()
+        return found
 
-    results = in_parallel(3, work)
-    found = results[0]
-    assert found["number"] == 1.0
-    assert found["weighted"] == (1 * 2 + 2 * 4) / 6
-    assert torch.equal(found["tensor"], torch.tensor([1 / 3, 1.0]))
-    assert found["half"].dtype == torch.bfloat16
-    assert found["whole"].tolist() == [[1.0, 1.0]]
-    assert found["whole"].dtype == torch.get_default_dtype()
-    assert found["dict"]["loss"] == (0.0 + 0.1 + 0.2) / 3
-    assert [one["rank"] for one in found["gather"]] == [0, 1, 2]
-    assert [one["x"].tolist() for one in found["gather"]] == [[], [1], [2, 2]]
-    assert found["gather"][0]["more"] == (None, True, "é", 0.5)
-    assert found["first"]["name"] == "run of 0"
-    assert found["last"] == [1, "two"]
-    assert [repr(one) for one in results] == [repr(found)] * 3, "to the bit"
+    results = workers(3, shared, mode, work, job)
+    expected = {
+        "number": 1.0,
+        "weighted": (1 * 2 + 2 * 4) / 6,
+        "tensor": torch.tensor([1 / 3, 1.0]),
+        "half": torch.tensor(1.0, dtype=torch.bfloat16),
+        "whole": torch.tensor([[1.0, 1.0]]),
+        "dict": {"loss": (0.0 + 0.1 + 0.2) / 3, "hits": torch.tensor([1.0, 2.0])},
+        "gather": [{"rank": r, "x": torch.full((r,), r), "more": (None, True, "é", 0.5)} for r in range(3)],
+        "first": {"name": "run of 0", "x": torch.tensor([0])},
+        "last": [1, "two"],
+    }
+    assert [repr(found) for found in results] == [repr(expected)] * 3
 
 
 def test_in_single_it_is_this_worker_alone() -> None:
@@ -140,16 +157,21 @@ def test_in_single_it_is_this_worker_alone() -> None:
 
 
 def test_a_weight_of_zero_leaves_a_worker_out_whatever_it_gives(shared: Cluster, job: str) -> None:
-    def work(rank: int) -> tuple[float, list[float]]:
-        with shared.connect("async", rank, 2, job=job) as session:
-            Worker(session)
-            x = float("nan") if rank else 7.0  # an empty shard has no mean
-            found = session.mean(x, weight=1 - rank), session.mean(torch.tensor([x]), weight=1 - rank).tolist()
-            with pytest.raises(InvalidRequest, match="the weights of all workers are 0"):
-                session.mean(x, weight=0)
-            return found
+    def work(rank: int, worker: Worker) -> tuple[float, list[float]]:
+        mean, x = worker.session.mean, float("nan") if rank else 7.0  # an empty shard has no mean
+        found = mean(x, weight=1 - rank), mean(torch.tensor([x]), weight=1 - rank).tolist()
+        with pytest.raises(InvalidRequest, match="the weights of all workers are 0"):
+            mean(x, weight=0)
+        return found
 
-    assert in_parallel(2, work) == [(7.0, [7.0])] * 2
+    assert workers(2, shared, "async", work, job) == [(7.0, [7.0])] * 2
+
+
+def test_values_that_fill_several_messages_arrive(shared: Cluster, job: str) -> None:
+    def work(rank: int, worker: Worker) -> list[float]:
+        return [float(x.sum()) for x in worker.session.gather(torch.full((1_300_000,), float(rank)))]
+
+    assert workers(3, shared, "async", work, job) == [[0.0, 1_300_000.0, 2_600_000.0]] * 3
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
@@ -158,23 +180,21 @@ def test_a_weight_of_zero_leaves_a_worker_out_whatever_it_gives(shared: Cluster,
 def test_values_and_calls_that_differ_are_one_error_for_all_and_the_next_call_is_right(
     shared: Cluster, job: str
 ) -> None:
-    def work(rank: int) -> list[str]:
-        said = []
-        with shared.connect("sync", rank, 2, job=job) as session:
-            Worker(session)
-            for call in (
-                lambda: session.mean(torch.zeros(3 + rank)),
-                lambda: session.mean(1.0 if rank else {"loss": 1.0}),
-                lambda: session.mean(1.0) if rank else session.gather(1.0),
-                lambda: session.broadcast(1.0, source=rank),
-            ):
-                with pytest.raises(InvalidRequest) as caught:
-                    call()
-                said.append(str(caught.value))
-            assert session.mean(rank) == 0.5
+    def work(rank: int, worker: Worker) -> list[str]:
+        session, said = worker.session, []
+        for call in (
+            lambda: session.mean(torch.zeros(3 + rank)),
+            lambda: session.mean(1.0 if rank else {"loss": 1.0}),
+            lambda: session.mean(1.0) if rank else session.gather(1.0),
+            lambda: session.broadcast(1.0, source=rank),
+        ):
+            with pytest.raises(InvalidRequest) as caught:
+                call()
+            said.append(str(caught.value))
+        assert session.mean(rank) == 0.5
         return said
 
-    first, second = in_parallel(2, work)
+    first, second = workers(2, shared, "sync", work, job)
     assert first == second
     assert "worker 0: float32 of shape (3,); worker 1: float32 of shape (4,)" in first[0]
     assert "worker 0: {'loss': a number}; worker 1: a number" in first[1]
@@ -184,11 +204,9 @@ def test_values_and_calls_that_differ_are_one_error_for_all_and_the_next_call_is
 
 def test_bad_arguments_are_refused_before_anything_is_sent(shared: Cluster, job: str) -> None:
     with shared.connect("sync", job=job) as session:
-        for call in (session.mean, session.gather, session.broadcast):
+        for call in (session.mean, session.gather, session.broadcast, lambda _: session.barrier()):
             with pytest.raises(InvalidRequest, match="call prepare first"):
                 call(1.0)
-        with pytest.raises(InvalidRequest, match="call prepare first"):
-            session.barrier()
         assert session.is_main
         Worker(session)
         itself: list[Any] = []
@@ -212,29 +230,17 @@ def test_bad_arguments_are_refused_before_anything_is_sent(shared: Cluster, job:
 def test_too_many_bytes_are_one_error_for_all_and_the_limit_is_named(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(shards=1, limits=Limits(round_bytes=4000))
 
-    def work(rank: int) -> str:
-        with cluster.connect("async", rank, 2) as session:
-            Worker(session)
-            with pytest.raises(
-                LimitExceeded, match=r"gather: the values of workers .* max-round-bytes is 4000"
-            ) as caught:
-                session.gather(torch.zeros(800))
-            assert session.mean(rank) == 0.5
-            with pytest.raises(LimitExceeded, match="a value may have"):
-                session.gather(torch.zeros(2**22 + 1))
-            return str(caught.value)
+    def work(rank: int, worker: Worker) -> str:
+        said = r"gather: the values of workers .* max-round-bytes is 4000"
+        with pytest.raises(LimitExceeded, match=said) as caught:
+            worker.session.gather(torch.zeros(800))
+        assert worker.session.mean(rank) == 0.5
+        with pytest.raises(LimitExceeded, match="a value may have"):
+            worker.session.gather(torch.zeros(2**22 + 1))
+        return str(caught.value)
 
-    first, second = in_parallel(2, work)
+    first, second = workers(2, cluster, "async", work)
     assert first == second
-
-
-def test_values_that_fill_several_messages_arrive(shared: Cluster, job: str) -> None:
-    def work(rank: int) -> list[float]:
-        with shared.connect("async", rank, 3, job=job) as session:
-            Worker(session)
-            return [float(one.sum()) for one in session.gather(torch.full((1_300_000,), float(rank)))]
-
-    assert in_parallel(3, work) == [[0.0, 1_300_000.0, 2_600_000.0]] * 3
 
 
 def raw_exchange(worker: RawWorker, **fields: Any) -> list[Any]:
@@ -269,41 +275,47 @@ def test_only_a_live_worker_may_give_a_value_and_only_for_the_open_round(shared:
 
 @pytest.mark.parametrize("value", [b"", b"nonsense", bytes(8), b"\xff" * 40, (2).to_bytes(8, "little") + b"{}"])
 def test_what_is_no_value_is_an_error_that_names_its_worker(shared: Cluster, job: str, value: bytes) -> None:
-    spec: list[Any] = []
+    def work(session: Session) -> None:
+        with pytest.raises(InvalidRequest, match="what worker 1 sent cannot be read"):
+            session.gather(1)
 
-    def work(which: int) -> None:
-        if which == 0:
-            with shared.connect("async", 0, 2, job=job, transport="grpc") as session:
-                Worker(session)
-                with pytest.raises(InvalidRequest, match="what worker 1 sent cannot be read"):
-                    session.gather(1)
-        else:
-            spec.append(until(lambda: shared.coordinator.jobs().get(job)).spec)
-            with RawWorker(shared.address, spec[0], 1) as peer:
-                assert raw_exchange(peer, value=value)[-1].complete
-                peer.leave()
+    def give(peer: RawWorker) -> None:
+        assert raw_exchange(peer, value=value)[-1].complete
+        peer.leave()
 
-    in_parallel(2, work)
+    beside_a_raw_worker(shared, "async", work, give, job, transport="grpc")
 
 
 @pytest.mark.parametrize("call", ["mean", "gather"])
 def test_any_bytes_of_a_worker_are_read_or_refused(call: str) -> None:
-    whole = collectives._packed(call, [1.0, {"loss": torch.ones(2), "n": 1}])
+    class Peers:
+        """Worker 1 gives what `other` makes of the value of worker 0."""
+
+        rank = 0
+
+        def __init__(self, other: Callable[[bytes], bytes]) -> None:
+            self.other = other
+
+        def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
+            return {0: value, 1: self.other(value)}
+
+    def ask(other: Callable[[bytes], bytes]) -> None:
+        x = {"loss": torch.ones(2), "n": 1}
+        getattr(Collectives(Peers(other), torch.device("cpu")), call)(x)
+
+    ask(lambda value: value)
 
     @settings(max_examples=300)
-    @given(st.one_of(st.binary(max_size=200), st.tuples(st.integers(0, len(whole)), st.binary(max_size=4))))
-    def check(raw: bytes | tuple[int, bytes]) -> None:
-        data = raw if isinstance(raw, bytes) else whole[: raw[0]] + raw[1] + whole[raw[0] + len(raw[1]) :]
-
-        class Other:
-            rank = 0
-
-            def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
-                return {0: value, 1: data}
+    @given(st.one_of(st.binary(max_size=200), st.tuples(st.floats(0, 1), st.binary(max_size=4))))
+    def check(raw: bytes | tuple[float, bytes]) -> None:
+        def other(value: bytes) -> bytes:
+            if isinstance(raw, bytes):
+                return raw
+            place, changed = int(raw[0] * len(value)), raw[1]
+            return value[:place] + changed + value[place + len(changed) :]
 
         with contextlib.suppress(InvalidRequest):
-            session = collectives.Collectives(Other(), torch.device("cpu"))
-            session.mean({"loss": torch.ones(2), "n": 1}) if call == "mean" else session.gather(1)
+            ask(other)
 
     check()
 
@@ -311,59 +323,56 @@ def test_any_bytes_of_a_worker_are_read_or_refused(call: str) -> None:
 # -- workers that come and go ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_a_worker_that_dies_is_not_waited_for_and_who_waits_says_for_whom(
-    make_cluster: MakeCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: str
+    make_cluster: MakeCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounds, "NOTICE_SECONDS", 0.0)
-    cluster = make_cluster(lease=3.0)
+    cluster = make_cluster(lease=LEASE)
 
-    def work(which: int) -> None:
-        if which == 0:
-            with cluster.connect(mode, 0, 2) as session:
-                Worker(session)
-                assert session.gather("alone") == ["alone"]
-                assert session.mean(4) == 4.0
-        else:
-            spec = until(lambda: cluster.coordinator.jobs().get("default")).spec
-            with RawWorker(cluster.address, spec, 1):
-                until(lambda: 1 not in live(cluster), "its lease runs out")
+    def work(session: Session) -> None:
+        assert session.gather("alone") == ["alone"]
+        assert session.mean(4) == 4.0
 
-    in_parallel(2, work)
+    def die(peer: RawWorker) -> None:
+        until(lambda: 1 not in live(cluster), "its lease runs out")
+
+    beside_a_raw_worker(cluster, "sync", work, die)
     assert "waiting in session.gather for worker 1" in caplog.text
 
 
 def test_a_worker_that_leaves_is_not_waited_for(shared: Cluster, job: str) -> None:
-    def work(rank: int) -> Any:
-        session = shared.connect("async", rank, 2, job=job)
-        Worker(session)
-        if rank == 1:
-            until(lambda: in_round(shared, job))
-            session.close()
-            return None
-        found = session.broadcast("of 0", source=1)
-        session.close()
-        return found
+    def work(rank: int, worker: Worker) -> Any:
+        if rank == 0:
+            return worker.session.broadcast("of 0", source=1)
+        return until(lambda: in_round(shared, job))
 
-    assert in_parallel(2, work)[0] == "of 0", "the source is gone: the lowest rank that takes part"
+    assert workers(2, shared, "async", work, job)[0] == "of 0", "the source is gone: the lowest rank that takes part"
 
 
 def test_workers_that_wait_hold_no_thread_of_the_coordinator(shared: Cluster, job: str) -> None:
     count = 8
-    with RawWorker(shared.address, vector_job(job, "async", 16, 0), 0) as last, contextlib.ExitStack() as stack:
-        workers = [
-            stack.enter_context(RawWorker(shared.address, vector_job(job, "async", 16, 0), rank))
-            for rank in range(1, count)
+
+    def busy_threads() -> list[str]:
+        frames = sys._current_frames()
+        return [
+            thread.name
+            for thread in threading.enumerate()
+            if thread.name.startswith("watch") and thread.ident in frames
+            if frames[thread.ident].f_code.co_name != "_worker"
         ]
+
+    with contextlib.ExitStack() as stack:
+        spec = vector_job(job, "async", 16, 0)
+        last, *waiting = (stack.enter_context(RawWorker(shared.address, spec, rank)) for rank in range(count))
         calls = []
-        for worker in workers:
+        for worker in waiting:
             request = rounds_pb2.GatherValuesRequest(worker=worker.identity(), round=1)
             calls.append(worker.rounds.GatherValues(request, timeout=20.0))
         until(lambda: in_round(shared, job, count - 1))
-        until(lambda: not busy("watch"), "the threads are given back")
+        until(lambda: not busy_threads(), "the threads are given back")
         raw_exchange(last, value=b"last")
         assert all(list(call)[-1].complete for call in calls)
-        for worker in [*workers, last]:
+        for worker in [*waiting, last]:
             worker.leave()
 
 
@@ -392,9 +401,7 @@ def test_a_worker_that_joins_late_learns_what_the_others_had_and_decides_as_they
                 losses.append(session.mean(float(10 * which + epoch)))
             return name, losses
 
-    first, second = in_parallel(2, work)
-    assert first == second
-    assert first == ("run of 0", [0.0, 1.0, (2 + 12) / 2])
+    assert in_parallel(2, work) == [("run of 0", [0.0, 1.0, (2 + 12) / 2])] * 2
 
 
 def test_a_process_that_has_stepped_before_its_first_call_meets_the_others_where_they_are(
@@ -412,37 +419,40 @@ def test_a_process_that_has_stepped_before_its_first_call_meets_the_others_where
             late.step(5)
             worker.step(5)
             assert not second.is_main
-
-            def work(which: int) -> float:
-                return (second if which else first).mean(which)
-
-            assert in_parallel(2, work) == [0.5, 0.5]
-            assert in_parallel(2, work) == [0.5, 0.5]
+            for _ in range(2):
+                assert in_parallel(2, lambda which: (second if which else first).mean(which)) == [0.5, 0.5]
             first.close()
             until(lambda: second.is_main, "the next worker takes over")
             assert second.mean(9) == 9.0
 
 
+@pytest.fixture
+def cable(make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cluster, Cable]]:
+    """A cluster, and a cable to it."""
+    cluster = make_cluster(lease=LEASE)
+    with contextlib.closing(Cable(cluster.address, monkeypatch)) as made:
+        yield cluster, made
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_worker_that_was_cut_off_gets_what_it_missed_and_meets_the_others_again(
-    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, mode: str
+    cable: tuple[Cluster, Cable], mode: str
 ) -> None:
     """In sync its script is behind by then: the other makes steps without a gradient, or both would wait for ever."""
-    cluster = make_cluster(lease=LEASE)
-    cable = Cable(cluster.address, monkeypatch)
+    cluster, line = cable
     away, back = threading.Event(), threading.Event()
 
     def work(rank: int) -> list[float]:
-        with session_at(cable.address if rank == 0 else cluster.address, mode, rank) as session:
+        with session_at(line.address if rank == 0 else cluster.address, mode, rank) as session:
             worker, means = Worker(session), []
             for epoch in range(4):
                 for number in range(4):
                     if epoch == 1 and number == 2:
                         if rank == 0:
-                            lose(cluster, cable)
+                            lose(cluster, line)
                             away.set()
                             assert back.wait(TEST_SECONDS)
-                            cable.heal()
+                            line.heal()
                         else:
                             assert away.wait(TEST_SECONDS)
                     worker.step()
@@ -452,44 +462,37 @@ def test_a_worker_that_was_cut_off_gets_what_it_missed_and_meets_the_others_agai
                     until(lambda: 0 in live(cluster), "the other is back")
             return means
 
-    first, second = in_parallel(2, work)
-    cable.close()
-    assert first == second == [0.5, 101.0, 201.0, 300.5]
+    assert in_parallel(2, work) == [[0.5, 101.0, 201.0, 300.5]] * 2
 
 
-def test_a_worker_that_loses_its_place_while_it_waits_asks_again(
-    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster = make_cluster(lease=LEASE)
-    cable = Cable(cluster.address, monkeypatch)
+def test_a_worker_that_loses_its_place_while_it_waits_asks_again(cable: tuple[Cluster, Cable]) -> None:
+    cluster, line = cable
 
     def work(rank: int) -> list[int]:
-        with session_at(cable.address if rank == 0 else cluster.address, "sync", rank) as session:
+        with session_at(line.address if rank == 0 else cluster.address, "sync", rank) as session:
             Worker(session)
             if rank == 1:
-                until(lambda: in_round(cluster, "default"))
-                lose(cluster, cable)
-                cable.heal()
-                until(lambda: 0 in live(cluster) and in_round(cluster, "default"))
+                until(lambda: in_round(cluster))
+                lose(cluster, line)
+                line.heal()
+                until(lambda: 0 in live(cluster) and in_round(cluster))
             return session.gather(rank)
 
     assert in_parallel(2, work) == [[0, 1]] * 2
-    cable.close()
 
 
 @pytest.mark.parametrize("mode", ["sync", "ssp:0"])
 def test_a_worker_in_a_round_does_not_keep_one_in_a_step_waiting_for_ever(shared: Cluster, job: str, mode: str) -> None:
     """One makes more steps than the other between two rounds."""
 
-    def work(rank: int) -> tuple[list[float], int]:
-        with shared.connect(mode, rank, 2, job=job) as session:
-            worker, means = Worker(session), []
-            for _ in range(2):
-                worker.step(2 + 2 * rank)
-                means.append(session.mean(rank))
-            return means, session.clock
+    def work(rank: int, worker: Worker) -> tuple[list[float], int]:
+        means = []
+        for _ in range(2):
+            worker.step(2 + 2 * rank)
+            means.append(worker.session.mean(rank))
+        return means, worker.session.clock
 
-    first, second = in_parallel(2, work)
+    first, second = workers(2, shared, mode, work, job)
     assert first[0] == second[0] == [0.5, 0.5]
     assert second[1] == 8
     assert first[1] >= 7, "with the steps without a gradient"
@@ -499,36 +502,21 @@ def test_a_worker_in_a_round_does_not_keep_one_in_a_step_waiting_for_ever(shared
 def test_validation_after_a_leased_pass_meets(shared: Cluster, job: str, mode: str) -> None:
     """The pass ends for one worker while the other is still in a step."""
 
-    def work(which: int) -> list[float]:
-        means: list[float] = []
+    def work(which: int) -> list[int]:
+        sums: list[int] = []
         pause = threading.Event()
         with elastic(shared, mode, job) as session:
-
-            def each(taken: int) -> None:
-                pause.wait(0.005 * which)
-
-            means.extend(sum(session.gather(count)) for count in train_with(session, mode, each))
-        return means
+            train(
+                session,
+                mode,
+                each=lambda taken: pause.wait(0.005 * which),
+                ended=lambda count: sums.append(sum(session.gather(count))),
+            )
+        return sums
 
     first, second = in_parallel(2, work)
     assert first[-1] == second[-1]
     assert len(first) == len(second) == PASSES
-
-
-def train_with(session: Session, mode: str, each: Callable[[int], object]) -> Any:
-    """As counting.train, with a stop after each pass."""
-    model = Cells()
-    loader = DataLoader(Indices(), batch_size=BATCH, shuffle=True)
-    model, optimizer, batches = session.prepare(model, optimizer_for(mode, model), loader, bucket_bytes=BUCKET_BYTES)
-    for number in range(PASSES):
-        count = 0
-        for batch in batches:
-            count += len(batch)
-            each(count)
-            model(batch + number * SAMPLES).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        yield count
 
 
 # -- servers that come back ------------------------------------------------------------------------------------------
@@ -540,62 +528,64 @@ def step_until_kept(worker: Worker, store: CheckpointStore) -> None:
         worker.step()
 
 
+@pytest.fixture
+def keeping(make_cluster: MakeCluster, tmp_path: Path) -> tuple[Cluster, CheckpointStore]:
+    """A cluster with a checkpoint every two steps, and where they are."""
+    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="2steps", lease=4.0)
+    return cluster, CheckpointStore(tmp_path)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_coordinator_that_is_started_again_knows_the_rounds(
-    make_cluster: MakeCluster, tmp_path: Path, mode: str
+    keeping: tuple[Cluster, CheckpointStore], mode: str
 ) -> None:
     """Its shard is gone as well: in sync the whole job goes back to the checkpoint, with both workers in a round."""
-    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="2steps", lease=4.0)
-    store = CheckpointStore(tmp_path)
+    cluster, store = keeping
 
-    def work(rank: int) -> list[Any]:
-        with cluster.connect(mode, rank, 2, connect_timeout=60.0) as session:
-            worker = Worker(session)
-            found = [session.gather(rank)]
-            step_until_kept(worker, store)
-            if rank == 1:
-                until(lambda: in_round(cluster, "default"))
-                cluster.start_again(0)
-            found.append(session.gather(10 + rank))
-            worker.step()
-            found.append(session.mean(20 + rank))
-            return found
+    def work(rank: int, worker: Worker) -> list[Any]:
+        session = worker.session
+        found: list[Any] = [session.gather(rank)]
+        step_until_kept(worker, store)
+        if rank == 1:
+            until(lambda: in_round(cluster))
+            cluster.start_again(0)
+        found.append(session.gather(10 + rank))
+        worker.step()
+        found.append(session.mean(20 + rank))
+        return found
 
-    assert in_parallel(2, work) == [[[0, 1], [10, 11], 20.5]] * 2
+    assert workers(2, cluster, mode, work, connect_timeout=60.0) == [[[0, 1], [10, 11], 20.5]] * 2
 
 
 def test_a_round_in_which_a_job_was_set_back_ends_where_others_repeat_steps_that_are_over_here(
-    make_cluster: MakeCluster, tmp_path: Path
+    keeping: tuple[Cluster, CheckpointStore],
 ) -> None:
     """Steps without a gradient would make another model of it than the one that was promised."""
-    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="2steps")
-    store = CheckpointStore(tmp_path)
+    cluster, store = keeping
 
-    def work(rank: int) -> None:
-        with cluster.connect("sync", rank, 2) as session:
-            worker = Worker(session)
-            step_until_kept(worker, store)
-            if rank == 0:
-                with pytest.raises(InvalidRequest, match="set back to a checkpoint while this worker was in"):
-                    session.mean(1)
-            else:
-                until(lambda: in_round(cluster, "default"))
-                cluster.start_again(1)
-                until(lambda: cluster.coordinator.job("default").members.restore_count == 1)
-                worker.step(2)
-                assert session.mean(2) == 2.0, "the other is not there any more"
+    def work(rank: int, worker: Worker) -> None:
+        step_until_kept(worker, store)
+        if rank == 0:
+            with pytest.raises(InvalidRequest, match="set back to a checkpoint while this worker was in"):
+                worker.session.mean(1)
+        else:
+            until(lambda: in_round(cluster))
+            cluster.start_again(1)
+            until(lambda: cluster.coordinator.job("default").members.restore_count == 1)
+            worker.step(2)
+            assert worker.session.mean(2) == 2.0, "the other is not there any more"
 
-    in_parallel(2, work)
+    workers(2, cluster, "sync", work)
 
 
 def test_a_new_process_after_a_coordinators_death_learns_what_the_others_had(
-    make_cluster: MakeCluster, tmp_path: Path
+    keeping: tuple[Cluster, CheckpointStore],
 ) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="2steps")
+    cluster, store = keeping
     with elastic(cluster, "async", "default") as first:
         worker = Worker(first)
         assert first.gather("one") == ["one"]
-        until(lambda: worker.step() or CheckpointStore(tmp_path).names("default"))
+        until(lambda: worker.step() or store.names("default"))
         cluster.start_again(0)
         until(lambda: cluster.coordinator.jobs().get("default"), "the job is taken up again")
         with elastic(cluster, "async", "default") as second:
@@ -613,52 +603,41 @@ def test_with_calls_lost_unheard_and_repeated_every_round_is_right(
     break_calls(monkeypatch, faults)
     cluster = make_cluster(lease=60.0)
 
-    def work(rank: int) -> list[list[tuple[int, int]]]:
-        with cluster.connect("async", rank, 3) as session:
-            Worker(session)
-            return [session.gather((rank, number)) for number in range(25)]
+    def work(rank: int, worker: Worker) -> list[list[tuple[int, int]]]:
+        return [worker.session.gather((rank, number)) for number in range(25)]
 
-    for found in in_parallel(3, work):
+    for found in workers(3, cluster, "async", work):
         assert found == [[(rank, number) for rank in range(3)] for number in range(25)]
     faults.finish()
-    kinds = Counter(kind for (_, kind), count in faults.counts.items() if count)
-    assert {"lost", "unheard", "repeated"} <= set(kinds)
+    assert all(faults.counts["GatherValues", kind] for kind in KINDS)
 
 
 def test_a_job_that_is_ended_ends_the_waiting(shared: Cluster, job: str) -> None:
-    def work(which: int) -> None:
-        if which == 0:
-            with shared.connect("async", 0, 2, job=job, connect_timeout=2.0) as session:
-                Worker(session)
-                with pytest.raises(PSError):
-                    session.barrier()
-        else:
-            spec = until(lambda: shared.coordinator.jobs().get(job)).spec
-            with RawWorker(shared.address, spec, 1):
-                until(lambda: in_round(shared, job))
-                status.end_job(shared.address, job)
+    def work(session: Session) -> None:
+        with pytest.raises(PSError):
+            session.barrier()
 
-    in_parallel(2, work)
+    def end(peer: RawWorker) -> None:
+        until(lambda: in_round(shared, job))
+        status.end_job(shared.address, job)
+
+    beside_a_raw_worker(shared, "async", work, end, job, connect_timeout=2.0)
 
 
 # -- as users run it -------------------------------------------------------------------------------------------------
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "validate_and_stop.py"
 
-
-@pytest.mark.parametrize("mode", ["sync", "ssp:2", "async", "ddp"])
+@pytest.mark.parametrize("mode", ["async", "ddp"])
 def test_a_script_with_validation_lowers_its_rate_and_stops_at_the_same_epoch_on_all_workers(
     shared: Cluster, job: str, mode: str
 ) -> None:
     where = [] if mode == "ddp" else ["--server", shared.address, "--job", job]
-    command = [sys.executable, "-m", "ps_worker", "run", "--workers", "2", "--mode", mode, *where, str(SCRIPT)]
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    script = ROOT / "tests" / "scripts" / "validate_and_stop.py"
+    done = run("--workers", "2", "--mode", mode, *where, str(script))
     assert done.returncode == 0, done.stderr
-    said = [re.sub(r"^\S*\] ", "", line) for line in done.stdout.splitlines()]
-    lines = {rank: re.findall(rf"rank {rank} (epoch .*)", done.stdout) for rank in range(2)}
-    assert lines[0] == lines[1], "the same loss and rate, to the bit, at every epoch, and the same last epoch"
-    assert 5 < len(lines[0]) < 60, "it stops early"
-    assert len(set(re.findall(r"lr (\S+)", "\n".join(lines[0])))) > 1, "the rate is lowered"
-    last = len(lines[0]) - 1
-    assert any(f"ended [{last}, {last}] said" in line for line in said)
+    first, second = (re.findall(rf"rank {rank} (epoch .*)", done.stdout) for rank in range(2))
+    assert first == second, "the same loss and rate, to the bit, at every epoch, and the same last epoch"
+    assert 5 < len(first) < 60, "it stops early"
+    assert len(set(re.findall(r"lr (\S+)", "\n".join(first)))) > 1, "the rate is lowered"
+    last = len(first) - 1
+    assert f"ended [{last}, {last}] said" in done.stdout

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 import ps_worker
 from ps_worker import Session
 from tests.tools.cluster import Cluster
+from tests.tools.small_models import close, same, weights_of
 
 MODES = ["single", "ddp", "sync", "ssp:2", "async"]
 
@@ -53,27 +55,31 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+def sgd(model: nn.Module, momentum: float = 0.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+
 def prepared(session: Session) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model in the middle of training."""
     model = Net()
-    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model, optimizer = session.prepare(model, sgd(model, momentum=0.9))
     step(model, optimizer)
     return model, optimizer
 
 
-def pickled(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))  # type: ignore[no-any-return]
+def pickled(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
 
 
-def saved(model: nn.Module) -> nn.Module:
+def saved(model: nn.Module) -> Any:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+    return torch.load(file, weights_only=False)
 
 
-def averaged(model: nn.Module) -> nn.Module:
-    return AveragedModel(model).module  # type: ignore[no-any-return]
+def averaged(model: nn.Module) -> Any:
+    return AveragedModel(model).module
 
 
 COPIES: list[Callable[[nn.Module], nn.Module]] = [copy.deepcopy, pickled, saved, averaged]
@@ -88,15 +94,14 @@ def test_a_copy_is_a_plain_model_that_trains_by_itself(
     inner = session.unwrap(model)
     found = make(inner)
     assert type(found) is Net
-    before = copy.deepcopy(inner.state_dict())
-    assert all(torch.equal(value, before[name]) for name, value in found.state_dict().items())
+    before = weights_of(inner)
+    assert same(found.state_dict().values(), inner.state_dict().values())
     assert all(not parameter._post_accumulate_grad_hooks for parameter in found.parameters())
     with getattr(found, "no_sync", contextlib.nullcontext)():
-        step(found, torch.optim.SGD(found.parameters(), lr=0.1))
+        step(found, sgd(found))
     assert session.clock == 1, "no hook of the session has seen it"
-    for name, parameter in inner.named_parameters():
-        assert torch.equal(parameter, before[name])
-        assert not torch.equal(parameter, found.get_parameter(name))
+    assert same(inner.parameters(), before)
+    assert not any(torch.equal(a, b) for a, b in zip(found.parameters(), before, strict=True))
     step(model, optimizer)  # and the model itself goes on
     assert session.clock == 2
 
@@ -120,7 +125,7 @@ def test_a_copy_may_be_prepared_by_a_session_of_its_own(session: Session, shared
     for number, make in enumerate((copy.deepcopy, pickled)):
         found = make(model)
         with ps_worker.connect(shared.address, "sync", f"{job}-{number}") as other:
-            found, optimizer = other.prepare(found, torch.optim.SGD(found.parameters(), lr=0.1), overlap=True)
+            found, optimizer = other.prepare(found, sgd(found), overlap=True)
             with found.no_sync():  # without it, the second backward would come too late
                 found(torch.ones(3, 4)).sum().backward()
             step(found, optimizer)
@@ -130,7 +135,7 @@ def test_a_copy_may_be_prepared_by_a_session_of_its_own(session: Session, shared
 @pytest.mark.parametrize("mode", ["single"])
 def test_a_saved_model_is_loaded_without_this_package(session: Session, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, _ = session.prepare(model, sgd(model))
     torch.save(model, tmp_path / "model.pt")
     script = (
         "import sys, torch\n"
@@ -143,7 +148,7 @@ def test_a_saved_model_is_loaded_without_this_package(session: Session, tmp_path
 
 
 @pytest.mark.parametrize("mode", ["single", "ddp"])
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+@pytest.mark.parametrize("make", [copy.deepcopy, pickled])
 def test_a_copy_of_the_optimizer_is_watched_by_nothing(
     session: Session, make: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
 ) -> None:
@@ -153,6 +158,37 @@ def test_a_copy_of_the_optimizer_is_watched_by_nothing(
     assert len(found.state) == len(optimizer.state)
     found.step()
     assert session.clock == 1
+
+
+@pytest.mark.parametrize("mode", ["sync"])
+def test_copies_and_saved_parts_are_plain_and_small(session: Session, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 4))
+    model, _ = session.prepare(model, sgd(model))
+    head = model[2]
+    copied = copy.deepcopy(model)[2].weight
+    assert type(copied) is nn.Parameter
+    assert copied.untyped_storage().nbytes() == copied.nbytes
+    for name, thing in (("state", head.state_dict()), ("parameter", {"b": head.bias}), ("head", head)):
+        torch.save(thing, tmp_path / name)
+        assert (tmp_path / name).stat().st_size < head.weight.nbytes + 8000
+    assert type(torch.load(tmp_path / "state")["weight"]) is torch.Tensor
+    session.close()
+    assert type(head.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("mode", ["sync"])
+def test_parameters_made_of_others_are_plain_in_copies(session: Session) -> None:
+    model, _ = prepared(session)
+    other = nn.Linear(8, 1)
+    other.weight = nn.Parameter(model.second.weight.detach())
+    other.bias = nn.Parameter(model.state_dict()["second.bias"])
+    copied = copy.deepcopy(other)
+    assert type(copied.weight) is nn.Parameter
+    assert copied.weight.requires_grad
+    torch.nn.utils.parametrizations.weight_norm(copied)
+    assigned = Net()
+    assigned.load_state_dict(model.state_dict(), assign=True)
+    assigned(torch.ones(3, 4)).sum().backward()
 
 
 # -- compiled --------------------------------------------------------------------------------------------------------
@@ -167,28 +203,22 @@ def in_place(model: nn.Module, backend: str) -> nn.Module:
     return model
 
 
-def trained(session: Session, backend: str, before: bool, compiled: Callable[[nn.Module, str], nn.Module]) -> Net:
-    """Steps of a model that is compiled before or after `prepare`."""
+def assert_trains(
+    session: Session, backend: str, before: bool, compiled: Callable[[nn.Module, str], nn.Module], within: float
+) -> None:
+    """A model that is compiled before or after `prepare` ends where one without a compiler or a session does."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    net = Net()
+    net, alone = Net(), Net()
+    alone.load_state_dict(net.state_dict())
     model = compiled(net, backend) if before else net
-    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = session.prepare(model, sgd(net))
     model = model if before else compiled(model, backend)
+    plain = sgd(alone)
     for _ in range(4):  # more than it takes to find out that buckets may leave during backward
         step(model, optimizer)
+        step(alone, plain)
     assert session.clock == 4
-    return net
-
-
-def alone() -> Net:
-    """The same without a compiler or a session."""
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(4):
-        step(model, optimizer)
-    return model
+    assert close(net.parameters(), alone.parameters(), atol=within)
 
 
 @pytest.mark.parametrize("mode", ["single", "sync"])
@@ -198,9 +228,7 @@ def test_a_compiled_model_trains_without_a_graph_break(
     session: Session, before: bool, compiled: Callable[[nn.Module, str], nn.Module]
 ) -> None:
     """fullgraph=True makes a graph break an error, and the tests' settings a warning."""
-    found, expected = trained(session, "aot_eager", before, compiled), alone()
-    for name, parameter in found.named_parameters():
-        assert torch.allclose(parameter, expected.get_parameter(name), atol=1e-6)
+    assert_trains(session, "aot_eager", before, compiled, within=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["sync"])
@@ -208,6 +236,4 @@ def test_a_compiled_model_trains_without_a_graph_break(
 def test_so_does_one_that_inductor_compiles(session: Session) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about what it imports for this
-        found, expected = trained(session, "inductor", False, whole), alone()
-    for name, parameter in found.named_parameters():
-        assert torch.allclose(parameter, expected.get_parameter(name), atol=1e-3)  # BatchNorm makes rounding large
+        assert_trains(session, "inductor", False, whole, within=1e-3)  # BatchNorm makes rounding large

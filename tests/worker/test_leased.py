@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 import ps_worker
@@ -19,6 +18,7 @@ from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, JobMismatch, L
 from ps_protocol.v1.types_pb2 import DataRange
 from ps_server.ops import status
 from ps_worker import Session
+from tests.tools import counting
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, until
 from tests.tools.counting import BATCH, BUCKET_BYTES, PASSES, SAMPLES, Cells, Indices, optimizer_for, train
 from tests.tools.raw_worker import RawWorker, vector_job
@@ -31,12 +31,12 @@ def cells(cluster: Cluster, job: str) -> torch.Tensor:
     """What the shards have of every vector, when all that is staged is applied: [vectors, cells]."""
     found: dict[int, torch.Tensor] = {}
     for shard in cluster.shards:
-        running = shard.jobs()[job]
-        until(lambda r=running: all(b.rule.next() is None for b in r.buckets.values()), "applying")  # type: ignore[misc]
-        for bucket in running.buckets.values():
+        hosted = shard.jobs()[job]
+        until(lambda h=hosted: all(b.rule.next() is None for b in h.buckets.values()), "applying")  # type: ignore[misc]
+        for bucket in hosted.buckets.values():
             with bucket.tensors:
                 for part in bucket.spec.slices:
-                    vector = found.setdefault(part.parameter, torch.zeros(running.state.spec.parameters[0].numel))
+                    vector = found.setdefault(part.parameter, torch.zeros(hosted.state.spec.parameters[0].numel))
                     values = bucket.weights.flat[part.offset : part.offset + part.length]
                     vector[part.start : part.start + part.length] = values
     return torch.stack([vector for _, vector in sorted(found.items())])
@@ -50,39 +50,22 @@ def assert_each_once(found: torch.Tensor) -> None:
 
 def progress(cluster: Cluster, job: str) -> dict[str, int]:
     """How far the job's first loader is, as `ps-server status` tells it."""
-    [found] = [one for one in status.fetch(cluster.address)["jobs"] if one["name"] == job]
-    loader: dict[str, int] = found["loaders"][0]
+    [known] = [known for known in status.fetch(cluster.address)["jobs"] if known["name"] == job]
+    loader: dict[str, int] = known["loaders"][0]
     return loader
 
 
-@pytest.fixture
-def elsewhere() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts workers as processes; kills them after the test."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*arguments: object) -> subprocess.Popen[str]:
-        command = [sys.executable, str(Path(__file__).parents[1] / "tools" / "counting.py"), *map(str, arguments)]
-        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+def elastic(cluster: Cluster, job: str, mode: str = "async", **more: Any) -> Session:
+    return ps_worker.connect(cluster.address, mode, job=job, elastic=True, **more)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize(
+    ("mode", "transport"), [("sync", "shm"), ("sync", "grpc"), ("ssp:2", "shm"), ("async", "grpc")]
+)
 def test_every_sample_is_used_once_per_pass_while_workers_die_join_and_differ_in_speed(
-    make_cluster: Callable[..., Cluster],
-    elsewhere: Callable[..., subprocess.Popen[str]],
-    mode: str,
-    transport: str,
+    make_cluster: Callable[..., Cluster], mode: str, transport: str
 ) -> None:
     cluster = make_cluster(lease=1.0)
-    victim = elsewhere(cluster.address, mode, "j", transport, 3)
-    assert victim.stdout is not None
-    assert victim.stdout.readline().strip() == "1", "it trains before the others come"
     together, pause, lock = threading.Event(), threading.Event(), threading.Lock()
     found: list[torch.Tensor] = []
     ended = 0
@@ -98,7 +81,7 @@ def test_every_sample_is_used_once_per_pass_while_workers_die_join_and_differ_in
 
         if index == 2:
             assert together.wait(TEST_SECONDS), "joins in the middle of the first pass"
-        with ps_worker.connect(cluster.address, mode, job="j", elastic=True, transport=transport) as session:
+        with elastic(cluster, "j", mode, transport=transport) as session:
             counts = train(session, mode, each)
             with lock:
                 ended += 1
@@ -107,40 +90,67 @@ def test_every_sample_is_used_once_per_pass_while_workers_die_join_and_differ_in
                     assert progress(cluster, "j")["returned"] >= BATCH
         return counts
 
-    def kill() -> None:
+    def kill(victim: subprocess.Popen[str]) -> None:
         assert victim.stdout is not None
-        while victim.stdout.readline().strip() != "3":
-            pass
+        for line in victim.stdout:
+            if line.strip() == "3":
+                break
         victim.kill()
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    results = in_parallel(3, work)
-    killer.join()
+    command = [sys.executable, counting.__file__, cluster.address, mode, "j", transport, "3"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as victim:
+        try:
+            assert victim.stdout is not None
+            assert victim.stdout.readline().strip() == "1", "it trains before the others come"
+            killer = threading.Thread(target=kill, args=(victim,))
+            killer.start()
+            results = in_parallel(3, work)
+            killer.join()
+        finally:
+            victim.kill()
     assert_each_once(found[0])
     assert sum(sum(counts) for counts in results) >= PASSES * -(-SAMPLES // BATCH) - 3
 
 
-def elastic(cluster: Cluster, job: str, mode: str = "async", **more: Any) -> Session:
-    return ps_worker.connect(cluster.address, mode, job=job, elastic=True, **more)
+# -- one worker or two, which a test steps by itself -----------------------------------------------------------------
 
 
-def prepared(
-    session: Session, mode: str = "async", seed: int = 0, samples: int = SAMPLES, **loading: Any
-) -> tuple[nn.Module, Any, Any]:
-    """A model of cells for one pass, its optimizer, and a loader."""
-    model = Cells(samples)
-    loader = DataLoader(Indices(samples), **{"batch_size": BATCH, "shuffle": True, **loading})
-    found: tuple[nn.Module, Any, Any] = session.prepare(
-        model, optimizer_for(mode, model), loader, bucket_bytes=BUCKET_BYTES, seed=seed
-    )
-    return found
+class Loop:
+    """A worker of an elastic job: a model of cells for one pass, its optimizer, and a loader."""
+
+    def __init__(self, session: Session, seed: int = 0, samples: int = SAMPLES, **loading: Any) -> None:
+        model = Cells(samples)
+        loader = DataLoader(Indices(samples), **{"batch_size": BATCH, "shuffle": True, **loading})
+        optimizer = optimizer_for(session.mode, model)
+        self.model, self.optimizer, self.loader = session.prepare(
+            model, optimizer, loader, bucket_bytes=BUCKET_BYTES, seed=seed
+        )
+
+    def step(self, batch: torch.Tensor) -> None:
+        self.model(batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, most: int = 1000) -> list[list[int]]:
+        """The batches of a pass, or of its beginning, on each of which it makes a step."""
+        taken: list[list[int]] = []
+        for batch in self.loader:
+            taken.append(torch.as_tensor(batch).reshape(-1).tolist())
+            self.step(torch.as_tensor(batch).reshape(-1))
+            if len(taken) == most:
+                break
+        return taken
 
 
-def step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
-    model(batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def flat(batches: list[list[int]]) -> list[int]:
+    return [sample for batch in batches for sample in batch]
+
+
+@pytest.fixture
+def pair(shared: Cluster, job: str) -> Iterator[tuple[Session, Session]]:
+    """Two workers of an elastic job, in async."""
+    with elastic(shared, job) as first, elastic(shared, job) as second:
+        yield first, second
 
 
 @pytest.mark.parametrize(
@@ -158,73 +168,49 @@ def step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
 )
 def test_one_worker_gets_every_sample_of_every_pass(shared: Cluster, job: str, loading: dict[str, Any]) -> None:
     with elastic(shared, job) as session:
-        model, optimizer, loader = prepared(session, **loading)
-        orders = []
-        for _ in range(2):
-            seen: list[int] = []
-            for batch in loader:
-                seen += torch.as_tensor(batch).reshape(-1).tolist()
-                step(model, optimizer, torch.as_tensor(batch).reshape(-1))
-            assert sorted(seen) == list(range(SAMPLES))
-            orders.append(seen)
+        loop, in_order = Loop(session, **loading), list(range(SAMPLES))
+        first, second = flat(loop.train()), flat(loop.train())
+        assert sorted(first) == sorted(second) == in_order
         assert (cells(shared, job) == 2).all()
         shuffled = loading.get("shuffle", True)
-        assert (orders[0] == orders[1]) is not shuffled
-        assert (orders[0] == list(range(SAMPLES))) is not shuffled
+        assert (first == second) is not shuffled
+        assert (first == in_order) is not shuffled
 
 
 def test_with_drop_last_a_pass_has_full_batches_only(shared: Cluster, job: str) -> None:
     with elastic(shared, job) as session:
-        model, optimizer, loader = prepared(session, drop_last=True)
-        assert len(loader) == SAMPLES // BATCH
+        loop = Loop(session, drop_last=True)
+        assert len(loop.loader) == SAMPLES // BATCH
         for _ in range(2):
-            sizes = []
-            for batch in loader:
-                sizes.append(len(batch))
-                step(model, optimizer, batch)
-            assert sizes == [BATCH] * (SAMPLES // BATCH)
+            assert [len(batch) for batch in loop.train()] == [BATCH] * (SAMPLES // BATCH)
 
 
-def test_a_length_is_this_workers_part(shared: Cluster, job: str) -> None:
-    with elastic(shared, job) as first, elastic(shared, job) as second:
-        loaders = [prepared(session)[2] for session in (first, second)]
-        until(lambda: first.world_size == second.world_size == 2, "both know of each other")
-        assert [len(loader) for loader in loaders] == [12, 12]
-        assert loaders[0].batch_size == BATCH, "everything else is the user's loader's"
+def test_a_length_is_this_workers_part(pair: tuple[Session, Session]) -> None:
+    loaders = [Loop(session).loader for session in pair]
+    until(lambda: all(session.world_size == 2 for session in pair), "both know of each other")
+    assert [len(loader) for loader in loaders] == [12, 12]
+    assert loaders[0].batch_size == BATCH, "everything else is the user's loader's"
 
 
 def test_a_loop_that_is_broken_off_goes_on_with_the_pass(shared: Cluster, job: str) -> None:
     with elastic(shared, job) as session:
-        model, optimizer, loader = prepared(session, num_workers=1)
-        seen: list[int] = []
-        for most in (3, 5, 1000):
-            for number, batch in enumerate(loader, 1):
-                seen += batch.tolist()
-                step(model, optimizer, batch)
-                if number == most:
-                    break
+        loop = Loop(session, num_workers=1)
+        seen = [sample for most in (3, 5, 1000) for sample in flat(loop.train(most))]
         assert sorted(seen) == list(range(SAMPLES))
         assert_each_once(cells(shared, job))
 
 
-def test_what_a_broken_off_loop_had_ahead_goes_to_others(shared: Cluster, job: str) -> None:
-    with elastic(shared, job) as first, elastic(shared, job) as second:
-        model, optimizer, loader = prepared(first, num_workers=2)
-        for batch in loader:
-            step(model, optimizer, batch)
-            break
-        model, optimizer, loader = prepared(second)
-        seen = 0
-        for batch in loader:
-            seen += len(batch)
-            step(model, optimizer, batch)
-        assert seen == SAMPLES - BATCH
-        assert_each_once(cells(shared, job))
+def test_what_a_broken_off_loop_had_ahead_goes_to_others(
+    shared: Cluster, job: str, pair: tuple[Session, Session]
+) -> None:
+    Loop(pair[0], num_workers=2).train(most=1)
+    assert len(flat(Loop(pair[1]).train())) == SAMPLES - BATCH
+    assert_each_once(cells(shared, job))
 
 
 def test_a_second_iteration_ends_the_first(shared: Cluster, job: str) -> None:
     with elastic(shared, job) as session:
-        _, _, loader = prepared(session)
+        loader = Loop(session).loader
         first = iter(loader)
         next(first)
         next(iter(loader))
@@ -236,13 +222,10 @@ def test_a_second_iteration_ends_the_first(shared: Cluster, job: str) -> None:
 def test_a_worker_that_leaves_in_the_middle_leaves_the_rest_to_the_others(shared: Cluster, job: str, mode: str) -> None:
     def work(index: int) -> torch.Tensor | None:
         with elastic(shared, job, mode) as session:
-            model, optimizer, loader = prepared(session, mode)
+            loop = Loop(session)
             both.wait(TEST_SECONDS)
-            for number, batch in enumerate(loader, 1):
-                step(model, optimizer, batch)
-                if index == 1 and number == 3:
-                    return None
-            return cells(shared, job)
+            loop.train(most=1000 if index == 0 else 3)
+            return cells(shared, job) if index == 0 else None
 
     both = threading.Barrier(2)
     found, _ = in_parallel(2, work)
@@ -250,83 +233,65 @@ def test_a_worker_that_leaves_in_the_middle_leaves_the_rest_to_the_others(shared
     assert_each_once(found)
 
 
-def test_a_worker_that_joins_late_skips_the_passes_that_are_over(shared: Cluster, job: str) -> None:
-    with elastic(shared, job) as first, elastic(shared, job) as second:
-        model, optimizer, loader = prepared(first)
-        for _ in range(2):
-            for batch in loader:
-                step(model, optimizer, batch)
-        model, optimizer, loader = prepared(second)
-        counts = []
-        for _ in range(3):
-            taken = 0
-            for batch in loader:
-                taken += 1
-                step(model, optimizer, batch)
-            counts.append(taken)
-        assert counts == [0, 0, -(-SAMPLES // BATCH)]
-        assert progress(shared, job) == {
-            "loader": 0,
-            "pass": 2,
-            "samples": SAMPLES,
-            "committed": SAMPLES,
-            "leased": 0,
-            "returned": 0,
-        }
+def test_a_worker_that_joins_late_skips_the_passes_that_are_over(
+    shared: Cluster, job: str, pair: tuple[Session, Session]
+) -> None:
+    early = Loop(pair[0])
+    for _ in range(2):
+        early.train()
+    late = Loop(pair[1])
+    assert [len(late.train()) for _ in range(3)] == [0, 0, -(-SAMPLES // BATCH)]
+    ended = {"samples": SAMPLES, "committed": SAMPLES, "leased": 0, "returned": 0}
+    assert progress(shared, job) == {"loader": 0, "pass": 2, **ended}
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_rest_of_an_accumulation_is_not_waited_for(shared: Cluster, job: str, mode: str) -> None:
     """Its gradients go into the next pass's first step; the pass is complete without them."""
     with elastic(shared, job, mode) as session:
-        model, optimizer, loader = prepared(session, mode, samples=5 * BATCH)
+        loop = Loop(session, samples=5 * BATCH)
         for _ in range(2):
-            for number, batch in enumerate(loader, 1):
-                model(batch).backward()
+            for number, batch in enumerate(loop.loader, 1):
+                loop.model(batch).backward()
                 if number % 2 == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    loop.optimizer.step()
+                    loop.optimizer.zero_grad()
         assert progress(shared, job)["committed"] == 5 * BATCH
         assert session.clock == 6, "two steps and an empty one in each pass"
 
 
-def test_without_gradients_a_loader_yields_a_share_and_commits_nothing(shared: Cluster, job: str) -> None:
-    with elastic(shared, job) as first, elastic(shared, job) as second:
-        loaders = [prepared(session)[2] for session in (first, second)]
-        until(lambda: first.world_size == second.world_size == 2, "both know of each other")
-        with torch.no_grad():
-            seen = [int(x) for loader in loaders for batch in loader for x in batch]
-        assert sorted(seen) == list(range(SAMPLES))
-        assert "loader 0" not in status.table(status.fetch(shared.address))
+def test_without_gradients_a_loader_yields_a_share_and_commits_nothing(
+    shared: Cluster, pair: tuple[Session, Session]
+) -> None:
+    loaders = [Loop(session).loader for session in pair]
+    until(lambda: all(session.world_size == 2 for session in pair), "both know of each other")
+    with torch.no_grad():
+        seen = [int(x) for loader in loaders for batch in loader for x in batch]
+    assert sorted(seen) == list(range(SAMPLES))
+    assert "loader 0" not in status.table(status.fetch(shared.address))
 
 
 def test_several_loaders_are_leased_each_for_itself(shared: Cluster, job: str) -> None:
     with elastic(shared, job) as session:
-        model = Cells(SAMPLES)
-        long, short = (DataLoader(Indices(size), batch_size=BATCH) for size in (SAMPLES, 10))
-        model, optimizer, long, short = session.prepare(model, optimizer_for("async", model), long, short)
-        for batch, other in zip(long, short, strict=False):
-            step(model, optimizer, torch.cat([batch, other]))
+        loop = Loop(session, shuffle=False)
+        short = session.prepare(DataLoader(Indices(10), batch_size=BATCH))
+        for batch, other in zip(loop.loader, short, strict=False):
+            loop.step(torch.cat([batch, other]))
         expected = torch.zeros(SAMPLES)
         expected[:12] += 1
         expected[:10] += 1
         assert (cells(shared, job) == expected).all()
 
 
-def test_workers_whose_loaders_differ_are_refused(shared: Cluster, job: str) -> None:
-    with elastic(shared, job) as first, elastic(shared, job) as second:
-        next(iter(prepared(first)[2]))
-        with pytest.raises(JobMismatch, match="loader 0 differs: seed is 0, got 1"):
-            next(iter(prepared(second, seed=1)[2]))
+def test_workers_whose_loaders_differ_are_refused(pair: tuple[Session, Session]) -> None:
+    next(iter(Loop(pair[0]).loader))
+    with pytest.raises(JobMismatch, match="loader 0 differs: seed is 0, got 1"):
+        next(iter(Loop(pair[1], seed=1).loader))
 
 
 def test_status_and_metrics_say_how_far_the_data_is(shared: Cluster, job: str) -> None:
     with elastic(shared, job) as session:
-        model, optimizer, loader = prepared(session)
-        for number, batch in enumerate(loader, 1):
-            step(model, optimizer, batch)
-            if number == 3:
-                break
+        Loop(session).train(most=3)
         samples = scrape(shared.servers[0].metrics_address)
         text = status.table(status.fetch(shared.address))
         back = progress(shared, job)["returned"]
@@ -390,12 +355,9 @@ def test_a_step_that_was_half_pushed_is_finished_by_another_worker(shared: Clust
             push(second, bucket, batch)
         second.clock = 1
         assert (second.pull() == 1).all(), "each bucket had it from one of them"
-        spent = sum(
-            samples.get(f'ps_data_spent_total{{job="{job}"}}', 0.0)
-            for samples in (scrape(server.metrics_address) for server in shared.servers)
-        )
-        assert spent == 1
-        left = [(one.start, one.stop) for _ in range(2) for one in second.lease(committed=batch).ranges]
+        pages = [scrape(server.metrics_address) for server in shared.servers]
+        assert sum(samples.get(f'ps_data_spent_total{{job="{job}"}}', 0.0) for samples in pages) == 1
+        left = [(part.start, part.stop) for _ in range(2) for part in second.lease(committed=batch).ranges]
         assert left == [(4, 8)] * 2, "an answer is given again until it is known to have come"
 
 

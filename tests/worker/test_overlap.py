@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,218 +16,201 @@ from torch import nn
 from ps_server.core.limits import DEFAULTS
 from ps_worker import NonFiniteGradient, Session
 from tests.tools.cluster import Cluster, in_parallel, until
+from tests.tools.small_models import drawn, filled, same, weights_of
 
 # One step of a script: model, optimizer, its number, data.
-Step = Callable[[nn.Module, torch.optim.Optimizer, int, torch.Tensor], None]
+Step = Callable[[Any, torch.optim.Optimizer, int, torch.Tensor], None]
+Gradient = Callable[[Any], object]
 STEPS = 10
 SURPRISE = 6  # by then buckets leave early
+ONES = torch.ones(4, 8)
 
 
-def _net() -> nn.Module:
-    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
-    generator = torch.Generator().manual_seed(0)  # of its own: workers are threads, and share torch's
-    for parameter in net.parameters():
-        nn.init.normal_(parameter, std=0.3, generator=generator)
-    return net
+def prepared(session: Session, overlap: bool | None = True) -> Any:
+    model = filled(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return session.prepare(model, optimizer, bucket_bytes=512, overlap=overlap)
 
 
-def _backward(model: nn.Module, data: torch.Tensor) -> None:
+def backward(model: nn.Module, data: torch.Tensor) -> None:
     model(data).square().mean().backward()
 
 
-def _prepare(session: Session, overlap: bool | None, **more: object) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = _net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return session.prepare(model, optimizer, bucket_bytes=512, overlap=overlap, **more)
+# -- what scripts do -------------------------------------------------------------------------------------------------
 
 
-def _weights_after(
-    cluster: Cluster, job: str, overlap: bool | None, step: Step, workers: int = 1, transport: str = "grpc"
-) -> list[torch.Tensor]:
-    def work(rank: int) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(rank)
-        with cluster.connect("sync", rank, workers, job=job, transport=transport) as session:
-            model, optimizer = _prepare(session, overlap)
-            for number in range(STEPS):
-                step(model, optimizer, number, torch.randn(16, 8, generator=generator))
-                optimizer.zero_grad()
-            return [parameter.detach().clone() for parameter in model.parameters()]
+def changing(change: Gradient, first: int = 0, last: int = STEPS) -> Step:
+    """A script that changes its gradients before some steps."""
 
-    return in_parallel(workers, work)[0]
+    def step(model: Any, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
+        backward(model, data)
+        if first <= number <= last:
+            change(model)
+        optimizer.step()
+
+    return step
 
 
-def _plain(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
-    _backward(model, data)
-    optimizer.step()
+def each_gradient(change: Callable[[torch.Tensor], object]) -> Gradient:
+    return lambda model: [change(parameter.grad) for parameter in model.parameters()]
 
 
-def _clipping(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
-    _backward(model, data)
+def clip(model: Any) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    optimizer.step()
 
 
-def _clipping_late(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
-    _backward(model, data)
-    if number >= SURPRISE:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    optimizer.step()
+def replace_gradients(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
 
 
-def _clipping_by_data(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
-    _backward(model, data)
-    if number >= SURPRISE:
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.data.clamp_(-0.001, 0.001)  # which torch's version counters do not see
-    optimizer.step()
+def drop_a_gradient(model: Any) -> None:
+    next(model.parameters()).grad = None
 
 
-def _scaling(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
-    _backward(model, data)
-    if number == SURPRISE:
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad *= 0.5
-    optimizer.step()
-
-
-def _dropping(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
-    _backward(model, data)
-    if number == SURPRISE:
-        next(model.parameters()).grad = None
-    optimizer.step()
-
-
-def _replacing(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
-    _backward(model, data)
-    if number == SURPRISE:
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-
-
-def _skipping(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
-    _backward(model, data)
+def skipping(model: Any, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
+    backward(model, data)
     if number != SURPRISE:  # a spike of the loss, say
         optimizer.step()
 
 
-def _zeroing(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
-    _backward(model, 100 * data)
+def zeroing(model: Any, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
+    backward(model, 100 * data)
     if number >= SURPRISE:
         optimizer.zero_grad(set_to_none=False)
-        _backward(model, data)
+        backward(model, data)
     optimizer.step()
 
 
-def _accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
+def accumulating(model: Any, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
     with model.no_sync():
-        _backward(model, data[:8])
-    _backward(model, data[8:])
+        backward(model, data[:8])
+    backward(model, data[8:])
     optimizer.step()
 
 
-def _twice(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
-    _backward(model, data[:8])
+def twice(model: Any, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
+    backward(model, data[:8])
     if number >= SURPRISE:
-        _backward(model, data[8:])
+        backward(model, data[8:])
     optimizer.step()
 
 
-def _learning_rate(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
-    _backward(model, data)
+def with_a_schedule(model: Any, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
     optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
-    optimizer.step()
+    plain(model, optimizer, number, data)
 
 
-def _part(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
-    """Backward through a part of the model, thrown away."""
+def throwing_a_part_away(model: Any, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor) -> None:
+    """Backward through a part of the model."""
     if number >= SURPRISE:
-        model[:2](data).sum().backward()  # type: ignore[index]
+        model[:2](data).sum().backward()
         optimizer.zero_grad()
-    _plain(model, optimizer, number, data)
+    plain(model, optimizer, number, data)
 
 
-STEPS_OF_SCRIPTS = [
-    _plain,
-    _clipping,
-    _clipping_late,
-    _clipping_by_data,
-    _scaling,
-    _dropping,
-    _replacing,
-    _skipping,
-    _zeroing,
-    _accumulating,
-    _twice,
-    _learning_rate,
-    _part,
-]
+plain = changing(lambda model: None)
+clipping_late = changing(clip, SURPRISE)
+SCRIPTS: dict[str, Step] = {
+    "plain": plain,
+    "clipping": changing(clip),
+    "clipping late": clipping_late,
+    # which torch's version counters do not see
+    "clipping by data": changing(each_gradient(lambda gradient: gradient.data.clamp_(-0.001, 0.001)), SURPRISE),
+    "scaling": changing(each_gradient(lambda gradient: gradient.mul_(0.5)), SURPRISE, SURPRISE),
+    "dropping": changing(drop_a_gradient, SURPRISE, SURPRISE),
+    "replacing": changing(replace_gradients, SURPRISE, SURPRISE),
+    "skipping": skipping,
+    "zeroing": zeroing,
+    "accumulating": accumulating,
+    "twice": twice,
+    "with a schedule": with_a_schedule,
+    "throwing a part away": throwing_a_part_away,
+}
 
 
-@pytest.mark.parametrize("step", STEPS_OF_SCRIPTS)
-def test_overlap_changes_no_bit_of_the_result(cluster: Cluster, step: Step) -> None:
-    without = _weights_after(cluster, "without", False, step, workers=2)
-    for overlap in (None, True):
-        with_it = _weights_after(cluster, f"with-{overlap}", overlap, step, workers=2)
-        assert all(torch.equal(a, b) for a, b in zip(without, with_it, strict=True))
+def weights_after(
+    cluster: Cluster, job: str, overlap: bool | None, script: str, transport: str = "grpc"
+) -> list[torch.Tensor]:
+    """What two workers have trained."""
+
+    def work(rank: int) -> list[torch.Tensor]:
+        with cluster.connect(
+            "sync", rank, 2, job=f"{job}-{overlap}-{transport}"[-128:], transport=transport
+        ) as session:
+            model, optimizer = prepared(session, overlap)
+            for number in range(STEPS):
+                SCRIPTS[script](model, optimizer, number, drawn(100 * rank + number, 16, 8))
+                optimizer.zero_grad()
+            return weights_of(model)
+
+    return in_parallel(2, work)[0]
 
 
-@pytest.mark.parametrize("step", [_plain, _clipping_by_data, _twice])
-def test_overlap_changes_no_bit_where_memory_is_shared(cluster: Cluster, step: Step) -> None:
-    without = _weights_after(cluster, "without", False, step, workers=2)
-    shared = _weights_after(cluster, "shared", True, step, workers=2, transport="shm")
-    assert all(torch.equal(a, b) for a, b in zip(without, shared, strict=True))
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_overlap_changes_no_bit_of_the_result(shared: Cluster, job: str, script: str) -> None:
+    without = weights_after(shared, job, False, script)
+    assert same(without, weights_after(shared, job, None, script))
+    assert same(without, weights_after(shared, job, True, script))
 
 
-def _drafts(cluster: Cluster) -> int:
+@pytest.mark.parametrize("script", ["plain", "clipping by data", "twice"])
+def test_overlap_changes_no_bit_where_memory_is_shared(shared: Cluster, job: str, script: str) -> None:
+    without = weights_after(shared, job, False, script)
+    assert same(without, weights_after(shared, job, True, script, transport="shm"))
+
+
+# -- drafts ----------------------------------------------------------------------------------------------------------
+
+
+def drafts(cluster: Cluster, job: str) -> int:
     """Buckets that shards keep for a step that has not come yet."""
-    jobs = [shard.jobs()["default"] for shard in cluster.shards]
-    return sum(bool(bucket.pending) for job in jobs for bucket in job.state.buckets.values())
+    partitions = [shard.jobs()[job].state for shard in cluster.shards]
+    return sum(bool(bucket.pending) for partition in partitions for bucket in partition.buckets.values())
 
 
-def test_buckets_leave_before_backward_ends(cluster: Cluster) -> None:
-    with cluster.connect("sync", transport="grpc") as session:
-        model, optimizer = _prepare(session, True)
-        left = []
-        first = next(model.parameters())  # the last to get its gradient
-        first.register_hook(
-            lambda gradient: left.append(len(session._strategy._training.participation.connection._drafted))
-        )  # type: ignore[attr-defined]
-        _backward(model, torch.ones(4, 8))
-        assert left[0] > 0
-        until(lambda: _drafts(cluster) > 0)
+def versions(cluster: Cluster, job: str) -> list[tuple[int, int]]:
+    """By shard, the lowest and the highest version of a bucket."""
+    return [shard.jobs()[job].state.versions() for shard in cluster.shards]
+
+
+def test_buckets_leave_before_backward_ends(shared: Cluster, job: str) -> None:
+    with shared.connect("sync", job=job, transport="grpc") as session:
+        model, optimizer = prepared(session)
+        at_the_end: list[int] = []
+        last = next(model.parameters())  # to get its gradient
+        last.register_hook(lambda gradient: at_the_end.append(until(lambda: drafts(shared, job))))
+        backward(model, ONES)
+        assert at_the_end[0] > 0
         optimizer.step()
         assert session.clock == 1
-        assert _drafts(cluster) == 0
+        assert drafts(shared, job) == 0
 
 
-def test_a_draft_changes_no_weight_before_its_step(cluster: Cluster) -> None:
-    with cluster.connect("async", transport="grpc") as session:
-        model, optimizer = _prepare(session, True)
-        _backward(model, torch.ones(4, 8))
-        until(lambda: _drafts(cluster) > 0)
-        assert all(shard.jobs()["default"].state.versions() == (0, 0) for shard in cluster.shards)
+def test_a_draft_changes_no_weight_before_its_step(shared: Cluster, job: str) -> None:
+    with shared.connect("async", job=job, transport="grpc") as session:
+        model, optimizer = prepared(session)
+        backward(model, ONES)
+        until(lambda: drafts(shared, job) > 0)
+        assert versions(shared, job) == [(0, 0), (0, 0)]
         optimizer.zero_grad()
-        _plain(model, optimizer, 0, torch.ones(4, 8))
-        assert all(shard.jobs()["default"].state.versions()[0] <= 1 for shard in cluster.shards)
+        plain(model, optimizer, 0, ONES)
+        assert all(lowest <= 1 for lowest, _ in versions(shared, job))
 
 
-def test_a_gradient_that_is_not_finite_pushes_nothing(cluster: Cluster) -> None:
-    with cluster.connect("sync", transport="grpc") as session:
-        model, optimizer = _prepare(session, True)
-        _plain(model, optimizer, 0, torch.ones(4, 8))
-        before = [parameter.detach().clone() for parameter in model.parameters()]
+def test_a_gradient_that_is_not_finite_pushes_nothing(shared: Cluster, job: str) -> None:
+    with shared.connect("sync", job=job, transport="grpc") as session:
+        model, optimizer = prepared(session)
+        plain(model, optimizer, 0, ONES)
+        before = weights_of(model)
         optimizer.zero_grad()
         with pytest.raises(NonFiniteGradient):
-            _plain(model, optimizer, 1, torch.full((4, 8), float("nan")))
-        versions = [shard.jobs()["default"].state.versions() for shard in cluster.shards]
-        assert all(high <= 1 for _, high in versions)
+            plain(model, optimizer, 1, ONES * float("nan"))
+        assert all(highest <= 1 for _, highest in versions(shared, job))
         assert session.clock == 1
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert same(before, model.parameters())
         optimizer.zero_grad()
-        _plain(model, optimizer, 1, torch.ones(4, 8))
+        plain(model, optimizer, 1, ONES)
         assert session.clock == 2
 
 
@@ -236,9 +220,9 @@ def test_drafts_of_all_workers_get_by_with_a_small_budget(make_cluster: Callable
 
     def work(rank: int) -> int:
         with cluster.connect(mode, rank, 3, transport="grpc") as session:
-            model, optimizer = _prepare(session, True)
+            model, optimizer = prepared(session)
             for number in range(STEPS):
-                _clipping_late(model, optimizer, number, torch.ones(4, 8))
+                clipping_late(model, optimizer, number, ONES)
             return session.clock
 
     assert in_parallel(3, work) == [STEPS] * 3

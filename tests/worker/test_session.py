@@ -6,7 +6,6 @@ import copy
 import logging
 import os
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest, NotShared, Unsupported
-from ps_protocol.modes import Consistency
 from ps_worker import Session
-from ps_worker.config import WorkerConfig, resolve
+from ps_worker.config import WorkerConfig
 from ps_worker.data.loaders import PreparedLoader
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.strategies.single import Single
@@ -32,68 +31,79 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def one_weight(session: Session) -> Any:
+    """A model with one weight, of which each step takes 0.1, and its optimizer."""
+    model = nn.Linear(1, 1, bias=False)
+    return session.prepare(model, sgd(model))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> None:
+    for _ in range(steps):
+        model(torch.ones(1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @pytest.fixture(params=["single", "sync"])
 def session(request: pytest.FixtureRequest, shared: Cluster, job: str) -> Iterator[Session]:
     """A session with a server and one without: to a script they are the same."""
-    with ps_worker.connect(shared.address, request.param, job) as found:
-        yield found
+    with ps_worker.connect(shared.address, request.param, job) as running:
+        yield running
 
 
 # -- prepare ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ["mol", "lom", "oml", "molll"])
+@pytest.mark.parametrize("order", ["mol", "lom", "oml", "molll", "mo"])
 def test_prepare_returns_what_it_is_given_in_that_order(session: Session, order: str) -> None:
     model = nn.Linear(2, 2)
     given = {"m": model, "o": sgd(model)}
-    things = [given.get(letter) or DataLoader([0, 1]) for letter in order]
     kinds = {"m": nn.Module, "o": torch.optim.Optimizer, "l": PreparedLoader}
-    found = session.prepare(*things)
+    found = session.prepare(*(given.get(letter) or DataLoader([0, 1]) for letter in order))
     assert isinstance(found, tuple)
     for letter, thing in zip(order, found, strict=True):
         assert isinstance(thing, kinds[letter])
     assert found[order.index("m")] is model
-
-
-def test_a_loader_is_optional_and_may_come_later(session: Session) -> None:
-    model = nn.Linear(2, 2)
-    _, _ = session.prepare(model, sgd(model))
-    loader = session.prepare(DataLoader([0, 1]))
-    assert isinstance(loader, PreparedLoader), "one thing comes back as one thing"
+    later = session.prepare(DataLoader([0, 1]))
+    assert isinstance(later, PreparedLoader), "one thing comes back as one thing"
 
 
 def test_schedulers_and_what_else_has_a_state_come_back_as_they_are(session: Session) -> None:
     model = nn.Linear(2, 2)
     optimizer = sgd(model)
-    schedulers = torch.optim.lr_scheduler.StepLR(optimizer, 1), torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, 9)
-    scaler = torch.amp.GradScaler("cpu")
-    _, wrapped, *others = session.prepare(model, optimizer, *schedulers, scaler)
-    assert others == [*schedulers, scaler]
+    things = StepLR(optimizer, 1), OneCycleLR(optimizer, 1.0, 9), torch.amp.GradScaler("cpu")
+    _, wrapped, *others = session.prepare(model, optimizer, *things)
+    assert others == [*things]
     model(torch.ones(2)).sum().backward()
     wrapped.step()
-    for scheduler in schedulers:
+    for scheduler in things[:2]:
         scheduler.step()
 
 
-@pytest.mark.parametrize("odd", [7, None, [1], object()])
-def test_what_has_no_state_is_refused(session: Session, odd: object) -> None:
+@pytest.mark.parametrize("stranger", [7, None, [1], object()])
+def test_what_has_no_state_is_refused(session: Session, stranger: object) -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(InvalidRequest, match=f"schedulers.*, got {type(odd).__name__}"):
-        session.prepare(model, sgd(model), odd)
+    with pytest.raises(InvalidRequest, match=f"schedulers.*, got {type(stranger).__name__}"):
+        session.prepare(model, sgd(model), stranger)
 
 
 def test_the_optimizer_stays_an_optimizer(session: Session) -> None:
-    model = nn.Linear(2, 2)
-    mine = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}], lr=0.1, momentum=0.9)
-    _, optimizer = session.prepare(model, mine)
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def make(model: nn.Linear, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}], lr=lr, momentum=0.9)
+
+    own = make(model, 0.1)
+    _, optimizer = session.prepare(model, own)
     assert isinstance(optimizer, torch.optim.Optimizer)
-    assert optimizer.param_groups is mine.param_groups
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+    assert optimizer.param_groups is own.param_groups
     assert optimizer.param_groups[0]["params"][0] is model.weight
     assert optimizer.defaults["momentum"] == 0.9
-    assert optimizer.state_dict()["param_groups"][1]["lr"] == 0.5
+    assert [group["lr"] for group in optimizer.state_dict()["param_groups"]] == [0.1, 0.5]
+    optimizer.load_state_dict(make(other, 0.75).state_dict())
+    assert own.param_groups[0]["lr"] == 0.75, "hyper-parameters of a state dict are taken over"
+    assert optimizer.param_groups[0]["params"][0] is model.weight
     optimizer.param_groups[1]["lr"] = 0.25
-    assert mine.param_groups[1]["lr"] == 0.25
     before = model.bias.detach().clone()
     model.bias.grad = torch.ones(2)
     optimizer.step()
@@ -104,41 +114,39 @@ def test_the_optimizer_stays_an_optimizer(session: Session) -> None:
 
 def test_step_hooks_run_as_they_do_in_torch(session: Session) -> None:
     model, seen = nn.Linear(2, 2), []
-    mine = sgd(model)
+    own = sgd(model)
 
     def note(name: str) -> Callable[..., None]:
         def hook(optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             assert optimizer is stepper
-            assert args == (stepper,)
-            assert kwargs == {}
+            assert (args, kwargs) == ((stepper,), {})
             seen.append(name)
 
         return hook
 
-    mine.register_step_pre_hook(note("pre, before"))
-    mine.register_step_post_hook(note("post, before"))
-    _, stepper = session.prepare(model, mine)
+    own.register_step_pre_hook(note("pre, before"))
+    own.register_step_post_hook(note("post, before"))
+    _, stepper = session.prepare(model, own)
     stepper.register_step_pre_hook(note("pre, after"))
-    removed = stepper.register_step_pre_hook(note("removed"))
-    mine.register_step_post_hook(note("post, after"))
-    hooks = [
+    stepper.register_step_pre_hook(note("removed")).remove()
+    own.register_step_post_hook(note("post, after"))
+    of_all_optimizers = [
         register_optimizer_step_pre_hook(note("pre, global")),
         register_optimizer_step_post_hook(note("post, global")),
     ]
-    removed.remove()
-    scheduler = torch.optim.lr_scheduler.StepLR(stepper, 1)  # which wraps `step` once more
-    order = ["pre, global", "pre, before", "pre, after", "post, before", "post, after", "post, global"]
+    scheduler = StepLR(stepper, 1)  # which wraps `step` once more
     try:
         for clock in range(1, 3):
+            seen.clear()
             model(torch.ones(2)).sum().backward()
             stepper.step()
             scheduler.step()
+            order = ["pre, global", "pre, before", "pre, after", "post, before", "post, after", "post, global"]
             assert seen == order
             assert session.clock == clock
-            copy.deepcopy(mine)  # torch looks at the class again
-            seen.clear()
+            copy.deepcopy(own)  # torch looks at the class again
     finally:
-        for hook in hooks:
+        for hook in of_all_optimizers:
             hook.remove()
 
 
@@ -159,14 +167,6 @@ def test_a_step_hook_may_change_what_step_gets(session: Session) -> None:
     assert session.clock == 1
 
 
-def test_hyper_parameters_of_a_state_dict_are_taken_over(session: Session) -> None:
-    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    _, optimizer = session.prepare(model, sgd(model))
-    optimizer.load_state_dict(torch.optim.SGD(other.parameters(), lr=0.75).state_dict())
-    assert optimizer.param_groups[0]["lr"] == 0.75
-    assert optimizer.param_groups[0]["params"][0] is model.weight
-
-
 def test_the_model_keeps_its_names_and_its_tied_weights(session: Session) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
     model[2].weight = model[0].weight
@@ -174,63 +174,35 @@ def test_the_model_keeps_its_names_and_its_tied_weights(session: Session) -> Non
     model, _ = session.prepare(model, sgd(model))
     assert list(model.state_dict()) == names
     assert model[2].weight is model[0].weight
-    assert session.unwrap(model) is model
-    assert ps_worker.Session.unwrap(model) is model
+    assert session.unwrap(model) is ps_worker.Session.unwrap(model) is model
 
 
 def test_no_sync_is_where_scripts_written_for_ddp_look_for_it(session: Session) -> None:
-    model = nn.Linear(1, 1, bias=False)
-    model, optimizer = session.prepare(model, sgd(model))
+    model, optimizer = one_weight(session)
     before = model.weight.item()
     for where in (model, session):
         with where.no_sync():
             model(torch.ones(1)).backward()
     assert session.clock == 0
-    model(torch.ones(1)).backward()
-    optimizer.step()
+    train(model, optimizer, steps=1)
     assert session.clock == 1
     assert model.weight.item() == pytest.approx(before - 0.3)
-
-
-def test_the_clock_counts_steps(session: Session) -> None:
-    model = nn.Linear(1, 1)
-    model, optimizer = session.prepare(model, sgd(model))
-    for clock in range(4):
-        assert session.clock == clock
-        model(torch.ones(1)).backward()
-        optimizer.step()
-    assert session.clock == 4
 
 
 def test_a_model_may_be_evaluated_and_saved_between_steps(session: Session) -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5))
     model, optimizer = session.prepare(model, sgd(model))
-    model(torch.ones(1)).backward()
-    optimizer.step()
+    train(model, optimizer, steps=1)
     model.eval()
     with torch.no_grad():
         assert torch.equal(model(torch.ones(1)), model[0](torch.ones(1)))
-    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model.load_state_dict(saved)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
     model.train()
-    model(torch.ones(1)).backward()
-    optimizer.step()
+    train(model, optimizer, steps=1)
     assert session.clock == 2
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
-
-
-def test_a_model_without_shapes_is_to_be_run_once_first(shared: Cluster, job: str) -> None:
-    model = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
-    with shared.connect("sync", job=job) as session:
-        with pytest.raises(InvalidRequest, match=r"0\.weight of a LazyLinear has no shape yet: run one batch through"):
-            session.prepare(model, sgd(model))
-        model(torch.ones(2, 3))
-        model, optimizer = session.prepare(model, sgd(model))
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-        assert session.clock == 1
 
 
 class Unmade(torch.optim.Optimizer):
@@ -255,14 +227,29 @@ class Delegating:
 
 
 @pytest.mark.parametrize("wrapper", [Unmade, Delegating])
-def test_an_optimizer_that_a_framework_wrapped_is_refused(
-    session: Session, wrapper: Callable[[torch.optim.Optimizer], object]
-) -> None:
+def test_an_optimizer_that_a_framework_wrapped_is_refused(session: Session, wrapper: Any) -> None:
     model = nn.Linear(2, 2)
-    said = f"{wrapper.__name__} is a framework's wrapper of the optimizer SGD: hand the plain optimizer to prepare"  # type: ignore[attr-defined]
+    said = f"{wrapper.__name__} is a framework's wrapper of the optimizer SGD: hand the plain optimizer to prepare"
     with pytest.raises(InvalidRequest, match=said):
         session.prepare(model, wrapper(sgd(model)))
     session.prepare(model, sgd(model))  # nothing has changed
+
+
+def test_a_model_without_shapes_is_to_be_run_once_first(session: Session, caplog: pytest.LogCaptureFixture) -> None:
+    """Single trains it, and says that the other modes do not."""
+    model = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    said = "0.weight of a LazyLinear has no shape yet: run one batch through the model before prepare"
+    if session.mode != "single":
+        with pytest.raises(InvalidRequest) as caught:
+            session.prepare(model, sgd(model))
+        assert str(caught.value) == said
+        model(torch.ones(2, 3))
+    model, optimizer = session.prepare(model, sgd(model))
+    if session.mode == "single":
+        assert caplog.messages[0] == f"in sync, ssp and async this is refused: {said}"
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert session.clock == 1
 
 
 class Sparse(nn.Module):
@@ -286,13 +273,16 @@ REFUSED = [
 def test_single_is_a_dry_run_of_the_other_modes(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, variable: str, level: int
 ) -> None:
-    """Where the mode was said these are warnings; else single was meant, and they are for those who look for them."""
+    """Where the mode was given these are warnings; otherwise single was meant, and they are for those who look."""
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("PS_MODE", variable)
-    model = Sparse()
-    odd = [DataLoader(range(4), sampler=WeightedRandomSampler([1.0] * 4, 4)) for _ in range(2)]
+    model, fine = Sparse(), nn.Linear(2, 2)
+    weighted = [DataLoader(range(4), sampler=WeightedRandomSampler([1.0] * 4, 4)) for _ in range(2)]
     with ps_worker.connect() as session:
-        session.prepare(model, torch.optim.LBFGS(model.parameters()), *odd)
+        session.prepare(fine, sgd(fine), DataLoader(range(4), shuffle=True), DataLoader(range(4)))
+    assert caplog.messages == []
+    with ps_worker.connect() as session:
+        session.prepare(model, torch.optim.LBFGS(model.parameters()), *weighted)
     assert [record.levelno for record in caplog.records] == [level] * len(REFUSED)
     for said, text in zip(caplog.messages, REFUSED, strict=True):
         assert said.startswith(f"in sync, ssp and async this is refused: {text}")
@@ -306,28 +296,28 @@ def test_what_single_says_is_what_the_servers_modes_say(shared: Cluster, job: st
         assert refused.value.message.startswith(text)
 
 
-def test_single_trains_what_has_no_shape_yet_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.LazyLinear(1))
-    with ps_worker.connect(mode="single") as session:
-        model, optimizer = session.prepare(model, sgd(model))
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
+def test_a_worker_whose_prepare_failed_has_left_and_may_prepare_again(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise NotShared("none today")
+
+    with shared.connect("sync", job=job) as session:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer, before = sgd(model), model.weight.item()
+        with monkeypatch.context() as patched:
+            patched.setattr("ps_worker.cluster.connection.share_memory", no_memory)
+            with pytest.raises(NotShared, match="none today"):
+                session.prepare(model, optimizer)
+        assert job not in shared.coordinator.jobs(), "it was the only worker"
+        assert type(model.weight) is nn.Parameter, "nothing watches it"
+        model, optimizer = session.prepare(model, optimizer)
+        assert model.weight.item() == before
+        train(model, optimizer, steps=1)
         assert session.clock == 1
-    assert caplog.messages == [
-        "in sync, ssp and async this is refused: 0.weight of a LazyLinear has no shape yet: run one batch through the "
-        "model before prepare"
-    ]
 
 
-def test_single_says_nothing_where_all_is_well(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    model = nn.Linear(2, 2)
-    with ps_worker.connect(mode="single") as session:
-        session.prepare(model, sgd(model), DataLoader(range(4), shuffle=True), DataLoader(range(4)))
-    assert caplog.messages == []
-
-
-# -- what a session says ---------------------------------------------------------------------------------------------
+# -- what a session is -----------------------------------------------------------------------------------------------
 
 
 def test_a_session_says_what_it_is(shared: Cluster, job: str) -> None:
@@ -335,27 +325,19 @@ def test_a_session_says_what_it_is(shared: Cluster, job: str) -> None:
         assert (session.rank, session.world_size, session.mode, session.clock) == (0, 1, "ssp:3", 0)
         assert session.device == torch.device("cpu") or torch.cuda.is_available()
         assert scrape(session.metrics_address)["ps_worker_steps_total"] == 0
+        train(*one_weight(session), steps=2)
+        where = f"job='{job}' server='{shared.address}'"
+        assert repr(session) == f"<Session mode='ssp:3' rank=0 world_size=1 {where} clock=2>"
     with ps_worker.connect() as session:
         assert (session.rank, session.world_size, session.mode, session.clock) == (0, 1, "single", 0)
         assert "ps_worker_steps_total" in scrape(session.metrics_address)
-
-
-def test_a_session_shows_where_it_is(shared: Cluster, job: str) -> None:
-    with shared.connect("ssp:3", 0, 1, job=job) as session:
-        train(*session.prepare(model := nn.Linear(1, 1), sgd(model)), steps=2)
-        assert repr(session) == (
-            f"<Session mode='ssp:3' rank=0 world_size=1 job='{job}' server='{shared.address}' clock=2>"
-        )
-    with ps_worker.connect() as session:
         assert repr(session) == "<Session mode='single' rank=0 world_size=1 clock=0>"
 
 
 def test_leaving_a_with_leaves_the_job_whatever_happened(shared: Cluster, job: str) -> None:
-    model = nn.Linear(1, 1)
-
     def fail() -> None:
         with shared.connect("sync", job=job) as session:
-            session.prepare(model, sgd(model))
+            one_weight(session)
             assert job in shared.coordinator.jobs()
             raise ZeroDivisionError
 
@@ -364,37 +346,18 @@ def test_leaving_a_with_leaves_the_job_whatever_happened(shared: Cluster, job: s
     assert job not in shared.coordinator.jobs()
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-def test_close_may_be_called_more_than_once(session: Session, prepared: bool) -> None:
-    if prepared:
-        model = nn.Linear(1, 1)
-        session.prepare(model, sgd(model))
-    address = session.metrics_address
-    scrape(address)
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_close_may_be_called_more_than_once(session: Session, is_prepared: bool) -> None:
+    if is_prepared:
+        one_weight(session)
+    scrape(session.metrics_address)
     session.close()
     session.close()
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(f"http://{address}/metrics", timeout=5)
+        scrape(session.metrics_address)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> None:
-    """Every step takes 0.1 off the one weight."""
-    for _ in range(steps):
-        model(torch.ones(1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_a_model_outlives_its_session(shared: Cluster, job: str) -> None:
-    model = nn.Linear(1, 1, bias=False)
-    before = model.weight.item()
-    with shared.connect("sync", job=job) as session:
-        train(*session.prepare(model, sgd(model)))
-    train(model, sgd(model))  # nobody is called any more
-    assert model.weight.item() == pytest.approx(before - 1.0)
-
-
-def test_a_model_may_be_prepared_again_by_a_later_session(shared: Cluster, job: str) -> None:
+def test_a_model_outlives_its_session_and_may_be_prepared_by_a_later_one(shared: Cluster, job: str) -> None:
     model = nn.Linear(1, 1, bias=False)
     before = model.weight.item()
     for mode in ("sync", "async", "single", "sync"):
@@ -405,13 +368,13 @@ def test_a_model_may_be_prepared_again_by_a_later_session(shared: Cluster, job: 
             with model.no_sync():
                 model(torch.ones(1)).backward()
             model.zero_grad()
-    assert model.weight.item() == pytest.approx(before - 2.0)
+    train(model, sgd(model))  # no server is called any more
+    assert model.weight.item() == pytest.approx(before - 2.5)
 
 
 def test_a_session_belongs_to_the_process_that_made_it(shared: Cluster, job: str) -> None:
-    model = nn.Linear(1, 1)
     with shared.connect("sync", job=job) as session:
-        model, optimizer = session.prepare(model, sgd(model))
+        model, optimizer = one_weight(session)
         child = os.fork()
         if child == 0:
             try:
@@ -423,80 +386,8 @@ def test_a_session_belongs_to_the_process_that_made_it(shared: Cluster, job: str
                 os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert job in shared.coordinator.jobs()
-        model(torch.ones(1)).backward()
-        optimizer.step()
+        train(model, optimizer, steps=1)
         assert session.clock == 1
-
-
-# -- settings --------------------------------------------------------------------------------------------------------
-
-
-def told(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], **arguments: object) -> WorkerConfig:
-    with monkeypatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        return resolve(**arguments)
-
-
-TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
-PS = {"PS_SERVER": "ps:1", "PS_MODE": "ssp:2", "PS_JOB": "mine", "PS_RANK": "3", "PS_WORLD_SIZE": "5"}
-
-
-def test_arguments_come_before_variables_of_ours_before_those_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = told(monkeypatch, {**TORCHRUN, **PS})
-    assert (found.server, found.mode, found.job, found.rank, found.world_size) == ("ps:1", "ssp:2", "mine", 3, 5)
-    assert found.consistency == Consistency(2)
-    found = told(monkeypatch, {**TORCHRUN, **PS}, server="h:2", mode="async", job="other", rank=0, world_size=1)
-    assert (found.server, found.mode, found.job, found.rank, found.world_size) == ("h:2", "async", "other", 0, 1)
-    found = told(monkeypatch, {**TORCHRUN, "PS_SERVER": "ps:1"})
-    assert (found.mode, found.job, found.rank, found.world_size, found.local_rank) == ("sync", "default", 2, 4, 1)
-
-
-def test_the_mode_follows_from_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert told(monkeypatch, {}).mode == "single"
-    assert told(monkeypatch, TORCHRUN).mode == "ddp"
-    assert told(monkeypatch, {"WORLD_SIZE": "1", "RANK": "0"}).mode == "single"
-    assert told(monkeypatch, {**TORCHRUN, "PS_SERVER": "ps:1"}).mode == "sync"
-    assert told(monkeypatch, {"PS_SERVER": "ps:1"}, mode="single").mode == "single"
-
-
-def test_an_empty_variable_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = told(monkeypatch, dict.fromkeys([*TORCHRUN, *PS, "PS_ELASTIC", "PS_CONNECT_TIMEOUT"], ""))
-    assert found == told(monkeypatch, {})
-
-
-def test_numbers_and_switches_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {"PS_SERVER": "h:1", "PS_CONNECT_TIMEOUT": "2.5", "PS_METRICS_PORT": "9200", "PS_METRICS_HOST": "::1"}
-    found = told(monkeypatch, variables)
-    assert (found.connect_timeout, found.metrics_port, found.metrics_host) == (2.5, 9200, "::1")
-    for text, elastic in (("1", True), ("true", True), ("0", False), ("false", False)):
-        found = told(monkeypatch, {"PS_SERVER": "h:1", "PS_ELASTIC": text, "PS_RANK": "1", "PS_WORLD_SIZE": "2"})
-        assert (found.rank, found.world_size) == ((None, 0) if elastic else (1, 2))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"mode": "sync"}, "mode sync needs a server: connect.server='HOST:PORT'., PS_SERVER, or --server"),
-        ({"mode": "ssp:1"}, "mode ssp:1 needs a server"),
-        ({"server": "localhost"}, "server: expected HOST:PORT, got 'localhost'"),
-        ({"server": "h:1", "world_size": 2}, "world_size is 2, but no rank was given"),
-        ({"server": "h:1", "world_size": 2, "rank": 2}, "rank must be from 0 to world_size - 1 = 1, got 2"),
-        ({"server": "h:1", "world_size": 2, "rank": -1}, "rank: expected a whole number from 0 .*, got '-1'"),
-        ({"server": "h:1", "rank": 1}, "rank must be from 0 to world_size - 1 = 0, got 1"),
-        ({"server": "h:1", "rank": 0, "world_size": 0}, "world_size"),
-        ({"mode": "ddp", "elastic": True}, "an elastic job needs a server; mode ddp has a fixed world size"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(arguments: dict[str, object], text: str) -> None:
-    with pytest.raises(InvalidRequest, match=text):
-        ps_worker.connect(**arguments)  # type: ignore[arg-type]
-
-
-def test_the_public_face_is_what_all_lists() -> None:
-    assert sorted(ps_worker.__all__) == ps_worker.__all__
-    for name in ps_worker.__all__:
-        assert getattr(ps_worker, name).__module__.startswith(("ps_worker", "ps_protocol"))
 
 
 # -- strategies ------------------------------------------------------------------------------------------------------
@@ -505,7 +396,7 @@ def test_the_public_face_is_what_all_lists() -> None:
 class Recorded(Single):
     """A further way to train, which notes what it is asked."""
 
-    def __init__(self, metrics: WorkerMetrics, device: torch.device) -> None:
+    def __init__(self, config: WorkerConfig, metrics: WorkerMetrics, device: torch.device) -> None:
         super().__init__(metrics, device, wanted=False)
         self.called: list[str] = []
 
@@ -527,40 +418,16 @@ class Recorded(Single):
 def test_a_further_way_to_train_is_one_entry_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Recorded] = []
 
-    def make(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device) -> Recorded:
-        made.append(Recorded(metrics, device))
+    def make(*given: Any) -> Recorded:
+        made.append(Recorded(*given))
         return made[-1]
 
     monkeypatch.setattr("ps_worker.session.STRATEGIES", {"single": make})
     with ps_worker.connect(mode="single") as session:
-        model = nn.Linear(2, 2)
-        model, optimizer = session.prepare(model, sgd(model))
+        model, optimizer = one_weight(session)
         with session.no_sync():
-            model(torch.ones(1, 2)).sum().backward()
+            model(torch.ones(1)).backward()
         optimizer.step()
         assert session.clock == made[0].clock == 1
         assert session.gather(7) == [7, 7]
     assert made[0].called == ["keep 0", "no_sync", "gather", "close"]
-
-
-def test_a_worker_whose_prepare_failed_has_left_and_may_prepare_again(
-    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with shared.connect("sync", job=job) as session:
-        model = nn.Linear(2, 2)
-        optimizer, before = sgd(model), model.weight.detach().clone()
-        with monkeypatch.context() as patched:
-            patched.setattr("ps_worker.cluster.connection.share_memory", _no_memory)
-            with pytest.raises(NotShared, match="none today"):
-                session.prepare(model, optimizer)
-        assert job not in shared.coordinator.jobs(), "it was the only worker"
-        assert type(model.weight) is nn.Parameter, "nothing watches it"
-        model, optimizer = session.prepare(model, optimizer)
-        assert torch.equal(model.weight, before)
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        assert session.clock == 1
-
-
-def _no_memory(*_: object) -> None:
-    raise NotShared("none today")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,6 +21,8 @@ from ps_worker.cluster.threads import Closed
 from ps_worker.model.flat import FlatModel
 from ps_worker.values import BucketPush, Identity
 from tests.tools.cluster import until
+
+WHO = Identity("job", 0, 1)
 
 
 class Peer:
@@ -48,27 +51,20 @@ class Peer:
         self._server.stop(None).wait()
 
 
-@pytest.fixture
-def peers() -> Iterator[Callable[[int], list[tuple[Peer, NetworkTransport]]]]:
-    """Makes peers, each with one worker's way to it."""
-    made: list[tuple[Peer, NetworkTransport]] = []
-    pools = []
-
-    def make(count: int) -> list[tuple[Peer, NetworkTransport]]:
-        pool = network_pushers(count)
-        pools.append(pool)
-        who, flat = Identity("job", 0, 1), cast(FlatModel, None)  # empty pushes look at no gradient
+@contextmanager
+def peers(count: int) -> Iterator[list[tuple[Peer, NetworkTransport]]]:
+    """Peers, each with one worker's way to it."""
+    with ExitStack() as stack:
+        pool = stack.enter_context(closing(network_pushers(count)))
+        made = []
         for index in range(count):
             peer = Peer()
-            made.append((peer, NetworkTransport(ShardCalls(index, peer.address, 20.0), who, flat, pool)))
-        return made
-
-    yield make
-    for peer, transport in made:
-        peer.stop()
-        transport.close()
-    for pool in pools:
-        pool.close()
+            calls = ShardCalls(index, peer.address, 20.0)
+            transport = NetworkTransport(calls, WHO, cast(FlatModel, None), pool)  # empty pushes look at no gradient
+            stack.enter_context(closing(transport))
+            stack.callback(peer.stop)
+            made.append((peer, transport))
+        yield made
 
 
 def empty_push(index: int) -> BucketPush:
@@ -77,31 +73,27 @@ def empty_push(index: int) -> BucketPush:
     )
 
 
-def test_a_shard_that_answers_nothing_gets_few_pushes_and_others_run_little_ahead(
-    peers: Callable[[int], list[tuple[Peer, NetworkTransport]]],
-) -> None:
-    (slow, to_slow), (quick, to_quick) = peers(2)
-    quick.open.set()
-    sent = [way.push(empty_push(index)) for index in range(20) for way in (to_slow, to_quick)]
-    until(lambda: slow.came == PUSHES_TO_ONE_SHARD and quick.came == PUSHES_IN_FLIGHT - 1)
-    assert not any(future.done() for future in sent[2 * PUSHES_IN_FLIGHT :]), "one order over all shards"
-    slow.open.set()
-    for future in sent:
-        future.result(20.0)
-    assert (slow.came, quick.came) == (20, 20)
+def test_a_shard_that_answers_nothing_gets_few_pushes_and_others_run_little_ahead() -> None:
+    with peers(2) as [(slow, to_slow), (quick, to_quick)]:
+        quick.open.set()
+        sent = [way.push(empty_push(index)) for index in range(20) for way in (to_slow, to_quick)]
+        until(lambda: slow.came == PUSHES_TO_ONE_SHARD and quick.came == PUSHES_IN_FLIGHT - 1)
+        assert not any(future.done() for future in sent[2 * PUSHES_IN_FLIGHT :]), "one order over all shards"
+        slow.open.set()
+        for future in sent:
+            future.result(20.0)
+        assert (slow.came, quick.came) == (20, 20)
 
 
-def test_of_one_shard_alone_no_more_are_in_flight(
-    peers: Callable[[int], list[tuple[Peer, NetworkTransport]]],
-) -> None:
-    [(peer, way)] = peers(1)
-    sent = [way.push(empty_push(index)) for index in range(6)]
-    until(lambda: peer.came == PUSHES_TO_ONE_SHARD)
-    assert not any(future.done() for future in sent)
-    peer.open.set()
-    for future in sent:
-        future.result(20.0)
-    assert peer.came == 6
+def test_of_one_shard_alone_no_more_are_in_flight() -> None:
+    with peers(1) as [(peer, way)]:
+        sent = [way.push(empty_push(index)) for index in range(6)]
+        until(lambda: peer.came == PUSHES_TO_ONE_SHARD)
+        assert not any(future.done() for future in sent)
+        peer.open.set()
+        for future in sent:
+            future.result(20.0)
+        assert peer.came == 6
 
 
 class CopiedGradients:
@@ -134,7 +126,7 @@ class CopiedGradients:
 @pytest.fixture
 def shared() -> Iterator[tuple[Peer, CopiedGradients, SharedTransport]]:
     peer, flat = Peer(), CopiedGradients()
-    way = SharedTransport(ShardCalls(0, peer.address, 20.0), Identity("job", 0, 1), cast(FlatModel, flat))
+    way = SharedTransport(ShardCalls(0, peer.address, 20.0), WHO, cast(FlatModel, flat))
     yield peer, flat, way
     peer.stop()
     way.close()

@@ -1,0 +1,36 @@
+"""The stream of a call that is over: nothing more is sent, and what waits for its end hears of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ps_server.rpc.streams import Outbox
+
+
+class EndedCall:
+    """A call that has ended, or ends at the moment in which it is told whom to call back: gRPC does so on a thread."""
+
+    def __init__(self, ends_now: bool) -> None:
+        self._ends_now = ends_now
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        if self._ends_now:
+            callback()
+        return self._ends_now
+
+
+@pytest.mark.parametrize("ends_now", [True, False])
+def test_a_stream_whose_call_ends_while_it_is_made_is_over(ends_now: bool) -> None:
+    sent: list[Any] = []
+    heard = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        outbox = Outbox(sent.append, EndedCall(ends_now), pool)  # type: ignore[arg-type]
+        outbox.on_close(heard.set)
+        outbox.put(lambda: "too late")
+        assert heard.wait(10.0)
+    assert sent == []
