@@ -3,16 +3,16 @@
 session = ps_worker.connect()
 model, optimizer, loader = session.prepare(model, optimizer, loader)
 
-values.py       Values that the rooms of a worker hand to each other: its place in a job, and what it pushes and pulls
-session.py      The public face of a worker: `connect`, `prepare`, and what a session is
-config.py       What a worker is told: arguments first, then PS_* variables, then a launcher's, then defaults
+values.py       Values that the rooms of a worker hand to each other: how it trains, its place, what it pushes and pulls
+session.py      The public face of a worker: `connect`, and the session that it returns
+config.py       A worker's settings: arguments first, then PS_* variables, then a launcher's, then defaults
 strategies/     How a worker trains: alone, with DDP, or on parameter servers
 model/          A model as flat buffers, its job, and its step
 cluster/        How a worker reaches the servers: the only room of the worker that knows gRPC and messages
 data/           Each worker's share of the data
 state/          A worker's own part of a checkpoint
-metrics.py      What a worker tells Prometheus: where its step's time goes, above all
-launched.py     What a worker says to the person and to the launcher that started it
+metrics.py      A worker's metrics for Prometheus: above all, where a step's time goes
+launched.py     A worker's output for the person at the launcher: log lines with its rank, and errors in one line
 accelerate.py   Accelerate on parameter servers: a `connect` that has each worker see itself as one process
 huggingface.py  The Trainer of Hugging Face on parameter servers
 lightning.py    Lightning on parameter servers: a strategy for Trainer, and one for Fabric

@@ -6,8 +6,8 @@
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # then Accelerate's
 
 Under torchrun Accelerate would start torch.distributed and wrap the model in DistributedDataParallel: gradients would
-be reduced twice, and async would wait at every step. What it should know of the launch is the rank, so that
-`accelerator.is_main_process`, `print` and `save` are those of one worker.
+be reduced twice, and async would wait at every step. So of the launch Accelerate sees the rank alone, on which
+`accelerator.is_main_process`, `print` and `save` depend.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ps_runtime.rank import hide_launcher_variables
 from ps_worker.session import Session
 from ps_worker.session import connect as connect_session
 
-# By these, and the same of Intel's and Open MPI's mpirun, Accelerate takes a process for one of torch.distributed.
+# With any of these set, Accelerate takes a process for one of torch.distributed: torchrun's, Intel's and Open MPI's.
 LAUNCHED = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("PMI_RANK", "PMI_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),

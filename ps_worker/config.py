@@ -1,4 +1,4 @@
-"""What a worker is told: arguments first, then PS_* variables, then a launcher's, then defaults."""
+"""A worker's settings: arguments first, then PS_* variables, then a launcher's, then defaults."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.modes import Consistency, parse_mode
-from ps_runtime.credentials import PLAINTEXT, Access, access
-from ps_runtime.launch_id import UNKNOWN, LaunchId, launch_id
+from ps_runtime.credentials import access
+from ps_runtime.launch_id import launch_id
 from ps_runtime.rank import Placement, placement
 from ps_runtime.settings import (
     DEFAULT_SHARED_DIRECTORY,
@@ -23,6 +23,7 @@ from ps_runtime.settings import (
     port_number,
     seconds,
 )
+from ps_worker.cluster.options import JobOptions
 
 TRANSPORTS = ("auto", "shm", "grpc")
 
@@ -63,42 +64,21 @@ OWN_SETTINGS = (
 )
 
 
-@dataclass(frozen=True)
-class WorkerConfig:
-    """One worker's place.
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(JobOptions):
+    """All that a worker was told: its part in a job, and what is its own.
 
-    server:          HOST:PORT of the coordinator; None in single and ddp
-    mode:            single, ddp, sync, ssp:K or async
-    consistency:     the rule that the mode stands for; None in single and ddp
-    rank:            this worker's rank; None: the coordinator gives one
-    world_size:      how many workers the job has; 0: elastic
-    connect_timeout: seconds to keep trying an address that does not answer
-    start_timeout:   seconds to wait until all declared workers have joined
-    transport:       auto, shm or grpc: how buckets travel to shards on the same host
-    shared_directory: where segments are made when shards cannot open this process' memory files
-    access:          certificates and token that servers are called with
+    mode:             single, ddp, sync, ssp:K or async
+    mode_given:       by an argument or PS_MODE; otherwise it follows from the rest
     metrics_insecure: metrics may be served beyond this machine without TLS
-    mode_said:       the mode was given, by an argument or PS_MODE; otherwise it follows from the rest
-    launch:          what started this worker, and whether it takes over from another launch
     """
 
-    server: str | None
     mode: str
-    consistency: Consistency | None
-    job: str
-    rank: int | None
-    world_size: int
+    mode_given: bool
     local_rank: int
-    connect_timeout: float
-    start_timeout: float
     metrics_host: str | None
     metrics_port: int
-    transport: str
-    shared_directory: Path
-    access: Access = PLAINTEXT
-    metrics_insecure: bool = False
-    mode_said: bool = False
-    launch: LaunchId = UNKNOWN
+    metrics_insecure: bool
 
 
 def resolve(**arguments: object) -> WorkerConfig:
@@ -131,7 +111,7 @@ def resolve(**arguments: object) -> WorkerConfig:
         shared_directory=values["shared_directory"],
         access=access(values["tls_cert"], values["tls_key"], values["tls_ca"], values["token_file"], insecure),
         metrics_insecure=insecure or values["metrics_insecure"],
-        mode_said=values["mode"] is not None,
+        mode_given=values["mode"] is not None,
         launch=launch_id(world_size, values["take_over"]),
     )
 

@@ -101,7 +101,7 @@ class OnServers:
         return self.session.prepare(rebuilt(loader, batch_sampler=batches))
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Returns the Trainer's scheduler, which goes back with the job when that is set back to a checkpoint."""
+        """Returns the Trainer's scheduler, which is rolled back together with the job."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
         if self._on_servers and not self._scheduler_given:
             self._scheduler_given = True
@@ -117,7 +117,7 @@ class OnServers:
         samples. Predictions, and metrics of a compute_metrics, need all data together: each worker goes through all of
         it, and rank 0's metrics count.
         """
-        if not self._has_joined() or self.session.world_size == 1:
+        if self._stepper is None or self.session.world_size == 1:
             return super().evaluation_loop(dataloader, description, *arguments, **more)  # type: ignore[misc]
         only_loss = self.compute_metrics is None and description != "Prediction"
         part = self._part(dataloader) if only_loss else None
@@ -128,9 +128,6 @@ class OnServers:
         else:
             metrics = self.session.mean(output.metrics, weight=len(part.sampler))
         return output._replace(metrics=metrics)
-
-    def _has_joined(self) -> bool:
-        return self._stepper is not None
 
     def _part(self, loader: Any) -> Any:
         """Returns a loader of every world_size-th sample; None where a worker would have none."""
@@ -143,14 +140,14 @@ class OnServers:
     # -- files -------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Rank 0 writes the model. In a checkpoint the others wait for it: they look for the best one's files."""
+        """Writes the model, on rank 0. In a checkpoint the others wait for it: they look for the best one's files."""
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        if _internal_call and self._has_joined():
+        if _internal_call and self._stepper is not None:
             self.session.barrier()
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Rank 0 writes the random states of all workers, so that each goes on with its own."""
-        if not self._has_joined():
+        """Writes the random states of all workers, on rank 0, so that each goes on with its own."""
+        if self._stepper is None:
             super()._save_rng_state(output_dir)  # type: ignore[misc]
             return
         with tempfile.TemporaryDirectory() as directory:

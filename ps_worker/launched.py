@@ -1,4 +1,4 @@
-"""What a worker tells the person who started it: log lines with its rank, and errors in one line."""
+"""A worker's output for the person at the launcher: log lines with its rank, and errors in one line."""
 
 from __future__ import annotations
 

@@ -32,18 +32,16 @@ NAME = "ps"
 
 
 class _OnSession:
-    """What both strategies make of a session. Before `prepare` a worker is alone: collectives give back its own."""
+    """The part of both strategies that a session does. Before `prepare` collectives return the worker's own value."""
 
     def __init__(self, session: Session | None, options: Mapping[str, Any]) -> None:
         self.session = connect() if session is None else session
         self._options = options
         self._joined = False
-        rank_zero_only.rank = (
-            self.session.rank
-        )  # it decides which worker logs; Lightning itself reads launchers' variables
+        # It decides which worker logs; Lightning itself reads launchers' variables.
+        rank_zero_only.rank = self.session.rank
 
     def _prepare(self, *things: Any) -> tuple[Any, ...]:
-        """Returns what session.prepare makes of a model, its optimizers and schedulers."""
         if self._joined:
             raise InvalidRequest(
                 "this strategy's session has its models already, and a session has them once: train again with a new "
@@ -67,7 +65,7 @@ class _OnSession:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """Which share of the data is this worker's, for the DistributedSampler that Lightning puts into loaders."""
+        """This worker's share of the data, for the DistributedSampler that Lightning puts into loaders."""
         return {"num_replicas": self.session.world_size, "rank": self.session.rank} if self.is_distributed else None
 
     @property
@@ -97,7 +95,7 @@ class _OnSession:
         return self.session.prepare(dataloader)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Returns the mean over workers, or the sum, the largest, the smallest; what is no tensor comes back as it is.
+        """Returns the mean over workers, or the sum, the largest, the smallest; a value that is no tensor as it is.
 
         Raises Unsupported for other operations.
         """
@@ -144,7 +142,7 @@ class _OnSession:
             self.session.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Returns the value of one worker, for all. Raises Unsupported for what a session cannot send."""
+        """Returns the value of one worker, for all. Raises Unsupported for a value that a session cannot send."""
         if not self._joined:
             return obj
         if isinstance(obj, os.PathLike):
@@ -194,7 +192,7 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
         return self.session.no_sync()
 
     def teardown(self) -> None:
-        """Moves the module back to the host. The session stays open, for `test` and for what the script does then."""
+        """Moves the module back to the host. The session stays open: `test` may follow."""
         TrainerStrategy.teardown(self)
 
 
@@ -250,7 +248,7 @@ class FabricParameterServerStrategy(_OnSession, FabricStrategy):
 
 
 class _NoSync(_BackwardSyncControl):
-    """What `fabric.no_backward_sync` asks: gradients add up and leave with the next step."""
+    """Implements `fabric.no_backward_sync`: gradients add up and leave with the next step."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -1,4 +1,4 @@
-"""What a worker tells Prometheus: where its step's time goes, above all.
+"""A worker's metrics for Prometheus: above all, where a step's time goes.
 
 A step is split into data (waiting for the loader), forward (until the first gradient is there, the loss included),
 backward (until `optimizer.step()`), push (until the last gradient is staged), wait (held back for other workers) and
@@ -20,6 +20,17 @@ from ps_runtime.credentials import Tls
 from ps_runtime.metrics import LATENCY_BUCKETS, serve_metrics
 
 PHASES = ("data", "forward", "backward", "push", "pull", "wait")
+
+COUNTERS = {
+    "ps_worker_steps_total": "Steps finished.",
+    "ps_worker_push_bytes_total": "Bytes pushed.",
+    "ps_worker_pull_bytes_total": "Bytes pulled.",
+    "ps_worker_non_finite_total": "Steps whose gradient held an infinity or a NaN.",
+    "ps_worker_empty_steps_total": "Steps without a gradient, made because others wait for this worker's clock while "
+    "it has no data.",
+    "ps_worker_rejoins_total": "Times that the worker lost its place and took another.",
+    "ps_worker_lost_steps_total": "Steps whose gradient was lost with the place.",
+}
 
 
 class StepTimer:
@@ -44,61 +55,65 @@ class StepTimer:
         self._trained = False  # a gradient was made since the last step
 
     def now(self) -> float:
-        """Seconds on the timer's clock."""
+        """Returns seconds on the timer's clock."""
         return time.perf_counter()
 
     def switch(self, phase: str) -> None:
-        """Adds the time since the last switch to the phase that ends; another begins."""
+        """Adds the time since the last switch to the phase that ends; begins another."""
         moment = time.perf_counter()
         self.seconds[self._phase] += moment - self._mark
         self._phase, self._mark = phase, moment
 
     def begin(self, phase: str) -> None:
-        """A phase begins; the time since the last switch is in none."""
+        """Begins a phase; the time since the last switch is in none."""
         self._phase, self._mark = phase, time.perf_counter()
 
     def asked(self) -> None:
-        """The script asks a loader for a batch."""
+        """Notes that the script asks a loader for a batch."""
         (self.begin if self._phase == "forward" else self.switch)("data")
 
     def yielded(self) -> None:
-        """The script gets the batch."""
+        """Notes that the script gets the batch."""
         self.switch("forward")
 
     def ended(self) -> None:
-        """The loop over a loader is over. If it trained nothing (an evaluation), its data is in no phase."""
+        """Ends the loop over a loader. If it trained nothing (an evaluation), its data is in no phase."""
         self.switch("forward")
         if not self._trained:
             self.seconds["data"] = 0.0
 
     def gradient(self, _parameter: object = None) -> None:
-        """Backward has finished a gradient. Also a hook of a parameter."""
+        """Notes that backward has finished a gradient. Also a hook of a parameter."""
         if self._phase != "backward":
             self.switch("backward")
             self._trained = True
 
     def since_mark(self, moment: float) -> float:
-        """Seconds from the last switch to a moment."""
+        """Returns the seconds from the last switch to a moment."""
         return moment - self._mark
 
     def stepping(self) -> None:
-        """`optimizer.step()` begins: backward is over."""
+        """Notes that `optimizer.step()` begins: backward is over."""
         self._asking = self._phase == "data"
         self.switch("forward")  # a closure's
 
     def stepped(self) -> dict[str, float]:
-        """The step is over: its time by phase; the next one begins."""
+        """Ends the step and begins the next one; returns its seconds by phase."""
         if self._phase == "backward":
             self.switch("forward")
         asking = self._asking or self._phase == "data"
-        found, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
+        seconds, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
         self._asking = self._trained = False
         self.begin("data" if asking else "forward")
-        return found
+        return seconds
 
 
 class WorkerMetrics:
-    """Counters and histograms of one worker, and the port they are served on."""
+    """Counters and histograms of one worker, and the port they are served on.
+
+    address:   HOST:PORT at which /metrics is served; empty before `serve`
+    announced: the same, if scrapers elsewhere can reach it; otherwise empty
+    """
 
     def __init__(self) -> None:
         self.timer = StepTimer()
@@ -114,38 +129,20 @@ class WorkerMetrics:
             buckets=LATENCY_BUCKETS,
             registry=self.registry,
         )
-        self._steps = Counter("ps_worker_steps_total", "Steps finished.", registry=self.registry)
-        self._push_bytes = Counter("ps_worker_push_bytes_total", "Bytes pushed.", registry=self.registry)
-        self._pull_bytes = Counter("ps_worker_pull_bytes_total", "Bytes pulled.", registry=self.registry)
-        self._not_finite = Counter(
-            "ps_worker_non_finite_total", "Steps whose gradient held an infinity or a NaN.", registry=self.registry
-        )
-        self._empty_steps = Counter(
-            "ps_worker_empty_steps_total",
-            "Steps without a gradient, made because others wait for this worker's clock while it has no data.",
-            registry=self.registry,
-        )
-        self._rejoins = Counter(
-            "ps_worker_rejoins_total",
-            "Times that the worker lost its place and took another.",
-            registry=self.registry,
-        )
-        self._lost_steps = Counter(
-            "ps_worker_lost_steps_total", "Steps whose gradient was lost with the place.", registry=self.registry
-        )
+        self._counters = {name: Counter(name, text, registry=self.registry) for name, text in COUNTERS.items()}
         self._clock = Gauge("ps_worker_clock", "Steps finished since the job began.", registry=self.registry)
 
     def serve(self, host: str, port: int, tls: Tls | None = None, known: bool = True) -> None:
         """Serves /metrics; `address` says where. Raises InvalidRequest if the port cannot be bound.
 
-        known: whether scrapers elsewhere can reach it; `announced` stays empty if not.
+        known: whether scrapers elsewhere can reach it
         """
         bound, self._stop = serve_metrics(host, port, self.registry, tls=tls)
         self.address = f"{host}:{bound}"
         self.announced = self.address if known else ""
 
     def close(self) -> None:
-        """Stops serving, and looks at no optimizer any more."""
+        """Stops serving, and removes the hooks of optimizers and parameters."""
         self._stop()
         self._stop = lambda: None
         for hook in self._hooks:
@@ -170,34 +167,34 @@ class WorkerMetrics:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self.timer.gradient))
 
     def stepped(self, sent: int, received: int, pushed: float, waited: float, clock: int) -> None:
-        """A step on the servers is over: its bytes, when the last push was staged, and seconds held back at most."""
+        """Counts a step on the servers: its bytes, when the last push was staged, and seconds held back at most."""
         rest = max(0.0, self.timer.now() - pushed)
         seconds = self.timer.seconds
         seconds["wait"] = min(waited, rest)
         seconds["pull"] = rest - seconds["wait"]
         seconds["push"] = self.timer.since_mark(pushed)
-        self._push_bytes.inc(sent)
-        self._pull_bytes.inc(received)
+        self._counters["ps_worker_push_bytes_total"].inc(sent)
+        self._counters["ps_worker_pull_bytes_total"].inc(received)
         self._observe(clock)
 
     def not_finite(self) -> None:
-        """A step's gradient held an infinity or a NaN."""
-        self._not_finite.inc()
+        """Counts a step whose gradient holds an infinity or a NaN."""
+        self._counters["ps_worker_non_finite_total"].inc()
 
     def empty_step(self) -> None:
-        """A step without a gradient begins, because there is no data for it."""
+        """Begins a step without a gradient, for which there is no data."""
         self.timer.stepping()
-        self._empty_steps.inc()
+        self._counters["ps_worker_empty_steps_total"].inc()
 
     def rejoined(self, lost: bool, clock: int) -> None:
-        """The worker took its place again, at a clock; `lost`: the gradient of a step is in no weights."""
+        """Counts a place taken anew, at a clock; `lost`: the gradient of a step is in no weights."""
         self.timer.stepped()
-        self._rejoins.inc()
-        self._lost_steps.inc(lost)
+        self._counters["ps_worker_rejoins_total"].inc()
+        self._counters["ps_worker_lost_steps_total"].inc(lost)
         self._clock.set(clock)
 
     def _observe(self, clock: int) -> None:
         for phase, seconds in self.timer.stepped().items():
             self._phase.labels(phase).observe(seconds)
-        self._steps.inc()
+        self._counters["ps_worker_steps_total"].inc()
         self._clock.set(clock)

@@ -1,11 +1,11 @@
 """The public face of a worker: `connect`, and the session that it returns.
 
-connect    settings become a WorkerConfig; an earlier session in the same place is closed; the mode decides on the
-           strategy, which is all that this file knows of how a worker trains
-prepare    models, optimizers, loaders and schedulers are told apart and handed to the strategy
-train      the script's own loop, with what `prepare` returned. The session is asked for its rank and clock,
-           for values over all workers, and for `no_sync`
-close      the worker leaves the job: by the script, at its end, or at SIGTERM
+connect    The settings become a WorkerConfig, and an earlier session in the same place is closed. The mode decides on
+           the strategy, which is all that this file knows of how a worker trains.
+prepare    Models, optimizers, loaders and schedulers are sorted and handed to the strategy.
+train      The script runs its own loop, with the things that `prepare` returned. The session answers with its rank
+           and clock, with values over all workers, and with `no_sync`.
+close      The worker leaves the job: when the script says so, at its end, or at SIGTERM.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from ps_protocol.codecs import WIRE_FORMATS
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.job import NonFinite
 from ps_runtime.credentials import is_loopback, require_encryption
 from ps_runtime.launch_id import report_started
-from ps_worker.cluster.connection import ConnectionOptions
-from ps_worker.cluster.participation import JobOptions
 from ps_worker.config import WorkerConfig, resolve
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.no_sync import lend
 from ps_worker.strategies.collectives import Collectives
 from ps_worker.strategies.ddp import Ddp
-from ps_worker.strategies.options import PrepareOptions, non_finite_policy, wire_format
 from ps_worker.strategies.parameter_server import ParameterServer
 from ps_worker.strategies.single import Single
 from ps_worker.strategies.strategy import Strategy
+from ps_worker.values import PrepareOptions
 
 log = logging.getLogger("ps_worker")
 
@@ -77,8 +77,8 @@ def connect(
     What is not given comes from PS_* variables, then from a launcher's variables, then from defaults.
 
     server:          HOST:PORT of the coordinator (PS_SERVER)
-    mode:            single, ddp, sync, ssp:K or async (PS_MODE); by default sync with a server, else ddp under a
-                     launcher of several processes, else single
+    mode:            single, ddp, sync, ssp:K or async (PS_MODE); by default sync with a server, otherwise ddp under a
+                     launcher of several processes, otherwise single
     job:             the job's name (PS_JOB), "default"
     rank:            from 0 (PS_RANK, or the launcher's: torchrun, srun, mpirun, an Indexed Job of Kubernetes)
     world_size:      how many workers the job has (PS_WORLD_SIZE, or the launcher's)
@@ -122,7 +122,7 @@ class Session:
         self._config = config
         self._pid = os.getpid()
         self._prepared = False
-        self._take_back: list[Callable[[], None]] = []  # what models were lent
+        self._take_back: list[Callable[[], None]] = []  # of each model's `no_sync`
         self.mode = config.mode
         self.device = _device(config.local_rank)
         self._metrics = WorkerMetrics()
@@ -134,8 +134,8 @@ class Session:
             _open.append(self)
 
     def _serve_metrics(self, config: WorkerConfig) -> None:
-        """Serves them where the servers' side can reach them, if that is allowed; otherwise for this machine alone."""
-        tls = config.access.tls if config.access.tls is not None and config.access.tls.cert is not None else None
+        """Serves /metrics where the servers' side can reach it, if allowed; otherwise for this machine alone."""
+        tls = config.access.tls if config.access.tls and config.access.tls.cert else None
         host, known = config.metrics_host, True
         if host is None:
             host = _own_address(config.server)
@@ -145,11 +145,10 @@ class Session:
         self._metrics.serve(host, config.metrics_port and config.metrics_port + config.local_rank, tls, known)
 
     def __repr__(self) -> str:
-        config, count = self._config, self.world_size
-        parts = [f"mode={self.mode!r}", f"rank={self.rank}", f"world_size={count}"]
-        if config.consistency is not None:
-            parts += [f"job={config.job!r}", f"server={config.server!r}"]
-        return f"<Session {' '.join(parts)} clock={self.clock}>"
+        config = self._config
+        job = "" if config.consistency is None else f" job={config.job!r} server={config.server!r}"
+        place = f"mode={self.mode!r} rank={self.rank} world_size={self.world_size}"
+        return f"<Session {place}{job} clock={self.clock}>"
 
     @property
     def rank(self) -> int:
@@ -170,8 +169,7 @@ class Session:
     def clock(self) -> int:
         """How many steps this worker has finished, counted from the job's beginning.
 
-        With several optimizers each step of each counts. If the job is set back to a checkpoint, the clock goes back
-        with it.
+        With several optimizers each step of each counts. If the job is rolled back to a checkpoint, so is the clock.
         """
         return self._strategy.clock
 
@@ -191,8 +189,8 @@ class Session:
         A model moves to `device`, unless it is spread over several devices, and starts from rank 0's weights. An
         optimizer steps where the mode says; the state that it has already (momentum, moments) is taken over from
         rank 0. A loader yields this worker's share of the data, on `device`. Schedulers, and all else that has
-        `state_dict` and `load_state_dict`, come back as they are; if the job is set back to a checkpoint, their state
-        is set back too. All models and optimizers go into one call; more loaders may be prepared later. Blocks until
+        `state_dict` and `load_state_dict`, come back as they are; if the job is rolled back to a checkpoint, so is
+        their state. All models and optimizers go into one call; more loaders may be prepared later. Blocks until
         every declared worker has joined.
 
         bucket_bytes: size of a bucket in the model, a multiple of 64; by default what the job has already, or what the
@@ -211,15 +209,14 @@ class Session:
         Raises LimitExceeded if other workers have not joined after the start timeout (PS_START_TIMEOUT, 1800 s).
         """
         given = _sorted(things)
-        if self._pid != os.getpid():
-            raise InvalidRequest("this session belongs to the parent process; call connect after the fork")
+        self._check_process()
         prepared: dict[int, Any] = {id(thing): thing for thing in given.others}
         if given.models:
             options = PrepareOptions(
                 bucket_bytes=bucket_bytes,
-                non_finite=non_finite_policy(non_finite),
-                gradient_wire=wire_format(gradient_wire),
-                weight_wire=wire_format(weight_wire),
+                non_finite=_non_finite(non_finite),
+                gradient_wire=_wire_format(gradient_wire),
+                weight_wire=_wire_format(weight_wire),
                 overlap=overlap,
                 ddp=ddp_options or {},
             )
@@ -233,7 +230,7 @@ class Session:
     def _prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
     ) -> dict[int, Any]:
-        """Returns what to train with, by the id of what was given."""
+        """Returns the prepared models and optimizers, by the id of the script's own."""
         if self._prepared:
             raise InvalidRequest(
                 "this session has its models already: hand all models and optimizers to one call of prepare; "
@@ -257,16 +254,16 @@ class Session:
 
         In an elastic job it is the lowest live rank, known once `prepare` has joined. When that worker leaves or dies,
         the next one takes over, as soon as it hears of it: for a moment there may be none, or two. Use `broadcast` for
-        what must be said by one worker exactly.
+        a decision that exactly one worker must make.
         """
         return self._strategy.is_main
 
     def mean(self, x: Any, weight: float = 1.0) -> Any:
         """Returns the mean over all workers of a number, a tensor of any shape, or a dict of these, alike to the bit.
 
-        It is sum(weight * x) / sum(weight), summed in float64 in the order of ranks. A worker whose weight is 0 has no
-        part in it, whatever its x. A number comes back as a float, a tensor on its device: of its own dtype if that is
-        a float's, of torch's default dtype if it is an integer's.
+        It is sum(weight * x) / sum(weight), summed in float64 in the order of ranks. The x of a worker whose weight is
+        0 is left out. A number comes back as a float, a tensor on its device: of its own dtype if that is a float's, of
+        torch's default dtype if it is an integer's.
 
         This and the next three block until every live worker has made its call. Every worker makes the same calls in
         the same order. A worker that leaves or dies is not waited for. One that was away, or joins late, gets what the
@@ -276,7 +273,7 @@ class Session:
         Raises InvalidRequest before `prepare`, for values or calls that differ between workers (all raise it), and
         for weights that are all 0; LimitExceeded for too many bytes (all raise it).
         """
-        return self._collectives("mean").mean(x, weight)
+        return self._collectives().mean(x, weight)
 
     def gather(self, x: Any) -> list[Any]:
         """Returns the values of all workers that take part, in the order of ranks; see `mean` for which these are.
@@ -285,23 +282,26 @@ class Session:
            Tensors come back on the device of those in x, or on the session's
         Raises Unsupported for other types, InvalidRequest and LimitExceeded as `mean` does.
         """
-        return self._collectives("gather").gather(x)
+        return self._collectives().gather(x)
 
     def broadcast(self, x: Any, source: int = 0) -> Any:
-        """Returns the value of one worker on all workers; what the others give is ignored. Types are those of `gather`.
+        """Returns the value of one worker on all workers; the others' are ignored. Types are those of `gather`.
 
         source: its rank. If it takes no part, as it left or died, it is the lowest rank of those that do.
         """
-        return self._collectives("broadcast").broadcast(x, source)
+        return self._collectives().broadcast(x, source)
 
     def barrier(self) -> None:
         """Returns when every live worker has called it; see `mean`."""
-        self._collectives("barrier").barrier()
+        self._collectives().barrier()
 
-    def _collectives(self, call: str) -> Collectives:
+    def _collectives(self) -> Collectives:
+        self._check_process()
+        return Collectives(self._strategy, self.device)
+
+    def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise InvalidRequest("this session belongs to the parent process; call connect after the fork")
-        return Collectives(self._strategy, self.device)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -340,46 +340,24 @@ class Session:
 
     def _is_at(self, config: WorkerConfig) -> bool:
         """Whether this is a session of this process for the same place."""
-        own = self._config
-        place = own.server, own.job, own.rank, own.launch.name
-        return place == (config.server, config.job, config.rank, config.launch.name) and self._pid == os.getpid()
+        own, other = ((each.server, each.job, each.rank, each.launch.name) for each in (self._config, config))
+        return own == other and self._pid == os.getpid()
 
 
 # -- modes -------------------------------------------------------------------------------------------------------------
 
 
-def _single(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device) -> Strategy:
-    return Single(metrics, device, config.mode_said)
-
-
-def _ddp(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device) -> Strategy:
-    assert config.rank is not None
-    return Ddp(config.rank, config.world_size, metrics, device)
-
-
-def _parameter_server(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device) -> Strategy:
-    assert config.server is not None
-    assert config.consistency is not None
-    job = JobOptions(
-        server=config.server,
-        job=config.job,
-        consistency=config.consistency,
-        rank=config.rank,
-        world_size=config.world_size,
-        start_timeout=config.start_timeout,
-        link=ConnectionOptions(config.connect_timeout, config.transport, config.shared_directory, config.access),
-        launch=config.launch,
-    )
-    return ParameterServer(job, metrics, device, report_started)
+def _on_servers(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device) -> Strategy:
+    return ParameterServer(config, metrics, device, report_started)
 
 
 # By mode, without the bound of `ssp:K`.
 STRATEGIES: Mapping[str, Callable[[WorkerConfig, WorkerMetrics, torch.device], Strategy]] = {
-    "single": _single,
-    "ddp": _ddp,
-    "sync": _parameter_server,
-    "ssp": _parameter_server,
-    "async": _parameter_server,
+    "single": lambda config, metrics, device: Single(metrics, device, config.mode_given),
+    "ddp": lambda config, metrics, device: Ddp(config.rank or 0, config.world_size, metrics, device),
+    "sync": _on_servers,
+    "ssp": _on_servers,
+    "async": _on_servers,
 }
 
 # -- what prepare takes ------------------------------------------------------------------------------------------------
@@ -387,7 +365,7 @@ STRATEGIES: Mapping[str, Callable[[WorkerConfig, WorkerMetrics, torch.device], S
 
 @dataclass(frozen=True)
 class _Given:
-    """What `prepare` was given, told apart; `others` have a state."""
+    """The arguments of `prepare`, sorted; `others` have a state."""
 
     models: list[nn.Module]
     optimizers: list[torch.optim.Optimizer]
@@ -396,7 +374,7 @@ class _Given:
 
 
 def _sorted(things: Sequence[Any]) -> _Given:
-    """Tells apart what `prepare` was given. Raises InvalidRequest for what it cannot take."""
+    """Returns the arguments of `prepare`, sorted. Raises InvalidRequest for one that it cannot take."""
     given = _Given([], [], [], [])
     for thing in things:
         _refuse_framework_optimizer(thing)
@@ -426,9 +404,7 @@ def _refuse_framework_optimizer(thing: Any) -> None:
     inner = getattr(thing, "optimizer", None)
     if not isinstance(inner, torch.optim.Optimizer) or not hasattr(thing, "param_groups"):  # a scheduler has no groups
         return
-    if "_optimizer_step_pre_hooks" not in getattr(
-        thing, "__dict__", {}
-    ):  # which every optimizer has that was made as one
+    if "_optimizer_step_pre_hooks" not in getattr(thing, "__dict__", {}):  # Optimizer.__init__ makes them
         raise InvalidRequest(
             f"{type(thing).__name__} is a framework's wrapper of the optimizer {type(inner).__name__}: hand the plain "
             "optimizer to prepare, before accelerator.prepare or its like"
@@ -437,6 +413,19 @@ def _refuse_framework_optimizer(thing: Any) -> None:
 
 def _has_state(thing: Any) -> bool:
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+def _non_finite(name: str) -> NonFinite:
+    try:
+        return NonFinite(name)
+    except ValueError:
+        raise InvalidRequest(f"non_finite must be 'refuse', 'skip' or 'allow', got {name!r}") from None
+
+
+def _wire_format(name: str) -> str:
+    if name not in WIRE_FORMATS:
+        raise InvalidRequest(f"a wire format is one of {', '.join(WIRE_FORMATS)}, got {name!r}")
+    return name
 
 
 # -- where and when ----------------------------------------------------------------------------------------------------

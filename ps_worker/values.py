@@ -1,18 +1,36 @@
-"""Values that the rooms of a worker hand to each other: its place in a job, and what it pushes and pulls."""
+"""Values that the rooms of a worker hand to each other: how it trains, its place in a job, what it pushes and pulls."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ps_protocol.data import DataRange
-from ps_protocol.job import HyperParameters
+from ps_protocol.job import HyperParameters, NonFinite
 from ps_protocol.layout import BucketSpec
 
 
 @dataclass(frozen=True)
+class PrepareOptions:
+    """How models are trained: what `prepare` was told.
+
+    bucket_bytes: of a full bucket; None: what the job has, or the server chooses
+    overlap:      whether full buckets leave while backward runs; None: once the script was seen to allow it
+    ddp:          arguments for DistributedDataParallel
+    """
+
+    bucket_bytes: int | None = None
+    non_finite: NonFinite = NonFinite.REFUSE
+    gradient_wire: str = "float32"
+    weight_wire: str = "float32"
+    overlap: bool | None = None
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Identity:
-    """Who this worker is to the servers; `key` proves it."""
+    """A worker as the servers know it; `key` proves that it is that one."""
 
     job: str
     rank: int
@@ -30,13 +48,13 @@ class ShardMap:
 
 @dataclass(frozen=True)
 class JoinResult:
-    """What a worker got when it joined.
+    """A worker's place in its job, as it got it when it joined.
 
-    clock:          the one it starts from
-    lease:          seconds for which it counts as live without a heartbeat
-    shard_map:      where the buckets are now; None from servers that do not say
-    restore_count:  how often the whole job was set back to a checkpoint
-    state:          what a worker of this rank had saved; None if there is nothing
+    clock:         the one it starts from
+    lease:         seconds for which it counts as live without a heartbeat
+    shard_map:     where the buckets are now; None: where they were at the registration
+    restore_count: how often the whole job was rolled back to a checkpoint
+    state:         what a worker of this rank had saved; None if there is nothing
     """
 
     identity: Identity
@@ -49,7 +67,7 @@ class JoinResult:
 
 @dataclass(frozen=True)
 class Roster:
-    """Who takes part."""
+    """The workers that take part."""
 
     ranks: tuple[int, ...]
     world_size: int
@@ -60,7 +78,7 @@ class Roster:
 class BucketPush:
     """One bucket's part of a step.
 
-    absent: positions of segments without a gradient in this step
+    absent: positions of slices without a gradient in this step
     empty:  none of them has one: nothing is sent; with `absent` naming all it counts as zero in a mean, with none named
             the worker's step is left out of it
     groups: hyper-parameters of the groups that have parameters in the bucket
@@ -76,8 +94,23 @@ class BucketPush:
 
 
 @dataclass(frozen=True)
+class Assignment:
+    """Weights, or one kind of optimizer state, that a script has set in a bucket before its next step.
+
+    absent:  positions of the slices that stay as they are
+    state:   None: the payload is weights; "": the other slices lose all their state, and there is no payload
+    payload: in the bucket's own type, or one float32 for each slice where the state is a number
+    """
+
+    bucket: BucketSpec
+    absent: Sequence[int]
+    state: str | None
+    payload: memoryview | None
+
+
+@dataclass(frozen=True)
 class PushResult:
-    """What was pushed: its bytes, and when it was staged, on the clock of time.perf_counter."""
+    """A push that is staged: its bytes, and when that was, on the clock of time.perf_counter."""
 
     size: int
     staged: float
@@ -85,14 +118,14 @@ class PushResult:
 
 @dataclass(frozen=True)
 class PulledBucket:
-    """One message of a pull: a bucket's payload, or (`waiting`) whom the shard waits for and why.
+    """One message of a pull: a bucket's payload, or (`waiting`) the ranks that the shard waits for, and why.
 
+    waited:      seconds for which the shard held it back
     checkpoint:  this version is kept for a checkpoint, to which this worker's own state belongs
     wire_format: of the payload's elements; empty: the bucket's own type
     """
 
     bucket: int
-    version: int
     waited: float
     payload: memoryview
     waiting: tuple[tuple[int, ...], str] | None
@@ -102,7 +135,7 @@ class PulledBucket:
 
 @dataclass(frozen=True)
 class PullResult:
-    """What a pull brought.
+    """A pull that has landed.
 
     size:       its bytes
     waited:     seconds for which a bucket was held back at most
@@ -116,25 +149,12 @@ class PullResult:
 
 @dataclass(frozen=True)
 class StateChunk:
-    """One kind of optimizer state of one bucket; `absent`: positions of the segments that have none."""
+    """One kind of optimizer state of one bucket; `absent`: positions of the slices that have none."""
 
     bucket: int
-    version: int
     state: str
     absent: frozenset[int]
     payload: memoryview
-
-
-@dataclass(frozen=True)
-class Offer:
-    """This worker's value for a round; see GatherValuesRequest.
-
-    number: of the round; 0: there is no value, only the question which round is next
-    """
-
-    number: int
-    clock: int
-    value: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How a shard is called: with bytes, through the one retry loop, and with a limit to each attempt."""
+"""Calls to a shard: with bytes, through the one retry loop, and with a limit to each attempt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PULL_SECONDS = 60.0
 
 
 class ShardCalls:
-    """The calls to one shard. What goes in and out is bytes: gRPC neither parses nor copies a payload."""
+    """The calls to one shard. Requests and answers are bytes: gRPC neither parses nor copies a payload."""
 
     def __init__(self, index: int, address: str, timeout: float, access: Access = PLAINTEXT) -> None:
         self.peer = Peer(f"shard {index}", address, access)
@@ -41,14 +41,14 @@ class ShardCalls:
         return response
 
     def try_once(self, method: str, request: bytes) -> None:
-        """Calls one method of the data service, without another attempt. Raises the PSError that came."""
+        """Calls one method of the data service, in one attempt. Raises PSError."""
         try:
             self._channel.unary_unary(f"/{DATA_SERVICE}/{method}")(request, timeout=CALL_SECONDS)
         except grpc.RpcError as error:
             raise error_from(error, str(self.peer)) from None
 
     def stream(self, method: str, request: bytes, read: Callable[[bytes], None]) -> None:
-        """Hands each message of one streaming method's answer to `read`; all of them anew if the stream breaks off."""
+        """Hands each message of one streaming method's answer to `read`; if the stream breaks off, all of them anew."""
         retry = self._retry()
         while True:
             try:

@@ -1,58 +1,41 @@
 """One incarnation of a worker in its job: its place, and the ways to all shards that it opens from there.
 
-A worker that joins again makes another one: its calls carry another incarnation, shards may have moved, and they have
-let go of the segment that the older incarnation shared. Nothing here is repeated or mended when a place is lost: that
-is the part of the owner (participation.py).
+A worker that joins again makes another connection: its calls carry another incarnation, shards may have moved, and they
+have unmapped the segment that the older incarnation shared. A connection repairs nothing when its place is lost: its
+owner makes the next one (participation.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ps_protocol.layout import BucketSpec
-from ps_runtime.credentials import PLAINTEXT, Access
 from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.network import NetworkTransport, network_pushers
+from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.shared_memory import SharedTransport, share_memory
-from ps_worker.cluster.transport import Draft, Transport
+from ps_worker.cluster.transport import Draft, ShardStep, Transport
 from ps_worker.model.flat import FlatModel
-from ps_worker.values import BucketPush, JoinResult, PullResult, PushResult, ShardMap, StateChunk
+from ps_worker.values import Assignment, BucketPush, JoinResult, PullResult, PushResult, ShardMap, StateChunk
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ConnectionOptions:
-    """How shards are reached.
-
-    timeout:   seconds without any progress after which a call gives up
-    transport: "shm", "grpc", or "auto": shared memory with every shard that can see this worker's
-    shared_directory: where that memory is a file if it must be
-    """
-
-    timeout: float
-    transport: str
-    shared_directory: Path
-    access: Access = PLAINTEXT
 
 
 class Connection:
     """A worker in one place of its job, connected to every shard, with its model in memory that they share if they can.
 
-    The training thread makes it and calls it. Beside that, `draft` is called by autograd's thread while the training
-    thread waits in backward; `cut`, `close`, `place` and `clock` are for any thread.
+    For the training thread. But `draft` is called by autograd's thread, while the training thread waits in backward;
+    `cut`, `close`, `place` and `clock` are for any thread.
 
-    place: which worker this is to the servers, and where it began
+    place: the worker as the servers know it, and where it began
     clock: steps finished; a step counts when all of it is on its way
 
     Raises NotShared if memory is to be shared and cannot be, PSError if shards do not answer; nothing is open then.
     """
 
-    def __init__(self, link: ConnectionOptions, place: JoinResult, shard_map: ShardMap, model: FlatModel) -> None:
+    def __init__(self, options: JobOptions, place: JoinResult, shard_map: ShardMap, model: FlatModel) -> None:
         self.place = place
         self.clock = place.clock
         self._shard_of = shard_map.bucket_shards
@@ -62,14 +45,14 @@ class Connection:
         self._under_way: list[Future[Any]] = []
         self._left: list[Future[Any]] = []  # of steps that failed: only `end` waits for them
         self._draft: Draft | None = None  # of the step that is being made
-        self._drafted: dict[int, Future[PushResult]] = {}  # by bucket, what was sent of it
+        self._drafted: dict[int, Future[PushResult]] = {}  # by bucket, its draft
         self._calls = {
-            index: ShardCalls(index, address, link.timeout, link.access)
+            index: ShardCalls(index, address, options.connect_timeout, options.access)
             for index, address in shard_map.addresses.items()
         }
         try:
-            segment, self._sharing = share_memory(
-                model.spec, model.layout, self._calls, place.identity, link.transport, link.shared_directory
+            segment, sharing = share_memory(
+                model.spec, model.layout, self._calls, place.identity, options.transport, options.shared_directory
             )
             model.move(segment)
         except BaseException:
@@ -80,7 +63,7 @@ class Connection:
             index: NetworkTransport(call, place.identity, model, self._pushers) for index, call in self._calls.items()
         }
         self._transports: Mapping[int, Transport] = {
-            index: SharedTransport(call, place.identity, model) if index in self._sharing else self._network[index]
+            index: SharedTransport(call, place.identity, model) if index in sharing else self._network[index]
             for index, call in self._calls.items()
         }
 
@@ -100,11 +83,11 @@ class Connection:
         return bucket.nbytes
 
     def drop_drafts(self) -> None:
-        """Has what left as a draft count for nothing."""
+        """Has the drafts count for nothing."""
         self._settle_drafts(False)
 
     def _settle_drafts(self, count: bool) -> dict[int, Future[PushResult]]:
-        """Says whether drafts count; returns those that do, by bucket."""
+        """Decides whether drafts count; returns those that do, by bucket."""
         draft, drafted, self._draft, self._drafted = self._draft, self._drafted, None, {}
         if draft is not None:
             draft.settle(count)
@@ -113,12 +96,10 @@ class Connection:
         self._left = [future for future in (*self._left, *drafted.values()) if not future.done()]
         return {}
 
-    def assign(
-        self, clock: int, bucket: BucketSpec, absent: Sequence[int], state: str | None, payload: memoryview | None
-    ) -> None:
-        """Sends what the script has set in a bucket before its step of that clock; see `convert.assignment`."""
-        transport = self._network[self._shard_of[bucket.index]]
-        self._under_way.append(transport.assign(clock, bucket, absent, state, payload))
+    def assign(self, clock: int, assignment: Assignment) -> None:
+        """Sends an assignment, which takes effect with the step of that clock."""
+        transport = self._network[self._shard_of[assignment.bucket.index]]
+        self._under_way.append(transport.assign(clock, assignment))
 
     def pull_state(self, land: Callable[[StateChunk], None]) -> None:
         """Fetches the optimizer state of all buckets; see `NetworkTransport.pull_state`."""
@@ -128,7 +109,7 @@ class Connection:
                 self._under_way.append(self._network[index].pull_state(wanted, land))
 
     def pull(self, frozen: bool = False) -> list[Future[PullResult]]:
-        """Asks every shard for the weights at this clock; `frozen`: for what no optimizer steps."""
+        """Asks every shard for the weights at this clock: those that an optimizer steps, or the `frozen` ones."""
         pulls = []
         for index, buckets in self._buckets.items():
             wanted = [bucket for bucket in buckets if bucket.frozen == frozen]
@@ -142,46 +123,34 @@ class Connection:
         """Sends the next step, and asks every shard for the weights at its clock, which is this worker's then.
 
         pushes:       of every bucket that trains
-        drafts_count: what has left as a draft is as it was: it is not sent again
+        drafts_count: the gradients that left as drafts are unchanged: they are not sent again
 
-        Returns the pushes, the pulls, and those of the pulls that made something count: what they made count does so
-        once they have landed.
+        Returns the pushes, the pulls, and those of the pulls that commit drafts: when such a pull has landed, its
+        drafts count.
         """
         clock, drafted = self.clock + 1, self._settle_drafts(drafts_count)
-        pushed: list[Future[PushResult]] = []
-        pulled: list[Future[PullResult]] = []
-        committing: list[Future[PullResult]] = []
-        rest: list[BucketPush] = []
+        steps: list[ShardStep] = []
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         for index, transport in self._transports.items():
             wanted = [bucket for bucket in self._buckets[index] if not bucket.frozen]
-            own = [push for push in pushes if self._shard_of[push.bucket.index] == index]
-            both = transport.exchange(clock, own, wanted) if wanted else None
-            if both is not None:
-                pushed += both[0]
-                pulled.append(both[1])
-            elif wanted and index in self._sharing:
-                rest += own
-                pulled.append(transport.pull(clock, wanted))
-            elif wanted:
-                committed = [push for push in own if push.empty or push.bucket.index in drafted]
-                pushed += [drafted[push.bucket.index] for push in committed if not push.empty]
-                rest += [push for push in own if not push.empty and push.bucket.index not in drafted]
-                pulled.append(transport.pull(clock, wanted, committed))
-                committing += [pulled[-1]] if committed else []
+            if wanted:
+                own = [push for push in pushes if self._shard_of[push.bucket.index] == index]
+                steps.append(transport.exchange(clock, own, wanted, drafted))
+        pushed = [push for step in steps for push in step.pushes]
         # In one order over all shards.
-        for push in sorted(rest, key=lambda push: push.bucket.index):
+        for push in sorted((push for step in steps for push in step.rest), key=lambda push: push.bucket.index):
             pushed.append(self._transports[self._shard_of[push.bucket.index]].push(push))
+        pulled = [step.pull for step in steps]
         self._under_way += [*pushed, *pulled]
         self.clock = clock
-        return pushed, pulled, committing
+        return pushed, pulled, [step.pull for step in steps if step.commits]
 
     def _note(self, futures: list[Future[T]]) -> list[Future[T]]:
         self._under_way += futures
         return futures
 
     def settle(self) -> BaseException | None:
-        """Waits for all that is under way; returns the first error as soon as there is one, otherwise None."""
+        """Waits for all calls that are under way; returns the first error as soon as there is one, otherwise None."""
         # One wait for all: each wait looks at every future, and there may be thousands.
         done, _ = wait(self._under_way, return_when=FIRST_EXCEPTION)
         error = next((raised for future in done if (raised := future.exception()) is not None), None)

@@ -1,48 +1,47 @@
-"""Where the worker's values become protobuf messages, and back, as far as that is more than naming the fields."""
+"""Turns the worker's values into protobuf messages, and back, where that is more than naming the fields.
+
+The functions for the data path write and read bytes, so that gRPC hands payloads on as they are.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 
 from ps_protocol.convert import (
     data_range_messages,
-    data_ranges,
     duration,
     group_update_messages,
     seconds,
     wire_format,
     wire_format_number,
 )
-from ps_protocol.data import BatchLease, LeaseRequest
+from ps_protocol.data import LeaseRequest
 from ps_protocol.framing import split_message, write_message
 from ps_protocol.layout import BucketSpec
-from ps_protocol.v1 import data_pb2, jobs_pb2, leases_pb2, membership_pb2, rounds_pb2, types_pb2
-from ps_runtime.launch_id import UNKNOWN, LaunchId
-from ps_worker.values import (
-    BucketPush,
-    Identity,
-    JoinResult,
-    PulledBucket,
-    RoundNews,
-    ShardMap,
-    StateChunk,
-)
+from ps_protocol.v1 import data_pb2, leases_pb2, membership_pb2, rounds_pb2, types_pb2
+from ps_runtime.launch_id import UNKNOWN
+from ps_worker.cluster.options import JobOptions
+from ps_worker.values import Assignment, BucketPush, Identity, JoinResult, PulledBucket, RoundNews, ShardMap, StateChunk
 
 WireFormatOf = Callable[[BucketSpec], str]
 
 _NOTHING = memoryview(b"")
 
-# -- data ------------------------------------------------------------------------------------------------------------
+
+def identity(worker: Identity) -> types_pb2.WorkerIdentity:
+    """Returns the caller, as every message of a worker names it."""
+    return types_pb2.WorkerIdentity(
+        job=worker.job, rank=worker.rank, incarnation=worker.incarnation, lease_key=worker.key
+    )
 
 
-def identity(who: Identity) -> types_pb2.WorkerIdentity:
-    """Returns who calls, as every message of a worker says it."""
-    return types_pb2.WorkerIdentity(job=who.job, rank=who.rank, incarnation=who.incarnation, lease_key=who.key)
+# -- pushes ----------------------------------------------------------------------------------------------------------
 
 
 def gradient_push(
-    who: Identity, push: BucketPush, payload: memoryview | None, wire_format: str = "", draft: bool = False
+    worker: Identity, push: BucketPush, payload: memoryview | None, wire_format: str = "", draft: bool = False
 ) -> bytes:
     """Writes one bucket's gradient; without payload, that this step has none.
 
@@ -50,46 +49,46 @@ def gradient_push(
     draft:       it does not count yet
     """
     kind = data_pb2.PUSH_KIND_DRAFT if draft else data_pb2.PUSH_KIND_GRADIENT
-    header = _push_header(who, push.clock, [push], kind, lambda _: wire_format)
+    header = _push_header(worker, push.clock, [push], kind, lambda _: wire_format)
     return write_message(data_pb2.PushRequest(header=header), payload)
 
 
-def initial_push(who: Identity, bucket: int, payload: memoryview) -> bytes:
+def initial_push(worker: Identity, bucket: int, payload: memoryview) -> bytes:
     """Writes one bucket's initial value."""
-    return _setting(who, 0, data_pb2.BucketPush(bucket=bucket, kind=data_pb2.PUSH_KIND_INITIAL_VALUE), payload)
+    return _setting(worker, 0, data_pb2.BucketPush(bucket=bucket, kind=data_pb2.PUSH_KIND_INITIAL_VALUE), payload)
 
 
-def assignment(
-    who: Identity, bucket: int, clock: int, absent: Sequence[int], state: str | None, payload: memoryview | None
-) -> bytes:
-    """Writes weights (`state` None) or optimizer state that a script has set in a bucket before its step of a clock.
+def assignment(worker: Identity, clock: int, assignment: Assignment) -> bytes:
+    """Writes what takes effect with the step of this clock; 0: with the initial values."""
+    state = assignment.state
+    push = data_pb2.BucketPush(
+        bucket=assignment.bucket.index,
+        kind=data_pb2.PUSH_KIND_ASSIGN if state is None else data_pb2.PUSH_KIND_ASSIGN_STATE,
+        absent_slices=assignment.absent,
+        state=state or "",
+    )
+    return _setting(worker, clock, push, assignment.payload)
 
-    state: a kind of state; "": the slices that are not absent lose theirs
-    """
-    kind = data_pb2.PUSH_KIND_ASSIGN if state is None else data_pb2.PUSH_KIND_ASSIGN_STATE
-    push = data_pb2.BucketPush(bucket=bucket, kind=kind, absent_slices=absent, state=state or "")
-    return _setting(who, clock, push, payload)
 
-
-def _setting(who: Identity, clock: int, push: data_pb2.BucketPush, payload: memoryview | None) -> bytes:
-    header = data_pb2.PushHeader(worker=identity(who), clock=clock, buckets=[push])
+def _setting(worker: Identity, clock: int, push: data_pb2.BucketPush, payload: memoryview | None) -> bytes:
+    header = data_pb2.PushHeader(worker=identity(worker), clock=clock, buckets=[push])
     return write_message(data_pb2.PushRequest(header=header), payload)
 
 
 def shared_push(
-    who: Identity, clock: int, pushes: Sequence[BucketPush], finite: Set[int], wire_format: WireFormatOf
+    worker: Identity, clock: int, pushes: Sequence[BucketPush], finite: Set[int], wire_format: WireFormatOf
 ) -> bytes:
     """Announces buckets whose gradients lie in the segment.
 
-    finite:      those whose bytes there were looked at
+    finite:      those whose bytes there were checked
     wire_format: of each gradient, as in `gradient_push`
     """
-    header = _push_header(who, clock, pushes, data_pb2.PUSH_KIND_GRADIENT, wire_format, finite)
+    header = _push_header(worker, clock, pushes, data_pb2.PUSH_KIND_GRADIENT, wire_format, finite)
     return data_pb2.PushRequest(header=header, in_segment=data_pb2.InSegment()).SerializeToString()
 
 
 def shared_exchange(
-    who: Identity,
+    worker: Identity,
     clock: int,
     pushes: Sequence[BucketPush],
     finite: Set[int],
@@ -97,33 +96,33 @@ def shared_exchange(
     buckets: Sequence[int],
     notify_bytes: int,
 ) -> bytes:
-    """Does as `shared_push`, and asks for buckets at that clock, as `shared_pull`."""
+    """Announces buckets as `shared_push`, and asks for buckets at that clock, as `pull_request` with notify_bytes."""
     return data_pb2.ExchangeRequest(
-        push=_push_header(who, clock, pushes, data_pb2.PUSH_KIND_GRADIENT, wire_format, finite),
+        push=_push_header(worker, clock, pushes, data_pb2.PUSH_KIND_GRADIENT, wire_format, finite),
         buckets=buckets,
         notify_bytes=notify_bytes,
         in_segment=data_pb2.InSegment(),
     ).SerializeToString()
 
 
-def commit_exchange(who: Identity, clock: int, commit: Sequence[BucketPush], buckets: Sequence[int]) -> bytes:
-    """Has a step count: pushes that left as drafts, and empty ones; then asks for buckets at that clock."""
-    header = _push_header(who, clock, commit, data_pb2.PUSH_KIND_COMMIT, lambda _: "")
+def commit_exchange(worker: Identity, clock: int, commit: Sequence[BucketPush], buckets: Sequence[int]) -> bytes:
+    """Commits a step (pushes that left as drafts, and empty ones), and asks for buckets at that clock."""
+    header = _push_header(worker, clock, commit, data_pb2.PUSH_KIND_COMMIT, lambda _: "")
     return data_pb2.ExchangeRequest(push=header, buckets=buckets).SerializeToString()
 
 
 def _push_header(
-    who: Identity,
+    worker: Identity,
     clock: int,
     pushes: Sequence[BucketPush],
     kind: data_pb2.PushKind,
     wire_format: WireFormatOf,
     finite: Set[int] = frozenset(),
 ) -> data_pb2.PushHeader:
-    """The header of pushes of one clock, so of one step. kind: of those that are not empty."""
+    """Returns the header of pushes of one clock, so of one step. kind: of those that are not empty"""
     groups = {group: values for push in pushes for group, values in push.groups.items()}
     return data_pb2.PushHeader(
-        worker=identity(who),
+        worker=identity(worker),
         clock=clock,
         buckets=[
             data_pb2.BucketPush(
@@ -140,18 +139,20 @@ def _push_header(
     )
 
 
-def pull_request(who: Identity, clock: int, buckets: Sequence[int]) -> bytes:
-    """Asks a shard for buckets at a clock, as payloads."""
-    return data_pb2.PullRequest(worker=identity(who), clock=clock, buckets=buckets).SerializeToString()
+# -- pulls -----------------------------------------------------------------------------------------------------------
 
 
-def shared_pull(who: Identity, clock: int, buckets: Sequence[int], notify_bytes: int) -> bytes:
-    """Asks a shard for buckets at a clock, into the segment.
+def pull_request(worker: Identity, clock: int, buckets: Sequence[int], notify_bytes: int | None = None) -> bytes:
+    """Asks a shard for buckets at a clock: as payloads, or, with `notify_bytes`, into the segment.
 
     notify_bytes: to be told of them whenever they make so many bytes; 0: when all are there
     """
     return data_pb2.PullRequest(
-        worker=identity(who), clock=clock, buckets=buckets, in_segment=data_pb2.InSegment(), notify_bytes=notify_bytes
+        worker=identity(worker),
+        clock=clock,
+        buckets=buckets,
+        in_segment=None if notify_bytes is None else data_pb2.InSegment(),
+        notify_bytes=notify_bytes,
     ).SerializeToString()
 
 
@@ -160,44 +161,41 @@ def state_chunk(data: bytes) -> StateChunk:
     head, payload = split_message(data)
     state = data_pb2.PullStateResponse.FromString(head).state
     content = payload if payload is not None else _NOTHING
-    return StateChunk(state.bucket, state.version, state.state, frozenset(state.absent_slices), content)
+    return StateChunk(state.bucket, state.state, frozenset(state.absent_slices), content)
 
 
-def pulled(data: bytes, size: Callable[[int], int]) -> list[PulledBucket]:
-    """Reads one message of a pull's stream; payloads are views into it. size: bytes of a bucket's weights, by index"""
+def pulled(data: bytes, size: Callable[[int], int], exchange: bool = False) -> list[PulledBucket]:
+    """Reads one message of the answer to a pull, or to an exchange; payloads are views into it.
+
+    size: bytes of a bucket's weights, by index
+    """
     head, payload = split_message(data)
-    return _pulled(data_pb2.PullResponse.FromString(head), payload, size)
-
-
-def exchanged(data: bytes, size: Callable[[int], int]) -> list[PulledBucket]:
-    """Reads one message of an exchange's stream, as `pulled`."""
-    head, payload = split_message(data)
-    return _pulled(data_pb2.ExchangeResponse.FromString(head), payload, size)
+    return _buckets((data_pb2.ExchangeResponse if exchange else data_pb2.PullResponse).FromString(head), payload, size)
 
 
 def shared_pulled(data: bytes) -> list[PulledBucket]:
-    """Reads one message of a shared pull's stream: buckets that are in the segment now."""
-    return _pulled(data_pb2.PullResponse.FromString(data))
+    """Reads one message of the answer to a pull into the segment: buckets that are there now."""
+    return _buckets(data_pb2.PullResponse.FromString(data))
 
 
 def shared_exchanged(data: bytes) -> tuple[list[PulledBucket], float | None]:
-    """Reads one message of a shared exchange's stream, as `shared_pulled`; and for how many seconds its pushes have
-    been staged, if the message says so.
+    """Reads one message of the answer to an exchange in the segment: buckets that are there now, and the seconds for
+    which the pushes have been staged, where the message tells them.
     """
     response = data_pb2.ExchangeResponse.FromString(data)
     staged = seconds(response.staged_duration) if response.HasField("staged_duration") else None
-    return _pulled(response), staged
+    return _buckets(response), staged
 
 
-def _pulled(
+def _buckets(
     response: data_pb2.PullResponse | data_pb2.ExchangeResponse,
     payload: memoryview | None = None,
     size: Callable[[int], int] = lambda _: 0,
 ) -> list[PulledBucket]:
     if response.HasField("waiting"):
         notice = response.waiting
-        why = tuple(notice.awaited_ranks), notice.reason
-        return [PulledBucket(notice.bucket, 0, 0.0, _NOTHING, why)]
+        reason = tuple(notice.awaited_ranks), notice.reason
+        return [PulledBucket(notice.bucket, 0.0, _NOTHING, reason)]
     buckets, position, alone = [], 0, len(response.buckets) == 1
     for bucket in response.buckets:
         elements = _NOTHING
@@ -205,87 +203,64 @@ def _pulled(
             end = len(payload) if alone else position + size(bucket.bucket)
             elements, position = payload[position:end], end
         waited = seconds(bucket.wait_duration) if bucket.HasField("wait_duration") else 0.0
-        what = wire_format(bucket.wire_format) if bucket.wire_format else ""
-        buckets.append(PulledBucket(bucket.bucket, bucket.version, waited, elements, None, bucket.state_wanted, what))
+        encoded = wire_format(bucket.wire_format) if bucket.wire_format else ""
+        buckets.append(PulledBucket(bucket.bucket, waited, elements, None, bucket.state_wanted, encoded))
     return buckets
 
 
-# -- control ---------------------------------------------------------------------------------------------------------
+# -- the coordinator -------------------------------------------------------------------------------------------------
 
 
-def registered(response: jobs_pb2.RegisterJobResponse) -> tuple[ShardMap, int]:
-    """Reads where a registered job's buckets are, and the bytes of a full one."""
-    return _shard_map(response.shard_map), response.bucket_bytes
-
-
-def _shard_map(message: types_pb2.ShardMap) -> ShardMap:
+def shard_map(message: types_pb2.ShardMap) -> ShardMap:
+    """Reads where a job's buckets are."""
     return ShardMap({shard.index: shard.address for shard in message.shards}, tuple(message.bucket_shards))
 
 
-@dataclass(frozen=True)
-class Applicant:
-    """A process that asks for a place.
-
-    previous, clock: of a worker that comes back, its last incarnation and the steps it had finished; 0 for a new one
-    """
-
-    pid: int
-    host: str
-    metrics_address: str = ""
-    previous: int = 0
-    clock: int = 0
-    launch: LaunchId = UNKNOWN
-
-
 def join_request(
-    job: str, rank: int | None, who: Applicant, request_id: int, waited: float
+    options: JobOptions, metrics_address: str, before: JoinResult | None, clock: int, request_id: int, waited: float
 ) -> membership_pb2.JoinRequest:
-    """Asks to take part, or to come back.
+    """Asks for a place for this process.
 
-    request_id: the same in every repeat of one wish
-    waited:     seconds since it was told first to wait for others
+    before, clock: of a worker that comes back, its last place and the steps it had finished there
+    request_id:    the same in every repeat of one request
+    waited:        seconds since the coordinator first told the worker to wait for others
     """
-    request = membership_pb2.JoinRequest(
-        job=job,
-        rank=rank,
-        pid=who.pid,
-        host=who.host,
-        metrics_address=who.metrics_address,
-        previous_incarnation=who.previous,
-        clock=who.clock,
+    launch, ranks = None, options.launch.ranks
+    if options.launch != UNKNOWN:
+        launch = membership_pb2.Launch(
+            name=options.launch.name, first_rank=ranks.start, rank_count=len(ranks), takeover=options.launch.take_over
+        )
+    return membership_pb2.JoinRequest(
+        job=options.job,
+        rank=options.rank if before is None else before.identity.rank,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        metrics_address=metrics_address,
+        previous_incarnation=0 if before is None else before.identity.incarnation,
+        clock=clock,
         request_id=request_id,
         wait_duration=duration(waited),
+        launch=launch,
     )
-    if who.launch != UNKNOWN:
-        ranks = who.launch.ranks
-        request.launch.CopyFrom(
-            membership_pb2.Launch(
-                name=who.launch.name,
-                first_rank=ranks.start,
-                rank_count=len(ranks),
-                takeover=who.launch.take_over,
-            )
-        )
-    return request
 
 
 def join_result(response: membership_pb2.JoinResponse) -> JoinResult:
-    """Reads what a worker got when it joined."""
+    """Reads the place that a worker got."""
     worker = response.worker
     return JoinResult(
         Identity(worker.job, worker.rank, worker.incarnation, worker.lease_key),
         response.clock,
         seconds(response.lease_duration),
-        _shard_map(response.shard_map) if response.HasField("shard_map") else None,
+        shard_map(response.shard_map) if response.HasField("shard_map") else None,
         response.restore_count,
         response.worker_state.content if response.HasField("worker_state") else None,
     )
 
 
-def lease_request(who: Identity, ask: LeaseRequest) -> leases_pb2.LeaseDataRequest:
+def lease_request(worker: Identity, ask: LeaseRequest) -> leases_pb2.LeaseDataRequest:
     """Asks for batches of a loader's data."""
     return leases_pb2.LeaseDataRequest(
-        worker=identity(who),
+        worker=identity(worker),
         loader=leases_pb2.LoaderSpec(
             loader=ask.loader.loader,
             sample_count=ask.loader.size,
@@ -301,17 +276,12 @@ def lease_request(who: Identity, ask: LeaseRequest) -> leases_pb2.LeaseDataReque
     )
 
 
-def leased(response: leases_pb2.LeaseDataResponse) -> BatchLease:
-    """Reads which batches were given, and whether the pass is complete."""
-    return BatchLease(data_ranges(response.ranges), response.complete)
-
-
 def round_news(response: rounds_pb2.GatherValuesResponse) -> RoundNews:
     """Reads how a round stands."""
     return RoundNews(
         response.round,
         response.complete,
-        {each.rank: each.value for each in response.values},
+        {given.rank: given.value for given in response.values},
         response.refusal,
         tuple(response.awaited_ranks),
         response.step_wanted,

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from ps_protocol.convert import job_spec_message
+from ps_protocol.convert import data_ranges, job_spec_message
 from ps_protocol.data import BatchLease, LeaseRequest
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import jobs_pb2, membership_pb2, rounds_pb2
@@ -26,15 +26,15 @@ from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer, Retry
 from ps_runtime.status import error_from
 from ps_worker.cluster import convert
-from ps_worker.cluster.convert import Applicant
-from ps_worker.values import Identity, JoinResult, Offer, Roster, RoundNews, ShardMap
+from ps_worker.cluster.options import JobOptions
+from ps_worker.values import Identity, JoinResult, Roster, RoundNews, ShardMap
 
 CALL_SECONDS = 15.0
 ROUND_SECONDS = 30.0  # longer than the coordinator keeps a caller waiting before it has it ask again
 
 
 class Watch:
-    """Who takes part, as it changes. One thread iterates, until the job ends, the connection breaks, or `stop`."""
+    """The roster as it changes. One thread iterates, until the job ends, the connection breaks, or `stop`."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         self._call: Any = None
@@ -47,13 +47,13 @@ class Watch:
                 yield Roster(tuple(response.ranks), response.world_size, response.started)
 
     def stop(self) -> None:
-        """Ends it; from any thread, and more than once."""
+        """Ends the call; from any thread, and more than once."""
         if self._call is not None:
             self._call.cancel()
 
 
 class CoordinatorClient:
-    """The coordinator, from a worker's side. Methods block, retry, and raise PSError."""
+    """The coordinator, from a worker's side. Methods block, retry until `closing` is set, and raise PSError."""
 
     def __init__(self, address: str, timeout: float, access: Access = PLAINTEXT) -> None:
         self.address = address
@@ -68,58 +68,64 @@ class CoordinatorClient:
 
     def register(self, spec: JobSpec) -> tuple[ShardMap, int]:
         """Registers a job, or finds the equal one that is there: where its buckets are, and the bytes of a full one."""
-        request = jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec))
-        return convert.registered(self._call(self._jobs.RegisterJob, request))
+        response = self._call(self._jobs.RegisterJob, jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
+        return convert.shard_map(response.shard_map), response.bucket_bytes
 
-    def join(self, job: str, rank: int | None, who: Applicant) -> JoinResult:
-        """Makes a process a live worker of the job.
+    def join(self, options: JobOptions, metrics_address: str, before: JoinResult | None, clock: int) -> JoinResult:
+        """Makes this process a live worker of the job.
+
+        before, clock: its last place, and the steps it had finished there; None and 0 for a new worker
 
         Raises JobInUse if live workers of another launch are in the way. As long as the coordinator cannot tell whether
         they are live, it waits, however short the timeout: that ends with their lease.
         """
-        # One number for all repeats: whichever arrives, and however late, they are one wish to join.
+        # One number for all repeats: the coordinator takes them for one request, however late one arrives.
         request_id, since = secrets.randbits(63), math.inf
 
         def ask() -> Any:
             nonlocal since
-            request = convert.join_request(job, rank, who, request_id, max(0.0, time.monotonic() - since))
+            waited = max(0.0, time.monotonic() - since)
+            request = convert.join_request(options, metrics_address, before, clock, request_id, waited)
             try:
                 return self._members.Join(request, timeout=min(CALL_SECONDS, self._timeout))
             except grpc.RpcError as error:
-                # The coordinator knows of this wish, and of what is in the way.
+                # The coordinator knows of this request, and of the workers in the way.
                 if error_from(error, str(self._peer)).retry_after is not None:
                     since = min(since, time.monotonic())
                 raise
 
         return convert.join_result(Retry(self._peer, self._timeout, self.closing).call(ask))
 
-    def heartbeat(self, who: Identity, clock: int, timeout: float) -> None:
+    def heartbeat(self, worker: Identity, clock: int, timeout: float) -> None:
         """Renews the lease; one attempt."""
-        request = membership_pb2.HeartbeatRequest(worker=convert.identity(who), clock=clock)
+        request = membership_pb2.HeartbeatRequest(worker=convert.identity(worker), clock=clock)
         try:
             self._members.Heartbeat(request, timeout=timeout)
         except grpc.RpcError as error:
             raise error_from(error, str(self._peer)) from None
 
-    def save_state(self, who: Identity, clock: int, state: bytes) -> None:
+    def save_state(self, worker: Identity, clock: int, state: bytes) -> None:
         """Sends a worker's own part of a checkpoint."""
         saved = membership_pb2.WorkerState(clock=clock, content=state)
-        request = membership_pb2.SaveWorkerStateRequest(worker=convert.identity(who), state=saved)
+        request = membership_pb2.SaveWorkerStateRequest(worker=convert.identity(worker), state=saved)
         self._call(self._members.SaveWorkerState, request)
 
-    def lease(self, who: Identity, ask: LeaseRequest) -> BatchLease:
+    def lease(self, worker: Identity, ask: LeaseRequest) -> BatchLease:
         """Leases batches of a loader's data."""
-        return convert.leased(self._call(self._leases.LeaseData, convert.lease_request(who, ask)))
+        response = self._call(self._leases.LeaseData, convert.lease_request(worker, ask))
+        return BatchLease(data_ranges(response.ranges), response.complete)
 
-    def exchange(self, who: Identity, offer: Offer, heard: Callable[[RoundNews], bool]) -> RoundNews | None:
+    def exchange(
+        self, worker: Identity, number: int, clock: int, value: bytes, heard: Callable[[RoundNews], bool]
+    ) -> RoundNews | None:
         """Gives a value to a round; returns the round with all its values when it is complete.
 
-        heard: called with news while the round is open; where it says False, the call is given up, and None returned
+        number: of the round; 0: there is no value, only the question which round is next
+        heard:  called with news while the round is open; where it returns False, the call ends and returns None
         """
         retry = Retry(self._peer, self._timeout, self.closing)
-        request = rounds_pb2.GatherValuesRequest(
-            worker=convert.identity(who), round=offer.number, clock=offer.clock, value=offer.value
-        )
+        identity = convert.identity(worker)
+        request = rounds_pb2.GatherValuesRequest(worker=identity, round=number, clock=clock, value=value)
         while True:
             values: dict[int, bytes] = {}
             try:
@@ -128,7 +134,7 @@ class CoordinatorClient:
                     retry.progressed()
                     news = convert.round_news(message)
                     values |= news.values
-                    if news.complete and news.number == offer.number:
+                    if news.complete and news.number == number:
                         return replace(news, values=values)
                     if not news.complete and not news.values and not heard(news):
                         call.cancel()
@@ -136,13 +142,13 @@ class CoordinatorClient:
             except grpc.RpcError as error:
                 retry.failed(error)
 
-    def leave(self, who: Identity) -> None:
+    def leave(self, worker: Identity) -> None:
         """Leaves the job; one attempt, because the lease ends it anyway."""
         with contextlib.suppress(grpc.RpcError):
-            self._members.Leave(membership_pb2.LeaveRequest(worker=convert.identity(who)), timeout=CALL_SECONDS)
+            self._members.Leave(membership_pb2.LeaveRequest(worker=convert.identity(worker)), timeout=CALL_SECONDS)
 
     def watch(self, job: str) -> Watch:
-        """Watches who takes part, now and after every change."""
+        """Watches the roster: as it is now, and after every change."""
         return Watch(lambda: self._members.Watch(membership_pb2.WatchRequest(job=job)))
 
     def close(self) -> None:

@@ -8,16 +8,13 @@ at its next step, or when its calls fail. A worker whose rank another process ha
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, UnknownWorker
-from ps_runtime.launch_id import UNKNOWN, LaunchId
-from ps_worker.cluster.convert import Applicant
 from ps_worker.cluster.coordinator import CoordinatorClient, Watch
+from ps_worker.cluster.options import JobOptions
 from ps_worker.values import JoinResult, Roster
 
 log = logging.getLogger("ps_worker")
@@ -32,45 +29,31 @@ CLOSE_SECONDS = 1.0
 class Membership:
     """One worker's place in one job. Methods may be called from any thread and raise PSError.
 
-    rank:     the one wanted; None: any
-    timeout:  seconds for which a shard and the coordinator may disagree about whether this worker is live
-    start_timeout: seconds to wait until all declared workers have joined
-    finished: says how many steps the training thread has finished in a place
-    moved:    called in the heartbeat's thread when there is a new place, with it; with None when there will be none
-    launch:   what started this worker
+    metrics_address: where this worker serves /metrics, for the servers' side
+    finished:        says how many steps the training thread has finished in a place
+    moved:           called in the heartbeat's thread with each new place; with None when there will be none
     """
 
     def __init__(
         self,
         coordinator: CoordinatorClient,
-        job: str,
-        rank: int | None,
-        world_size: int,
-        timeout: float,
-        start_timeout: float,
+        options: JobOptions,
         metrics_address: str,
         finished: Callable[[JoinResult], int],
         moved: Callable[[JoinResult | None], None],
-        launch: LaunchId = UNKNOWN,
     ) -> None:
         self._coordinator = coordinator
-        self._job = job
-        self._rank = rank
-        self._world_size = world_size
-        self._timeout = timeout
-        self._start_timeout = start_timeout
+        self._options = options
         self._metrics_address = metrics_address
         self._finished = finished
         self._moved = moved
-        self._launch = launch
         self.place: JoinResult | None = None
-        self.roster = Roster((), world_size, False)
+        self.roster = Roster((), options.world_size, False)
         self._roster_of: JoinResult | None = None  # the place in which the roster was asked for
         self._error: PSError | None = None
         self._joining = False
         self._watching: Watch | None = None
         self._changed = threading.Condition()
-        self._closing = threading.Event()
         self._doubted = threading.Event()  # wakes the heartbeat before its time
         self._beating: threading.Thread | None = None
 
@@ -86,12 +69,12 @@ class Membership:
 
     def close(self) -> None:
         """Leaves the job, unless the place is another's by now, and ends the threads."""
-        self._closing.set()
+        self._coordinator.closing.set()
         self._doubted.set()
         with self._changed:
             self._changed.notify_all()  # `prepare` in another thread may be waiting
         if self._beating is not None and self._beating is not threading.current_thread():
-            self._beating.join(CLOSE_SECONDS)  # or it would join once more after we have left
+            self._beating.join(CLOSE_SECONDS)  # otherwise it could join once more after this worker has left
         if self.place is not None and not isinstance(self._error, UnknownWorker):
             self._coordinator.leave(self.place.identity)
 
@@ -104,28 +87,29 @@ class Membership:
 
     def has_lost(self, place: JoinResult, error: BaseException) -> bool:
         """Whether a call failed because the place it was made from was lost: `renewed` says what comes then."""
-        if isinstance(error, NotFound | UnknownWorker) and not self._closing.is_set():
+        if isinstance(error, NotFound | UnknownWorker) and not self._coordinator.closing.is_set():
             return True
         with self._changed:
             return self.place is not place  # its calls were cut off
 
     def renewed(self, place: JoinResult, cause: BaseException | None) -> JoinResult:
         """Waits for the place that follows one. Raises the `cause` that told of its loss if none will come."""
-        until = time.monotonic() + self._timeout
+        # For so long a shard and the coordinator may disagree about whether this worker is live.
+        until = time.monotonic() + self._options.connect_timeout
         asked = False
         with self._changed:
             while self.place is place:
                 self.raise_lost()
-                # Fenced by a shard, with no join of our own under way: by another process that took the rank.
+                # A shard has fenced this worker, which is not joining again: another process has taken the rank.
                 if isinstance(cause, Fenced) and not self._joining:
-                    if not asked:  # the coordinator knows by which
+                    if not asked:  # the coordinator knows which process
                         asked = True
                         self._doubted.set()
                         self._changed.wait_for(lambda: self._has_changed(place) or self._joining, NOTICE_SECONDS)
                         continue
                     self._error = cause
                     raise cause
-                if cause is not None and (self._closing.is_set() or time.monotonic() >= until):
+                if cause is not None and (self._coordinator.closing.is_set() or time.monotonic() >= until):
                     raise cause
                 self._doubted.set()  # the coordinator says whether the place is lost, or the job
                 self._changed.wait(DOUBT_SECONDS)
@@ -147,59 +131,51 @@ class Membership:
 
         Raises LimitExceeded with the ranks that are missing if it takes longer than the start timeout.
         """
-        begun = time.monotonic()
-        say_at = begun + NOTICE_SECONDS
+        began, limit = time.monotonic(), self._options.start_timeout
+        notice_at = began + NOTICE_SECONDS
         with self._changed:
-            while self.place is place and not self._has_started(place):
-                if self._error is not None or self._closing.is_set():
+            while self.place is place and not (self._roster_of is place and self.roster.started):
+                if self._error is not None or self._coordinator.closing.is_set():
                     break
                 now = time.monotonic()
-                if now - begun >= self._start_timeout:
-                    raise LimitExceeded(
-                        f"gave up after --start-timeout {self._start_timeout:g} s: {self._missing(now - begun)}"
-                    )
-                if now >= say_at:
-                    log.warning("%s", self._missing(now - begun))
-                    say_at = now + NOTICE_PAUSE_SECONDS
-                self._changed.wait(min(say_at, begun + self._start_timeout) - now)
+                if now - began >= limit:
+                    raise LimitExceeded(f"gave up after --start-timeout {limit:g} s: {self._missing(now - began)}")
+                if now >= notice_at:
+                    log.warning("%s", self._missing(now - began))
+                    notice_at = now + NOTICE_PAUSE_SECONDS
+                self._changed.wait(min(notice_at, began + limit) - now)
         self.raise_lost()
-        if self._closing.is_set():
+        if self._coordinator.closing.is_set():
             raise UnknownWorker("the session was closed while it waited for the other workers to join")
 
-    def _has_started(self, place: JoinResult) -> bool:
-        return self._roster_of is place and self.roster.started
-
     def _missing(self, seconds: float) -> str:
-        """Which ranks have not joined, how many have, and for how long this worker has waited."""
-        there = self.roster.ranks
-        missing = ranges(sorted(set(range(self._world_size)) - set(there)))
+        """Says which ranks have not joined, how many have, and for how long this worker has waited."""
+        present, count = self.roster.ranks, self._options.world_size
+        missing = ranges(sorted(set(range(count)) - set(present)))
         return (
-            f"waiting for ranks {missing} to join job {self._job!r}: "
-            f"{len(there)} of {self._world_size} workers are there (ranks {ranges(sorted(there))}), "
-            f"waiting for {seconds:.0f} s"
+            f"waiting for ranks {missing} to join job {self._options.job!r}: {len(present)} of {count} workers are "
+            f"there (ranks {ranges(sorted(present))}), waiting for {seconds:.0f} s"
         )
 
     # -- the threads beside it ---------------------------------------------------------------------------------------
 
     def _ask(self, before: JoinResult | None) -> JoinResult:
-        rank = self._rank if before is None else before.identity.rank
-        previous = 0 if before is None else before.identity.incarnation
         clock = 0 if before is None else self._finished(before)
-        who = Applicant(os.getpid(), socket.gethostname(), self._metrics_address, previous, clock, self._launch)
-        place = self._coordinator.join(self._job, rank, who)
-        if place.identity.incarnation <= previous:
+        place = self._coordinator.join(self._options, self._metrics_address, before, clock)
+        if before is not None and place.identity.incarnation <= before.identity.incarnation:
             self._coordinator.leave(place.identity)
-            raise NotFound(f"job {self._job!r} ended, and another of that name began")
+            raise NotFound(f"job {self._options.job!r} ended, and another of that name began")
         return place
 
     def _beat(self, lease: float) -> None:
         pause = lease / HEARTBEATS_PER_LEASE
-        while not self._closing.is_set():
+        closing = self._coordinator.closing
+        while not closing.is_set():
             self._doubted.wait(pause)
             self._doubted.clear()
             place = self.place
             assert place is not None
-            if self._closing.is_set():
+            if closing.is_set():
                 return
             try:
                 try:
@@ -209,7 +185,7 @@ class Membership:
                 except UnknownWorker:
                     self._join_again(place)
             except PSError as error:
-                if error.retryable or self._closing.is_set():
+                if error.retryable or closing.is_set():
                     continue  # the coordinator may come back; training does not need it
                 with self._changed:
                     self._error = error
@@ -235,9 +211,9 @@ class Membership:
         self._moved(place)
 
     def _watch(self) -> None:
-        while not self._closing.is_set():
+        while not self._coordinator.closing.is_set():
             place = self.place
-            watching = self._coordinator.watch(self._job)
+            watching = self._coordinator.watch(self._options.job)
             with self._changed:
                 self._watching = watching
                 current = self.place is place
@@ -248,7 +224,7 @@ class Membership:
                         self._changed.notify_all()
             watching.stop()
             if self.place is place:
-                self._closing.wait(NOTICE_SECONDS)
+                self._coordinator.closing.wait(NOTICE_SECONDS)
 
 
 def ranges(ranks: list[int]) -> str:

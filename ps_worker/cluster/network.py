@@ -1,10 +1,10 @@
-"""Buckets as gRPC messages: they are pushed in the order in which a pool takes them up, and few at a time."""
+"""One way to a shard: buckets as gRPC messages, pushed in the order in which a pool takes them up, few at a time."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from ps_protocol.errors import PSError
@@ -13,9 +13,9 @@ from ps_protocol.v1 import data_pb2
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.threads import DaemonPool
-from ps_worker.cluster.transport import Draft
+from ps_worker.cluster.transport import Draft, ShardStep
 from ps_worker.model.flat import FlatModel
-from ps_worker.values import BucketPush, Identity, PulledBucket, PullResult, PushResult, StateChunk
+from ps_worker.values import Assignment, BucketPush, Identity, PulledBucket, PullResult, PushResult, StateChunk
 
 # Pushes leave in one order over all shards, so that one whose link is slow for a moment holds up the others a little,
 # rather than finish last by itself. With 4 workers and 4 shards on links of 200 Mbit/s, a round of 32 MiB over bare
@@ -25,16 +25,16 @@ PUSHES_IN_FLIGHT, PUSHES_TO_ONE_SHARD = 4, 2
 
 
 def network_pushers(shards: int) -> DaemonPool:
-    """The threads that push to that many shards: on average there is one for each, where there are many."""
+    """Returns the threads that push to that many shards: on average one for each, where there are many."""
     return DaemonPool(min(max(PUSHES_IN_FLIGHT, shards), PUSHES_TO_ONE_SHARD * shards), "push")
 
 
 class NetworkTransport:
     """The way over the network to one shard."""
 
-    def __init__(self, calls: ShardCalls, who: Identity, flat: FlatModel, pushers: DaemonPool) -> None:
+    def __init__(self, calls: ShardCalls, worker: Identity, flat: FlatModel, pushers: DaemonPool) -> None:
         self._calls = calls
-        self._who = who
+        self._worker = worker
         self._flat = flat
         self._pushers = pushers
         self._free = threading.Semaphore(PUSHES_TO_ONE_SHARD)
@@ -44,12 +44,14 @@ class NetworkTransport:
 
     def push(self, push: BucketPush) -> Future[PushResult]:
         """Sends a bucket; its message is made when its turn has come, so that only those in flight are in memory."""
+        if not push.empty:
+            self._flat.leaving(push.bucket)
 
         def message() -> tuple[bytes, int]:
             if push.empty:
-                return convert.gradient_push(self._who, push, None), 0
+                return convert.gradient_push(self._worker, push, None), 0
             payload, wire_format = self._flat.gradient(push.bucket), self._flat.gradient_format(push.bucket)
-            return convert.gradient_push(self._who, push, payload, wire_format), len(payload)
+            return convert.gradient_push(self._worker, push, payload, wire_format), len(payload)
 
         return self._push(message)
 
@@ -58,22 +60,20 @@ class NetworkTransport:
 
         def message() -> tuple[bytes, int]:
             payload = self._flat.initial(bucket)
-            return convert.initial_push(self._who, bucket.index, payload), len(payload)
+            return convert.initial_push(self._worker, bucket.index, payload), len(payload)
 
         return self._push(message)
 
-    def assign(
-        self, clock: int, bucket: BucketSpec, absent: Sequence[int], state: str | None, payload: memoryview | None
-    ) -> Future[PushResult]:
-        """Sends what the script has set in a bucket before its step of that clock; see `convert.assignment`."""
+    def assign(self, clock: int, assignment: Assignment) -> Future[PushResult]:
+        """Sends an assignment, over the network likewise; it takes effect with the step of that clock."""
 
         def message() -> tuple[bytes, int]:
-            return convert.assignment(self._who, bucket.index, clock, absent, state, payload), _size(payload)
+            return convert.assignment(self._worker, clock, assignment), len(assignment.payload or b"")
 
         return self._push(message)
 
     def _push(self, message: Callable[[], tuple[bytes, int]]) -> Future[PushResult]:
-        """Sends what `message` makes: the bytes, and the size of their payload, which it holds no more."""
+        """Sends what `message` makes: the bytes, and the size of their payload, which lives no longer than they do."""
 
         def send() -> PushResult:
             with self._free:
@@ -85,6 +85,7 @@ class NetworkTransport:
 
     def draft(self, push: BucketPush, draft: Draft) -> Future[PushResult] | None:
         """Sends a bucket early. A shard without room for drafts takes it when it counts: it is sent once more then."""
+        self._flat.leaving(push.bucket)
 
         def send() -> PushResult:
             if draft.is_dropped:
@@ -92,7 +93,7 @@ class NetworkTransport:
             with self._free:
                 payload = self._flat.gradient(push.bucket)
                 wire_format = self._flat.gradient_format(push.bucket)
-                message = convert.gradient_push(self._who, push, payload, wire_format, draft=True)
+                message = convert.gradient_push(self._worker, push, payload, wire_format, draft=True)
                 size = len(payload)
                 del payload
                 try:
@@ -108,8 +109,21 @@ class NetworkTransport:
 
     # -- pulls -------------------------------------------------------------------------------------------------------
 
+    def exchange(
+        self,
+        clock: int,
+        pushes: Sequence[BucketPush],
+        buckets: Sequence[BucketSpec],
+        drafted: Mapping[int, Future[PushResult]],
+    ) -> ShardStep:
+        """Commits drafts and empty pushes with the pull. All else is pushed, while weights come back already."""
+        committed = [push for push in pushes if push.empty or push.bucket.index in drafted]
+        rest = [push for push in pushes if not push.empty and push.bucket.index not in drafted]
+        drafts = [drafted[push.bucket.index] for push in committed if not push.empty]
+        return ShardStep(drafts, self.pull(clock, buckets, committed), bool(committed), rest)
+
     def pull(self, clock: int, buckets: Sequence[BucketSpec], commit: Sequence[BucketPush] = ()) -> Future[PullResult]:
-        """Fetches buckets in one stream. `commit`: what counts as pushed before, which makes the pull an exchange."""
+        """Fetches buckets in one stream. `commit`: pushes that count first, which makes the pull an exchange."""
 
         def land(bucket: BucketSpec, pulled: PulledBucket) -> int:
             self._flat.land(bucket, pulled.payload, pulled.wire_format)
@@ -117,13 +131,11 @@ class NetworkTransport:
 
         def request(missing: list[int]) -> bytes:
             if commit:
-                return convert.commit_exchange(self._who, clock, commit, missing)
-            return convert.pull_request(self._who, clock, missing)
+                return convert.commit_exchange(self._worker, clock, commit, missing)
+            return convert.pull_request(self._worker, clock, missing)
 
         def read(message: bytes) -> list[PulledBucket]:
-            if commit:
-                return convert.exchanged(message, self._weight_bytes)
-            return convert.pulled(message, self._weight_bytes)
+            return convert.pulled(message, self._weight_bytes, exchange=bool(commit))
 
         method = "Exchange" if commit else "Pull"
         return self._puller.submit(lambda: self._calls.pull(method, request, clock, buckets, read, land))
@@ -131,16 +143,10 @@ class NetworkTransport:
     def _weight_bytes(self, index: int) -> int:
         return self._flat.weight_bytes(self._flat.layout.buckets[index])
 
-    def exchange(
-        self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[BucketSpec]
-    ) -> tuple[list[Future[PushResult]], Future[PullResult]] | None:
-        """Returns None: payloads travel side by side, and weights come back while gradients still leave."""
-        return None
-
     def pull_state(self, buckets: Sequence[BucketSpec], land: Callable[[StateChunk], None]) -> Future[None]:
         """Fetches the optimizer state of buckets, landing each kind of each as it comes; some may come twice."""
         request = data_pb2.PullStateRequest(
-            worker=convert.identity(self._who), buckets=[bucket.index for bucket in buckets]
+            worker=convert.identity(self._worker), buckets=[bucket.index for bucket in buckets]
         ).SerializeToString()
 
         def fetch() -> None:
@@ -152,7 +158,3 @@ class NetworkTransport:
         """Ends the thread and the connection; the pool belongs to all shards."""
         self._calls.close()
         self._puller.close()
-
-
-def _size(payload: memoryview | None) -> int:
-    return 0 if payload is None else len(payload)

@@ -1,31 +1,29 @@
 """A worker's part in its job, through every place that it has there: one connection after the other.
 
-join       the job is registered, and the membership takes a place and keeps it from here on
-connect    a connection is made from that place: the model moves in with the shards, rank 0 sends the initial values,
-           all pull the weights. It returns when every declared worker has joined
-lost       a lease ran out, a process was replaced, the job was set back: calls fail, or the heartbeat hears of it and
-           cuts them off. The training thread sees PlaceLost at its next step or wait
-rejoin     the old connection ends, and another is made from the place that follows. Should that one be lost on the way,
-           the next
+join       The job is registered; the membership takes a place and keeps it from here on.
+connect    A connection is made from that place: the model moves into memory that shards share, if they can; rank 0
+           sends the initial values; all workers pull the weights. It returns when every declared worker has joined.
+lost       A lease runs out, a process is replaced, or the job is rolled back: calls fail, or the heartbeat hears of it
+           and cuts them off. The training thread sees PlaceLost at its next step or wait.
+rejoin     The old connection ends, and another is made from the next place, or, should that be lost on the way, from
+           the one after it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from ps_protocol.errors import NotFound, PSError, UnknownWorker
 from ps_protocol.job import JobSpec, validate
-from ps_protocol.layout import BucketSpec
-from ps_protocol.modes import Consistency
-from ps_runtime.launch_id import UNKNOWN, LaunchId
-from ps_worker.cluster.connection import Connection, ConnectionOptions
+from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.cluster.membership import Membership
+from ps_worker.cluster.options import JobOptions
 from ps_worker.model.flat import FlatModel
-from ps_worker.model.optimizer_state import States, pieces
+from ps_worker.model.optimizer_state import States, state_assignments
 from ps_worker.values import Identity, JoinResult, ShardMap
 
 log = logging.getLogger("ps_worker")
@@ -33,42 +31,12 @@ log = logging.getLogger("ps_worker")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class JobOptions:
-    """Which job a worker takes part in, and as which of its workers: what `connect` was told.
-
-    rank:          None: the coordinator gives one
-    world_size:    how many workers the job has; 0: elastic
-    start_timeout: seconds to wait until all declared workers have joined
-    link:          how shards, and the coordinator at `server`, are reached
-    launch:        what started this worker
-    """
-
-    server: str
-    job: str
-    consistency: Consistency
-    rank: int | None
-    world_size: int
-    start_timeout: float
-    link: ConnectionOptions
-    launch: LaunchId = UNKNOWN
-
-
-@dataclass(frozen=True)
-class Rejoined:
-    """How a worker came back. before: the place that it had lost; clock: the steps it had finished there."""
-
-    before: JoinResult
-    clock: int
-    checkpoint_wanted: bool
-
-
 class PlaceLost(Exception):
     """A call failed because the place it was made from was lost; its cause says how."""
 
 
 class Participation:
-    """Owns the connection of now. It is made without calling any server.
+    """Owns the current connection. It is made without calling any server.
 
     Methods are for the training thread, and raise PSError. The heartbeat's thread asks `_finished` and calls `_moved`;
     any thread may call `close`, which also ends a `join` or `connect` that waits.
@@ -78,27 +46,17 @@ class Participation:
     """
 
     def __init__(self, options: JobOptions, metrics_address: str, started: Callable[[], None]) -> None:
+        assert options.server is not None
         self.options = options
-        self.coordinator = CoordinatorClient(options.server, options.link.timeout, options.link.access)
-        self.members = Membership(
-            self.coordinator,
-            options.job,
-            options.rank,
-            options.world_size,
-            options.link.timeout,
-            options.start_timeout,
-            metrics_address,
-            self._finished,
-            self._moved,
-            options.launch,
-        )
+        self.coordinator = CoordinatorClient(options.server, options.connect_timeout, options.access)
+        self.members = Membership(self.coordinator, options, metrics_address, self._finished, self._moved)
         self.came_late = False  # the job was under way when this process joined
         self._metrics_address = metrics_address
         self._started = started
         self._shard_map = ShardMap({}, ())
-        self._connection: Connection | None = None  # only until the first one is made
+        self._connection: Connection | None = None  # None only until the first one is made
         self._begun = False
-        self._lost: BaseException | None = None  # how the connection's place was lost, as far as its calls tell
+        self._lost: BaseException | None = None  # the error by which a call showed that the connection's place is lost
 
     # -- a place, taken and lost -------------------------------------------------------------------------------------
 
@@ -110,11 +68,11 @@ class Participation:
         for last in (False, True):
             self._shard_map, bucket_bytes = self.coordinator.register(spec)
             agreed = replace(spec, bucket_bytes=bucket_bytes)
-            validate(agreed)  # whatever the server answers
+            validate(agreed)  # the server may have answered anything
             try:
                 self.members.join()
                 return agreed
-            except NotFound as error:  # it ended while this worker waited for a place, with the launch that held it
+            except NotFound as error:  # it ended, with the launch that held it, while this worker waited for a place
                 if last or self.is_closed:
                     raise
                 log.warning("%s: this worker begins it anew", error)
@@ -132,15 +90,16 @@ class Participation:
         self.came_late = self.connection.place.clock > 0
         return checkpoint_wanted
 
-    def rejoin(self, model: FlatModel) -> Rejoined:
-        """Goes on from the place that follows a lost one. Raises what took this worker off the job for good."""
-        before = self.connection
-        before.end()
-        checkpoint_wanted = self._connect(self.members.renewed(before.place, self._lost), model, {})
-        return Rejoined(before.place, before.clock, checkpoint_wanted)
+    def rejoin(self, model: FlatModel) -> bool:
+        """Goes on from the place that follows a lost one. Raises the error that ended this worker's part for good.
+
+        Returns what `connect` does.
+        """
+        self.connection.end()
+        return self._connect(self.members.renewed(self.connection.place, self._lost), model, {})
 
     def _connect(self, place: JoinResult, model: FlatModel, states: States) -> bool:
-        """Connects from a place, and from each that comes after it should it be lost on the way."""
+        """Connects from a place; should it be lost on the way, from the next one."""
         while True:
             cause: BaseException | None
             try:
@@ -160,12 +119,12 @@ class Participation:
     def _enter(self, place: JoinResult, model: FlatModel, states: States) -> bool:
         """Makes the connection of a place; returns when the weights are here and all declared workers have joined."""
         self._shard_map = place.shard_map or self._shard_map
-        connection = self._connection = Connection(self.options.link, place, self._shard_map, model)
-        self._check(place)  # what came meanwhile could not cut it off
+        connection = self._connection = Connection(self.options, place, self._shard_map, model)
+        self._check(place)  # `_moved` knew nothing of this connection until now
         if not self._begun:
             if place.identity.rank == 0:  # the shards take its values if they have none yet
-                for piece in pieces(model.spec, model.layout, states, states.keys()):
-                    connection.assign(0, piece.bucket, piece.absent, piece.state, piece.payload)
+                for assignment in state_assignments(model.spec, model.layout, states):
+                    connection.assign(0, assignment)
                 self.settle()
                 connection.push_initial(model.layout.buckets)
                 self.settle()
@@ -192,7 +151,7 @@ class Participation:
         """Returns this worker's part in another job, which it has not joined yet."""
         return Participation(options, self._metrics_address, self._started)
 
-    # -- the place of now --------------------------------------------------------------------------------------------
+    # -- the current place -------------------------------------------------------------------------------------------
 
     @property
     def connection(self) -> Connection:
@@ -202,12 +161,12 @@ class Participation:
 
     @property
     def has_place(self) -> bool:
-        """Whether the place of the connection is this worker's still, as far as it has heard."""
+        """Whether the connection's place is still this worker's, as far as it has heard."""
         return self._lost is None and self.members.place is self.connection.place
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that take part, as this worker has heard last."""
+        """The ranks that take part, as far as this worker has heard."""
         return self.members.roster.ranks
 
     @property
@@ -222,7 +181,7 @@ class Participation:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0; in an elastic job the lowest live rank, as this worker heard last."""
+        """Whether this is rank 0; in an elastic job the lowest live rank, as far as this worker has heard."""
         return self.rank == (0 if self.options.world_size else min(self.ranks, default=0))
 
     def share(self) -> tuple[int, int]:
@@ -232,20 +191,16 @@ class Participation:
             return self.rank, self.world_size
         return ranks.index(self.rank), len(ranks)
 
-    def draft(self, bucket: BucketSpec) -> int:
-        """See Connection.draft."""
-        return self.connection.draft(bucket)
-
     def settle(self) -> None:
-        """Waits for all that is under way. Raises the first error, as PlaceLost where the loss of the place is why."""
+        """Waits for all calls under way. Raises the first error; PlaceLost if the loss of the place has caused it."""
         error = self.connection.settle()
         if error is not None:
-            self.members.raise_lost()  # that this worker was fenced explains whatever else failed
+            self.members.raise_lost()  # a fenced worker's calls all fail: this error says why
             self._raise_as_lost(error)
             raise error
 
     def call(self, ask: Callable[[Identity], T]) -> T:
-        """Returns what the coordinator answers to a worker of this place. Raises PlaceLost where it is lost."""
+        """Returns the coordinator's answer to this worker. Raises PlaceLost where its place is lost."""
         try:
             return ask(self.connection.place.identity)
         except PSError as error:
@@ -270,7 +225,6 @@ class Participation:
         return self.coordinator.closing.is_set()
 
     def _finished(self, place: JoinResult) -> int:
-        """The steps that this worker has finished in a place."""
         connection = self._connection
         return connection.clock if connection is not None and connection.place is place else place.clock
 
@@ -283,7 +237,6 @@ class Participation:
     def close(self) -> None:
         """Leaves the job and ends every thread and connection; may be called more than once."""
         if not self.is_closed:
-            self.coordinator.closing.set()
             self.members.close()
             self.coordinator.close()
         if self._connection is not None:

@@ -2,8 +2,8 @@
 
 number  The k-th call of a script is the job's k-th round. A worker that lost its place for a while, or whose process
         starts late, gets what the others had in the rounds that are over, and so decides what they decided.
-late    A process that joins a job under way is placed once more, at its first call after its first step: rounds of
-        before its clock are behind it.
+late    A process that joins a job under way asks once, at its first call after its first step, which round is next:
+        rounds before its clock are behind it.
 steps   In sync and ssp another worker may be in a step that waits for a step of this one, which waits for it here:
         this one makes a step without a gradient, which a mean leaves out.
 """
@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
-from ps_worker.values import Offer, RoundNews
+from ps_worker.cluster.participation import Participation, PlaceLost
+from ps_worker.values import RoundNews
 
 log = logging.getLogger("ps_worker")
 
@@ -29,38 +30,27 @@ class Stepper(Protocol):
     """What rounds need of the way this worker trains."""
 
     @property
-    def clock(self) -> int:
-        """Steps finished."""
-
-    @property
     def stepped(self) -> bool:
         """Whether this process has made a step of its own."""
 
-    @property
-    def came_late(self) -> bool:
-        """Whether the job was under way when this process joined."""
-
-    @property
-    def restore_count(self) -> int:
-        """How often the job was set back to a checkpoint, as far as this worker has gone back with it."""
-
-    def offer(self, offer: Offer, heard: Heard) -> RoundNews | None:
-        """Gives a value; returns the round when it is complete.
-
-        None: `heard` ended it, or this worker took another place.
-        """
-
     def empty_step(self) -> None:
-        """A step without a gradient."""
+        """Makes a step without a gradient."""
+
+    def pause(self, seconds: float) -> None:
+        """Waits; raises PSError if this worker takes part no more."""
+
+    def come_back(self) -> bool:
+        """Goes on in another place, after this worker's was lost."""
 
 
 class Rounds:
-    """One process' calls, in their order. For one thread."""
+    """One process' calls, in their order. For the training thread."""
 
-    def __init__(self, stepper: Stepper) -> None:
+    def __init__(self, participation: Participation, stepper: Stepper) -> None:
+        self._participation = participation
         self._stepper = stepper
         self._next = 1
-        self._placed = False
+        self._placed = False  # a process that came late has asked for its round
 
     def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
         """Returns the values of all that take part, by rank, ascending; blocks until each has given its own.
@@ -69,21 +59,20 @@ class Rounds:
         Raises LimitExceeded if they are too many bytes together, or not kept any more; InvalidRequest where the job
         was set back to a checkpoint meanwhile, and the others have gone back to steps that this worker cannot repeat.
         """
-        stepper = self._stepper
-        if stepper.came_late and stepper.stepped and not self._placed:
+        if self._participation.came_late and self._stepper.stepped and not self._placed:
             self._next = max(self._next, self._ask())
             self._placed = True
-        number, restored, waiting = self._next, stepper.restore_count, _Waiting(what)
-        while (news := stepper.offer(Offer(number, stepper.clock, value), waiting.heard)) is None:
+        restored, waiting = self._restore_count, _Waiting(what)
+        while (news := self._offer(self._next, value, waiting.heard)) is None:
             if waiting.step_wanted:
-                if stepper.restore_count != restored:
+                if self._restore_count != restored:
                     raise InvalidRequest(
                         f"the job was set back to a checkpoint while this worker was in session.{what}, and others "
                         "repeat steps that belong to a loop which is over here: start this worker again"
                     )
                 waiting.step_wanted = False
-                stepper.empty_step()
-        self._next = number + 1
+                self._stepper.empty_step()
+        self._next += 1
         if news.refused:
             raise LimitExceeded(f"session.{what}: {news.refused}")
         return dict(sorted(news.values.items()))
@@ -97,8 +86,28 @@ class Rounds:
             return False
 
         while not numbers:
-            self._stepper.offer(Offer(0, self._stepper.clock), heard)
+            self._offer(0, b"", heard)
         return numbers[0]
+
+    def _offer(self, number: int, value: bytes, heard: Heard) -> RoundNews | None:
+        """Gives a value; returns the round when it is complete. None: `heard` ended it, or the place is another."""
+        participation = self._participation
+        self._stepper.pause(0.0)
+        clock = participation.connection.clock
+
+        def stays(news: RoundNews) -> bool:
+            return heard(news) and participation.has_place
+
+        try:
+            exchange = participation.coordinator.exchange
+            return participation.call(lambda identity: exchange(identity, number, clock, value, stays))
+        except PlaceLost:
+            self._stepper.come_back()
+            return None
+
+    @property
+    def _restore_count(self) -> int:
+        return self._participation.connection.place.restore_count
 
 
 class _Waiting:

@@ -1,4 +1,4 @@
-"""Buckets through memory that this worker shares with the shards on its host; only headers travel.
+"""The other way to a shard: buckets through memory that this worker shares with it; only headers travel.
 
 segment    An anonymous memory file that shards open through /proc vanishes with the last process that holds it, however
            that ends. Where processes cannot see each other (containers), it is a file in a shared directory, unlinked
@@ -32,7 +32,7 @@ from ps_protocol.v1 import data_pb2
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.threads import DaemonPool
-from ps_worker.cluster.transport import Draft
+from ps_worker.cluster.transport import Draft, ShardStep
 from ps_worker.model.flat import FlatModel
 from ps_worker.values import BucketPush, Identity, PulledBucket, PullResult, PushResult
 
@@ -100,12 +100,7 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def share_memory(
-    spec: JobSpec,
-    layout: Layout,
-    calls: Mapping[int, ShardCalls],
-    who: Identity,
-    transport: str,
-    directory: Path,
+    spec: JobSpec, layout: Layout, calls: Mapping[int, ShardCalls], worker: Identity, transport: str, directory: Path
 ) -> tuple[SegmentMap | None, set[int]]:
     """Returns a segment shared with every shard that can see this worker's memory, and which shards those are.
 
@@ -125,7 +120,7 @@ def share_memory(
             sharing = set()
             for index, shard in calls.items():
                 try:
-                    shard.unary("AttachSegment", _attach_request(who, segment))
+                    shard.unary("AttachSegment", _attach_request(worker, segment))
                     sharing.add(index)
                 except NotShared as error:
                     reason = error
@@ -139,9 +134,9 @@ def share_memory(
     return None, set()
 
 
-def _attach_request(who: Identity, segment: LocalSegment) -> bytes:
+def _attach_request(worker: Identity, segment: LocalSegment) -> bytes:
     return data_pb2.AttachSegmentRequest(
-        worker=convert.identity(who), location=segment.location, nonce=segment.nonce
+        worker=convert.identity(worker), location=segment.location, nonce=segment.nonce
     ).SerializeToString()
 
 
@@ -151,9 +146,9 @@ def _attach_request(who: Identity, segment: LocalSegment) -> bytes:
 class SharedTransport:
     """The way through shared memory to one shard."""
 
-    def __init__(self, calls: ShardCalls, who: Identity, flat: FlatModel) -> None:
+    def __init__(self, calls: ShardCalls, worker: Identity, flat: FlatModel) -> None:
         self._calls = calls
-        self._who = who
+        self._worker = worker
         self._flat = flat
         self._puller = DaemonPool(1, "pull")
         self._pusher = DaemonPool(0 if flat.in_segment else 1, "push")
@@ -165,17 +160,23 @@ class SharedTransport:
     # -- a whole step ------------------------------------------------------------------------------------------------
 
     def exchange(
-        self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[BucketSpec]
-    ) -> tuple[list[Future[PushResult]], Future[PullResult]] | None:
-        """Makes the pushes and the pull in one call; None where gradients are not made in the segment."""
+        self,
+        clock: int,
+        pushes: Sequence[BucketPush],
+        buckets: Sequence[BucketSpec],
+        drafted: Mapping[int, Future[PushResult]],
+    ) -> ShardStep:
+        """Makes the pushes and the pull in one call, if gradients are made in the segment. `drafted` is empty then."""
         if not self._flat.in_segment:
-            return None
+            return ShardStep((), self.pull(clock, buckets), False, pushes)
         staged: list[Future[PushResult]] = [Future() for _ in pushes]
         finite = self._finite(pushes)
 
         def request(missing: list[int]) -> bytes:
             wire_format = self._flat.gradient_format
-            return convert.shared_exchange(self._who, clock, pushes, finite, wire_format, missing, self._notify_bytes)
+            return convert.shared_exchange(
+                self._worker, clock, pushes, finite, wire_format, missing, self._notify_bytes
+            )
 
         def read(message: bytes) -> list[PulledBucket]:
             pulled, staged_seconds = convert.shared_exchanged(message)
@@ -199,19 +200,22 @@ class SharedTransport:
 
         pull = self._puller.submit(lambda: self._calls.pull("Exchange", request, clock, buckets, read, self._land))
         pull.add_done_callback(ended)
-        return staged, pull
+        return ShardStep(staged, pull, False, ())
 
     # -- gradients that are copied into the segment ------------------------------------------------------------------
 
     def draft(self, push: BucketPush, draft: Draft) -> Future[PushResult] | None:
         """Copies the gradient into the segment, where that is needed: no shard looks at it before it counts."""
         if not self._flat.in_segment:
+            self._flat.leaving(push.bucket)
             copying = self._copier.submit(lambda: self._flat.share_gradient(push.bucket))
             self._copies[push.bucket.index] = push.clock, draft, copying
         return None
 
     def push(self, push: BucketPush) -> Future[PushResult]:
         """Copies the gradient into the segment and tells the shard, with all that are pushed until it is their turn."""
+        if not push.empty:
+            self._flat.leaving(push.bucket)
         with self._lock:
             if self._next.clock != push.clock:
                 self._next = _Together(push.clock)
@@ -231,10 +235,10 @@ class SharedTransport:
             if not push.empty:
                 self._share(push)
         finite, wire_format = self._finite(pushes), self._flat.gradient_format
-        self._calls.unary("Push", convert.shared_push(self._who, clock, pushes, finite, wire_format))
+        self._calls.unary("Push", convert.shared_push(self._worker, clock, pushes, finite, wire_format))
 
     def _share(self, push: BucketPush) -> None:
-        """The gradient is in the segment when this returns, as it counts."""
+        """Puts a gradient into the segment as it counts, unless its draft is there and holds."""
         clock, draft, copying = self._copies.pop(push.bucket.index, (0, None, None))
         if copying is not None:
             copying.result()
@@ -242,22 +246,20 @@ class SharedTransport:
             self._flat.share_gradient(push.bucket)
 
     def _finite(self, pushes: Sequence[BucketPush]) -> set[int]:
-        return {push.bucket.index for push in pushes if self._flat.was_looked_at(push.bucket)}
+        return {push.bucket.index for push in pushes if self._flat.is_checked(push.bucket)}
 
     def _size(self, push: BucketPush) -> int:
         return 0 if push.empty else self._flat.gradient_bytes(push.bucket)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
-    def pull(self, clock: int, buckets: Sequence[BucketSpec], commit: Sequence[BucketPush] = ()) -> Future[PullResult]:
-        """Fetches buckets in one stream. `commit` is empty: no shard has a draft of what lies in a segment."""
+    def pull(self, clock: int, buckets: Sequence[BucketSpec]) -> Future[PullResult]:
+        """Fetches buckets in one stream."""
 
         def request(missing: list[int]) -> bytes:
-            return convert.shared_pull(self._who, clock, missing, self._notify_bytes)
+            return convert.pull_request(self._worker, clock, missing, self._notify_bytes)
 
-        def read(message: bytes) -> list[PulledBucket]:
-            return convert.shared_pulled(message)
-
+        read = convert.shared_pulled
         return self._puller.submit(lambda: self._calls.pull("Pull", request, clock, buckets, read, self._land))
 
     @property
@@ -276,7 +278,7 @@ class SharedTransport:
 
 
 class _Together:
-    """Pushes of one clock that leave with one message, when the turn of the first has come. For one sending thread."""
+    """Pushes of one clock that leave with one message, in the turn of the first. For one sending thread."""
 
     def __init__(self, clock: int) -> None:
         self.clock = clock
@@ -285,9 +287,9 @@ class _Together:
         self._error: BaseException | None = None
 
     def staged(self, send: Callable[[int, Sequence[BucketPush]], None]) -> float:
-        """Returns when the shard had staged them, on the clock of time.perf_counter; sends them if that is to come.
+        """Returns when the shard had staged them, on the clock of time.perf_counter; the first call sends them.
 
-        Raises what `send` raised, for each of them.
+        Raises the error of `send`, in each call.
         """
         if self._staged is None and self._error is None:
             try:

@@ -1,10 +1,11 @@
-"""What a way for buckets between a worker and one shard must offer: network.py and shared_memory.py are two."""
+"""A transport is one way for buckets between a worker and one shard: network.py and shared_memory.py are two."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 from ps_protocol.layout import BucketSpec
@@ -19,7 +20,7 @@ class Draft:
         self._counts = False
 
     def settle(self, counts: bool) -> None:
-        """Decides whether they count, or another push takes the place of each. The first decision holds."""
+        """Decides whether they count; otherwise another push takes the place of each. The first decision holds."""
         if not self._settled.is_set():
             self._counts = counts
             self._settled.set()
@@ -35,25 +36,45 @@ class Draft:
         return self._counts
 
 
+@dataclass(frozen=True)
+class ShardStep:
+    """A step, as one shard gets it.
+
+    pushes:  those that are on their way; each is done when the shard has staged it
+    pull:    done when all buckets have landed
+    commits: the pull makes drafts and empty pushes count
+    rest:    what is still to be pushed, bucket by bucket
+    """
+
+    pushes: Sequence[Future[PushResult]]
+    pull: Future[PullResult]
+    commits: bool
+    rest: Sequence[BucketPush]
+
+
 class Transport(Protocol):
     """Moves buckets between this worker and one shard. Methods return at once; futures raise PSError."""
 
     def draft(self, push: BucketPush, draft: Draft) -> Future[PushResult] | None:
-        """Sends what may still change, so that little is left to do when it counts; None where nothing is sent."""
+        """Sends a gradient that may still change; returns None where it has nothing to send."""
 
     def push(self, push: BucketPush) -> Future[PushResult]:
         """Sends a bucket. Done when the shard has staged it."""
 
-    def pull(self, clock: int, buckets: Sequence[BucketSpec], commit: Sequence[BucketPush] = ()) -> Future[PullResult]:
-        """Fetches buckets. Done when all have landed.
-
-        commit: what left as a draft and counts now, and what is empty
-        """
+    def pull(self, clock: int, buckets: Sequence[BucketSpec]) -> Future[PullResult]:
+        """Fetches buckets. Done when all have landed."""
 
     def exchange(
-        self, clock: int, pushes: Sequence[BucketPush], buckets: Sequence[BucketSpec]
-    ) -> tuple[list[Future[PushResult]], Future[PullResult]] | None:
-        """Makes all those pushes, and the pull, in one call; None where that is no gain."""
+        self,
+        clock: int,
+        pushes: Sequence[BucketPush],
+        buckets: Sequence[BucketSpec],
+        drafted: Mapping[int, Future[PushResult]],
+    ) -> ShardStep:
+        """Asks for buckets at a step's clock; makes as many of its pushes in the same call as it can.
+
+        drafted: by bucket, the drafts of the step; they count
+        """
 
     def close(self) -> None:
         """Ends the threads and the connection."""

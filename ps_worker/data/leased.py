@@ -3,8 +3,8 @@
 lease   The loader's batch sampler asks for batches as it needs them, a few ahead.
 take    A batch that the script takes from the loader belongs to the step that comes next.
 push    Every push of that step names the batch, and the shards commit it; the next lease tells the coordinator.
-wait    When nothing is left while others hold some, this worker waits for the pass to be complete. Where the mode has
-        others wait for its clock, it makes steps without a gradient meanwhile.
+wait    When no batch is left to lease while other workers hold some, this worker waits for the pass to be complete.
+        Where the mode has others wait for its clock, it makes steps without a gradient meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 0.5
 
 @dataclass
 class Account:
-    """What one loader of this worker has to tell the coordinator: batches that it holds, has pushed, and gives back."""
+    """The leased batches of one loader, as the coordinator has to know them: held, pushed, and given back."""
 
     waiting: deque[DataRange] = field(default_factory=deque)  # leased
     handed: deque[DataRange] = field(default_factory=deque)  # to the DataLoader, which may be loading it
@@ -40,7 +40,7 @@ class Account:
     returned: list[DataRange] = field(default_factory=list)
 
     def clear(self) -> None:
-        """Forgets all of it."""
+        """Forgets all batches."""
         for batches in (self.waiting, self.handed, self.pushed, self.returned):
             batches.clear()
 
@@ -49,10 +49,10 @@ class Stepper(Protocol):
     """What leasing needs of the way this worker trains."""
 
     def lease(self, ask: LeaseRequest) -> BatchLease | None:
-        """Batches given, and whether the pass is complete; None: ask anew, much may have changed. Raises PSError."""
+        """Returns batches, and whether the pass is complete; None: it has to be asked anew. Raises PSError."""
 
     def empty_step(self) -> None:
-        """A step without a gradient, which commits what was taken."""
+        """Makes a step without a gradient, which commits the batches that were taken."""
 
     @property
     def others_wait(self) -> bool:
@@ -67,7 +67,11 @@ class Stepper(Protocol):
 
 
 class StepData:
-    """The batches that the script has taken and no step has used yet, over all loaders."""
+    """The batches that the script has taken and no step has used yet, over all loaders.
+
+    accounts:  by loader
+    rollbacks: how often the job was rolled back
+    """
 
     def __init__(self) -> None:
         self.accounts: dict[int, Account] = {}
@@ -76,56 +80,56 @@ class StepData:
         self.rollbacks = 0
 
     def took(self, batch: DataRange) -> None:
-        """The script gets a batch."""
+        """Notes that the script takes a batch."""
         self._taken.append(batch)
 
     def use(self) -> list[DataRange]:
-        """Returns the batches of the step that is being made; from its first push on, others are for the next step."""
+        """Returns the batches of the step at hand; batches that are taken after this call are for the next step."""
         if self._using is None:
             self._using, self._taken = self._taken, []
         return self._using
 
     def pushed(self) -> None:
-        """Every shard has acknowledged the step's pushes."""
+        """Notes that every shard has staged the step's pushes."""
         for batch in self._using or ():
             self.accounts[batch.loader].pushed.append(batch)
         self._using = None
 
     def failed(self) -> None:
-        """The step's pushes failed: the shards know which buckets have its batches, and others may have them again."""
+        """Gives the step's batches back, as its pushes failed: the shards know which buckets have had them."""
         for batch in self._using or ():
             self.accounts[batch.loader].returned.append(batch)
         self._using = None
 
     def lost(self) -> None:
-        """The step at hand is lost, whether any of it was pushed or not."""
+        """Gives the batches of the step at hand back, whether any of it was pushed or not."""
         self.use()
         self.failed()
 
     def keep(self) -> None:
-        """The step did not come about, and what it would have committed still has to be."""
+        """Keeps the step's batches for the next one, as no shard has seen it."""
         self._taken = [*(self._using or ()), *self._taken]
         self._using = None
 
     def rollback(self) -> None:
-        """The job was rolled back to a checkpoint: nothing that was leased before is held any more."""
+        """Forgets all batches, as the job was rolled back to a checkpoint."""
         self.rollbacks += 1
         self._using, self._taken = None, []
         for account in self.accounts.values():
             account.clear()
 
     def held(self, loader: int) -> list[DataRange]:
-        """Returns what is taken of one loader."""
+        """Returns the batches taken of one loader."""
         return [batch for batch in [*(self._using or ()), *self._taken] if batch.loader == loader]
 
     @property
     def pending(self) -> bool:
-        """Whether the script has taken what no step has used."""
+        """Whether the script has taken batches that no step has used."""
         return bool(self._taken or self._using)
 
 
 class Leases(Sampler[list[int]]):
-    """The batch sampler of one leased loader: what it yields are the indices of leased batches, until none is left."""
+    """The batch sampler of one leased loader: it yields the indices of leased batches, until none is left."""
 
     def __init__(self, spec: LoaderSpec, data: StepData, stepper: Stepper) -> None:
         self.spec = spec
@@ -166,15 +170,15 @@ class Leases(Sampler[list[int]]):
 
     def _ask(self, count: int) -> None:
         account, spec = self._account, self.spec
-        answer = None
-        while answer is None:
+        lease = None
+        while lease is None:
             held = [*self.data.held(spec.loader), *account.handed, *account.waiting]
             report = LeaseReport(held, list(account.pushed), list(account.returned))
-            answer = self._stepper.lease(LeaseRequest(spec, self.number, count, report))
-        self._complete = answer.complete
+            lease = self._stepper.lease(LeaseRequest(spec, self.number, count, report))
+        self._complete = lease.complete
         del account.pushed[: len(report.committed)], account.returned[: len(report.returned)]
-        account.waiting += answer.ranges
-        self._took_part |= bool(answer.ranges)
+        account.waiting += lease.ranges
+        self._took_part |= bool(lease.ranges)
 
     def _indices(self, batch: DataRange) -> list[int]:
         if self.spec.seed is None:
@@ -188,7 +192,7 @@ class Leases(Sampler[list[int]]):
     # -- one iteration -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """An iteration begins. One over a pass that was broken off here and that others have completed is the next."""
+        """Begins an iteration: of the pass that was broken off here, or, if others have completed it, of the next."""
         self.give_back()  # of an iteration that did not end
         self._complete = False
         if self._took_part:
@@ -197,13 +201,13 @@ class Leases(Sampler[list[int]]):
                 self._next_pass()
 
     def take(self) -> DataRange:
-        """The script gets the batch that was handed to the DataLoader first: it keeps their order."""
+        """Returns the batch that was handed to the DataLoader first, which the script takes: it keeps their order."""
         batch = self._account.handed.popleft()
         self.data.took(batch)
         return batch
 
     def more(self) -> bool:
-        """Waits until a batch can be leased, or until the pass is complete: False then."""
+        """Waits for a batch; returns False if the pass is complete instead."""
         pause = FIRST_PAUSE_SECONDS
         while not self._account.waiting:
             if not self._complete:
@@ -213,7 +217,7 @@ class Leases(Sampler[list[int]]):
                 return False
             if self._account.waiting:
                 break
-            # What was taken and has had no step, such as the rest of an accumulation, would be waited for for ever.
+            # Batches without a step, such as the rest of an accumulation, would keep the pass from being complete.
             if self._stepper.others_wait or self.data.pending:
                 self._stepper.empty_step()
             else:
@@ -222,8 +226,8 @@ class Leases(Sampler[list[int]]):
         return True
 
     def rollback(self) -> None:
-        """The job was rolled back to a checkpoint: this iteration goes on until its pass is complete again."""
-        self._account.waiting.extendleft(reversed(self._account.handed))  # leased since: what is loaded is older
+        """Goes on with this iteration until its pass is complete again, as the job was rolled back to a checkpoint."""
+        self._account.waiting.extendleft(reversed(self._account.handed))  # leased since: loaded batches are older
         self._account.handed.clear()
         self._complete = False
 
@@ -232,22 +236,22 @@ class Leases(Sampler[list[int]]):
         self._complete = self._took_part = False
 
     def give_back(self) -> None:
-        """The loop was broken off: what it has not taken is for others. The next iteration goes on with the pass."""
+        """Gives back the batches that a broken-off loop has not taken. The next iteration goes on with the pass."""
         account = self._account
         unused = [*account.handed, *account.waiting]
         account.handed.clear()
         account.waiting.clear()
         account.returned += unused
         if unused:
-            with contextlib.suppress(PSError):  # told with the next request, or known when this worker leaves
+            with contextlib.suppress(PSError):  # the next request reports them, or this worker leaves
                 self._ask(0)
 
 
 class LeasedLoader:
     """Yields leased batches on the session's device, until the pass is complete. Everything else is the loader's.
 
-    The k-th iteration is the job's k-th pass: for a worker that joins late, those that are over yield nothing. Where it
-    is iterated over without gradients it yields this worker's share: there is no push to commit anything with.
+    The k-th iteration is the job's k-th pass: for a worker that joins late, passes that are over yield nothing. An
+    iteration without gradients yields this worker's share: there is no push that could commit leased batches.
     """
 
     def __init__(
@@ -280,7 +284,7 @@ class LeasedLoader:
                             raise InvalidRequest("another iteration over this loader has begun: this one cannot go on")
                     if leases.data.rollbacks != rollbacks:
                         leases.rollback()
-                        break  # what is loaded already was leased before
+                        break  # loaded batches were leased before
         finally:
             if self._run == run:
                 leases.give_back()
@@ -300,7 +304,7 @@ class LeasedLoader:
 
 
 class _Singly(Sampler[int]):
-    """The indices of leased batches of one sample each, for a loader that makes no batches."""
+    """Yields the indices of leased batches of one sample each, for a loader that makes no batches."""
 
     def __init__(self, leases: Iterable[list[int]]) -> None:
         self._leases = leases
@@ -310,7 +314,7 @@ class _Singly(Sampler[int]):
 
 
 def loader_spec(number: int, loader: DataLoader[Any], seed: int) -> LoaderSpec:
-    """Returns what the workers must agree on about a loader that `shard_loader` takes. Raises InvalidRequest."""
+    """Returns the properties of a loader on which all workers must agree. Raises InvalidRequest for its seed."""
     if not -(2**63) <= seed < 2**63:
         raise InvalidRequest(f"a seed has 64 bits, got {seed}")
     return LoaderSpec(

@@ -14,8 +14,7 @@ from ps_worker.metrics import StepTimer
 
 log = logging.getLogger("ps_worker")
 
-Share = Callable[[], tuple[int, int]]
-
+Share = Callable[[], tuple[int, int]]  # (index, how many shares)
 
 # A dataset with one of these knows how many workers there are; the last is that of Hugging Face's datasets.
 _PARTS = ("world_size", "num_replicas", "_distributed")
@@ -38,10 +37,10 @@ class EpochSampler(Protocol):
 
 
 class ShareSampler(Sampler[int]):
-    """Every share_count-th index of one shuffle that all workers agree on, as DistributedSampler does.
+    """Yields every share_count-th index of one shuffle that all workers agree on, as DistributedSampler does.
 
-    The share is asked for anew at the start of each epoch, and so is the shuffle: no set_epoch is needed. Shares are
-    made equally long by repeating a few samples, or, with drop_last, by leaving a few out.
+    Share and shuffle are new at the start of each epoch: no set_epoch is needed. Shares are made equally long by
+    repeating a few samples, or, with drop_last, by leaving a few out.
     """
 
     def __init__(self, size: int, share: Share, shuffle: bool, drop_last: bool, seed: int = 0) -> None:
@@ -117,7 +116,7 @@ class PreparedLoader:
 def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> DataLoader[Any]:
     """Returns the loader with this worker's share of its data.
 
-    An IterableDataset is left as it is: it shards itself by session.rank and session.world_size. So is a loader with a
+    An IterableDataset stays as it is: it divides itself by session.rank and session.world_size. So does a loader with a
     DistributedSampler. Raises InvalidRequest if that one divides among others than these workers, and Unsupported for
     samplers that cannot be divided without knowing them.
     """
@@ -157,7 +156,7 @@ def refuse_undividable(loader: DataLoader[Any]) -> None:
 
 
 def refused_of_loader(loader: DataLoader[Any]) -> list[str]:
-    """Returns what `shard_loader` would refuse of a loader, in its words: a dry run."""
+    """Returns the messages of the errors that `shard_loader` would raise for a loader: a dry run."""
     try:
         refuse_undividable(loader)
     except Unsupported as error:
@@ -166,7 +165,7 @@ def refused_of_loader(loader: DataLoader[Any]) -> list[str]:
 
 
 def with_plain_batches(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Returns the same loader; one with a BatchSampler is made as if it had been given what that consists of."""
+    """Returns the same loader; one with a BatchSampler as if it had been made with that one's sampler and size."""
     batches = loader.batch_sampler
     if loader.batch_size is not None or type(batches) is not BatchSampler:
         return loader
@@ -190,7 +189,7 @@ def epoch_sampler(loader: DataLoader[Any]) -> EpochSampler | None:
 
 
 def _samplers(loader: DataLoader[Any]) -> list[Any]:
-    """Returns what decides on the order of a map-style dataset, the outermost first."""
+    """Returns the samplers that may decide on the order of a map-style dataset."""
     batches = loader.batch_sampler
     return [loader.sampler, batches, getattr(batches, "sampler", None)]
 
@@ -209,7 +208,7 @@ def divides_itself(dataset: IterableDataset[Any]) -> bool:
 def warning_once(
     loader: DataLoader[Any], share: Share, begin: Callable[[], Iterator[Any]]
 ) -> Callable[[], Iterator[Any]]:
-    """Returns what begins a loop over an IterableDataset, with a warning if every worker reads all of it."""
+    """Returns `begin` for a loop over an IterableDataset, with one warning if every worker reads all of it."""
     warned = False
 
     def begun() -> Iterator[Any]:
@@ -246,7 +245,6 @@ def rebuilt(loader: DataLoader[Any], **sampling: Any) -> DataLoader[Any]:
 
 
 def _to(batch: Any, device: torch.device) -> Any:
-    """Returns the batch with every tensor in it on the device."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):

@@ -20,7 +20,7 @@ from ps_protocol.tensors import DTYPE_NAMES, TORCH_DTYPES
 
 
 class FlatBuffers:
-    """The buffers of what a job trains, and where each parameter lies in them.
+    """The buffers of the parameters that a job trains, and where each parameter lies in them.
 
     trained:        the parameters that an optimizer steps, by index in the job
     device:         where the buffers are: that of most bytes of the model
@@ -52,7 +52,7 @@ class FlatBuffers:
         return not _is_same(tensor.device, self.device)
 
     def lie_in(self, segment: SegmentMap | None) -> bool:
-        """Makes the buffers, in this segment where it can hold them; True if there are new ones, not filled yet."""
+        """Makes the buffers, in this segment where it can hold them; returns whether there are new ones, yet empty."""
         first, before, self.segment = not self.weight_views, self.segment, segment
         if not first and (self.device.type == "cuda" or (before is None and segment is None)):
             return False
@@ -68,7 +68,7 @@ class FlatBuffers:
         return True
 
     def _space(self, space: str, dtype: str, shared: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The buffer of one space: the segment's own where that holds the same type on the same device."""
+        """Returns the buffer of one space: the segment's own where that holds the same type on the same device."""
         wanted = TORCH_DTYPES[dtype]
         if space in shared and self.device.type == "cpu" and shared[space].dtype == wanted:
             return shared[space].zero_()
@@ -84,15 +84,15 @@ class FlatBuffers:
     # -- buckets -----------------------------------------------------------------------------------------------------
 
     def weights(self, bucket: BucketSpec) -> torch.Tensor:
-        """A bucket's weights: (numel,)."""
+        """Returns a bucket's weights: (numel,)."""
         return self._weights[bucket.space][bucket.start : bucket.start + bucket.numel]
 
     def gradients(self, bucket: BucketSpec) -> torch.Tensor:
-        """A bucket's gradients: (numel,)."""
+        """Returns a bucket's gradients: (numel,)."""
         return self._gradients[bucket.space][bucket.start : bucket.start + bucket.numel]
 
     def gradient_versions(self, spaces: Iterable[str]) -> list[int]:
-        """How often torch has seen the gradients of these spaces written in place."""
+        """Returns how often the gradients of each of these spaces were written in place, as torch counts it."""
         return [self._gradients[space]._version for space in spaces]
 
     # -- where they lie ----------------------------------------------------------------------------------------------
@@ -100,12 +100,12 @@ class FlatBuffers:
     @property
     def gradients_in_segment(self) -> bool:
         """Whether every gradient is made in the segment that is shared with the shards."""
-        return self.segment is not None and _are_those(self._gradients, self.segment.gradients)
+        return self.segment is not None and _are_same(self._gradients, self.segment.gradients)
 
     @property
     def weights_in_segment(self) -> bool:
-        """Whether what shards write into the segment are the model's weights themselves."""
-        return self.segment is not None and _are_those(self._weights, self.segment.weights)
+        """Whether the weights that shards write into the segment are the model's own."""
+        return self.segment is not None and _are_same(self._weights, self.segment.weights)
 
     @property
     def were_moved(self) -> bool:
@@ -129,17 +129,16 @@ class FlatBuffers:
 
 
 def _main_device(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """The device that holds most bytes."""
     sizes: Counter[torch.device] = Counter()
     for tensor in tensors:
         sizes[tensor.device] += tensor.nbytes
     return sizes.most_common(1)[0][0]
 
 
-def _is_same(one: torch.device, other: torch.device) -> bool:
+def _is_same(a: torch.device, b: torch.device) -> bool:
     """Whether two devices are the same: `cpu` and `cpu:0` are."""
-    return one.type == other.type and (one.index or 0) == (other.index or 0)
+    return a.type == b.type and (a.index or 0) == (b.index or 0)
 
 
-def _are_those(buffers: dict[str, torch.Tensor], shared: dict[str, torch.Tensor]) -> bool:
+def _are_same(buffers: dict[str, torch.Tensor], shared: dict[str, torch.Tensor]) -> bool:
     return all(space in shared and flat is shared[space] for space, flat in buffers.items())

@@ -1,9 +1,9 @@
 """A model as flat buffers, so that pushing packs nothing and a pull lands in place.
 
-buffers     where it lies: slices of these tensors are buckets (buffers.py)
-weights     parameters as views into them, and what a script changes (weights.py)
+buffers     the memory: slices of these tensors are buckets (buffers.py)
+weights     the parameters as views into them, and which of them a script has changed (weights.py)
 gradients   likewise; which are ready, changed, not finite (gradients.py)
-here        a bucket becomes bytes on its way out, and bytes become a bucket: what the ways to a shard ask for
+here        turns a bucket into bytes on its way out, and bytes into a bucket, for the ways to a shard
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class FlatModel:
         return self._buffers.gradients_in_segment
 
     def leaving(self, bucket: BucketSpec) -> None:
-        """Marks a bucket's gradient as complete: called by the thread that made it, before another one sends it."""
+        """Marks a bucket's gradient as complete. For the thread that pushes it, before another one sends it."""
         if self._staging is not None:
             self._made[bucket.index] = self._staging.mark()
 
@@ -107,9 +107,9 @@ class FlatModel:
         """Returns what messages call the format of a bucket's gradient; see Cast.wire_format."""
         return gradient_codec(self.spec, bucket).wire_format(bucket)
 
-    def was_looked_at(self, bucket: BucketSpec) -> bool:
-        """Whether a bucket that leaves was looked at for infinities and NaNs, in the very bytes that leave: a half type
-        has infinities where float32 has none."""
+    def is_checked(self, bucket: BucketSpec) -> bool:
+        """Whether the very bytes of a bucket that leave were checked for infinities and NaNs: a half type has
+        infinities where float32 has none."""
         checked = self.spec.non_finite is not NonFinite.ALLOW
         return checked and gradient_codec(self.spec, bucket).keeps(bucket)
 
@@ -117,7 +117,7 @@ class FlatModel:
 
     @property
     def lands_in_place(self) -> bool:
-        """Whether what shards write into the segment are the model's weights themselves."""
+        """Whether the weights that shards write into the segment are the model's own."""
         return self._buffers.weights_in_segment
 
     def initial(self, bucket: BucketSpec) -> memoryview:
@@ -135,11 +135,11 @@ class FlatModel:
         return bytes_of(self._buffers.weights(bucket).cpu())
 
     def weight_bytes(self, bucket: BucketSpec) -> int:
-        """Returns the bytes of a bucket's weights in their wire format; what no optimizer steps travels as it is."""
+        """Returns the bytes of a bucket's weights in their wire format; frozen ones travel as they are."""
         return weight_codec(self.spec, bucket).size(bucket.numel)
 
     def begin_pull(self) -> None:
-        """Lets weights land from here on: backward has been queued."""
+        """Lets weights land from here on. The kernels of backward are queued."""
         if self._staging is not None:
             self._staging.begin()
 
@@ -153,7 +153,7 @@ class FlatModel:
             )
         values = codec.decode(payload)
         if bucket.frozen:
-            self._land_untrained(bucket, values)
+            self._land_frozen(bucket, values)
         else:
             self._write(bucket, values, shared=False)
 
@@ -164,7 +164,7 @@ class FlatModel:
         self._write(bucket, self._buffers.segment.weight(bucket), shared=True)
 
     def end_pull(self) -> None:
-        """Ends a pull, when all weights have come: what the training thread does next sees them."""
+        """Ends a pull, when all weights have come: the training thread sees them from here on."""
         if self._staging is not None:
             self._staging.finish()
         self.weights.landed()
@@ -176,7 +176,7 @@ class FlatModel:
         elif values.data_ptr() != weights.data_ptr():
             weights.copy_(values)
 
-    def _land_untrained(self, bucket: BucketSpec, values: torch.Tensor) -> None:
+    def _land_frozen(self, bucket: BucketSpec, values: torch.Tensor) -> None:
         for part in bucket.slices:
             tensor, pulled = self._tensors[part.parameter], values[part.offset : part.offset + part.length]
             with torch.no_grad():

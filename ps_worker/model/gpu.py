@@ -26,7 +26,7 @@ class GpuStaging:
             torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)
 
     def release(self) -> None:
-        """Waits for what is under way and lets go of the segment."""
+        """Waits for all copies and unlocks the segment."""
         self._down.synchronize()
         self._up.synchronize()
         for flat in self._locked:
@@ -34,7 +34,7 @@ class GpuStaging:
         self._locked = []
 
     def mark(self) -> torch.cuda.Event:
-        """Returns the point that the current stream has reached: what is queued until now."""
+        """Returns the point behind all that is queued on the current stream."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -54,11 +54,11 @@ class GpuStaging:
         return target
 
     def begin(self) -> None:
-        """Begins a step: weights that come from here on wait for what is queued on the current stream."""
+        """Begins a pull: weights that land from here on wait for the kernels queued on the current stream."""
         self._up.wait_event(self.mark())
 
     def land(self, bucket: int, target: torch.Tensor, values: torch.Tensor, pinned: bool) -> None:
-        """Queues the copy of host values to the GPU; by way of memory of our own unless they are pinned and stay."""
+        """Queues the copy of host values to the GPU, by way of pinned memory unless they lie in such and stay there."""
         if not pinned:
             staged, landed = self._landing.get(bucket, (None, None))
             if landed is not None:
@@ -74,7 +74,7 @@ class GpuStaging:
             self._landing[bucket] = (values, landed)
 
     def finish(self) -> None:
-        """Ends the step: what is queued on the current stream from here on sees the new weights."""
+        """Ends the pull: kernels that are queued on the current stream from here on see the new weights."""
         event = torch.cuda.Event()
         event.record(self._up)
         torch.cuda.current_stream(self._device).wait_event(event)

@@ -20,7 +20,7 @@ from ps_worker.model.tracked import watched_gradient
 
 
 class Gradients:
-    """The gradients of what the optimizers step. Hooks run on autograd's thread, all else on the training thread.
+    """The gradients of the trained parameters. Hooks run on autograd's thread, all else on the training thread.
 
     on_ready: called with a parameter's index when backward has finished its gradient
     """
@@ -30,7 +30,7 @@ class Gradients:
         self._on_ready = on_ready
         self._on_gpu = buffers.device.type == "cuda"
         self._check = buffers.spec.non_finite is not NonFinite.ALLOW
-        self._finite: dict[int, bool] = {}  # by parameter, of those looked at in this step
+        self._finite: dict[int, bool] = {}  # by parameter, of those checked in this step
         self._touches = 0  # how often a script has asked for some gradient's `.data`
         self._hooks: list[RemovableHandle] = []
 
@@ -46,7 +46,7 @@ class Gradients:
         return lambda _: self._accumulated(index)
 
     def release(self) -> None:
-        """Looks at no gradient any more."""
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -69,18 +69,18 @@ class Gradients:
             if self._buffers.trained[index].grad is None:
                 absent.add(index)
             elif self._adopt(index):
-                # Not the one that backward made; on another device it may be, but a change could not be told.
+                # The script has replaced it. (On another device backward's own comes here, too: no mark tells which.)
                 self._finite.pop(index, None)
         return absent
 
     def marks(self, spaces: Iterable[str]) -> list[int]:
-        """Returns numbers that grow with every change of a gradient in these spaces, by whatever code."""
+        """Returns numbers that grow with each change of a gradient in these spaces, whichever code makes it."""
         return [self._touches, *self._buffers.gradient_versions(spaces)]
 
     def not_finite(self, present: Iterable[int], changed: bool) -> str | None:
         """Returns the name of a parameter out of these whose gradient holds an infinity or a NaN, if there is one.
 
-        changed: gradients were changed after backward, so what was seen then does not count. Forgets what was seen.
+        changed: gradients were changed after backward, so the checks of then do not count. Forgets these checks.
         """
         present = list(present)
         seen = {} if changed else dict(self._finite)
@@ -92,7 +92,7 @@ class Gradients:
         unseen = {index: views[index] for index in present if not seen.get(index, False)}
         if self._on_gpu and unseen:
             totals = torch.stack([view.sum(dtype=torch.float32) for view in unseen.values()])
-            if bool(torch.isfinite(totals).all()):  # one answer to wait for, instead of one each
+            if bool(torch.isfinite(totals).all()):  # waits for the GPU once, not once for each
                 return None
         return next((self._buffers.spec.parameters[i].name for i, view in unseen.items() if not is_finite(view)), None)
 
@@ -101,14 +101,13 @@ class Gradients:
         return any(self._finite.get(part.parameter) is False for part in bucket.slices)
 
     def _accumulated(self, index: int) -> None:
-        """Backward has finished a parameter's gradient."""
         self._adopt(index)
-        if self._check and not self._on_gpu:  # there the answer would be waited for
+        if self._check and not self._on_gpu:  # where the answer would have to be waited for
             self._finite[index] = is_finite(self._buffers.gradient_views[index])  # now, while it is in the cache
         self._on_ready(index)
 
     def _adopt(self, index: int) -> bool:
-        """Moves a gradient into the buffers, and frees the memory it was made in; True if it was elsewhere."""
+        """Moves a gradient into the buffers, and frees the memory it was made in; returns whether it was elsewhere."""
         tensor, view = self._buffers.trained[index], self._buffers.gradient_views[index]
         gradient = tensor.grad
         if gradient is None or gradient.data_ptr() == view.data_ptr():
@@ -119,13 +118,13 @@ class Gradients:
         self._buffers.check_form(index)
         if gradient.shape != view.shape:
             raise InvalidRequest(f"the gradient of {name}: expected {tuple(view.shape)}, got {tuple(gradient.shape)}")
-        view.copy_(gradient.detach())  # it has a graph of its own after backward(create_graph=True)
+        view.copy_(gradient.detach())  # which has a graph of its own after backward(create_graph=True)
         if index not in self._buffers.elsewhere:
             tensor.grad = self._shown(index)
         return True
 
     def _shown(self, index: int) -> torch.Tensor:
-        """A gradient as the script finds it."""
+        """Returns a gradient as a script gets it from `.grad`."""
         return watched_gradient(self._buffers.gradient_views[index], self._touched)
 
     def _touched(self, _: torch.Tensor | None) -> None:

@@ -10,38 +10,63 @@ import torch
 from torch import nn
 
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, NonFinite, validate
+from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, validate
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import hyper_parameters, optimizer_name
 from ps_protocol.tensors import DTYPE_NAMES
+from ps_worker.values import PrepareOptions
 
 
 def describe(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
+    options: PrepareOptions,
     *,
     name: str,
     consistency: Consistency,
-    bucket_bytes: int | None,
     world_size: int,
-    non_finite: NonFinite,
-    gradient_wire: str,
-    weight_wire: str,
 ) -> tuple[JobSpec, list[torch.Tensor]]:
     """Returns the job that trains these models with these optimizers, and the models' tensors in the job's order.
 
     Tied parameters appear once. Names are those in the model's state_dict; of several models, with the model's number
     in front ("0.weight"). Parameters that no optimizer has, and buffers, are frozen: every worker starts with rank 0's
-    and goes on with its own. Without bucket_bytes their size is left open. Raises Unsupported for what a parameter
-    server cannot do, naming it.
+    and goes on with its own. Without options.bucket_bytes the spec has 0: the server chooses. Raises Unsupported or
+    InvalidRequest for models that a parameter server cannot train, with the reason.
     """
     classes = [optimizer_name(optimizer) for optimizer in optimizers]
     for model in models:
         _refuse_lazy(model)
         _refuse_sparse(model)
-    groups = _groups(optimizers)
-    specs: list[ParameterSpec] = []
+    parameters, tensors = _parameters(models, _groups(optimizers))
+    of_group = [index for index, optimizer in enumerate(optimizers) for _ in optimizer.param_groups]
+    spec = JobSpec(
+        name=name,
+        parameters=parameters,
+        optimizer=classes[0],
+        groups=tuple(
+            hyper_parameters(cls, group)
+            for cls, optimizer in zip(classes, optimizers, strict=True)
+            for group in optimizer.param_groups
+        ),
+        consistency=consistency,
+        bucket_bytes=MAX_BUCKET_BYTES if options.bucket_bytes is None else options.bucket_bytes,
+        world_size=world_size,
+        non_finite=options.non_finite,
+        gradient_wire=options.gradient_wire,
+        weight_wire=options.weight_wire,
+        more_optimizers=tuple(classes[1:]),
+        group_optimizers=tuple(of_group) if len(classes) > 1 else (),
+    )
+    validate(spec)
+    return spec if options.bucket_bytes is not None else replace(spec, bucket_bytes=0), tensors
+
+
+def _parameters(
+    models: Sequence[nn.Module], groups: dict[int, tuple[int, int]]
+) -> tuple[tuple[ParameterSpec, ...], list[torch.Tensor]]:
+    """Returns all tensors of the models, each once, described and themselves. groups: see `_groups`"""
+    parameters: list[ParameterSpec] = []
     tensors: list[torch.Tensor] = []
     known: set[int] = set()
     for number, model in enumerate(models):
@@ -52,50 +77,30 @@ def describe(
             key = f"{number}.{key}" if len(models) > 1 else key
             _refuse_dtype(key, tensor)
             group, optimizer = groups.pop(id(tensor), (None, 0))
-            specs.append(ParameterSpec(key, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], group, optimizer))
+            parameters.append(ParameterSpec(key, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], group, optimizer))
             tensors.append(tensor)
     if groups:
         raise InvalidRequest(
             f"the optimizers hold {len(groups)} parameters of no model that was handed to prepare; hand all models over"
         )
-    of_group = [index for index, optimizer in enumerate(optimizers) for _ in optimizer.param_groups]
-    spec = JobSpec(
-        name=name,
-        parameters=tuple(specs),
-        optimizer=classes[0],
-        groups=tuple(
-            hyper_parameters(cls, group)
-            for cls, optimizer in zip(classes, optimizers, strict=True)
-            for group in optimizer.param_groups
-        ),
-        consistency=consistency,
-        bucket_bytes=MAX_BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
-        world_size=world_size,
-        non_finite=non_finite,
-        gradient_wire=gradient_wire,
-        weight_wire=weight_wire,
-        more_optimizers=tuple(classes[1:]),
-        group_optimizers=tuple(of_group) if len(classes) > 1 else (),
-    )
-    validate(spec)
-    return spec if bucket_bytes is not None else replace(spec, bucket_bytes=0), tensors
+    return tuple(parameters), tensors
 
 
 def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, tuple[int, int]]:
     """Returns by the id of a parameter its group among all, and its optimizer. Raises InvalidRequest for two."""
-    found: dict[int, tuple[int, int]] = {}
+    places: dict[int, tuple[int, int]] = {}
     number = 0
     for index, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if found.setdefault(id(parameter), (number, index)) != (number, index):
+                if places.setdefault(id(parameter), (number, index)) != (number, index):
                     raise InvalidRequest("a parameter is in two optimizers; each is stepped by one")
             number += 1
-    return found
+    return places
 
 
 def refused_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
-    """Returns what `describe` would refuse of models and their optimizers, in its words: a dry run."""
+    """Returns the messages of the errors that `describe` would raise for models and their optimizers: a dry run."""
 
     def dtypes(model: nn.Module) -> None:
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -127,7 +132,7 @@ def _refuse_dtype(key: str, tensor: torch.Tensor) -> None:
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether there is state that a step made: Adagrad's is there, at step 0, from the beginning."""
+    """Whether a step has made state: Adagrad has some at step 0, from the beginning."""
     return any(
         any(v is not None for v in state.values()) and state.get("step") != 0 for state in optimizer.state.values()
     )

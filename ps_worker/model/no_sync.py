@@ -1,7 +1,7 @@
-"""What a session lends to the user's model: `no_sync`, for scripts written for DistributedDataParallel.
+"""Lends a session's `no_sync` to the user's model, for scripts written for DistributedDataParallel.
 
 A model is copied (AveragedModel), pickled and loaded in processes that have no session and maybe not this package. A
-copy therefore has a `no_sync` of Python's own, which does nothing.
+copy therefore gets a `no_sync` of Python's own, which does nothing.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class LentNoSync:
         return self._no_sync()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Returns what a copy of the model has."""
+        """Returns the `no_sync` of a copy of the model."""
         return nullcontext
 
     def __reduce__(self) -> Any:
-        """Returns what a loaded model has."""
+        """Returns how to make the `no_sync` of a loaded model."""
         return functools.partial, (nullcontext,)
 
 
 def lend(model: nn.Module, no_sync: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Gives a model a `no_sync`, unless it has one of its own. Returns what takes it back."""
+    """Gives a model a `no_sync`, unless it has one of its own. Returns a function that takes it back."""
     if hasattr(model, "no_sync") and not _is_a_copys(model.no_sync):
         return lambda: None
     lent: Any = LentNoSync(no_sync)

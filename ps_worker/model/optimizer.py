@@ -1,4 +1,4 @@
-"""The optimizer that `prepare` returns: the user's own to look at, stepped on the servers."""
+"""The optimizer that `prepare` returns: it looks like the user's own, and is stepped on the servers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ log = logging.getLogger("ps_worker")
 ParameterStates = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
-class RemoteOptimizer(Protocol):
-    """What steps one optimizer of a script on the servers."""
+class RemoteOptimizers(Protocol):
+    """The optimizers of one job, stepped on the servers; `index` is the number of one among those of `prepare`."""
 
-    def step(self) -> None:
+    def step(self, index: int) -> None:
         """Pushes gradients and pulls weights."""
 
-    def state(self) -> ParameterStates:
+    def state(self, index: int) -> ParameterStates:
         """Returns the optimizer's state on the shards, at this worker's clock."""
 
-    def load(self, states: ParameterStates) -> None:
+    def load(self, index: int, states: ParameterStates) -> None:
         """Has the next step begin with this state."""
 
-    def add_group(self, group: dict[str, Any]) -> None:
-        """Has the next step train more of the model's parameters."""
+    def add_group(self, index: int, group: dict[str, Any]) -> None:
+        """Has the next step train more of the models' parameters."""
 
 
 _WHERE = (
@@ -41,11 +41,14 @@ _WHERE = (
 
 
 class _StateOnShards(defaultdict[torch.Tensor, Any]):
-    """What a prepared optimizer has as its `state`: nothing, and errors that say where the state is."""
+    """The `state` of a prepared optimizer: empty, with errors that say where the state is.
 
-    def __init__(self, servers: RemoteOptimizer) -> None:
+    begin_anew: has the next step begin without any state
+    """
+
+    def __init__(self, begin_anew: Callable[[], None]) -> None:
         super().__init__(dict)
-        self._servers = servers
+        self._begin_anew = begin_anew
 
     def __missing__(self, key: torch.Tensor) -> Any:
         raise Unsupported(_WHERE)
@@ -54,13 +57,13 @@ class _StateOnShards(defaultdict[torch.Tensor, Any]):
         raise Unsupported(_WHERE)
 
     def values(self) -> Any:
-        """Returns none; logs where the state is, for a script that means to change it."""
+        """Returns nothing, and logs where the state is, for a script that means to change it."""
         log.warning("%s", _WHERE)
         return super().values()
 
     def clear(self) -> None:
         """Has the next step begin without any state."""
-        self._servers.load({})
+        self._begin_anew()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return defaultdict(dict)
@@ -77,25 +80,26 @@ class ServerOptimizer(torch.optim.Optimizer):
     it, and `.state` is empty.
     """
 
-    def __init__(self, wrapped: torch.optim.Optimizer, servers: RemoteOptimizer) -> None:
+    def __init__(self, wrapped: torch.optim.Optimizer, servers: RemoteOptimizers, index: int) -> None:
         # Deliberately not Optimizer.__init__, which would make new groups: the wrapped one's live objects are shared.
         self.__dict__.update(wrapped.__dict__)
-        # What hides in there and would step here instead: a scheduler made before `prepare` patched the wrapped
-        # optimizer's `step`, and a fused one asks GradScaler to leave unscaling to it.
+        # Two attributes in there would step here instead: a scheduler made before `prepare` has patched the wrapped
+        # optimizer's `step`, and a fused optimizer asks GradScaler to leave unscaling to it.
         for name in ("step", "_step_supports_amp_scaling"):
             self.__dict__.pop(name, None)
         self._wrapped = wrapped
         self._servers = servers
-        self.__dict__["state"] = _StateOnShards(servers)
+        self._index = index
+        self.__dict__["state"] = _StateOnShards(lambda: servers.load(index, {}))
 
     @property
     def state(self) -> Any:
-        """Empty: the state is on the shards. Assigning to it has the next step begin with what is assigned."""
+        """Empty: the state is on the shards. Assigning to it has the next step begin with the value."""
         return self.__dict__["state"]
 
     @state.setter
     def state(self, value: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        self._servers.load({tensor: tensors_of(state) for tensor, state in value.items()})
+        self._servers.load(self._index, {tensor: tensors_of(state) for tensor, state in value.items()})
 
     # torch's own wrapper calls step hooks, the wrapped optimizer's and the global ones. Optimizer.__init__ puts it on.
     @torch.optim.Optimizer.profile_hook_step
@@ -111,7 +115,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers made before `prepare` look at
-        self._servers.step()
+        self._servers.step(self._index)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps it no second time
@@ -123,7 +127,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         PSError if the shards do not answer, or the session is closed.
         """
         own = self.__dict__["state"]
-        self.__dict__["state"] = defaultdict(dict, {tensor: dict(s) for tensor, s in self._servers.state().items()})
+        fetched = self._servers.state(self._index)
+        self.__dict__["state"] = defaultdict(dict, {tensor: dict(state) for tensor, state in fetched.items()})
         try:
             state_dict: dict[str, Any] = super().state_dict()
             return state_dict
@@ -139,14 +144,9 @@ class ServerOptimizer(torch.optim.Optimizer):
         that the optimizer could not have made; nothing is changed then.
         """
         # torch's own code does the checking and casting, on an object that nothing else refers to.
-        kind = type(self._wrapped)
-        loaded = kind.__new__(kind)
-        loaded.__dict__.update(self._wrapped.__dict__)
-        loaded.__dict__.pop("step", None)
-        loaded.__dict__["state"] = defaultdict(dict)
-        loaded.__dict__["param_groups"] = [dict(group) for group in self.param_groups]
+        loaded = optimizer_like(self._wrapped, [dict(group) for group in self.param_groups])
         loaded.load_state_dict(state_dict)
-        self._servers.load({tensor: tensors_of(state) for tensor, state in loaded.state.items()})
+        self._servers.load(self._index, {tensor: tensors_of(state) for tensor, state in loaded.state.items()})
         for live, group in zip(self.param_groups, loaded.param_groups, strict=True):
             live.update({key: value for key, value in group.items() if key != "params"})
 
@@ -157,4 +157,13 @@ class ServerOptimizer(torch.optim.Optimizer):
         on the servers, NAME.added1 for the first group. Raises Unsupported for parameters of no prepared model,
         InvalidRequest for those that an optimizer has already.
         """
-        self._servers.add_group(param_group)
+        self._servers.add_group(self._index, param_group)
+
+
+def optimizer_like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Returns an optimizer like another, with these groups themselves and without state."""
+    made = type(optimizer).__new__(type(optimizer))
+    made.__dict__.update(optimizer.__dict__)
+    made.__dict__.pop("step", None)  # a scheduler's patch of the other's
+    made.__dict__.update(state=defaultdict(dict), param_groups=groups)
+    return made

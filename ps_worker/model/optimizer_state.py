@@ -1,10 +1,9 @@
-"""Optimizer state on its way to the shards and back: torch's own, by parameter, and theirs, by bucket and segment."""
+"""Optimizer state on its way to the shards and back: by parameter as in torch, by bucket and slice on the shards."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -13,24 +12,14 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.optimizers import is_scalar_state, required_state
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from
-from ps_worker.values import StateChunk
+from ps_worker.values import Assignment, StateChunk
 
 # By parameter (its index in the job), the state that torch.optim keeps for it: name -> tensor.
 States = Mapping[int, Mapping[str, torch.Tensor]]
 
 
-@dataclass(frozen=True)
-class StatePiece:
-    """What one shard is told of the optimizer state of one bucket; see ps_worker/cluster/convert.py, `assignment`."""
-
-    bucket: BucketSpec
-    absent: tuple[int, ...]
-    state: str
-    payload: memoryview | None
-
-
 def tensors_of(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Returns what one parameter's state in torch.optim holds, without what is not there yet (None)."""
+    """Returns one parameter's state in torch.optim as tensors, without the entries that are not there yet (None)."""
     return {
         name: value if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float32)  # type: ignore[arg-type]
         for name, value in state.items()
@@ -57,21 +46,22 @@ def check_states(spec: JobSpec, states: States) -> None:
             )
 
 
-def pieces(spec: JobSpec, layout: Layout, states: States, parameters: Collection[int]) -> Iterator[StatePiece]:
-    """Yields what the shards are told so that these parameters have these states and no others."""
+def state_assignments(spec: JobSpec, layout: Layout, states: States) -> Iterator[Assignment]:
+    """Yields the assignments after which the parameters in `states` have that state and no other."""
     for bucket in layout.buckets:
-        inside = {
-            p: s.parameter for p, s in enumerate(bucket.slices) if not bucket.frozen and s.parameter in parameters
-        }
-        if not inside:
+        if bucket.frozen:
             continue
-        others = tuple(position for position in range(len(bucket.slices)) if position not in inside)
-        yield StatePiece(bucket, others, "", None)
-        found = {position: states.get(index, {}) for position, index in inside.items()}
-        for name in sorted({name for state in found.values() for name in state}):
-            present = {position: state[name] for position, state in found.items() if name in state}
-            absent = tuple(position for position in range(len(bucket.slices)) if position not in present)
-            yield StatePiece(bucket, absent, name, _payload(spec, bucket, name, present))
+        given = {p: states[part.parameter] for p, part in enumerate(bucket.slices) if part.parameter in states}
+        if not given:
+            continue
+        yield Assignment(bucket, _without(bucket, given), "", None)
+        for name in sorted({name for state in given.values() for name in state}):
+            present = {position: state[name] for position, state in given.items() if name in state}
+            yield Assignment(bucket, _without(bucket, present), name, _payload(spec, bucket, name, present))
+
+
+def _without(bucket: BucketSpec, present: Collection[int]) -> tuple[int, ...]:
+    return tuple(position for position in range(len(bucket.slices)) if position not in present)
 
 
 def _payload(spec: JobSpec, bucket: BucketSpec, name: str, present: Mapping[int, torch.Tensor]) -> memoryview:
@@ -89,7 +79,7 @@ def _payload(spec: JobSpec, bucket: BucketSpec, name: str, present: Mapping[int,
 
 
 class StateCollector:
-    """Puts together what the shards send. `land` may be called from several threads, and for the same chunk twice."""
+    """Collects the chunks that shards send. `land` may be called from several threads, and for the same chunk twice."""
 
     def __init__(self, spec: JobSpec, layout: Layout) -> None:
         self._spec = spec
@@ -98,14 +88,14 @@ class StateCollector:
         self.states: dict[int, dict[str, torch.Tensor]] = {}
 
     def land(self, chunk: StateChunk) -> None:
-        """Takes one kind of state of one bucket."""
+        """Takes one kind of state of one bucket. Raises InvalidRequest if its size is not the bucket's."""
         bucket = self._layout.buckets[chunk.bucket]
         scalar = is_scalar_state(self._spec.optimizers[bucket.optimizer], chunk.state)
-        found = tensor_from(chunk.payload, "float32" if scalar else bucket.dtype)
+        values = tensor_from(chunk.payload, "float32" if scalar else bucket.dtype)
         expected = len(bucket.slices) if scalar else bucket.numel
-        if found.numel() != expected:
+        if values.numel() != expected:
             raise InvalidRequest(
-                f"state {chunk.state!r} of bucket {chunk.bucket}: expected {expected} numbers, got {found.numel()}"
+                f"state {chunk.state!r} of bucket {chunk.bucket}: expected {expected} numbers, got {values.numel()}"
             )
         for position, part in enumerate(bucket.slices):
             if position in chunk.absent:
@@ -115,11 +105,11 @@ class StateCollector:
                     state = self.states.setdefault(part.parameter, {})
                     # A parameter in several buckets has one number in each: the same, unless a step was half lost.
                     before = state.get(chunk.state)
-                    value = found[position].clone()
+                    value = values[position].clone()
                     state[chunk.state] = value if before is None else torch.maximum(before, value)
             else:
                 whole = self._whole(part.parameter, chunk.state).view(-1)
-                whole[part.start : part.start + part.length] = found[part.offset : part.offset + part.length]
+                whole[part.start : part.start + part.length] = values[part.offset : part.offset + part.length]
 
     def _whole(self, index: int, name: str) -> torch.Tensor:
         parameter = self._spec.parameters[index]

@@ -2,8 +2,8 @@
 
 A bucket is full when backward has finished every gradient in it. It leaves then as a draft, which counts only once
 `optimizer.step()` says so: a script may still clip, scale or drop gradients, run backward again, or skip the step.
-Where it does, the drafts count for nothing and the whole step leaves at `step()`. That costs bytes, so what a script
-does is watched for a few steps before any bucket leaves early, and for longer after each surprise.
+Where it does, the drafts count for nothing and the whole step leaves at `step()`. That costs bytes, so a script is
+watched for a few steps before any bucket leaves early, and for longer after each surprise.
 """
 
 from __future__ import annotations

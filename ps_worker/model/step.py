@@ -1,10 +1,10 @@
-"""What a worker pushes in a step, from the first gradient of backward to `optimizer.step()`.
+"""Makes the pushes of a step, from the first gradient of backward to `optimizer.step()`.
 
-backward   each gradient moves into the flat buffers; a bucket that is full leaves as a draft, if it may (overlap.py)
-end        `optimizer.step()` reads hyper-parameters and looks once more at the gradients: which are there, whether the
-           script has changed them since, whether all are finite. A step that is not fit raises here; nothing is pushed
-pushes     one for each bucket that trains. A script with several optimizers steps one of them: the buckets of the
-           others get empty pushes, because a step has one clock over all buckets
+backward   Each gradient moves into the flat buffers; a bucket that is full leaves as a draft, if it may (overlap.py).
+end        `optimizer.step()` reads hyper-parameters and checks the gradients: which are there, whether the script has
+           changed them since, whether all are finite. A step that must not be pushed raises here.
+pushes     Each bucket that trains gets one. A script with several optimizers steps one of them: the buckets of the
+           others get empty pushes, because a step has one clock over all buckets.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ log = logging.getLogger("ps_worker")
 
 @dataclass(frozen=True)
 class EndedStep:
-    """What is pushed in a step, besides the gradients themselves.
+    """A step as it is pushed, besides the gradients themselves.
 
     optimizer:   the one that steps, by number; None: none does
     absent:      its parameters that have no gradient
     groups:      the hyper-parameters of each group of the job
-    drafts_hold: what has left during backward is as it was, and counts
+    drafts_hold: the gradients that left during backward are unchanged, and count
     """
 
     optimizer: int | None
@@ -108,7 +108,7 @@ class StepMaker:
                 overlap.paused = paused
 
     def end(self, optimizer: int) -> EndedStep:
-        """Ends the step of one optimizer. Raises InvalidRequest or NonFiniteGradient if it is not fit to be pushed."""
+        """Ends the step of one optimizer. Raises InvalidRequest or NonFiniteGradient if it must not be pushed."""
         overlap, gradients = self._overlaps[optimizer], self.model.gradients
         absent = gradients.gather(overlap.parameters)
         groups = self._groups.read()
@@ -130,11 +130,10 @@ class StepMaker:
             overlap.abandon()
 
     def pushes(self, step: EndedStep, clock: int, ranges: Sequence[DataRange]) -> list[BucketPush]:
-        """Returns the pushes of a step, of every bucket that trains. ranges: of leased data, that the step used."""
+        """Returns the pushes of a step, of every bucket that trains. ranges: of leased data, that the step used"""
         return [self._push(bucket, step, clock, ranges) for bucket in self._trained]
 
     def _push(self, bucket: BucketSpec, step: EndedStep, clock: int, ranges: Sequence[DataRange]) -> BucketPush:
-        self.model.leaving(bucket)
         skip = bucket.optimizer != step.optimizer
         absent = [] if skip else [p for p, slice_ in enumerate(bucket.slices) if slice_.parameter in step.absent]
         groups = {self._spec.parameters[slice_.parameter].group for slice_ in bucket.slices}
@@ -148,12 +147,11 @@ class StepMaker:
         )
 
     def _gradient_ready(self, parameter: int) -> None:
-        """Backward has finished one gradient: full buckets leave now, if they may. Runs on autograd's thread."""
+        """Has the buckets leave that are full with this gradient, if they may. Runs on autograd's thread."""
         self._metrics.timer.gradient()
         overlap = self._overlaps[self._spec.parameters[parameter].optimizer]
         for bucket in overlap.ready(parameter, self.model.gradients.marks(overlap.spaces)):
             if self._draft_room > 0 and not self.model.gradients.saw_not_finite(bucket):
-                self.model.leaving(bucket)
                 self._draft_room -= self._draft(bucket)
 
     def _refuse_or_skip(self, name: str) -> None:
@@ -171,12 +169,12 @@ class LiveGroups:
     """The hyper-parameters of the script's optimizers, which schedulers change."""
 
     def __init__(self, optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> None:
-        """optimizers: each with its name. Groups that are added to one later are no part of this."""
+        """optimizers: each with its name. Groups that are added to one later do not belong to this."""
         self._optimizers = [(name, optimizer, len(optimizer.param_groups)) for name, optimizer in optimizers]
         self._checked: list[HyperParameters] = []
 
     def read(self) -> list[HyperParameters]:
-        """Returns those of each group now. Raises InvalidRequest for what the shards would refuse, before a push."""
+        """Returns those of each group now. Raises InvalidRequest for values that the shards would refuse."""
         for name, optimizer, count in self._optimizers:
             if len(optimizer.param_groups) < count:
                 raise InvalidRequest(

@@ -1,8 +1,8 @@
-"""Parameters and gradients of which the session learns that a script may have changed them.
+"""Parameters and gradients that notify the session where a script may change them.
 
 torch counts in-place changes of a tensor (`_version`), but not those by way of `.data`, which is how many scripts clamp
-weights and clip gradients. So for as long as a session trains a parameter, its class is a subclass that tells when
-`.data` is asked for; so is that of the gradients that a script finds in `.grad`.
+weights and clip gradients. So for as long as a session trains a parameter, its class is a subclass that notifies the
+session whenever a script reads `.data`; so is that of the gradients in `.grad`.
 
 The subclass has a second use: a parameter is a view into a flat buffer, and what is copied or saved of it must be a
 plain tensor of its own size.
@@ -18,41 +18,48 @@ from typing import Any
 import torch
 from torch import nn
 
-# Called with the tensor that `.data` gives out; None when `.data` is set.
+# Called with the tensor that `.data` returns; with None when `.data` is set.
 Touched = Callable[[torch.Tensor | None], None]
 
 _TOUCHED = "_ps_touched"
 _DATA: Any = torch.Tensor.data
 
 
+def _notify(tensor: Any, given_out: torch.Tensor | None) -> None:
+    touched: Touched | None = tensor.__dict__.get(_TOUCHED)
+    if touched is not None:
+        touched(given_out)
+
+
+def _slice(tensor: Any) -> torch.Tensor:
+    """Returns what `detach` returns, as a slice that notifies like the tensor."""
+    detached: torch.Tensor = torch.Tensor.detach(tensor).as_subclass(_Slice)
+    detached.__dict__[_TOUCHED] = tensor.__dict__.get(_TOUCHED)
+    return detached
+
+
 class _Watched:
-    """What is mixed into the class of a watched tensor."""
+    """Mixed into the class of a watched tensor."""
 
     @property
     def data(self) -> torch.Tensor:
-        """As torch's; tells that it was asked for."""
-        found: torch.Tensor = _DATA.__get__(self)
-        touched: Touched | None = self.__dict__.get(_TOUCHED)
-        if touched is not None:
-            touched(found)
-        return found
+        """As torch's; notifies."""
+        data = values(self)
+        _notify(self, data)
+        return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        touched: Touched | None = self.__dict__.get(_TOUCHED)
-        if touched is not None:
-            touched(None)
+        _notify(self, None)
         _DATA.__set__(self, value)
 
 
 class _WatchedParameter(_Watched):
-    """Of a parameter: copies are plain parameters, and what is saved of it is as large as it is."""
+    """Mixed into a parameter's class: copies are plain parameters, and a saved one is as large as itself."""
 
     def detach(self) -> torch.Tensor:
-        """As torch's; where that is saved, as by `torch.save(model.state_dict())`, it is saved alone."""
-        found: Any = torch.Tensor.detach(self).as_subclass(_Slice)  # type: ignore[arg-type]
-        found.__dict__[_TOUCHED] = self.__dict__.get(_TOUCHED)
-        return found  # type: ignore[no-any-return]
+        """As torch's; where the result is saved, as by `torch.save(model.state_dict())`, it is saved alone."""
+        return _slice(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo[id(self)] = _plain(self)  # type: ignore[arg-type]
@@ -69,19 +76,15 @@ class _Slice(torch.Tensor):
 
     def detach(self) -> torch.Tensor:
         """As torch's, and of this class: `nn.Parameter(...)` of it asks for that."""
-        found: Any = torch.Tensor.detach(self).as_subclass(_Slice)
-        found.__dict__[_TOUCHED] = self.__dict__.get(_TOUCHED)
-        return found  # type: ignore[no-any-return]
+        return _slice(self)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As torch's; tells of it, because what is written through numpy changes no version."""
-        touched: Touched | None = self.__dict__.get(_TOUCHED)
-        if touched is not None:
-            touched(self)  # the array keeps this tensor alive
+        """As torch's; notifies, because writes through numpy change no version."""
+        _notify(self, self)  # the array keeps this tensor alive
         return torch.Tensor.numpy(self, force=force)
 
     def _alone(self) -> torch.Tensor:
-        """A plain copy: a parameter where one was made of it."""
+        """Returns a plain copy: a parameter where one was made of it."""
         copied = self.as_subclass(torch.Tensor).detach().clone()
         return nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
 
@@ -94,7 +97,7 @@ class _Slice(torch.Tensor):
 
 
 class WatchedGradient(_Watched, torch.Tensor):
-    """A gradient as a script finds it in `.grad`."""
+    """A gradient as a script gets it from `.grad`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -106,19 +109,19 @@ class WatchedGradient(_Watched, torch.Tensor):
         return values(self).clone().__reduce_ex__(protocol)
 
 
-def values(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's `.data`, without a touch."""
+def values(tensor: Any) -> torch.Tensor:
+    """Returns a tensor's `.data` and notifies nothing."""
     data: torch.Tensor = _DATA.__get__(tensor)
     return data
 
 
 def set_values(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Sets a tensor's `.data`, without a touch."""
+    """Sets a tensor's `.data` and notifies nothing."""
     _DATA.__set__(tensor, data)
 
 
 def watch(parameter: nn.Parameter, touched: Touched) -> None:
-    """Has `touched` called whenever a script asks for the parameter's `.data`, or sets it."""
+    """Has `touched` called whenever a script reads or sets the parameter's `.data`."""
     if not isinstance(parameter, _WatchedParameter):
         parameter.__class__ = _watched_class(type(parameter))
     parameter.__dict__[_TOUCHED] = touched
@@ -132,17 +135,17 @@ def unwatch(parameter: torch.Tensor) -> None:
 
 
 def watched_gradient(view: torch.Tensor, touched: Touched) -> torch.Tensor:
-    """Returns the same memory as a tensor that tells when a script asks for its `.data`."""
+    """Returns the same memory as a tensor that calls `touched` whenever a script reads or sets its `.data`."""
     watched = view.as_subclass(WatchedGradient)
     watched.__dict__[_TOUCHED] = touched
     return watched
 
 
 class Touches:
-    """Which parameters a script may have changed by way of `.data`, with their values before.
+    """The parameters that a script may have changed by way of `.data`, with their values before.
 
-    A reference to `.data` that the script keeps may be written at any time later, so such a parameter stays under
-    suspicion for as long as the reference lives.
+    The script may keep `.data` and write to it at any time later, so such a parameter counts as touched for as long as
+    that reference lives.
     """
 
     def __init__(self) -> None:
@@ -150,14 +153,14 @@ class Touches:
         self._given_out: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     def touched(self, index: int, parameter: torch.Tensor, given_out: torch.Tensor | None) -> None:
-        """Notes that a script has asked for a parameter's `.data`, or is about to set it."""
+        """Notes that a script has read a parameter's `.data`, or is about to set it."""
         if index not in self.before:
             self.before[index] = values(parameter).clone()
         if given_out is not None:
             self._given_out.setdefault(index, []).append(weakref.ref(given_out))
 
     def landed(self, parameters: Mapping[int, torch.Tensor]) -> None:
-        """Takes the values as they are for new weights: what the script does from here on counts."""
+        """Takes the values as they are for new weights: changes by the script count from here on."""
         if not self.before and not self._given_out:
             return
         alive = {index: [ref for ref in refs if ref() is not None] for index, refs in self._given_out.items() if refs}
@@ -173,7 +176,7 @@ def _watched_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def _plain(parameter: nn.Parameter) -> nn.Parameter:
-    """A copy of a watched parameter that nothing watches, with what else the script has set on it."""
+    """Returns a copy of a watched parameter that is not watched, with the attributes that the script has set."""
     kind = type(parameter).__bases__[1] if isinstance(parameter, _WatchedParameter) else type(parameter)
     copied = values(parameter).clone(memory_format=torch.preserve_format)
     made: nn.Parameter = kind(copied, parameter.requires_grad)

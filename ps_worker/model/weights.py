@@ -27,7 +27,7 @@ class Weights:
         self._marks: list[tuple[int, int]] = []  # of each parameter, since weights last landed
 
     def watch(self) -> None:
-        """Learns from here on of changes by way of `.data`."""
+        """Notices changes by way of `.data` from here on."""
         for index, tensor in self._buffers.trained.items():
             assert isinstance(tensor, nn.Parameter)
             watch(tensor, self._on_touch(index, tensor))
@@ -42,11 +42,11 @@ class Weights:
         self.mark()
 
     def mark(self) -> None:
-        """Takes the parameters as they are for unchanged."""
+        """Takes the parameters as they are now for unchanged."""
         self._marks = self._marks_now()
 
     def release(self) -> None:
-        """Watches no parameter any more. They stay where they are."""
+        """Watches the parameters no more. They stay where they are."""
         for tensor in self._buffers.trained.values():
             unwatch(tensor)
 
@@ -75,7 +75,7 @@ class Weights:
         return changed
 
     def landed(self) -> None:
-        """Copies new weights to the parameters that have memory of their own; what the script does from here counts."""
+        """Copies new weights to the parameters with memory of their own. Changes by the script count from here on."""
         for index in self._apart:
             values(self._buffers.trained[index]).copy_(self._buffers.weight_views[index])
         self._touches.landed(self._buffers.trained)
@@ -92,14 +92,14 @@ class Weights:
             self._apart.add(index)
 
     def _marks_now(self) -> list[tuple[int, int]]:
-        """What tells that a parameter was changed in place, or put elsewhere."""
+        """Returns for each parameter a mark that differs once it was changed in place, or put elsewhere."""
         return [(tensor._version, tensor.data_ptr()) for tensor in self._buffers.trained.values()]
 
     def _is_changed(self, index: int, version: int) -> bool:
         tensor, view = self._buffers.trained[index], self._buffers.weight_views[index]
-        known = self._touches.before.get(index)
-        if known is None and (index in self._apart or tensor.data_ptr() != view.data_ptr()):
-            known = view  # nothing but landing weights has written it
-        if known is None:
+        before = self._touches.before.get(index)
+        if before is None and (index in self._apart or tensor.data_ptr() != view.data_ptr()):
+            before = view  # only landing weights have written it
+        if before is None:
             return tensor._version != version
-        return not torch.equal(values(tensor).to(known.device), known)
+        return not torch.equal(values(tensor).to(before.device), before)

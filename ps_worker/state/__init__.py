@@ -2,7 +2,6 @@
 
 checkpoint.py       What is captured at a clock, and restored when the job is rolled back to it
 loader_position.py  How far a script's loops over one loader are, and how they go somewhere else
-hooks.py            What those loops tell and ask at each turn, as a protocol that the checkpoint answers
 encoding.py         The state of a worker besides the weights, as values and as bytes
 sender.py           Sends each captured state to the coordinator, beside training
 """

@@ -1,14 +1,14 @@
 """A worker's own part of a checkpoint: captured at a clock, and restored when the job is rolled back to it.
 
 The weights live on the servers. All else that decides how a run ends is here: the position in the data, random states,
-what was handed to `prepare`, and the model's buffers. Scripts step their scheduler after `optimizer.step()`, so the
-state of a clock is captured when the script asks for the next batch, and restored at the same point.
+schedulers and the like, and the model's buffers. Scripts step their scheduler after `optimizer.step()`, so the state of
+a clock is captured when the script asks for the next batch, and restored at the same point.
 
 captured  when the loader that fed step C is asked for its next batch
-restored  when the loader that feeds is asked for its next batch: everything is as it was then, and the loader goes to
-          where it was. Where that is an earlier pass over the data than the script's loop is in, this iteration of the
-          loop yields the rest of that pass and crosses into the following ones by itself, with what the script had set
-          between them, so that a plain loop over passes ends after the same number of batches.
+restored  when the loader that feeds is asked for its next batch: all is as it was then, and the loader goes to its
+          position of then. Where that is an earlier pass over the data than the script's loop is in, this iteration of
+          the loop yields the rest of that pass and crosses into the following ones by itself, with the settings that
+          the script had made between them, so that a plain loop over passes ends after the same number of batches.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class WorkerCheckpoint:
     # -- what belongs to it ------------------------------------------------------------------------------------------
 
     def watch(self, optimizers: Sequence[torch.optim.Optimizer], untrained: Mapping[int, torch.Tensor]) -> None:
-        """Takes in optimizers' groups, and what they do not step: by index among the job's parameters."""
+        """Takes in optimizers' groups, and the tensors that they do not step, by index among the job's parameters."""
         self._optimizers = [(optimizer, len(optimizer.param_groups)) for optimizer in optimizers]
         self._untrained = {index: Untrained(tensor) for index, tensor in untrained.items()}
 
@@ -80,7 +80,7 @@ class WorkerCheckpoint:
         self._stateful.append(thing)
 
     def add_loader(self, loader: DataLoader[Any]) -> LoaderPosition:
-        """Takes in a loader, whose batches come from what is returned."""
+        """Takes in a loader; returns its position, which yields its batches."""
         self.loaders.append(LoaderPosition(self, loader, len(self.loaders)))
         return self.loaders[-1]
 
@@ -91,7 +91,7 @@ class WorkerCheckpoint:
         self._wanted = clock
 
     def stepping(self) -> None:
-        """A step begins: what is still to be captured of the one before is captured now, if late."""
+        """Begins a step; captures, late, the state of the one before if no loop has."""
         if self._wanted is not None and any(loader.going for loader in self.loaders):
             log.warning(
                 "the checkpoint of clock %d is within a batch of several steps: a job that is set back to it goes on "
@@ -101,18 +101,18 @@ class WorkerCheckpoint:
         self.capture()
 
     def stepped(self) -> None:
-        """A step is over."""
+        """Ends a step; captures its state if no loop will."""
         self.steps += 1
         self._per_step, self._taken = max(1, self._taken), 0
         if not any(loader.going for loader in self.loaders):
             self.capture()
 
     def rollback(self, state: bytes, clock: int) -> None:
-        """Has the worker go on at `clock` from what it had saved, maybe at an earlier one. Raises InvalidRequest."""
+        """Has the worker go on at `clock` from a state that it saved, maybe an earlier one. Raises InvalidRequest."""
         target = self._target = decode(state)
         self._wanted, self._taken = None, 0
         for optimizer, _ in self._optimizers:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers of a new process look at it
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # which schedulers of a new process expect
         missed = clock - target.clock
         if missed > 0:
             log.warning("this worker's state is of clock %d: the data of %d steps is left out", target.clock, missed)
@@ -125,10 +125,6 @@ class WorkerCheckpoint:
             counts = len(target.script.settings.stateful), len(target.script.loaders)
             if counts == (len(self._stateful), len(self.loaders)):  # otherwise more is to be prepared
                 self._restore(target)
-
-    def close(self) -> None:
-        """The script ends: what is still to be captured is captured now."""
-        self.capture()
 
     @property
     def waits_for_loader(self) -> bool:
@@ -143,12 +139,12 @@ class WorkerCheckpoint:
     # -- capture -----------------------------------------------------------------------------------------------------
 
     def loop_begins(self, loader: int) -> None:
-        """A loop begins: captures the state that is wanted, unless a loop that is under way will do so."""
+        """Captures the state that is wanted where a loop begins, unless a loop that is under way will do so."""
         if not any(position.is_asked_after_step for position in self.loaders):
             self.capture(loader)
 
     def yielded(self, loader: int) -> None:
-        """A loader yields a batch."""
+        """Notes that a loader yields a batch."""
         if self._fed != loader:
             self._fed, self._taken = loader, 0
         self._taken += 1
@@ -188,15 +184,15 @@ class WorkerCheckpoint:
         state, name = thing.state_dict(), type(thing).__name__
         if not isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
             return copied(state, name)
-        kept = {}
+        saved = {}
         for key, value in state.items():
             try:
-                kept[key] = copied(value, f"{name}.{key}")
-            except Unsupported as error:  # a function, say: it stays what it is, for what is loaded may be partial
+                saved[key] = copied(value, f"{name}.{key}")
+            except Unsupported as error:  # a function, say: a restored scheduler keeps its own
                 if f"{name}.{key}" not in self._left_out:
                     self._left_out.add(f"{name}.{key}")
                     log.info("not part of checkpoints: %s", error)
-        return kept
+        return saved
 
     # -- restore -----------------------------------------------------------------------------------------------------
 
@@ -228,7 +224,7 @@ class WorkerCheckpoint:
                 position.follow(loader_state)
 
     def set_settings(self, settings: Settings) -> None:
-        """Sets all that a script sets beside the model."""
+        """Sets random states, hyper-parameters, and the state of schedulers and the like."""
         for group, values in zip(self._groups(), settings.groups, strict=False):
             for key, value in copied(values).items():
                 if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
@@ -242,7 +238,7 @@ class WorkerCheckpoint:
     def _restore(self, state: WorkerState) -> None:
         """Restores all but the loaders' positions."""
         settings, loaders = state.script.settings, state.script.loaders
-        # A state from before a group was added is restored all the same: the group keeps what it has.
+        # A state from before a group was added is restored all the same: the group keeps its settings.
         here = min(len(self._groups()), len(settings.groups)), len(self._stateful), len(self.loaders)
         saved = len(settings.groups), len(settings.stateful), len(loaders)
         if here != saved or not all(
@@ -267,7 +263,7 @@ class BesideCheckpoint(WorkerCheckpoint):
 
 
 class Untrained:
-    """A tensor of the model that no optimizer steps, with what it was at the beginning."""
+    """A tensor of the model that no optimizer steps, with its value at the beginning."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor

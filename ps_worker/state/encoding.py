@@ -95,7 +95,7 @@ class LoaderState:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a script sets beside the model: its random states, and all that was handed to `prepare`.
+    """The settings of a script beside the model: random states, and the things that were handed to `prepare`.
 
     stateful: the state_dict of each scheduler and each other thing, in the order of `prepare`
     groups:   the hyper-parameters of each of the optimizer's groups
@@ -108,7 +108,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class ScriptState:
-    """What a script has set, and how far its loops over all loaders are."""
+    """The settings of a script, and how far its loops over all loaders are."""
 
     settings: Settings
     loaders: list[LoaderState]
@@ -116,11 +116,11 @@ class ScriptState:
 
 @dataclass(frozen=True)
 class WorkerState:
-    """All of it, at the end of one step.
+    """A worker's own state at the end of one step.
 
     feeding:  the index of the loader that fed the step; None where there is no loader
     per_step: batches taken for one step
-    tensors:  by index among the job's parameters, what no optimizer steps and what has changed since the beginning
+    tensors:  by index among the job's parameters, those that no optimizer steps and that have changed since the start
     """
 
     clock: int
@@ -148,8 +148,8 @@ def encode(state: WorkerState) -> bytes:
         "per_step": state.per_step,
         "held": sorted(state.tensors),
     }
-    held = {f"{FROZEN}{index}": tensor.detach().to("cpu").contiguous() for index, tensor in state.tensors.items()}
-    return save(tensors | held, {KEY: json.dumps(document)})
+    frozen = {f"{FROZEN}{index}": tensor.detach().to("cpu").contiguous() for index, tensor in state.tensors.items()}
+    return save(tensors | frozen, {KEY: json.dumps(document)})
 
 
 def _random(state: RandomState, tensors: dict[str, torch.Tensor]) -> Any:
@@ -157,14 +157,10 @@ def _random(state: RandomState, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _loader(loader: LoaderState, tensors: dict[str, torch.Tensor]) -> Any:
-    position, start = [loader.begun, loader.going, loader.taken, loader.generator], loader.start
+    position, start = plain([loader.begun, loader.going, loader.taken, loader.generator], tensors), loader.start
     if start is None:
-        return [plain(position, tensors), None]
-    random_state = _random(start.random, tensors)
-    return [
-        plain(position, tensors),
-        [random_state, plain([start.generator, start.share, start.epoch], tensors)],
-    ]
+        return [position, None]
+    return [position, [_random(start.random, tensors), plain([start.generator, start.share, start.epoch], tensors)]]
 
 
 def plain(value: Any, tensors: dict[str, torch.Tensor], where: str = "state") -> Any:

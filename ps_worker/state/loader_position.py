@@ -4,7 +4,8 @@ A loop of the script is usually one pass over the data. After a rollback it may 
 and the passes after it up to the one that the script is in. In a new process that goes on from a checkpoint it may be
 none: the passes before it yield nothing.
 
-    loop   begins -> asks for a batch, again and again -> ends, or the script leaves it: `hooks` hear of each turn
+    loop   begins -> asks for a batch, again and again -> ends, or the script leaves it. At each of these turns the
+           worker's state may be captured or restored: LoopHooks, which the checkpoint implements
     pass   begins -> is opened, behind the batches that are over -> ends, or crosses into the next one
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
@@ -21,14 +22,46 @@ from torch.utils.data import DataLoader
 from ps_protocol.errors import Unsupported
 from ps_worker.data.loaders import ShareSampler, epoch_sampler
 from ps_worker.state.encoding import LoaderState, PassStart, RandomState, ScriptState
-from ps_worker.state.hooks import LoopHooks
 
 log = logging.getLogger("ps_worker")
 
-# Of so many passes back it is remembered how they began.
+# The settings at the beginning of so many passes are kept.
 REMEMBERED_PASSES = 256
 
 _END = object()
+
+
+class LoopHooks(Protocol):
+    """The turns of a loop, and what a loop needs to know of all that is around it. Loaders are named by their index."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose random state counts."""
+
+    @property
+    def steps(self) -> int:
+        """Steps made by this process, whatever the clock."""
+
+    def loop_begins(self, loader: int) -> None:
+        """Captures the state that is wanted where a loop begins, unless a loop that is under way will do so."""
+
+    def capture(self, loader: int | None = None) -> None:
+        """Captures the state that is wanted, if one is, at this turn of a loader's loop."""
+
+    def yielded(self, loader: int) -> None:
+        """Notes that the loop yields a batch."""
+
+    def target(self, loader: int) -> LoaderState | None:
+        """Returns where the loop has to go if a state is to be restored at this turn, otherwise None."""
+
+    def restore(self, loader: int) -> int:
+        """Restores all but the position of the loader that asks; returns how many batches that one has to leave out."""
+
+    def script_state(self) -> ScriptState:
+        """Returns what the script has set, and where all its loops are."""
+
+    def set_script_state(self, state: ScriptState, loader: int) -> None:
+        """Sets what the script had set, and sends all loaders but this one, and those under way, to where they were."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +158,7 @@ class LoaderPosition:
         return self.going and self._since < self._hooks.steps
 
     def _asked(self, iterator: Iterator[Any]) -> Iterator[Any] | None:
-        """The script asks for a batch: a state that is wanted is captured now, and one to be restored is restored."""
+        """Captures the state that is wanted, and restores the one that is to be, where the script asks for a batch."""
         if self.is_asked_after_step:
             self._hooks.capture(self.index)
         if self._target is not None or self._hooks.target(self.index) is not None:
@@ -133,7 +166,7 @@ class LoaderPosition:
         return iterator
 
     def _is_broken_off(self) -> bool:
-        """Whether this pass is made once more, and the script had left its loop at this point."""
+        """Whether this pass is repeated, and the script had left its loop at this point."""
         return self._begun < self._script and self._broken_off.get(self._begun) == self._taken
 
     def _end_pass(self) -> Iterator[Any] | None:
@@ -141,7 +174,7 @@ class LoaderPosition:
         return self._cross() if self._begun < self._script else None
 
     def _leave(self) -> None:
-        """The script leaves its loop before the end."""
+        """Ends a loop that the script leaves early."""
         is_asked = self.is_asked_after_step
         self.going = False
         if is_asked:
@@ -172,7 +205,7 @@ class LoaderPosition:
         return self._begin_pass()
 
     def _go_to_target(self) -> Iterator[Any] | None:
-        """Goes to where the loop has to be; a state to be restored at this turn is restored first."""
+        """Goes to where the loop has to be; restores first what is to be restored at this turn."""
         target = self._hooks.target(self.index)
         if target is not None:
             self._leave_out = self._hooks.restore(self.index)

@@ -13,12 +13,12 @@ from ps_worker.cluster.threads import DaemonPool
 
 log = logging.getLogger("ps_worker")
 
-# For so long a worker that leaves stays, at most, for what is still to be sent.
+# A worker that leaves waits at most so long for its last state to be sent.
 LEAVING_SECONDS = 5.0
 
 
 class StateSender:
-    """Repeats each send while the worker is in the job, also from a place that follows the one of then."""
+    """Repeats each send while the worker is in the job, also from the places that follow."""
 
     def __init__(self, coordinator: CoordinatorClient, members: Membership) -> None:
         self._coordinator = coordinator
@@ -35,7 +35,7 @@ class StateSender:
         self._last = self._pool.submit(lambda: self._send(clock, state, restored))
 
     def close(self) -> None:
-        """Ends the thread, after what is still to be sent where that takes no longer than LEAVING_SECONDS."""
+        """Ends the thread, after the last state is sent or LEAVING_SECONDS are over."""
         if self._last is not None:
             wait([self._last], LEAVING_SECONDS)
         self._closing.set()

@@ -8,7 +8,6 @@ Everything that is neither weights nor optimizer state stays with the first job.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,28 +18,19 @@ from torch import nn
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec
-from ps_worker.model.optimizer import ParameterStates
+from ps_worker.model.optimizer import ParameterStates, RemoteOptimizers, optimizer_like
 
 log = logging.getLogger("ps_worker")
 
 
-class AddedJob(Protocol):
+class AddedJob(RemoteOptimizers, Protocol):
     """A job beside the first, with one optimizer: number 0."""
-
-    def step(self, index: int) -> None:
-        """Makes a step."""
 
     def empty_step(self) -> None:
         """Makes a step without a gradient."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which gradients only add up."""
-
-    def load(self, index: int, states: ParameterStates) -> None:
-        """Has the next step begin with this state."""
-
-    def state(self, index: int) -> ParameterStates:
-        """Returns the optimizer's state."""
 
     def close(self) -> None:
         """Leaves the job."""
@@ -82,14 +72,14 @@ class AddedGroups:
     def add(self, optimizer: int, group: dict[str, Any]) -> list[int]:
         """Begins to train one more group; returns its parameters, by index in the first job.
 
-        Blocks, in a job with a world size, until all workers have come here. Raises what `checked_group` and joining a
-        job do, and what torch's own add_param_group does; the optimizer is unchanged then.
+        Blocks, in a job with a world size, until all workers have called it. Raises the errors of `checked_group`, of
+        joining a job, and of torch's own add_param_group; the optimizer is unchanged then.
         """
         taken = {self._indices[id(parameter)] for added in self._groups for parameter in added.parameters}
         parameters = checked_group(group, self._spec, self._indices, taken)
         name, own = self._optimizers[optimizer]
         own.add_param_group({**group, "params": parameters})
-        module, alike = holder(self._spec, self._indices, parameters), optimizer_of(own, own.param_groups[-1])
+        module, alike = holder(self._spec, self._indices, parameters), optimizer_like(own, own.param_groups[-1:])
         number = len(self._groups) + 1
         try:
             job = self._begin(number, module, alike)
@@ -144,10 +134,10 @@ def added_name(name: str, number: int) -> str:
 def checked_group(
     group: Mapping[str, Any], spec: JobSpec, indices: Mapping[int, int], taken: set[int]
 ) -> list[nn.Parameter]:
-    """Returns the parameters of a group that is to be added.
+    """Returns the parameters of a group that is to be added. Raises InvalidRequest or Unsupported if it cannot be.
 
-    indices: by the id of a tensor, its index in the job. taken: indices that other groups have since `prepare`
-    Raises InvalidRequest or Unsupported for what cannot be added.
+    indices: by the id of a tensor, its index in the job
+    taken:   indices that other groups have since `prepare`
     """
     given = group["params"]
     parameters: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
@@ -177,13 +167,3 @@ def holder(spec: JobSpec, indices: Mapping[int, int], parameters: list[nn.Parame
             module = module.get_submodule(part)
         module.register_parameter(name, parameter)
     return root
-
-
-def optimizer_of(wrapped: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
-    """Returns an optimizer like another, of one of its live groups."""
-    kind = type(wrapped)
-    made = kind.__new__(kind)
-    made.__dict__.update(wrapped.__dict__)
-    made.__dict__["state"] = defaultdict(dict)
-    made.__dict__["param_groups"] = [group]
-    return made

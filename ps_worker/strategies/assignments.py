@@ -1,11 +1,11 @@
-"""What a script sets itself between two steps: weights, and the state of its optimizers.
+"""Assignments: weights, and optimizer state, that a script sets itself between two steps.
 
-noted    weights that the script has changed are found by the model before a step; state is handed over by
-         `load_state_dict`
-sent     with the next step, to take effect with it. In sync the lowest live rank's count, so only that worker sends
-lost     with the step at hand, where the place is lost; and if the one worker that sends dies in that step
-repeated when the job is set back, what a script does in its loop over the data is done again; what it does between two
-         passes is not, and the log says so
+noted    The model finds changed weights before a step; `load_state_dict` hands optimizer state over.
+sent     They go with the next step, and take effect with it. In sync those of the lowest live rank count, so only that
+         worker sends.
+lost     They are lost with the step at hand if the place is lost, or if the one worker that sends dies in that step.
+repeated After a rollback a script repeats what it does in its loop over the data. It does not repeat what it does
+         between two passes, and the log says so.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import torch
 from ps_worker.cluster.connection import Connection
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer import ParameterStates
-from ps_worker.model.optimizer_state import States, check_states, pieces
+from ps_worker.model.optimizer_state import States, check_states, state_assignments
+from ps_worker.values import Assignment
 
 log = logging.getLogger("ps_worker")
 
 
 class Assignments:
-    """What one worker's script has set and no step has taken along yet. For the training thread."""
+    """The assignments of one worker's script that no step has taken along yet. For the training thread."""
 
     def __init__(self, model: FlatModel, tensors: Sequence[torch.Tensor]) -> None:
         """tensors: the model's, in the order of the job's parameters."""
@@ -36,7 +37,7 @@ class Assignments:
         self._weights: set[int] = set()  # parameters that the script has set since weights last landed
         self._states: dict[int, Mapping[str, torch.Tensor]] | None = None  # by parameter
         self._relied_on: int | None = None  # the rank whose assignments counted in the last step
-        self._between_passes: deque[int] = deque(maxlen=64)  # clocks of what the loop may not do again
+        self._between_passes: deque[int] = deque(maxlen=64)  # clocks of assignments that the loop may not repeat
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -53,7 +54,7 @@ class Assignments:
     def load(self, parameters: Set[int], states: ParameterStates) -> None:
         """Has the next step begin with this state of the parameters of one optimizer. Raises what `check_states` does.
 
-        What has none in `states` has none from then on; what other jobs train is left out.
+        Parameters without state in `states` have none from then on; those of other jobs are left out.
         """
         loaded: dict[int, Mapping[str, torch.Tensor]] = {index: {} for index in parameters}
         for tensor, state in states.items():
@@ -82,7 +83,7 @@ class Assignments:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def send(self, connection: Connection, ranks: Sequence[int], began_late: bool, at_pass_begin: bool) -> bool:
-        """Sends what the script has set, for the step that comes next; True if there is something to settle.
+        """Sends the assignments, for the step that comes next; returns whether there are calls to settle.
 
         ranks:         those that take part
         began_late:    the job was under way when this process joined, and it has made no step yet
@@ -110,10 +111,9 @@ class Assignments:
         for bucket in self._model.layout.buckets:
             absent = [position for position, part in enumerate(bucket.slices) if part.parameter not in weights]
             if not bucket.frozen and len(absent) < len(bucket.slices):
-                connection.assign(clock + 1, bucket, absent, None, self._model.assigned(bucket))
-        states = states or {}
-        for piece in pieces(self._spec, self._model.layout, states, states.keys()):
-            connection.assign(clock + 1, piece.bucket, piece.absent, piece.state, piece.payload)
+                connection.assign(clock + 1, Assignment(bucket, absent, None, self._model.assigned(bucket)))
+        for assignment in state_assignments(self._spec, self._model.layout, states or {}):
+            connection.assign(clock + 1, assignment)
         return True
 
     def _warn_of_relied_on(self, ranks: Sequence[int]) -> None:
@@ -126,11 +126,11 @@ class Assignments:
             )
 
     def note_between_passes(self, clock: int) -> None:
-        """Notes that the script has set something before the step of this clock that its loop may not do again."""
+        """Notes an assignment before the step of this clock that the script's loop may not repeat."""
         self._between_passes.append(clock)
 
-    def set_back(self, clock: int) -> None:
-        """Warns, when the job was set back to a clock, of what will not be done again."""
+    def rollback(self, clock: int) -> None:
+        """Warns, after a rollback to a clock, of assignments that will not be repeated."""
         if any(changed > clock for changed in self._between_passes):
             log.warning(
                 "this script changed weights, optimizer state or groups between two passes after clock %d: what it "
@@ -140,5 +140,5 @@ class Assignments:
 
 
 def _beside(tensor: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
-    """State lies beside its parameter, but for numbers, which torch keeps on the host."""
+    """Returns state on its parameter's device; numbers stay on the host, as torch keeps them."""
     return value.to(tensor.device) if value.shape == tensor.shape and name != "step" else value

@@ -1,7 +1,7 @@
 """Numbers and values over all workers: mean, gather, broadcast, barrier, in every mode alike.
 
-All are one exchange: each worker gives some bytes and gets those of all, in the order of ranks. What is made of them is
-made by each worker from the same bytes in the same order, so all have the same result, or the same error. The bytes are
+All are one exchange: each worker gives some bytes and gets those of all, in the order of ranks. Each worker computes
+the result itself, from the same bytes in the same order, so all have the same result, or the same error. The bytes are
 a safetensors file: tensors by themselves, the rest as JSON; nothing that runs code is written or read.
 """
 
@@ -11,7 +11,7 @@ import json
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,39 +20,17 @@ from safetensors.torch import load, save
 from ps_protocol.errors import InvalidRequest, LimitExceeded, Unsupported
 from ps_protocol.job import MAX_BUCKET_BYTES
 from ps_worker.state.encoding import KEY, description, plain, value_of
+from ps_worker.strategies.strategy import Strategy
 
 FORMAT = 1
-_UNREADABLE = (
-    SafetensorError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    IndexError,
-    RecursionError,
-    OverflowError,
-)
-
-
-class Exchange(Protocol):
-    """What each way to train gives."""
-
-    @property
-    def rank(self) -> int:
-        """This worker's rank."""
-
-    def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
-        """Returns the values of all workers that take part, by rank, ascending; blocks until each has given its own.
-
-        what: the call, for messages. Raises PSError
-        """
+_UNREADABLE = (SafetensorError, ValueError, TypeError, AttributeError, LookupError, RecursionError, OverflowError)
 
 
 class Collectives:
-    """The calls of one session. device: where tensors come back that no argument says a device for."""
+    """The calls of one session. device: where tensors come back if no argument has a device"""
 
-    def __init__(self, exchange: Exchange, device: torch.device) -> None:
-        self._exchange = exchange
+    def __init__(self, strategy: Strategy, device: torch.device) -> None:
+        self._strategy = strategy
         self._device = device
 
     def mean(self, x: Any, weight: float = 1.0) -> Any:
@@ -83,21 +61,21 @@ class Collectives:
             raise InvalidRequest(f"session.broadcast: a source is a rank from 0, got {source!r}")
         device = self._device_for(x)
         while True:
-            own = [x] if self._exchange.rank == source else None
+            own = [x] if self._strategy.rank == source else None
             contents = self._gather(f"broadcast from worker {source}", own, device)
             given = contents.get(source)
             if isinstance(given, list) and len(given) == 1:
                 return given[0]
-            source = min(contents)  # the source takes no part: all know that now, and ask the same worker
+            source = min(contents)  # the source takes no part: all workers see that now, and ask the same other one
 
     def barrier(self) -> None:
         """See Session.barrier."""
         self._gather("barrier", None)
 
     def _gather(self, call: str, value: Any, device: torch.device | None = None) -> dict[int, Any]:
-        """Returns what every worker gave to the same call, by rank."""
-        data = _packed(call, value)
-        read = {rank: _unpacked(rank, one, device) for rank, one in self._exchange.exchange(data, call).items()}
+        """Returns the values that the workers gave to this call, by rank."""
+        given = self._strategy.exchange(_packed(call, value), call)
+        read = {rank: _unpacked(rank, data, device) for rank, data in given.items()}
         calls = {rank: f"session.{name}" for rank, (name, _) in read.items()}
         _same("workers met in different calls", calls, f"session.{call}")
         return {rank: content for rank, (_, content) in read.items()}
@@ -115,7 +93,7 @@ class Collectives:
 
 
 def _packed(call: str, value: Any) -> bytes:
-    """A value as bytes, with the call that it is for. Raises Unsupported for what cannot be sent."""
+    """Returns a value and its call as bytes. Raises Unsupported or LimitExceeded for what cannot be sent."""
     tensors: dict[str, torch.Tensor] = {}
     name = call.split()[0]
     try:
@@ -129,7 +107,7 @@ def _packed(call: str, value: Any) -> bytes:
 
 
 def _unpacked(rank: int, data: bytes, device: torch.device | None) -> tuple[str, Any]:
-    """The call and the value that bytes hold. Raises InvalidRequest if they hold none."""
+    """Returns the call and the value that bytes hold. Raises InvalidRequest if they hold none."""
     try:
         document = json.loads(description(data))
         if document["format"] != FORMAT:
@@ -144,12 +122,11 @@ def _unpacked(rank: int, data: bytes, device: torch.device | None) -> tuple[str,
 
 
 def _leaves(x: Any) -> dict[Any, Any]:
-    """What a mean is taken of, by name; of a single value, by None."""
+    """Returns the values that a mean is taken of, by name; a single one by None."""
     return dict(x) if isinstance(x, Mapping) else {None: x}
 
 
 def _check_leaf(name: Any, leaf: Any) -> None:
-    """Raises InvalidRequest for what has no mean."""
     if isinstance(leaf, torch.Tensor) and leaf.dtype != torch.bool and not leaf.dtype.is_complex:
         return
     if isinstance(leaf, numbers.Real) and not isinstance(leaf, bool):
@@ -160,7 +137,7 @@ def _check_leaf(name: Any, leaf: Any) -> None:
 
 
 def _kinds(x: Any) -> str:
-    """What must be equal between workers, in words."""
+    """Describes what must be equal between workers: names, types and shapes."""
     if isinstance(x, Mapping):
         return "{" + ", ".join(f"{name!r}: {_kinds(leaf)}" for name, leaf in sorted(x.items(), key=repr)) + "}"
     if isinstance(x, torch.Tensor):
@@ -178,29 +155,31 @@ def _weight(rank: int, content: Any) -> float:
     return content[0]
 
 
-def _mean_of(name: Any, mine: Any, weights: Mapping[int, float], given: Mapping[int, Mapping[Any, Any]]) -> Any:
-    """The weighted mean, summed in the order of ranks, in float64. weights: by rank, without those of 0."""
+def _mean_of(name: Any, own: Any, weights: Mapping[int, float], given: Mapping[int, Mapping[Any, Any]]) -> Any:
+    """Returns the weighted mean, summed in the order of ranks, in float64. weights: by rank, without those of 0"""
     whole = sum(weights.values())
-    if not isinstance(mine, torch.Tensor):
+    if not isinstance(own, torch.Tensor):
         return sum(weight * float(given[rank][name]) for rank, weight in weights.items()) / whole
-    total = torch.zeros(mine.shape, dtype=torch.float64)
+    total = torch.zeros(own.shape, dtype=torch.float64)
     for rank, weight in weights.items():
         total += weight * given[rank][name].to(torch.float64)
     total /= whole
-    kind = mine.dtype if mine.dtype.is_floating_point else torch.get_default_dtype()
-    return total.to(device=mine.device, dtype=kind)
+    kind = own.dtype if own.dtype.is_floating_point else torch.get_default_dtype()
+    return total.to(device=own.device, dtype=kind)
 
 
-def _same(what: str, by_rank: Mapping[int, str], mine: str) -> None:
+def _same(what: str, by_rank: Mapping[int, str], own: str) -> None:
     """Raises InvalidRequest unless all workers have the same; names the ranks of each.
 
-    mine: this worker's own, which took no part in a round that was over when it came
+    own: this worker's, which took no part in a round that was over when it came
     """
-    groups: dict[str, list[str]] = {}
-    for rank, one in by_rank.items():
-        groups.setdefault(one, []).append(str(rank))
-    if mine not in groups:
-        groups[mine] = ["that missed it"]
-    if len(groups) > 1:
-        words = "; ".join(f"worker{'s' * (len(who) > 1)} {', '.join(who)}: {one}" for one, who in groups.items())
-        raise InvalidRequest(f"{what}: {words}. Every worker makes the same calls in the same order, with equal shapes")
+    ranks: dict[str, list[str]] = {}
+    for rank, text in by_rank.items():
+        ranks.setdefault(text, []).append(str(rank))
+    if own not in ranks:
+        ranks[own] = ["that missed it"]
+    if len(ranks) > 1:
+        parts = [f"worker{'s' * (len(names) > 1)} {', '.join(names)}: {text}" for text, names in ranks.items()]
+        raise InvalidRequest(
+            f"{what}: {'; '.join(parts)}. Every worker makes the same calls in the same order, with equal shapes"
+        )

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from ps_protocol.errors import InvalidRequest
 from ps_worker.data.loaders import PreparedLoader, shard_loader, warning_once
 from ps_worker.metrics import WorkerMetrics
-from ps_worker.strategies.options import PrepareOptions
 from ps_worker.strategies.strategy import Prepared
+from ps_worker.values import PrepareOptions
 
 
 class Ddp:

@@ -1,18 +1,21 @@
 """Training on parameter servers.
 
-prepare    describe the models as a job, register and join it, connect to its shards: then the models lie in flat
-           buffers and have the job's weights, rank 0's at first
-backward   gradients become ready, and full buckets leave as drafts (ps_worker/model/step.py)
-step       `optimizer.step()` looks at the gradients; a step that is not fit to be pushed raises here, and nothing of it
-           has happened. What the script has set itself since the last step is sent first (assignments.py). Then every
-           bucket that trains is pushed, and its weights at the next clock are pulled. Pushes never wait for other
-           workers, pulls wait as long as the mode says. The step is over when all is staged and has landed
-lost       where this worker's place is lost (a pause, a partition, a job set back), the step is over too: the worker
-           takes another place and goes on from its weights (ps_worker/cluster/participation.py). The gradient counts if
-           all of it was staged. After a rollback the worker's own state goes back, and the batch's other steps are left
-           out
-beside     groups that are added to an optimizer later are jobs of their own, each with a step for each of that
-           optimizer's (added.py)
+prepare    The models are described as a job. The worker registers and joins it, and connects to its shards. Then the
+           models lie in flat buffers and have the job's weights, rank 0's at first.
+backward   Gradients become ready, and full buckets leave as drafts (ps_worker/model/step.py).
+step       `optimizer.step()` checks the gradients; a step that must not be pushed raises here and changes nothing.
+           Weights and optimizer state that the script has set since the last step are sent first (assignments.py).
+           Then every bucket that trains is pushed, and its weights at the next clock are pulled. Pushes never wait for
+           other workers, pulls wait as long as the mode says. The step is over when all pushes are staged and all
+           weights have landed.
+lost       A worker loses its place by a pause, a partition, or a rollback of the job. That ends the step: the worker
+           takes another place and goes on from its weights (ps_worker/cluster/participation.py). The gradient counts
+           if all of it was staged. After a rollback the worker's own state is rolled back too, and the batch's other
+           steps are left out.
+between    Leased data, values over all workers (ps_worker/cluster/rounds.py), optimizer state that the script reads or
+           sets.
+beside     A group that is added to an optimizer later is a job of its own, with a step for each of that optimizer's
+           (added.py).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,8 +35,9 @@ from ps_protocol.data import BatchLease, LeaseRequest
 from ps_protocol.errors import InvalidRequest, UnknownWorker, Unsupported
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
-from ps_worker.cluster.participation import JobOptions, Participation, PlaceLost
-from ps_worker.cluster.rounds import Heard, Rounds
+from ps_worker.cluster.options import JobOptions
+from ps_worker.cluster.participation import Participation, PlaceLost
+from ps_worker.cluster.rounds import Rounds
 from ps_worker.data.leased import LeasedLoader, Leases, StepData, loader_spec
 from ps_worker.data.loaders import PreparedLoader, dividing_sampler, shard_loader, warning_once, with_plain_batches
 from ps_worker.metrics import WorkerMetrics
@@ -45,15 +49,14 @@ from ps_worker.state.checkpoint import BesideCheckpoint, WorkerCheckpoint
 from ps_worker.state.sender import StateSender
 from ps_worker.strategies.added import AddedGroups, added_name
 from ps_worker.strategies.assignments import Assignments
-from ps_worker.strategies.options import PrepareOptions
 from ps_worker.strategies.strategy import Prepared
-from ps_worker.values import Offer, PullResult, PushResult, RoundNews, StateChunk
+from ps_worker.values import PrepareOptions, PullResult, PushResult, StateChunk
 
 log = logging.getLogger("ps_worker")
 
 
 class ParameterServer:
-    """Trains on parameter servers, in one job. started: called when all declared workers have joined."""
+    """The strategy of sync, ssp and async, for one job. started: called when all declared workers have joined"""
 
     def __init__(
         self, job: JobOptions, metrics: WorkerMetrics, device: torch.device, started: Callable[[], None]
@@ -68,7 +71,7 @@ class ParameterServer:
 
     @property
     def rank(self) -> int:
-        """This worker's rank; in an elastic job it is known from `prepare` on."""
+        """This worker's rank; 0 in an elastic job before `prepare`."""
         return self._training.participation.rank if self._training else self._job.rank or 0
 
     @property
@@ -98,10 +101,8 @@ class ParameterServer:
         """Joins the job; returns the models with rank 0's weights, and optimizers that step on the servers."""
         self._joining = Participation(self._job, self._metrics.announced, self._started)
         training = join(self._joining, options, models, optimizers, self._metrics, self._device)
-        self._training, self._rounds = training, Rounds(training)
-        return models, [
-            ServerOptimizer(optimizer, _OneOptimizer(training, index)) for index, optimizer in enumerate(optimizers)
-        ]
+        self._training, self._rounds = training, Rounds(self._joining, training)
+        return models, [ServerOptimizer(optimizer, training, index) for index, optimizer in enumerate(optimizers)]
 
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader | LeasedLoader:
         """Returns a loader of this worker's share; in an elastic job, of batches that the coordinator leases to it."""
@@ -128,7 +129,7 @@ class ParameterServer:
         return LeasedLoader(loader, PreparedLoader(share, self._device, timer), leases, self._device, timer)
 
     def keep(self, things: Sequence[Any]) -> None:
-        """Has the state of these go back to a checkpoint with the job, from `prepare` of the models on."""
+        """Has the state of these rolled back with the job, from `prepare` of the models on."""
         if self._training is not None:
             for thing in things:
                 self._training.checkpoint.add(thing)
@@ -165,24 +166,29 @@ def join(
 ) -> JobTraining:
     """Joins a job; the models have its weights when this returns. Raises PSError; the worker has left again then.
 
-    beside: the job goes beside another of this worker, which has all but the weights
+    beside: the job goes beside another of this worker, to which all of the script's state belongs but the weights
     """
-    job = participation.options
+    job, world_size = participation.options, participation.options.world_size
+    assert job.consistency is not None
     with ExitStack() as undo:
         undo.callback(participation.close)
-        described, tensors = _described(job, options, models, optimizers)
+        described, tensors = describe(
+            models, optimizers, options, name=job.job, consistency=job.consistency, world_size=world_size
+        )
         states = _states_before(described, tensors, optimizers)
         spec = participation.join(described)
         named = list(zip(spec.optimizers, optimizers, strict=True))
         layout = bucket_layout(spec.parameters, spec.bucket_bytes)
-        steps = StepMaker(spec, tensors, layout, named, options.overlap, metrics, participation.draft)
+        steps = StepMaker(
+            spec, tensors, layout, named, options.overlap, metrics, lambda full: participation.connection.draft(full)
+        )
         undo.callback(steps.model.release)
         checkpoint_wanted = participation.connect(steps.model, states)
 
         def begin(number: int, module: nn.Module, optimizer: torch.optim.Optimizer) -> JobTraining:
-            rank = participation.rank if job.world_size else None
+            rank = participation.rank if world_size else None
             added = participation.beside(replace(job, job=added_name(job.job, number), rank=rank))
-            # Its figures are scraped by nothing: a step's are those of this job.
+            # A step is counted once, by this job: nothing scrapes the metrics of the other.
             return join(added, options, [module], [optimizer], WorkerMetrics(), device, beside=True)
 
         groups = AddedGroups(spec, tensors, named, begin)
@@ -196,30 +202,10 @@ def join(
         return training
 
 
-def _described(
-    job: JobOptions,
-    options: PrepareOptions,
-    models: Sequence[nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> tuple[JobSpec, list[torch.Tensor]]:
-    """Returns the job, and the models' tensors in its order. Raises Unsupported for what cannot be trained."""
-    return describe(
-        models,
-        optimizers,
-        name=job.job,
-        consistency=job.consistency,
-        bucket_bytes=options.bucket_bytes,
-        world_size=job.world_size,
-        non_finite=options.non_finite,
-        gradient_wire=options.gradient_wire,
-        weight_wire=options.weight_wire,
-    )
-
-
 def _states_before(
     spec: JobSpec, tensors: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
 ) -> States:
-    """Returns the state of optimizers that have taken steps already. Raises if the shards cannot go on with it."""
+    """Returns the state of optimizers that have taken steps already. Raises what `check_states` does."""
     indices = {id(tensor): index for index, tensor in enumerate(tensors)}
     states = {
         indices[id(parameter)]: tensors_of(state)
@@ -263,7 +249,7 @@ class JobTraining:
         self._sender = StateSender(participation.coordinator, participation.members)
         self.checkpoint = (BesideCheckpoint if beside else WorkerCheckpoint)(device, self._sender.send)
         self._pushed: list[Future[Any]] = []  # once all of these are done, the step at hand counts
-        self._undone = False  # the job was set back, and the script has asked for no batch since
+        self._rolled_back = False  # and the script has asked for no batch since
         self._closing = False
 
     def begin(
@@ -274,7 +260,7 @@ class JobTraining:
     ) -> None:
         """Begins at the clock of the first place, with this worker's own state if one of its rank was here before.
 
-        untrained: what no optimizer steps, by index in the job
+        untrained: the tensors that no optimizer steps, by index in the job
         """
         if checkpoint_wanted:
             self.checkpoint.want(self.clock)
@@ -291,9 +277,9 @@ class JobTraining:
         self._closing = True
         self._added.close()
         try:
-            self.checkpoint.close()
+            self.checkpoint.capture()
         except Exception:
-            log.exception("this worker's state could not be caught")  # and it leaves all the same
+            log.exception("this worker's state could not be caught")  # the worker leaves all the same
         self._sender.close()
         self.participation.close()
         self._model.release()
@@ -309,9 +295,9 @@ class JobTraining:
         """Makes one step of one optimizer, or the step in which a lost place is replaced by another."""
         if self._closing:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
-        if self._undone and self.checkpoint.waits_for_loader:
-            return  # the rest of a batch's steps, of which the job was set back to before the first
-        self._undone = False
+        if self._rolled_back and self.checkpoint.waits_for_loader:
+            return  # one of the remaining steps of a batch: the job was rolled back to before its first
+        self._rolled_back = False
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
         staged = self._in_place(lambda: self._exchange(index))
@@ -335,7 +321,7 @@ class JobTraining:
             yield
 
     def _in_place(self, exchange: Callable[[], None]) -> bool | None:
-        """Runs an exchange with the shards; None. Where the place is lost: takes another, says if the step is in."""
+        """Runs an exchange with the shards; returns None. If the place is lost, takes another: see `come_back`."""
         self.participation.members.raise_lost()
         if self.participation.has_place:
             try:
@@ -348,7 +334,7 @@ class JobTraining:
                 self._pushed = []
                 self.data.failed()
                 raise
-        return self._come_back()
+        return self.come_back()
 
     def _exchange(self, index: int | None) -> None:
         """Pushes a step of one optimizer, or of none, and pulls all weights."""
@@ -385,33 +371,33 @@ class JobTraining:
 
     # -- lost --------------------------------------------------------------------------------------------------------
 
-    def _come_back(self) -> bool:
-        """Goes on in a new place, after the one of the last steps was lost. The step at hand is over: true if in."""
+    def come_back(self) -> bool:
+        """Goes on in a new place, where the old one is lost. Ends the step at hand; returns whether it counts."""
         pushed, self._pushed = self._pushed, []
         self._steps.abandon()
         self._assignments.lost_step()
-        rejoined = self.participation.rejoin(self._model)
-        # Each is done: nothing of the old place is under way.
+        lost = self.participation.connection
+        if self.participation.rejoin(self._model):
+            self.checkpoint.want(self.clock)
+        # Every push is done: no call of the old place is under way.
         staged = bool(pushed) and all(push.exception() is None for push in pushed)
         place = self.participation.connection.place
-        if rejoined.checkpoint_wanted:
-            self.checkpoint.want(self.clock)
         self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
-        back = place.restore_count > rejoined.before.restore_count
-        if back:
-            self._go_back(place.state)
+        rolled_back = place.restore_count > lost.place.restore_count
+        if rolled_back:
+            self._roll_back(place.state)
         else:
             self.checkpoint.stepped()
-        self._metrics.rejoined(not staged and not back, self.clock)
+        self._metrics.rejoined(not staged and not rolled_back, self.clock)
         log.warning(
             "worker %d lost its place at clock %d and goes on at clock %d as incarnation %d; %s",
-            *(place.identity.rank, rejoined.clock, self.clock, place.identity.incarnation),
-            "the job was set back" if back else f"its last gradient {'counts' if staged else 'is lost'}",
+            *(place.identity.rank, lost.clock, self.clock, place.identity.incarnation),
+            "the job was set back" if rolled_back else f"its last gradient {'counts' if staged else 'is lost'}",
         )
         return staged
 
-    def _go_back(self, saved: bytes | None) -> None:
-        """Goes back with the job to a checkpoint, for which this worker had saved its own state."""
+    def _roll_back(self, saved: bytes | None) -> None:
+        """Rolls this worker back with the job. saved: its own state of that checkpoint"""
         if saved is None:
             rank = self.participation.rank
             log.warning("worker %d had saved no state: its place in the data stays what it is", rank)
@@ -419,8 +405,8 @@ class JobTraining:
             self.checkpoint.rollback(saved, self.clock)
             self.checkpoint.try_restore()
         self.data.rollback()
-        self._undone = True
-        self._assignments.set_back(self.clock)
+        self._rolled_back = True
+        self._assignments.rollback(self.clock)
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
@@ -434,16 +420,6 @@ class JobTraining:
         """The declared world size, or how many take part now in an elastic job."""
         return self.participation.world_size
 
-    @property
-    def came_late(self) -> bool:
-        """Whether the job was under way when this process joined."""
-        return self.participation.came_late
-
-    @property
-    def restore_count(self) -> int:
-        """How often the job was set back to a checkpoint, as far as this worker has gone back with it."""
-        return self.participation.connection.place.restore_count
-
     def pause(self, seconds: float) -> None:
         """Waits; raises the reason if this worker takes part no more."""
         self.participation.wait(seconds)
@@ -451,27 +427,12 @@ class JobTraining:
             raise UnknownWorker("the session is closed")
 
     def lease(self, ask: LeaseRequest) -> BatchLease | None:
-        """Returns batches of leased data; None: this worker took another place, ask anew."""
+        """Returns batches of leased data; None: this worker took another place, and has to ask anew."""
         self.pause(0.0)
         try:
             return self.participation.call(lambda identity: self.participation.coordinator.lease(identity, ask))
         except PlaceLost:
-            self._come_back()
-            return None
-
-    def offer(self, offer: Offer, heard: Heard) -> RoundNews | None:
-        """Gives a value to a round; returns the round when it is complete. None: `heard` ended it, or the place is
-        another."""
-        self.pause(0.0)
-        participation = self.participation
-
-        def stays(news: RoundNews) -> bool:
-            return heard(news) and participation.has_place
-
-        try:
-            return participation.call(lambda identity: participation.coordinator.exchange(identity, offer, stays))
-        except PlaceLost:
-            self._come_back()
+            self.come_back()
             return None
 
     # -- the optimizers ----------------------------------------------------------------------------------------------
@@ -505,27 +466,7 @@ class JobTraining:
                 return collector.states
 
     def add_group(self, index: int, group: dict[str, Any]) -> None:
-        """Has one optimizer train more of the models' parameters, in a job beside this one. Raises as `added` says."""
+        """Has one optimizer train more parameters, in a job beside this one. Raises what `AddedGroups.add` does."""
         parameters = self._added.add(index, group)
         self._assignments.note_between_passes(self.clock + 1)
         self.checkpoint.trains(parameters)
-
-
-@dataclass(frozen=True)
-class _OneOptimizer:
-    """One optimizer of a script, on the servers; see `ps_worker.model.optimizer.RemoteOptimizer`."""
-
-    training: JobTraining
-    index: int
-
-    def step(self) -> None:
-        self.training.step(self.index)
-
-    def state(self) -> ParameterStates:
-        return self.training.state(self.index)
-
-    def load(self, states: ParameterStates) -> None:
-        self.training.load(self.index, states)
-
-    def add_group(self, group: dict[str, Any]) -> None:
-        self.training.add_group(self.index, group)

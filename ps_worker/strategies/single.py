@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from ps_worker.data.loaders import PreparedLoader, refused_of_loader
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.job_spec import refused_of
-from ps_worker.strategies.options import PrepareOptions
 from ps_worker.strategies.strategy import Prepared
+from ps_worker.values import PrepareOptions
 
 log = logging.getLogger("ps_worker")
 
@@ -70,7 +70,6 @@ class Single:
         """Does nothing: nothing is open."""
 
     def _log_refused(self, findings: list[str]) -> None:
-        """Logs once what the modes with servers would refuse."""
         for text in findings:
             if text not in self._refused:
                 self._refused.add(text)

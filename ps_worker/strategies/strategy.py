@@ -1,4 +1,4 @@
-"""What a session asks of the way it trains. A further way is one more class like this, in a file of its own.
+"""A strategy is one way to train; this is all that a session asks of it. Another one is a class in a file of its own.
 
 made       by `connect`, for one mode; it talks to no server yet
 prepare    takes the models and their optimizers, and joins the other workers. The optimizers that it returns are the
@@ -20,14 +20,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ps_worker.strategies.options import PrepareOptions
+from ps_worker.values import PrepareOptions
 
-# What a script trains with: models and optimizers, in the order in which it has handed them over.
+# The models and optimizers that a script trains with, in the order in which it has handed them over.
 Prepared = tuple[Sequence[nn.Module], Sequence[torch.optim.Optimizer]]
 
 
 class Batches(Protocol):
-    """A loader as a script uses it; all else is the user's own loader's."""
+    """A loader as a script uses it; all its other attributes are those of the user's own."""
 
     def __iter__(self) -> Iterator[Any]:
         """Yields this worker's batches of one pass, on the session's device."""
@@ -64,7 +64,7 @@ class Strategy(Protocol):
         """Returns the loader with this worker's share of its data; `seed` is that of the shuffle."""
 
     def keep(self, things: Sequence[Any]) -> None:
-        """Ends a call of `Session.prepare`. `things`: what else it was given, each with a state (schedulers)."""
+        """Ends a call of `Session.prepare`. things: the others that it was given, each with a state (schedulers)"""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which backward passes only add to the gradients."""

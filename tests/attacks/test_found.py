@@ -1,9 +1,9 @@
-"""What was found by fuzzing and by reading, one test each: the sentence says what it did before it was closed."""
+"""What was found by fuzzing and by reading: each sentence says what it did before it was closed."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,13 @@ import pytest
 
 from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import Backlogged, Forbidden, InvalidRequest, LimitExceeded, NotFound, PSError
-from ps_protocol.framing import split_message
+from ps_protocol.layout import ParameterSpec
 from ps_protocol.v1 import cluster_pb2, data_pb2, job_pb2, jobs_pb2, membership_pb2, shard_pb2, types_pb2
 from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
 from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
-from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_protocol.v1.shard_pb2_grpc import ShardServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access
-from ps_runtime.status import error_from
 from ps_server.config import ServerConfig
 from ps_server.core.commands import AddWorker
 from ps_server.core.limits import Limits
@@ -29,124 +27,101 @@ from ps_server.core.partition import JobPartition
 from ps_server.core.requests import Push, PushKind
 from ps_server.server import Server
 from tests.tools.cluster import Cluster
-from tests.tools.fuzzing import JOB, KEY, SPEC, WORKER, Target
+from tests.tools.fuzz_requests import JOB, KEY, SPEC, WORKER
+from tests.tools.fuzzing import Target
+from tests.tools.raw_worker import RawWorker, vector_job
 
 MakeCluster = Callable[..., Cluster]
+SECONDS = 20.0
 
 
-@pytest.fixture
+def create(buckets: Iterable[int] = (0,), **changes: Any) -> shard_pb2.CreateJobRequest:
+    """A job of the target's, under another name and with some fields changed, sent straight to a shard."""
+    return shard_pb2.CreateJobRequest(spec=job_spec_message(replace(SPEC, name="another", **changes)), buckets=buckets)
+
+
+def parameter(name: str = "w", shape: tuple[int, ...] = (24,)) -> tuple[ParameterSpec, ...]:
+    return (ParameterSpec(name, shape, "float32", 0),)
+
+
+def push(kind: str = "SKIP", payload: bytes | None = None, betas: tuple[float, ...] = (), **worker: Any) -> Any:
+    """A push of the worker for which bytes may speak, or of one that says it is another."""
+    identity = types_pb2.WorkerIdentity(**{"job": JOB, "rank": 1, "incarnation": 2, "lease_key": KEY, **worker})
+    pushed = data_pb2.BucketPush(kind=data_pb2.PushKind.Value(f"PUSH_KIND_{kind}"))
+    header = data_pb2.PushHeader(worker=identity, clock=1, buckets=[pushed])
+    if betas:
+        group = job_pb2.GroupUpdate(group=0)
+        group.hyper_parameters.add(name="betas").numbers.values.extend(betas)
+        header.groups.append(group)
+    return data_pb2.PushRequest(header=header, payload=payload)
+
+
+def joins(**fields: Any) -> membership_pb2.JoinRequest:
+    return membership_pb2.JoinRequest(**{"job": JOB, "host": "h", **fields})
+
+
+def registers(metrics_address: str) -> cluster_pb2.RegisterShardRequest:
+    return cluster_pb2.RegisterShardRequest(index=0, address="127.0.0.1:1", metrics_address=metrics_address, process=1)
+
+
+# By sentence: what its requests are refused with now.
+REFUSED: dict[str, tuple[type[PSError], list[Any]]] = {
+    "buckets of no bytes, sent straight to a shard, divided by zero": (InvalidRequest, [create(bucket_bytes=0)]),
+    "an optimizer that does not exist was looked up unchecked": (InvalidRequest, [create(optimizer="__import__")]),
+    "a bucket beyond the layout, or one named twice, was an index error on the shard": (
+        InvalidRequest,
+        [create([2**32 - 1]), create([0, 0])],
+    ),
+    "a job larger than any memory was laid out before it was refused": (
+        LimitExceeded,
+        [create(parameters=parameter(shape=(2**25, 2**25)), bucket_bytes=64)],
+    ),
+    "a parameter's name with control characters reached the terminals of the other workers": (
+        InvalidRequest,
+        [create(parameters=parameter(name)) for name in ("\x1b[2Jowned", "w\nps-server: all is well", "\u202eevil")],
+    ),
+    "one beta instead of two was an index error inside torch": (InvalidRequest, [push(betas=(0.9,))]),
+    "a guessed incarnation let one worker push for another": (Forbidden, [push(rank=0, incarnation=1)]),
+    "a stranger learnt about a gradient before it was asked who it is": (
+        Forbidden,
+        [push("GRADIENT", b"not 64 bytes", lease_key=bytes(16))],
+    ),
+    "a pull could name millions of buckets and have each looked at": (
+        InvalidRequest,
+        [data_pb2.PullRequest(worker=WORKER, buckets=range(100_000))],
+    ),
+    "a host's name with control characters reached the terminal of who asked for the status": (
+        InvalidRequest,
+        [joins(host=host) for host in ("\x1b]0;owned\x07", "a" * 300, "name\nps-server: all is well")],
+    ),
+    "a worker could have Prometheus scrape what is no address, and terminals show it": (
+        InvalidRequest,
+        [
+            joins(metrics_address=address)
+            for address in ("http://h:1/x", "h:1\nother:2", "\x1b[2Jh:1", "h", "h:123456", "a" * 300 + ":1")
+        ],
+    ),
+    "a shard's address of metrics that is none was handed to Prometheus": (
+        InvalidRequest,
+        [registers(a) for a in ("http://169.254.0.1/x?", "h:1/../secrets", "h:1\nother:2", ":", "h:")],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
 def target() -> Iterator[Target]:
     made = Target()
     yield made
     made.stop()
 
 
-def create(**changes: Any) -> bytes:
-    spec = job_spec_message(SPEC)
-    spec.name = "another"
-    for name in changes:
-        spec.ClearField(name)  # type: ignore[arg-type]
-    spec.MergeFrom(job_pb2.JobSpec(**changes))
-    return shard_pb2.CreateJobRequest(spec=spec, buckets=[0]).SerializeToString()
-
-
-def refused(target: Target, method: str, raw: bytes) -> PSError:
-    found = target.throw(method, raw)
-    assert found is not None
-    return found
-
-
-def test_buckets_of_no_bytes_sent_straight_to_a_shard_divided_by_zero(target: Target) -> None:
-    assert isinstance(refused(target, "CreateJob", create(bucket_bytes=0)), InvalidRequest)
-
-
-def test_an_optimizer_that_does_not_exist_sent_straight_to_a_shard_was_looked_up_unchecked(target: Target) -> None:
-    assert isinstance(refused(target, "CreateJob", create(optimizers=["__import__"])), InvalidRequest)
-
-
-SKIP = data_pb2.BucketPush(kind=data_pb2.PUSH_KIND_SKIP)
-
-
-def push_of(header: data_pb2.PushHeader, payload: bytes | None = None) -> bytes:
-    return data_pb2.PushRequest(header=header, payload=payload).SerializeToString()
-
-
-def test_a_bucket_beyond_the_layout_was_an_index_error_on_the_shard(target: Target) -> None:
-    spec = job_spec_message(SPEC)
-    spec.name = "another"
-    for buckets in ([2**32 - 1], [0, 0]):
-        raw = shard_pb2.CreateJobRequest(spec=spec, buckets=buckets).SerializeToString()
-        assert isinstance(refused(target, "CreateJob", raw), InvalidRequest)
-
-
-def test_a_job_larger_than_any_memory_was_laid_out_before_it_was_refused(target: Target) -> None:
-    spec = job_spec_message(SPEC)
-    spec.name = "another"
-    spec.parameters[0].shape[:] = [2**25, 2**25]
-    spec.bucket_bytes = 64
-    raw = shard_pb2.CreateJobRequest(spec=spec, buckets=[0]).SerializeToString()
-    assert isinstance(refused(target, "CreateJob", raw), LimitExceeded)
-
-
-def test_one_beta_instead_of_two_was_an_index_error_inside_torch(target: Target) -> None:
-    header = data_pb2.PushHeader(worker=WORKER, clock=1, buckets=[SKIP])
-    header.groups.add(group=0).hyper_parameters.add(name="betas").numbers.values.append(0.9)
-    assert isinstance(refused(target, "Push", push_of(header)), InvalidRequest)
-
-
-def test_a_guessed_incarnation_let_one_worker_push_for_another(target: Target) -> None:
-    victim = types_pb2.WorkerIdentity(job=JOB, rank=0, incarnation=1, lease_key=KEY)
-    header = data_pb2.PushHeader(worker=victim, clock=1, buckets=[SKIP])
-    assert isinstance(refused(target, "Push", push_of(header)), Forbidden)
-
-
-def test_a_stranger_learnt_about_a_gradient_before_it_was_asked_who_it_is(target: Target) -> None:
-    stranger = types_pb2.WorkerIdentity(job=JOB, rank=1, incarnation=2, lease_key=bytes(16))
-    gradient = data_pb2.BucketPush(kind=data_pb2.PUSH_KIND_GRADIENT)
-    header = data_pb2.PushHeader(worker=stranger, clock=1, buckets=[gradient])
-    assert isinstance(refused(target, "Push", push_of(header, b"not 64 bytes")), Forbidden)
-
-
-def test_a_pull_could_name_millions_of_buckets_and_have_each_looked_at(target: Target) -> None:
-    raw = data_pb2.PullRequest(worker=WORKER, buckets=range(100_000)).SerializeToString()
-    assert isinstance(refused(target, "Pull", raw), InvalidRequest)
-
-
-@pytest.mark.parametrize("host", ["\x1b]0;owned\x07", "a" * 300, "name\nps-server: all is well"])
-def test_a_host_name_with_control_characters_reached_the_terminal_of_who_asked_for_the_status(
-    target: Target, host: str
-) -> None:
-    request = membership_pb2.JoinRequest(job=JOB, host=host)
-    assert isinstance(refused(target, "Join", request.SerializeToString()), InvalidRequest)
-
-
-@pytest.mark.parametrize("address", ["http://h:1/x", "h:1\nother:2", "\x1b[2Jh:1", "h", "h:123456", "a" * 300 + ":1"])
-def test_a_worker_could_have_prometheus_scrape_what_is_no_address_and_terminals_show_it(
-    target: Target, address: str
-) -> None:
-    request = membership_pb2.JoinRequest(job=JOB, host="h", metrics_address=address)
-    assert isinstance(refused(target, "Join", request.SerializeToString()), InvalidRequest)
-
-
-@pytest.mark.parametrize("address", ["http://169.254.0.1/x?", "h:1/../secrets", "h:1\nother:2", ":", "h:"])
-def test_an_address_of_metrics_that_is_none_was_handed_to_prometheus(target: Target, address: str) -> None:
-    request = cluster_pb2.RegisterShardRequest(index=0, address="127.0.0.1:1", metrics_address=address, process=1)
-    assert isinstance(refused(target, "RegisterShard", request.SerializeToString()), InvalidRequest)
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"\x0a\xff\xff\xff\xff\x0f",  # a header of 4 GiB
-        b"\x0a\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80\x01",  # a length of more than 64 bits
-        b"\x0a\x00\x7a\x01a\x7a\x01b",  # two payloads: which one was checked?
-        b"\x0a\x00\x7a\x05abc",  # a payload that is cut off
-        b"\x0b",  # a group, which nothing here sends
-    ],
-)
-def test_lengths_that_lie_and_fields_that_come_twice_are_refused_by_the_decoder(raw: bytes) -> None:
-    with pytest.raises(InvalidRequest):
-        split_message(raw)
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_did_harm_is_refused_and_changes_nothing(target: Target, sentence: str) -> None:
+    error, requests = REFUSED[sentence]
+    for request in requests:
+        refusal = target.throw(type(request).__name__.removesuffix("Request"), request.SerializeToString())
+        assert isinstance(refusal, error)
+        assert str(refusal).isprintable()
 
 
 def test_bytes_that_are_no_request_of_reflection_kept_a_server_from_ever_stopping() -> None:
@@ -155,11 +130,11 @@ def test_bytes_that_are_no_request_of_reflection_kept_a_server_from_ever_stoppin
         call = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
         for raw in (b"\xff", b"\x0a\x05ab", b"\x9a\x9a\x9a"):
             with pytest.raises(grpc.RpcError) as caught:
-                next(call(iter([raw]), timeout=20.0))
+                next(call(iter([raw]), timeout=SECONDS))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     stopping = threading.Thread(target=server.stop, daemon=True)
     stopping.start()
-    stopping.join(20.0)
+    stopping.join(SECONDS)
     assert not stopping.is_alive()
 
 
@@ -171,40 +146,20 @@ def test_a_worker_could_stage_as_much_as_the_whole_model_whatever_the_shard_can_
         job.bucket(index).rule.initialised = True
 
     def push(index: int, size: int) -> None:
-        one = Push(JOB, 1, 2, index, 1, PushKind.GRADIENT, bytes(size))
-        job.execute(job.checker.check(one))
+        job.execute(job.checker.check(Push(JOB, 1, 2, index, 1, PushKind.GRADIENT, bytes(size))))
 
     push(0, 64)
     with pytest.raises(Backlogged, match="max-staged-bytes is 64"):
-        push(1, 32 if job.bucket(1).spec.nbytes == 32 else job.bucket(1).spec.nbytes)
-
-
-@pytest.mark.parametrize("name", ["\x1b[2Jowned", "w\nps-server: all is well", "\u202eevil"])
-def test_a_parameters_name_with_control_characters_reached_the_terminals_of_the_other_workers(
-    target: Target, name: str
-) -> None:
-    spec = job_spec_message(SPEC)
-    spec.name = "another"
-    spec.parameters[0].name = name
-    raw = shard_pb2.CreateJobRequest(spec=spec, buckets=[0]).SerializeToString()
-    found = refused(target, "CreateJob", raw)
-    assert isinstance(found, InvalidRequest)
-    assert str(found).isprintable()
+        push(1, job.bucket(1).spec.nbytes)
 
 
 def test_joining_as_ever_new_ranks_grew_what_every_bucket_remembers_without_end(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(shards=1, limits=Limits(workers=4))
-    with open_channel(cluster.address) as channel:
-        jobs, members = JobServiceStub(channel), MembershipServiceStub(channel)
-        spec = job_spec_message(replace(SPEC, world_size=0))
-        jobs.RegisterJob(jobs_pb2.RegisterJobRequest(spec=spec), timeout=20.0)
-        members.Join(membership_pb2.JoinRequest(job=JOB, rank=3), timeout=20.0)
+    spec = vector_job(JOB, "sync", cells=16, world_size=0)
+    with RawWorker(cluster.address, spec, 3):
         for rank in (4, 2**32 - 1):
-            with pytest.raises(grpc.RpcError) as caught:
-                members.Join(membership_pb2.JoinRequest(job=JOB, rank=rank), timeout=20.0)
-            found = error_from(caught.value, "it")
-            assert isinstance(found, LimitExceeded)
-            assert "max-workers" in str(found)
+            with pytest.raises(LimitExceeded, match="max-workers"):
+                RawWorker(cluster.address, spec, rank)
 
 
 def test_a_reader_of_one_job_was_told_of_all(make_cluster: MakeCluster, tmp_path: Path) -> None:
@@ -214,39 +169,26 @@ def test_a_reader_of_one_job_was_told_of_all(make_cluster: MakeCluster, tmp_path
     cluster = make_cluster(tokens=tokens)
     with open_channel(cluster.address, Access(token=lambda: "a-worker-of-all-jobs")) as channel:
         for name in (JOB, "secret"):
-            spec = job_spec_message(replace(SPEC, name=name))
-            JobServiceStub(channel).RegisterJob(jobs_pb2.RegisterJobRequest(spec=spec), timeout=20.0)
+            request = jobs_pb2.RegisterJobRequest(spec=job_spec_message(replace(SPEC, name=name)))
+            JobServiceStub(channel).RegisterJob(request, timeout=SECONDS)
     with open_channel(cluster.address, Access(token=lambda: "a-reader-of-one-job")) as channel:
-        found = ClusterServiceStub(channel).GetStatus(cluster_pb2.GetStatusRequest(), timeout=20.0)
-        shard = ShardServiceStub(channel).GetShardStatus(shard_pb2.GetShardStatusRequest(), timeout=20.0)
-    assert [job.name for job in found.jobs] == [JOB]
-    assert all(one.reachable for one in found.shards)
-    assert {job.job for one in found.shards for job in one.jobs} == {job.job for job in shard.jobs} == {JOB}
+        status = ClusterServiceStub(channel).GetStatus(cluster_pb2.GetStatusRequest(), timeout=SECONDS)
+        first = ShardServiceStub(channel).GetShardStatus(shard_pb2.GetShardStatusRequest(), timeout=SECONDS)
+    assert [job.name for job in status.jobs] == [JOB]
+    assert all(shard.reachable for shard in status.shards)
+    assert {job.job for shard in (*status.shards, first) for job in shard.jobs} == {JOB}
 
 
 def test_a_state_without_end_could_be_saved_on_the_coordinator_by_anybody(
     make_cluster: MakeCluster, tmp_path: Path
 ) -> None:
     cluster = make_cluster(shards=1, limits=Limits(state_bytes=100), checkpoint_dir=tmp_path)
-    with open_channel(cluster.address) as channel:
-        jobs, members = JobServiceStub(channel), MembershipServiceStub(channel)
-        spec = job_spec_message(replace(SPEC, world_size=1))
-        jobs.RegisterJob(jobs_pb2.RegisterJobRequest(spec=spec), timeout=20.0)
-        place = members.Join(membership_pb2.JoinRequest(job=JOB, rank=0), timeout=20.0)
-        who = {"job": JOB, "rank": 0, "incarnation": place.worker.incarnation, "lease_key": place.worker.lease_key}
-
-        def save(size: int, **change: Any) -> None:
-            worker = types_pb2.WorkerIdentity(**{**who, **change})
-            state = membership_pb2.WorkerState(content=bytes(size))
-            request = membership_pb2.SaveWorkerStateRequest(worker=worker, state=state)
-            members.SaveWorkerState(request, timeout=20.0)
-
-        for size, change, error in (
+    with RawWorker(cluster.address, vector_job(JOB, "sync", cells=16, world_size=1), 0) as worker:
+        for size, other, error in (
             (101, {}, LimitExceeded),
             (100, {"lease_key": bytes(16)}, Forbidden),
             (100, {"job": "../" + JOB}, NotFound),
         ):
-            with pytest.raises(grpc.RpcError) as caught:
-                save(size, **change)
-            assert isinstance(error_from(caught.value, "it"), error)
-        save(100)
+            with pytest.raises(error):
+                worker.save_state(0, bytes(size), **other)
+        worker.save_state(0, bytes(100))

@@ -23,7 +23,6 @@ import torch
 
 from bench.cluster import ROOT
 from ps_protocol.errors import PSError
-from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec, bucket_layout
 from ps_protocol.modes import parse_mode
 from ps_protocol.tensors import tensor_from
@@ -32,7 +31,7 @@ from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.model.job_spec import describe
-from ps_worker.values import Identity, PulledBucket
+from ps_worker.values import Identity, PrepareOptions, PulledBucket
 from tests.chaos.oracle import Cells
 from tests.chaos.worker import Task
 
@@ -266,17 +265,9 @@ def read_weights(task: Task) -> tuple[torch.Tensor, tuple[int, ...]]:
     """The weights on the shards as they are, read by one who takes no part: [buckets, rows, 1 + columns]; and for each
     of these buckets, the shard that holds it."""
     model, rule = Cells(task.shape), parse_mode(task.mode)
-    spec, _ = describe(
-        [model],
-        [model.optimizer()],
-        name=task.job,
-        consistency=rule,
-        bucket_bytes=task.shape.bucket_bytes,
-        world_size=task.workers,
-        non_finite=NonFinite.REFUSE,
-        gradient_wire="float32",
-        weight_wire="float32",
-    )
+    assert rule is not None
+    options = PrepareOptions(task.shape.bucket_bytes)
+    spec, _ = describe([model], [model.optimizer()], options, name=task.job, consistency=rule, world_size=task.workers)
     coordinator = CoordinatorClient(task.server, START_SECONDS)
     found, _ = coordinator.register(spec)
     coordinator.close()

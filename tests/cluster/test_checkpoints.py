@@ -7,9 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +25,7 @@ from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.v1 import jobs_pb2
+from ps_runtime.credentials import PLAINTEXT
 from ps_server.config import parse_every
 from ps_server.coordinator.checkpoint_attempt import CheckpointedJob
 from ps_server.coordinator.timing import Timing
@@ -37,12 +35,15 @@ from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.dense import DenseBucket, Gradient, Scratch
 from ps_server.core.partition import JobPartition
 from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, extent
+from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore, Manifest, WorkerPart
 from ps_server.storage.export import export, optimizer_state_dict
+from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
+from tests.tools.forkserver import Nursery
 from tests.tools.launching import END_SECONDS, Command
 from tests.tools.optimizers import UNUSUAL, make
-from tests.tools.raw_worker import RawWorker, vector_job
+from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 MakeCluster = Callable[..., Cluster]
 ROSTER: dict[int, Live] = {}
@@ -109,11 +110,8 @@ def test_a_manifest_of_the_format_before_is_read(tmp_path: Path) -> None:
     manifest = CheckpointStore(tmp_path).manifest("job", "000001")
     spec = job_spec_from_data(manifest.job)
     assert (spec.optimizers, spec.group_optimizers) == (("SGD", "Adam"), (0, 1))
-    assert [(one.name, one.group, one.optimizer) for one in spec.parameters] == [
-        ("w", 0, 0),
-        ("v", 1, 1),
-        ("count", None, 0),
-    ]
+    optimizers = [(parameter.name, parameter.group, parameter.optimizer) for parameter in spec.parameters]
+    assert optimizers == [("w", 0, 0), ("v", 1, 1), ("count", None, 0)]
     assert job_spec_from_data(job_spec_data(spec)) == spec
 
 
@@ -197,39 +195,46 @@ def test_as_many_are_kept_as_was_said_and_what_never_came_to_an_end_goes_too(tmp
     assert sorted(entry.name for entry in (tmp_path / "job").iterdir()) == ["000004", "000005", "000006"]
 
 
-def damages() -> dict[str, Callable[[Path], object]]:
-    """What can happen to a checkpoint's directory."""
-
-    def flip(path: Path) -> None:
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-
-    def change(directory: Path, **values: object) -> None:
-        data = json.loads((directory / "manifest.json").read_text())
-        (directory / "manifest.json").write_text(json.dumps({**data, **values}))
-
-    return {
-        "a flipped bit": lambda d: flip(d / "shard-0.safetensors"),
-        "a short file": lambda d: os.truncate(d / "shard-0.safetensors", 100),
-        "a long file": lambda d: os.truncate(d / "shard-0.safetensors", 100_000),
-        "a missing file": lambda d: (d / "shard-0.safetensors").unlink(),
-        "a link": lambda d: ((d / "shard-0.safetensors").rename(d / "x"), (d / "shard-0.safetensors").symlink_to("x")),
-        "a flipped bit in the manifest": lambda d: flip(d / "manifest.json"),
-        "no manifest": lambda d: (d / "manifest.json").unlink(),
-        "an empty manifest": lambda d: (d / "manifest.json").write_text(""),
-        "a manifest of another kind": lambda d: (d / "manifest.json").write_text("[1]"),
-        "a changed clock": lambda d: change(d, clock=4),
-        "a path that leads away": lambda d: change(d, shards={"0": {"file": "../x", "bytes": 1, "sha256": ""}}),
-    }
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", damages())
+def change_manifest(directory: Path, **values: object) -> None:
+    data = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps({**data, **values}))
+
+
+def put_a_link(path: Path) -> None:
+    path.rename(path.with_name("x"))
+    path.symlink_to("x")
+
+
+SHARD, MANIFEST = "shard-0.safetensors", "manifest.json"
+AWAY = {"0": {"file": "../x", "bytes": 1, "sha256": ""}}
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a flipped bit": lambda d: flip_a_bit(d / SHARD),
+    "a short file": lambda d: os.truncate(d / SHARD, 100),
+    "a long file": lambda d: os.truncate(d / SHARD, 100_000),
+    "a missing file": lambda d: (d / SHARD).unlink(),
+    "a link": lambda d: put_a_link(d / SHARD),
+    "a flipped bit in the manifest": lambda d: flip_a_bit(d / MANIFEST),
+    "no manifest": lambda d: (d / MANIFEST).unlink(),
+    "an empty manifest": lambda d: (d / MANIFEST).write_text(""),
+    "half a manifest": lambda d: (d / MANIFEST).write_text("{"),
+    "a manifest of another kind": lambda d: (d / MANIFEST).write_text("[1]"),
+    "a changed clock": lambda d: change_manifest(d, clock=4),
+    "a path that leads away": lambda d: change_manifest(d, shards=AWAY),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_not_what_was_written_is_not_read(damage: str, tmp_path: Path) -> None:
     store, spec = CheckpointStore(tmp_path), spec_of()
     there = buckets_of(spec)
     write(store, [bucket.snapshot() for bucket in there], spec)
-    damages()[damage](tmp_path / "job" / "000001")
+    DAMAGES[damage](tmp_path / "job" / "000001")
     with pytest.raises(CheckpointDamaged, match=str(tmp_path)):
         store.read_buckets("job", store.manifest("job", "000001"), [bucket.spec for bucket in there])
 
@@ -243,16 +248,13 @@ def test_a_part_of_another_name_is_refused_even_if_the_manifest_says_so(tmp_path
         store.read_worker("job", "000001", Part("../../secret", 1, ""))
 
 
-@pytest.mark.parametrize("job", [".", "..", ".hidden", "a/b", ""])
-def test_no_job_leads_out_of_the_directory(job: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="does not start with a dot"):
-        CheckpointStore(tmp_path).path(job)
-
-
-@pytest.mark.parametrize("name", ["", "..", "1", "00000a", "000001/..", "0" * 13])
-def test_no_name_leads_out_of_the_directory(name: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="6 to 12 digits"):
-        CheckpointStore(tmp_path).path("job", name)
+def test_no_name_leads_out_of_the_directory(tmp_path: Path) -> None:
+    for job in (".", "..", ".hidden", "a/b", ""):
+        with pytest.raises(InvalidRequest, match="does not start with a dot"):
+            CheckpointStore(tmp_path).path(job)
+    for name in ("", "..", "1", "00000a", "000001/..", "0" * 13):
+        with pytest.raises(InvalidRequest, match="6 to 12 digits"):
+            CheckpointStore(tmp_path).path("job", name)
 
 
 def test_a_checkpoint_of_other_shapes_is_damaged(tmp_path: Path) -> None:
@@ -264,29 +266,20 @@ def test_a_checkpoint_of_other_shapes_is_damaged(tmp_path: Path) -> None:
         store.read_buckets("job", manifest, [layout.buckets[0]])
 
 
-@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="no limit on file sizes here")
 def test_a_full_disk_leaves_nothing_behind_and_the_one_before_as_it_was(tmp_path: Path) -> None:
     """A limit on the size of files stands in for a full disk: writes fail in the same place, with another number."""
-    script = """
-        import pathlib, resource, sys, torch
-        sys.path.insert(0, sys.argv[2])
-        from tests.cluster.test_checkpoints import buckets_of, spec_of, train, write
-        from ps_protocol.errors import CheckpointFailed
-        from ps_server.storage.checkpoints import CheckpointStore
-        store, there = CheckpointStore(pathlib.Path(sys.argv[1])), buckets_of(spec_of())
-        write(store, [bucket.snapshot() for bucket in there], spec_of())
-        train(there, 1)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))
-        try:
+    store, there = CheckpointStore(tmp_path), buckets_of(spec_of())
+    write(store, [bucket.snapshot() for bucket in there], spec_of())
+    train(there, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+    try:
+        with pytest.raises(CheckpointFailed, match=r"shard-0\.safetensors cannot be written: "):
             store.write_shard("job", "000002", 0, [bucket.snapshot() for bucket in there])
-        except CheckpointFailed as error:
-            print(error)
-    """
-    arguments = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path), str(Path(__file__).parents[2])]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
-    assert "shard-0.safetensors cannot be written: " in done.stdout, done.stderr
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list((tmp_path / "job" / "000002").iterdir()) == []
-    assert CheckpointStore(tmp_path).names("job") == ["000001"]
+    assert store.names("job") == ["000001"]
 
 
 def test_a_directory_that_cannot_be_written_to_is_said_at_the_start(tmp_path: Path) -> None:
@@ -295,15 +288,11 @@ def test_a_directory_that_cannot_be_written_to_is_said_at_the_start(tmp_path: Pa
         CheckpointStore(tmp_path / "file" / "checkpoints")
 
 
-@pytest.mark.parametrize(("text", "means"), [("100steps", (100, None)), ("60s", (None, 60.0)), ("0.5s", (None, 0.5))])
-def test_how_often_is_said_in_steps_or_seconds(text: str, means: tuple[int | None, float | None]) -> None:
-    assert parse_every(text) == means
-
-
-@pytest.mark.parametrize("text", ["", "100", "steps", "-1s", "0steps", "1.5steps", "nans", "infs", "1 h"])
-def test_what_is_no_interval_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="100steps or 60s"):
-        parse_every(text)
+def test_how_often_is_said_in_steps_or_seconds() -> None:
+    assert [parse_every(text) for text in ("100steps", "60s", "0.5s")] == [(100, None), (None, 60.0), (None, 0.5)]
+    for text in ("", "100", "steps", "-1s", "0steps", "1.5steps", "nans", "infs", "1 h"):
+        with pytest.raises(InvalidRequest, match="100steps or 60s"):
+            parse_every(text)
 
 
 # -- beside training -------------------------------------------------------------------------------------------------
@@ -379,21 +368,20 @@ def test_a_checkpoint_that_takes_long_to_write_is_not_taken_for_training_that_st
 
 def test_what_checkpoints_do_is_in_the_metrics(make_cluster: MakeCluster, tmp_path: Path) -> None:
     cluster = make_cluster(checkpoint_dir=tmp_path)
-    with RawWorker(cluster.address, vector_job("job", "async", 64, 1), 0) as worker:
-        worker.initialise()
+    with joined(cluster.address, vector_job("job", "async", 64, 1)) as [worker]:
         worker.step(torch.zeros(64))
         worker.pull()
         cluster.coordinator.jobs()["job"].checkpoints.request(30, standing=True)  # type: ignore[union-attr]
-        found = scrape(cluster.servers[0].metrics_address)
-        assert found['ps_checkpoints_total{job="job"}'] == 1
-        assert found['ps_checkpoint_clock{job="job"}'] == 1
-        assert found['ps_checkpoints_failed_total{job="job"}'] == 0
+        samples = scrape(cluster.servers[0].metrics_address)
+        assert samples['ps_checkpoints_total{job="job"}'] == 1
+        assert samples['ps_checkpoint_clock{job="job"}'] == 1
+        assert samples['ps_checkpoints_failed_total{job="job"}'] == 0
         shutil.rmtree(tmp_path / "job")
         (tmp_path / "job").write_text("in the way")
         with pytest.raises(CheckpointFailed, match="cannot be written"):
             cluster.coordinator.jobs()["job"].checkpoints.request(30, standing=True)  # type: ignore[union-attr]
-        found = scrape(cluster.servers[0].metrics_address)
-        assert found['ps_checkpoints_failed_total{job="job"}'] == 1
+        samples = scrape(cluster.servers[0].metrics_address)
+        assert samples['ps_checkpoints_failed_total{job="job"}'] == 1
         worker.step(torch.zeros(64))
         worker.pull()
 
@@ -468,30 +456,41 @@ def test_there_is_nothing_to_export_where_there_is_no_checkpoint(tmp_path: Path)
         export(tmp_path / "missing", "job", None, tmp_path / "out")
 
 
+# -- SIGTERM ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_told_to_stop_makes_a_last_checkpoint(tmp_path: Path) -> None:
+    port, ended, codes = free_ports(2), threading.Event(), []
+
+    def note(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    flags = ["--with-coordinator", "--shards=1", "--index=0", f"--port={port}", f"--metrics-port={port + 1}"]
+    checkpoints = tmp_path / "checkpoints"
+    with Nursery() as nursery:
+        pid = nursery.start(["shard", *flags, f"--checkpoint-dir={checkpoints}"], tmp_path / "log", note)
+        address = f"127.0.0.1:{port}"
+        until(lambda: status.is_serving(address, PLAINTEXT), "the server")
+        with RawWorker(address, vector_job("job", "sync", 64, 1), 0) as worker:
+            worker.initialise()
+            worker.step(torch.full((64,), -1.0))
+            worker.pull()
+            os.kill(pid, signal.SIGTERM)
+            assert ended.wait(60)
+    assert codes == [0]
+    store = CheckpointStore(checkpoints)
+    assert store.manifest("job", store.names("job")[-1]).clock == 1
+
+
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[tuple[Command, str]]:
-    """`ps-server up` with two shards and a directory for checkpoints: the command, and its address."""
-    command = Command(
-        tmp_path,
-        *("-m", "ps_server", "up", "--shards", "2", "--port", "0", "--metrics-port", "0"),
-        *("--checkpoint-dir", str(tmp_path / "checkpoints")),
-    )
+    """`ps-server up` with a directory for checkpoints: the command, and its address."""
+    flags = ["--shards=2", "--port=0", "--metrics-port=0", f"--checkpoint-dir={tmp_path}/checkpoints"]
+    command = Command(tmp_path, "-m", "ps_server", "up", *flags)
     [address] = command.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
     yield command, address
-    if command.process.poll() is None:
-        command.end(signal.SIGKILL)
-
-
-def test_servers_that_are_told_to_stop_make_a_last_checkpoint(up: tuple[Command, str], tmp_path: Path) -> None:
-    command, address = up
-    with RawWorker(address, vector_job("job", "sync", 64, 1), 0) as worker:
-        worker.initialise()
-        worker.step(torch.full((64,), -1.0))
-        worker.pull()
-        command.process.send_signal(signal.SIGTERM)
-        assert command.process.wait(60) == 0
-    store = CheckpointStore(tmp_path / "checkpoints")
-    assert store.manifest("job", store.names("job")[-1]).clock == 1
+    command.clean_up()
 
 
 def test_servers_that_are_told_twice_end_at_once(up: tuple[Command, str]) -> None:

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from ps_protocol.errors import Fenced, UnknownWorker
+from ps_protocol.errors import Fenced
 from ps_server.ops import status
 from ps_worker import Session
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, until
-from tests.tools.raw_worker import RawWorker, vector_job
+from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 WORKERS = 3
 STEPS = 16
@@ -150,9 +150,7 @@ def test_sync_waits_for_every_live_worker_and_says_for_whom(shared: Cluster, job
 
 
 def test_with_64_waiting_pulls_on_one_shard_pushes_still_go_through(shared: Cluster, job: str) -> None:
-    spec = vector_job(job, "ssp:0", cells=64, world_size=2)
-    with RawWorker(shared.address, spec, 0) as fast, RawWorker(shared.address, spec, 1) as slow:
-        fast.initialise()
+    with joined(shared.address, vector_job(job, "ssp:0", cells=64, world_size=2)) as [fast, slow]:
         fast.step(-torch.ones(64))
         shard = fast.shard_of[0]
         mine = [bucket for bucket in fast.trained if fast.shard_of[bucket] == shard]
@@ -172,18 +170,6 @@ def test_with_64_waiting_pulls_on_one_shard_pushes_still_go_through(shared: Clus
             for answer in answers:
                 values = torch.frombuffer(bytearray(answer.payload), dtype=torch.float32)
                 assert torch.equal(values, torch.full_like(values, 2.0))
-
-
-def test_a_pull_that_is_cancelled_is_forgotten(shared: Cluster, job: str) -> None:
-    spec = vector_job(job, "sync", cells=16, world_size=2)
-    with RawWorker(shared.address, spec, 0) as worker, RawWorker(shared.address, spec, 1):
-        worker.initialise()
-        worker.step(torch.ones(16))
-        waiters = shared.shards[worker.shard_of[0]].jobs()[job].buckets[0]
-        call = worker.ask(1, [0])
-        until(lambda: len(waiters.waiters) == 1)
-        call.cancel()
-        until(lambda: not waiters.waiters)
 
 
 # -- the dead and the fenced -----------------------------------------------------------------------------------------
@@ -209,29 +195,11 @@ def test_a_dead_worker_is_waited_for_no_longer_than_its_lease(make_cluster: Call
     assert waited < lease + 1.5, f"waited {waited:.1f} s for a dead worker with a lease of {lease} s"
 
 
-def test_a_push_that_came_before_its_worker_died_is_in_the_mean(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(lease=1.0)
-    spec = vector_job("default", "sync", cells=32, world_size=2)
-    with RawWorker(cluster.address, spec, 0) as live, RawWorker(cluster.address, spec, 1) as dead:
-        live.initialise()
-        dead.send(dead.message(0, 1, torch.full((16,), -3.0).numpy().tobytes()))  # of its two buckets it gets one out
-        live.step(torch.full((32,), -1.0))
-
-        def gone() -> bool:
-            live.heartbeat()
-            return [m.rank for m in cluster.coordinator.jobs()["default"].members.all()] == [0]
-
-        until(gone)
-        assert live.pull().tolist() == [2.0] * 16 + [1.0] * 16
-
-
 def test_a_fenced_worker_is_refused_and_changes_nothing(shared: Cluster, job: str) -> None:
-    spec = vector_job(job, "sync", cells=32, world_size=2)
-    with RawWorker(shared.address, spec, 0) as peer, RawWorker(shared.address, spec, 1) as old:
-        peer.initialise()
+    with joined(shared.address, vector_job(job, "sync", cells=32, world_size=2)) as [_, old]:
         old.step(torch.ones(32))
         waiting = old.ask(1, [0])
-        with RawWorker(shared.address, spec, 1) as new:
+        with RawWorker(shared.address, old.spec, 1) as new:
             assert new.incarnation > old.incarnation
             before = shared.state(job)
             with pytest.raises(Fenced, match=rf"incarnation {new.incarnation} is live.* {old.incarnation}"):
@@ -246,21 +214,6 @@ def test_a_fenced_worker_is_refused_and_changes_nothing(shared: Cluster, job: st
                 old.heartbeat()
             old.leave()  # says goodbye to nobody: the new one stays
             assert shared.state(job) == before
-
-
-def test_a_session_that_is_replaced_says_so(
-    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster = make_cluster()
-    with cluster.connect("sync") as old:
-        worker = Marker(old)
-        worker.step()
-        monkeypatch.setenv("PS_LAUNCH_ID", "another")
-        with cluster.connect("sync", take_over=True) as new:
-            assert Marker(new).seen() == [1, 0, 0]
-            with pytest.raises(Fenced, match="worker 0 was replaced"):
-                worker.step()
-            assert Marker.seen(worker) == [1, 0, 0]
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
@@ -286,23 +239,11 @@ def test_a_session_that_is_replaced_while_it_waits_says_so(shared: Cluster, job:
     status.end_job(shared.address, job)
 
 
-def test_who_never_joined_is_told_to_join(shared: Cluster, job: str) -> None:
-    spec = vector_job(job, "async", cells=16, world_size=2)
-    with RawWorker(shared.address, spec, 0) as worker:
-        worker.initialise()
-        before = shared.state(job)
-        with pytest.raises(UnknownWorker, match="worker 1 is not a live member"):
-            worker.send(worker.message(0, 1, worker=worker.identity(rank=1)))
-        assert shared.state(job) == before
-
-
 # -- exactly once ----------------------------------------------------------------------------------------------------
 
 
 def test_a_repeated_push_is_acknowledged_once(shared: Cluster, job: str) -> None:
-    spec = vector_job(job, "async", cells=16, world_size=1)
-    with RawWorker(shared.address, spec, 0) as worker:
-        worker.initialise()
+    with joined(shared.address, vector_job(job, "async", cells=16, world_size=1)) as [worker]:
         push = worker.message(0, 1, torch.full((16,), -1.0).numpy().tobytes())
         assert not worker.send(push).duplicate_count
         worker.clock = 1
@@ -317,24 +258,10 @@ def test_a_repeated_push_is_acknowledged_once(shared: Cluster, job: str) -> None
 
 
 def test_of_many_repeats_at_once_one_counts(shared: Cluster, job: str) -> None:
-    spec = vector_job(job, "sync", cells=16, world_size=1)
-    with RawWorker(shared.address, spec, 0) as worker:
-        worker.initialise()
+    with joined(shared.address, vector_job(job, "sync", cells=16, world_size=1)) as [worker]:
         for clock in range(1, 6):
             push = worker.message(0, clock, torch.full((16,), -1.0).numpy().tobytes())
             answers = in_parallel(8, lambda _, push=push: worker.send(push))
             assert [answer.duplicate_count for answer in answers].count(0) == 1
             worker.clock = clock
             assert worker.pull().tolist() == [float(clock)] * 16
-
-
-def test_a_repeat_is_acknowledged_while_the_first_waits_for_others(shared: Cluster, job: str) -> None:
-    spec = vector_job(job, "sync", cells=16, world_size=2)
-    with RawWorker(shared.address, spec, 0) as one, RawWorker(shared.address, spec, 1) as two:
-        one.initialise()
-        push = one.message(0, 1, torch.full((16,), -1.0).numpy().tobytes())
-        assert not one.send(push).duplicate_count
-        assert one.send(push).duplicate_count
-        two.step(torch.full((16,), -3.0))
-        one.clock = 1
-        assert one.pull().tolist() == [2.0] * 16

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, LRScheduler, OneCycleLR
 
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_worker import Session
@@ -29,7 +29,8 @@ WORKERS = 3
 STEPS = 20
 BUCKET_BYTES = 256  # 64 floats: the embedding, the convolution and the head's tie are cut over buckets and shards
 
-Make = Callable[[Everything], tuple[Optimizer, LRScheduler]]
+Make = Callable[[nn.Module], tuple[Optimizer, LRScheduler]]
+MakeGradients = Callable[[nn.Module, int, int], None]  # of a rank's step
 State = dict[str, torch.Tensor]
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -52,7 +53,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 def maker(name: str) -> Make:
     """An optimizer over the model's two groups, and a scheduler that moves both learning rates at every step."""
 
-    def make(model: Everything) -> tuple[Optimizer, LRScheduler]:
+    def make(model: nn.Module) -> tuple[Optimizer, LRScheduler]:
         optimizer = OPTIMIZERS[name](model.groups())
         return optimizer, ExponentialLR(optimizer, gamma=0.95)
 
@@ -71,11 +72,20 @@ def alone(make: Make, dtype: torch.dtype = torch.float32) -> State:
     return model.state_dict()
 
 
+def on_own_batch(model: nn.Module, rank: int, step: int) -> None:
+    loss_of(model, batch(rank, step)).backward()
+
+
 def together(
-    cluster: Cluster, job: str, make: Make, dtype: torch.dtype = torch.float32, transport: str = "auto"
+    cluster: Cluster,
+    job: str,
+    make: Make,
+    make_model: Callable[[int], nn.Module] = Everything,
+    make_gradients: MakeGradients = on_own_batch,
+    transport: str = "auto",
 ) -> list[State]:
     """The weights of each of WORKERS workers in sync mode. Only rank 0 begins with the weights that count."""
-    models = [Everything(seed=rank).to(dtype) for rank in range(WORKERS)]
+    models = [make_model(rank) for rank in range(WORKERS)]
 
     def work(rank: int) -> State:
         model = models[rank]
@@ -83,7 +93,7 @@ def together(
             optimizer, scheduler = make(model)
             model, optimizer = session.prepare(model, optimizer, bucket_bytes=BUCKET_BYTES)
             for step in range(STEPS):
-                loss_of(model, batch(rank, step)).backward()
+                make_gradients(model, rank, step)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -118,8 +128,8 @@ def test_every_supported_optimizer_is_compared() -> None:
 
 
 def test_in_float64_only_rounding_is_left(shared: Cluster, job: str) -> None:
-    found = together(shared, job, maker("AdamW"), torch.float64)[0]
-    assert distance(found, alone(maker("AdamW"), torch.float64)) < 1e-12
+    first = together(shared, job, maker("AdamW"), lambda rank: Everything(rank).double())[0]
+    assert distance(first, alone(maker("AdamW"), torch.float64)) < 1e-12
 
 
 def test_shared_memory_and_the_network_give_the_same_bits(shared: Cluster, job: str) -> None:
@@ -129,7 +139,7 @@ def test_shared_memory_and_the_network_give_the_same_bits(shared: Cluster, job: 
 
 
 def test_a_scheduler_moves_every_hyper_parameter_that_it_owns(shared: Cluster, job: str) -> None:
-    def one_cycle(model: Everything) -> tuple[Optimizer, LRScheduler]:
+    def one_cycle(model: nn.Module) -> tuple[Optimizer, LRScheduler]:
         optimizer = torch.optim.AdamW(model.groups(), lr=0.01)
         return optimizer, OneCycleLR(optimizer, max_lr=[0.02, 0.01], total_steps=STEPS + 1)  # moves betas too
 
@@ -181,22 +191,13 @@ def staged_everywhere(cluster: Cluster, job: str, rank: int, clock: int) -> bool
 def test_two_runs_agree_to_the_bit_whoever_comes_first(shared: Cluster, job: str) -> None:
     def run(name: str, order: Callable[[int], list[int]]) -> State:
         """Trains with workers that push one after the other: step s in the order order(s)."""
-        models = [Everything(seed=rank) for rank in range(WORKERS)]
 
-        def work(rank: int) -> State:
-            with shared.connect("sync", rank, WORKERS, job=name) as session:
-                model, optimizer = session.prepare(
-                    models[rank], torch.optim.Adam(models[rank].groups(), lr=0.02), bucket_bytes=BUCKET_BYTES
-                )
-                for step in range(STEPS):
-                    loss_of(model, batch(rank, step)).backward()
-                    for earlier in order(step)[: order(step).index(rank)]:
-                        until(lambda r=earlier, c=step + 1: staged_everywhere(shared, name, r, c))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                return {key: tensor.clone() for key, tensor in model.state_dict().items()}
+        def in_turn(model: nn.Module, rank: int, step: int) -> None:
+            on_own_batch(model, rank, step)
+            for earlier in order(step)[: order(step).index(rank)]:
+                until(lambda rank=earlier: staged_everywhere(shared, name, rank, step + 1))
 
-        return in_parallel(WORKERS, work)[0]
+        return together(shared, name, maker("Adam"), make_gradients=in_turn)[0]
 
     forwards = run(f"{job}-forwards", lambda step: [0, 1, 2])
     assert_identical(forwards, run(f"{job}-again", lambda step: [0, 1, 2]))
@@ -236,10 +237,21 @@ def test_initial_weights_and_buffers_are_those_of_rank_0_whoever_joins_first(
 # -- what one worker's loop may do -----------------------------------------------------------------------------------
 
 Loop = Callable[[nn.Module, Optimizer, "Session | None"], None]
+Change = Callable[[nn.Module, Optimizer, int], object]
 
 
-def adam(model: Everything) -> Optimizer:
-    return torch.optim.Adam(model.groups(), lr=0.01)
+def between_backward_and_step(change: Change, steps: int = 8, zero: bool = True) -> Loop:
+    """The usual loop, with something done in the middle of each step."""
+
+    def loop(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
+        for step in range(steps):
+            loss_of(model, batch(0, step)).backward()
+            change(model, optimizer, step)
+            optimizer.step()
+            if zero:
+                optimizer.zero_grad()
+
+    return loop
 
 
 def with_a_closure(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
@@ -261,12 +273,6 @@ def with_gradients_zeroed_in_place(model: nn.Module, optimizer: Optimizer, sessi
         optimizer.zero_grad(set_to_none=False)
 
 
-def with_gradients_that_are_never_zeroed(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
-    for step in range(4):
-        loss_of(model, batch(0, step)).backward()
-        optimizer.step()
-
-
 def with_two_backwards_a_step(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
     for step in range(8):
         with session.no_sync() if session and step % 2 else contextlib.nullcontext():
@@ -274,54 +280,6 @@ def with_two_backwards_a_step(model: nn.Module, optimizer: Optimizer, session: S
         (loss_of(model, batch(1, step)) / 2).backward()
         optimizer.step()
         model.zero_grad()
-
-
-def with_clipped_gradients(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
-    for step in range(8):
-        loss_of(model, batch(0, step)).backward()
-        assert nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.05
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def with_gradients_set_by_hand(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
-    for step in range(8):
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.full(parameter.shape[::-1], 0.1 * step + 0.1).permute(
-                    *reversed(range(parameter.ndim))
-                )  # not contiguous
-        optimizer.step()
-
-
-def with_a_learning_rate_set_after_backward(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
-    for step in range(8):
-        loss_of(model, batch(0, step)).backward()
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 * (step + 1)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def with_no_gradient_in_some_steps(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
-    for step in range(12):
-        loss_of(model, batch(0, step)).backward()
-        for name, parameter in model.named_parameters():
-            if (step + len(name)) % 3 == 0:
-                parameter.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def with_a_layer_thawed_and_one_frozen_on_the_way(
-    model: nn.Module, optimizer: Optimizer, session: Session | None
-) -> None:
-    for step in range(12):
-        model.frozen.requires_grad_(step >= 4)
-        model.conv.requires_grad_(step < 8)
-        loss_of(model, batch(0, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def with_a_grad_scaler(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
@@ -338,20 +296,51 @@ def with_a_grad_scaler(model: nn.Module, optimizer: Optimizer, session: Session 
     assert scaler.get_scale() == 2.0**9, "the step with the infinite loss was to halve the scale"
 
 
-LOOPS: list[Loop] = [
-    with_a_closure,
-    with_gradients_zeroed_in_place,
-    with_gradients_that_are_never_zeroed,
-    with_two_backwards_a_step,
-    with_clipped_gradients,
-    with_gradients_set_by_hand,
-    with_a_learning_rate_set_after_backward,
-    with_no_gradient_in_some_steps,
-    with_a_grad_scaler,
-]
+def clip(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    assert nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.05
 
 
-def assert_loop_equals_plain(cluster: Cluster, job: str, make: Callable[[Everything], Optimizer], loop: Loop) -> None:
+def set_gradients_by_hand(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            turned = torch.full(parameter.shape[::-1], 0.1 * step + 0.1)
+            parameter.grad = turned.permute(*reversed(range(parameter.ndim)))  # not contiguous
+
+
+def set_the_learning_rate(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01 * (step + 1)
+
+
+def take_some_gradients_away(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for name, parameter in model.named_parameters():
+        if (step + len(name)) % 3 == 0:
+            parameter.grad = None
+
+
+def with_a_layer_thawed_and_one_frozen(model: nn.Module, optimizer: Optimizer, session: Session | None) -> None:
+    for step in range(12):
+        model.frozen.requires_grad_(step >= 4)
+        model.conv.requires_grad_(step < 8)
+        loss_of(model, batch(0, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+LOOPS: dict[str, Loop] = {
+    "a closure": with_a_closure,
+    "gradients that are zeroed in place": with_gradients_zeroed_in_place,
+    "gradients that are never zeroed": between_backward_and_step(lambda *_: None, steps=4, zero=False),
+    "two backwards a step": with_two_backwards_a_step,
+    "clipped gradients": between_backward_and_step(clip),
+    "gradients set by hand": between_backward_and_step(set_gradients_by_hand),
+    "a learning rate set after backward": between_backward_and_step(set_the_learning_rate),
+    "no gradient in some steps": between_backward_and_step(take_some_gradients_away, steps=12),
+    "a grad scaler": with_a_grad_scaler,
+}
+
+
+def assert_loop_equals_plain(cluster: Cluster, job: str, make: Callable[[nn.Module], Optimizer], loop: Loop) -> None:
     """Runs a loop in plain torch and as the one worker of a sync job."""
     plain, model = Everything(seed=0), Everything(seed=0)
     loop(plain, make(plain), None)
@@ -362,9 +351,9 @@ def assert_loop_equals_plain(cluster: Cluster, job: str, make: Callable[[Everyth
     assert distance(plain.state_dict(), model.state_dict()) < TOLERANCE
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_does_what_it_does_in_plain_torch(shared: Cluster, job: str, loop: Loop) -> None:
-    assert_loop_equals_plain(shared, job, adam, loop)
+@pytest.mark.parametrize("what", LOOPS)
+def test_a_loop_does_what_it_does_in_plain_torch(shared: Cluster, job: str, what: str) -> None:
+    assert_loop_equals_plain(shared, job, lambda model: torch.optim.Adam(model.groups(), lr=0.01), LOOPS[what])
 
 
 def test_a_grad_scaler_unscales_for_a_fused_optimizer_too(shared: Cluster, job: str) -> None:
@@ -375,84 +364,64 @@ def test_a_grad_scaler_unscales_for_a_fused_optimizer_too(shared: Cluster, job: 
 
 
 def test_a_layer_may_be_thawed_and_another_frozen_on_the_way(shared: Cluster, job: str) -> None:
-    assert_loop_equals_plain(
-        shared,
-        job,
-        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),  # the frozen layer's too
-        with_a_layer_thawed_and_one_frozen_on_the_way,
-    )
+    def make(model: nn.Module) -> Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # the frozen layer's too
+
+    assert_loop_equals_plain(shared, job, make, with_a_layer_thawed_and_one_frozen)
 
 
 # -- what several workers add up to ----------------------------------------------------------------------------------
 
-Gradients = list["torch.Tensor | None"]
 
+def mean_of_workers(model: nn.Module, make: Make, make_gradients: MakeGradients) -> State:
+    """What sync promises, written down in plain torch: each step with the mean of the workers' gradients.
 
-def mean_of_workers(
-    model: nn.Module, optimizer: Optimizer, steps: int, gradients: Callable[[int, int], Gradients]
-) -> None:
-    """What sync promises, written down in plain torch: one step with the mean of the workers' gradients.
-
-    gradients(rank, step) are those of one worker. Who has none for a parameter counts as zero, as in DDP; a parameter
-    that nobody has a gradient for is left alone.
+    A worker that has none for a parameter counts as zero, as in DDP; a parameter without any gradient is left alone.
     """
-    for step in range(steps):
-        each = [gradients(rank, step) for rank in range(WORKERS)]
-        for parameter, *mine in zip(model.parameters(), *each, strict=True):
-            present = [gradient for gradient in mine if gradient is not None]
-            parameter.grad = sum(present[1:], present[0]) / WORKERS if present else None
+    optimizer, scheduler = make(model)
+    for step in range(STEPS):
+        each = []
+        for rank in range(WORKERS):
+            model.zero_grad()
+            make_gradients(model, rank, step)
+            each.append([parameter.grad for parameter in model.parameters()])
+        for parameter, *gradients in zip(model.parameters(), *each, strict=True):
+            present = [gradient.float() for gradient in gradients if gradient is not None]
+            # Added up in float32 and rounded once, as the shards promise: bfloat16 would lose the small terms.
+            parameter.grad = (sum(present) / WORKERS).to(parameter.dtype) if present else None
         optimizer.step()
+        scheduler.step()
+    return model.state_dict()
 
 
-def assert_workers_equal_their_mean(
-    cluster: Cluster, job: str, before_step: Callable[[nn.Module, int, int], None], steps: int = STEPS
-) -> None:
-    """Trains with `before_step(model, rank, step)`, which makes the gradients, in sync and by hand."""
-    models = [Everything(seed=rank) for rank in range(WORKERS)]
-    plain = Everything(seed=0)
-
-    def work(rank: int) -> State:
-        with cluster.connect("sync", rank, WORKERS, job=job) as session:
-            model, optimizer = session.prepare(models[rank], adam(models[rank]), bucket_bytes=BUCKET_BYTES)
-            for step in range(steps):
-                before_step(model, rank, step)
-                optimizer.step()
-                optimizer.zero_grad()
-            return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-    def gradients(rank: int, step: int) -> Gradients:
-        plain.zero_grad()
-        before_step(plain, rank, step)
-        return [parameter.grad for parameter in plain.parameters()]
-
-    found = in_parallel(WORKERS, work)
-    mean_of_workers(plain, adam(plain), steps, gradients)
-    for state in found:
-        assert distance(state, plain.state_dict()) < TOLERANCE
+def assert_workers_equal_their_mean(cluster: Cluster, job: str, make_gradients: MakeGradients) -> None:
+    plain = mean_of_workers(Everything(seed=0), maker("Adam"), make_gradients)
+    for state in together(cluster, job, maker("Adam"), make_gradients=make_gradients):
+        assert distance(state, plain) < TOLERANCE
 
 
 def test_each_worker_clips_its_own_gradient(shared: Cluster, job: str) -> None:
-    def before_step(model: nn.Module, rank: int, step: int) -> None:
-        loss_of(model, batch(rank, step)).backward()
+    def make_gradients(model: nn.Module, rank: int, step: int) -> None:
+        on_own_batch(model, rank, step)
         nn.utils.clip_grad_norm_(model.parameters(), 0.02 * (rank + 1))
 
-    assert_workers_equal_their_mean(shared, job, before_step)
+    assert_workers_equal_their_mean(shared, job, make_gradients)
 
 
 def test_workers_that_accumulate_equal_one_process_that_does(shared: Cluster, job: str) -> None:
-    def before_step(model: nn.Module, rank: int, step: int) -> None:
+    def make_gradients(model: nn.Module, rank: int, step: int) -> None:
         for part in range(2 + rank):  # not even as often as the others
             with getattr(model, "no_sync", contextlib.nullcontext)():
                 loss_of(model, batch(rank, 100 * part + step)).backward()
 
-    assert_workers_equal_their_mean(shared, job, before_step, steps=8)
+    assert_workers_equal_their_mean(shared, job, make_gradients)
 
 
 def test_who_has_no_gradient_for_a_parameter_counts_as_zero_and_if_nobody_has_it_stays(
     shared: Cluster, job: str
 ) -> None:
-    def before_step(model: nn.Module, rank: int, step: int) -> None:
-        loss_of(model, batch(rank, step)).backward()
+    def make_gradients(model: nn.Module, rank: int, step: int) -> None:
+        on_own_batch(model, rank, step)
         if step % 2 and rank == step % 3:
             model.embed.weight.grad = None  # fills whole buckets: such a worker has nothing at all to push there
         if step % 3 == 0 and rank:
@@ -460,42 +429,23 @@ def test_who_has_no_gradient_for_a_parameter_counts_as_zero_and_if_nobody_has_it
         if step % 4 == 0:
             model.conv.weight.grad = None
 
-    assert_workers_equal_their_mean(shared, job, before_step)
+    assert_workers_equal_their_mean(shared, job, make_gradients)
 
 
 def test_a_bfloat16_model_equals_plain_torch_on_the_mean_gradient(shared: Cluster, job: str) -> None:
-    def make(seed: int) -> nn.Module:
+    def make_model(seed: int) -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).bfloat16()
 
-    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    def make_gradients(model: nn.Module, rank: int, step: int) -> None:
         generator = torch.Generator().manual_seed(1000 * rank + step)
-        return model(torch.randn(4, 8, generator=generator).bfloat16()).float().square().mean()
+        model(torch.randn(4, 8, generator=generator).bfloat16()).float().square().mean().backward()
 
-    def sgd(model: nn.Module) -> Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    def make(model: nn.Module) -> tuple[Optimizer, LRScheduler]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return optimizer, ConstantLR(optimizer, factor=1.0)
 
-    models = [make(rank) for rank in range(WORKERS)]
-
-    def work(rank: int) -> State:
-        with shared.connect("sync", rank, WORKERS, job=job) as session:
-            model, optimizer = session.prepare(models[rank], sgd(models[rank]), bucket_bytes=BUCKET_BYTES)
-            for step in range(STEPS):
-                loss(model, rank, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-    first, *others = in_parallel(WORKERS, work)
-    plain = make(0)
-    reference = sgd(plain)
-    for step in range(STEPS):
-        each = [torch.autograd.grad(loss(plain, rank, step), list(plain.parameters())) for rank in range(WORKERS)]
-        for parameter, *mine in zip(plain.parameters(), *each, strict=True):
-            # Added up in float32 and rounded once, as the shards promise: eight bits would lose the small terms.
-            parameter.grad = (sum(g.float() for g in mine) / WORKERS).bfloat16()
-        reference.step()
-    assert_identical(first, plain.state_dict())
-    for other in others:
-        assert_identical(first, other)
+    plain = mean_of_workers(make_model(0), make, make_gradients)
+    for state in together(shared, job, make, make_model, make_gradients):
+        assert_identical(state, plain)

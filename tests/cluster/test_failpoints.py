@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +26,8 @@ from ps_server.storage.checkpoints import CheckpointStore
 from tests.chaos.cluster import free_ports
 from tests.tools.cluster import scrape, until
 from tests.tools.forkserver import ROOT, Nursery
-from tests.tools.oracle_run import Run
+from tests.tools.launching import Command
+from tests.tools.oracle_run import Ended, Run
 
 LEASE = 30.0  # nobody is to lose its place for another reason than a restored shard
 EVERY = 5
@@ -39,12 +40,10 @@ class Servers:
     apart:  the coordinator in a process of its own, instead of in shard 0's
     """
 
-    def __init__(self, nursery: Nursery, folder: Path, points: str, apart: bool, keep: int) -> None:
-        self._nursery, self._points, self._apart, self._keep = nursery, points, apart, keep
-        self.folder, self.checkpoints = folder, folder / "checkpoints"
+    def __init__(self, nursery: Nursery, folder: Path, points: str = "", apart: bool = False, keep: int = 3) -> None:
+        self._nursery, self._folder, self._apart, self._keep = nursery, folder, apart, keep
         self.port = free_ports(6)
         self.address = f"127.0.0.1:{self.port + 2 * apart}"
-        self.log = folder / "servers.log"
         self.pids: dict[str, int] = {}
         self.deaths: list[tuple[str, int]] = []
         self._expected = len(points.split(",")) if points else 0
@@ -53,6 +52,17 @@ class Servers:
         self._ending = False
         for name in ["coordinator"] * apart + ["shard 0", "shard 1"]:
             self._start(name, PS_FAILPOINTS=points)
+        until(self._are_up, "the servers")
+
+    @property
+    def checkpoints(self) -> Path:
+        return self._folder / "checkpoints"
+
+    def _are_up(self) -> bool:
+        try:
+            return sum(process["role"] == "shard" for process in status.fetch(self.address)["processes"]) == 2
+        except PSError:
+            return False
 
     def _words(self, name: str) -> list[str]:
         where = ["--checkpoint-dir", str(self.checkpoints)]
@@ -71,8 +81,9 @@ class Servers:
         with self._alive:
             if self._ending:
                 return
+            log = self._folder / "servers.log"
             self.pids[name] = self._nursery.start(
-                self._words(name), self.log, lambda code: self._ended(name, code), **variables
+                self._words(name), log, lambda code: self._ended(name, code), **variables
             )
 
     def _ended(self, name: str, code: int) -> None:
@@ -83,10 +94,9 @@ class Servers:
         if self._expected and len(self.deaths) >= self._expected:
             self.happened.set()
 
-    def fired(self) -> list[str]:
-        """The points at which processes killed themselves."""
-        lines = self.log.read_text().splitlines()
-        return [line.split()[1].rstrip(":") for line in lines if line.startswith("failpoint ")]
+    def lines(self, text: str) -> list[str]:
+        """What the servers have written that holds a text."""
+        return [line for line in (self._folder / "servers.log").read_text().splitlines() if text in line]
 
     def stop(self) -> None:
         with self._alive:
@@ -115,39 +125,38 @@ def start(nursery: Nursery, tmp_path: Path) -> Iterator[Start]:
     """start(mode, points): servers, and a job that is not begun."""
     made: list[Servers] = []
 
-    def make(mode: str, points: str, apart: bool = False, keep: int = 3, late: bool = False) -> tuple[Servers, Run]:
-        servers = Servers(nursery, tmp_path, points, apart, keep)
+    def make(mode: str, points: str, late: bool = False, **more: Any) -> tuple[Servers, Run]:
+        servers = Servers(nursery, tmp_path, points, **more)
         made.append(servers)
-        until(lambda: _is_up(servers.address), "the servers")
-        store = CheckpointStore(servers.checkpoints)
-        return servers, Run(servers.address, mode, servers.happened, store, late)
+        return servers, Run(servers.address, mode, servers.happened, CheckpointStore(servers.checkpoints), late)
 
     yield make
     for servers in made:
         servers.stop()
 
 
-def _is_up(address: str) -> bool:
-    try:
-        return len(status.fetch(address)["shards"]) == 2
-    except PSError:
-        return False
-
-
 @pytest.fixture(scope="module")
 def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The weights that a sync job ends with."""
-    servers = Servers(nursery, tmp_path_factory.mktemp("undisturbed"), "", False, 3)
-    until(lambda: _is_up(servers.address), "the servers")
-    servers.happened.set()  # nothing is to happen
-    ended = Run(servers.address, "sync", servers.happened, CheckpointStore(servers.checkpoints), False).to_the_end()
+    servers = Servers(nursery, tmp_path_factory.mktemp("undisturbed"))
+    ended = Run(servers.address, "sync").to_the_end()
     assert (ended.found, servers.deaths) == ([], [])
     servers.stop()
     return ended.weights
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+def same(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def to_the_end(servers: Servers, run: Run, points: str, who: list[str]) -> Ended:
+    """How the job ends, whose servers died where they were to, by SIGKILL, and nowhere else."""
+    ended = run.to_the_end()
+    assert servers.deaths == [(name, -signal.SIGKILL) for name in who]
+    fired = [line.split()[1].rstrip(":") for line in servers.lines("failpoint ") if line.startswith("failpoint ")]
+    assert fired == [entry.partition("@")[0].partition("=")[0] for entry in points.split(",")]
+    assert ended.found == []
+    return ended
 
 
 LATER = 80  # times that a place is passed that each push passes: at about the 13th step
@@ -170,9 +179,7 @@ def test_a_sync_job_ends_with_the_weights_of_the_undisturbed_run_wherever_a_serv
     start: Start, undisturbed: dict[str, torch.Tensor], points: str, who: list[str]
 ) -> None:
     servers, run = start("sync", points)
-    ended = run.to_the_end()
-    check_deaths(servers, points, who)
-    assert ended.found == []
+    ended = to_the_end(servers, run, points, who)
     assert same(ended.weights, undisturbed)
     [job] = ended.status["jobs"]
     assert job["restore_count"] >= 1
@@ -193,15 +200,10 @@ def test_a_checkpoint_whose_writing_is_cut_short_is_left_for_the_one_before_it(
     start: Start, undisturbed: dict[str, torch.Tensor], point: str, shard: int
 ) -> None:
     servers, run = start("sync", f"{point}@{shard}=2")
-    ended = run.to_the_end()
-    check_deaths(servers, point, [f"shard {shard}"])
-    assert ended.found == []
+    ended = to_the_end(servers, run, point, [f"shard {shard}"])
     assert same(ended.weights, undisturbed)
-    log = servers.log.read_text()
-    back = [line for line in log.splitlines() if "rolled back to checkpoint" in line]
-    cut = [line for line in log.splitlines() if "was not completed: it has no manifest" in line]
-    assert len(back) == len(cut) == 1
-    assert word_after("checkpoint", cut[0]) > word_after("checkpoint", back[0]), "the one before is used"
+    [back], [cut] = servers.lines("rolled back to checkpoint"), servers.lines("not completed: it has no manifest")
+    assert word_after("checkpoint", cut) > word_after("checkpoint", back), "the one before is used"
     assert servers.metric('ps_restores_total{result="unfinished"}') == 1
     assert servers.metric('ps_restores_total{result="restored"}') == 1
 
@@ -210,11 +212,9 @@ def test_a_server_that_dies_while_it_removes_an_old_checkpoint_leaves_none_that_
     start: Start, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     servers, run = start("sync", "checkpoint-half-removed@0", keep=1)
-    ended = run.to_the_end()
-    check_deaths(servers, "checkpoint-half-removed", ["shard 0"])
-    assert ended.found == []
+    ended = to_the_end(servers, run, "checkpoint-half-removed", ["shard 0"])
     assert same(ended.weights, undisturbed)
-    [back] = [line for line in servers.log.read_text().splitlines() if "rolled back to checkpoint" in line]
+    [back] = servers.lines("rolled back to checkpoint")
     assert word_after("checkpoint", back) == "000002,"
     assert not (servers.checkpoints / "default" / "000001").exists(), "what was left is removed with the next"
 
@@ -231,9 +231,7 @@ def test_a_coordinator_that_dies_while_it_stops_leaves_the_last_checkpoint_there
             os.kill(servers.pids["shard 0"], signal.SIGTERM)
 
     run.stepped = stop
-    ended = run.to_the_end()
-    check_deaths(servers, "drain-begun", ["shard 0"])
-    assert ended.found == []
+    ended = to_the_end(servers, run, "drain-begun", ["shard 0"])
     assert same(ended.weights, undisturbed)
 
 
@@ -251,9 +249,7 @@ def test_a_coordinator_that_dies_over_a_join_comes_back_and_the_worker_joins(
 ) -> None:
     """Nothing is lost with it. Whom a shard counts that never learned of its place is waited for by nobody."""
     servers, run = start("sync", points, apart=True)
-    ended = run.to_the_end()
-    check_deaths(servers, points, ["coordinator"])
-    assert ended.found == []
+    ended = to_the_end(servers, run, points, ["coordinator"])
     assert same(ended.weights, undisturbed)
     [job] = ended.status["jobs"]
     assert (job["restore_count"], job["redone_step_count"]) == (0, 0)
@@ -262,9 +258,7 @@ def test_a_coordinator_that_dies_over_a_join_comes_back_and_the_worker_joins(
 @pytest.mark.parametrize("mode", ["sync", "ssp:2", "async"])
 def test_a_coordinator_that_dies_over_a_join_holds_up_nobody_who_trains(start: Start, mode: str) -> None:
     servers, run = start(mode, "worker-half-added=9", apart=True, late=True)
-    ended = run.to_the_end()
-    check_deaths(servers, "worker-half-added", ["coordinator"])
-    assert ended.found == []
+    ended = to_the_end(servers, run, "worker-half-added", ["coordinator"])
     assert ended.lost == 0
 
 
@@ -285,17 +279,9 @@ def test_without_a_common_clock_what_is_missing_is_what_is_counted_as_lost(
     start: Start, mode: str, points: str, who: list[str]
 ) -> None:
     servers, run = start(mode, points)
-    ended = run.to_the_end()
-    check_deaths(servers, points, who)
-    assert ended.found == []
+    ended = to_the_end(servers, run, points, who)
     [job] = ended.status["jobs"]
     assert ended.lost <= job["lost_step_count"] <= ended.missing, "what was acknowledged, and at most the steps at hand"
-
-
-def check_deaths(servers: Servers, points: str, who: list[str]) -> None:
-    """The processes died where they were to, by SIGKILL, and nobody else did."""
-    assert servers.deaths == [(name, -signal.SIGKILL) for name in who]
-    assert servers.fired() == [entry.partition("@")[0].partition("=")[0] for entry in points.split(",")]
 
 
 def word_after(word: str, line: str) -> str:
@@ -336,44 +322,25 @@ def test_what_up_starts_in_place_of_a_shard_that_died_has_no_points(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     """Else it would die again, after as many pushes."""
-    flags = ["--port", "0", "--metrics-port", "0", "--lease", str(LEASE), "--checkpoint-every", f"{EVERY}steps"]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PS_")}
-    path = os.pathsep.join([str(ROOT), *sys.path])
-    with subprocess.Popen(
-        [sys.executable, "-m", "ps_server", "up", *flags, "--checkpoint-dir", str(tmp_path)],
-        env={**kept, "PYTHONPATH": path, "PS_FAILPOINTS": "push-staged@1=60"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as up:
-        assert up.stdout is not None
-        assert up.stderr is not None
-        happened, said = threading.Event(), []
-
-        def listen() -> None:
-            assert up.stderr is not None
-            for line in up.stderr:
-                said.append(line.rstrip())
-                if line.startswith("ps-server: shard 1 ended"):
-                    happened.set()
-
-        listener = threading.Thread(target=listen)
-        listener.start()
-        try:
-            address = up.stdout.readline().removeprefix("ps-server: ready at ").split(" ")[0]
-            ended = Run(address, "sync", happened, CheckpointStore(tmp_path), False).to_the_end()
-        finally:
-            up.terminate()
-            up.wait()
-            listener.join()
+    flags = ["--port=0", "--metrics-port=0", f"--lease={LEASE}", f"--checkpoint-every={EVERY}steps"]
+    checkpoints, happened = tmp_path / "checkpoints", threading.Event()
+    words = ["-m", "ps_server", "up", *flags, f"--checkpoint-dir={checkpoints}"]
+    up = Command(tmp_path, *words, PS_FAILPOINTS="push-staged@1=60")
+    try:
+        [address] = up.says(r"ps-server: ready at (\S+) ")
+        run = Run(address, "sync", happened, CheckpointStore(checkpoints))
+        run.stepped = lambda rank, clock: "ps-server: shard 1 is back" in up.err and happened.set()
+        ended = run.to_the_end()
+        up.end(signal.SIGTERM)
+    finally:
+        up.clean_up()
     assert ended.found == []
     assert same(ended.weights, undisturbed)
-    warned = [line for line in said if "PS_FAILPOINTS is set: this process kills itself at 'push-staged'" in line]
+    lines = up.err.splitlines()
+    warned = [line for line in lines if "PS_FAILPOINTS is set: this process kills itself at 'push-staged'" in line]
     assert len(warned) == 1, "by shard 1, in its first life"
-    assert [line for line in said if line.startswith("failpoint ")] == [
-        "failpoint push-staged: this process kills itself"
-    ]
-    assert [line for line in said if line.startswith("ps-server: shard")] == [
+    assert [line for line in lines if line.startswith(("failpoint ", "ps-server: shard"))] == [
+        "failpoint push-staged: this process kills itself",
         "ps-server: shard 1 ended with code -9; starting it again",
         "ps-server: shard 1 is back",
     ]

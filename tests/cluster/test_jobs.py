@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,6 +15,14 @@ from ps_protocol.errors import InvalidRequest, NotFound, PSError, UnknownWorker
 from ps_server.ops import status
 from ps_worker import Session
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two shards, which each test leaves as empty as it found them."""
+    running = Cluster()
+    yield running
+    running.stop()
 
 
 def linear(value: float = 0.0, width: int = 4) -> nn.Module:

@@ -14,9 +14,15 @@ from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import Cluster, until
 from tests.tools.raw_worker import RawWorker, vector_job
-from tests.tools.rollbacks import CELLS, join_again, make_checkpoint, train
+from tests.tools.rollbacks import CELLS, QUICK, job_of, join_again, make_checkpoint, train
 
 MakeCluster = Callable[..., Cluster]
+
+
+@pytest.fixture
+def cluster(make_cluster: MakeCluster, tmp_path: Path) -> Cluster:
+    """Two shards that keep checkpoints."""
+    return make_cluster(checkpoint_dir=tmp_path, timing=QUICK)
 
 
 def lost(cluster: Cluster) -> int:
@@ -24,10 +30,7 @@ def lost(cluster: Cluster) -> int:
     return int(found["lost_step_count"])
 
 
-def test_of_a_worker_that_joined_after_the_checkpoint_only_its_own_steps_are_lost(
-    make_cluster: MakeCluster, tmp_path: Path
-) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path)
+def test_of_a_worker_that_joined_after_the_checkpoint_only_its_own_steps_are_lost(cluster: Cluster) -> None:
     spec = vector_job("job", "async", CELLS, 0)
     with RawWorker(cluster.address, spec, 0) as zero:
         zero.initialise()
@@ -43,35 +46,11 @@ def test_of_a_worker_that_joined_after_the_checkpoint_only_its_own_steps_are_los
             assert lost(cluster) == 4 + 3
 
 
-def test_what_a_dead_worker_had_done_since_its_last_heartbeat_is_lost_too_and_counted(
-    make_cluster: MakeCluster, tmp_path: Path
-) -> None:
-    """The shards that kept theirs know it, if there is one."""
-    cluster = make_cluster(checkpoint_dir=tmp_path, lease=4.0)
-    spec = vector_job("job", "async", CELLS, 2)
-    with RawWorker(cluster.address, spec, 0) as zero, RawWorker(cluster.address, spec, 1) as one:
-        zero.initialise()
-        train(one, 2)
-        assert make_checkpoint(cluster, zero, one) == 2
-        train(one, 5)  # and never says so to the coordinator
-        cluster.start_again(1)
-        join_again(zero)
-
-        def counted() -> bool:
-            zero.heartbeat()
-            return lost(cluster) > 0
-
-        until(counted, "the count")
-        assert lost(cluster) == 5
-
-
 def test_a_dead_worker_is_counted_once_however_often_shards_die_after_it(
     make_cluster: MakeCluster, tmp_path: Path
 ) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path, lease=2.0)
-    spec = vector_job("job", "async", CELLS, 2)
-    with RawWorker(cluster.address, spec, 0) as zero, RawWorker(cluster.address, spec, 1) as one:
-        zero.initialise()
+    cluster = make_cluster(checkpoint_dir=tmp_path, lease=2.0, timing=QUICK)
+    with job_of(cluster, "async", workers=2) as [zero, one]:
         assert make_checkpoint(cluster, zero, one) == 0
         train(one, 3)
         for _ in range(2):
@@ -86,10 +65,8 @@ def test_a_dead_worker_is_counted_once_however_often_shards_die_after_it(
             assert lost(cluster) == 3
 
 
-def test_a_shard_that_held_nothing_has_lost_nothing(make_cluster: MakeCluster, tmp_path: Path) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path)
-    with RawWorker(cluster.address, vector_job("job", "async", 16, 1), 0) as worker:
-        worker.initialise()
+def test_a_shard_that_held_nothing_has_lost_nothing(cluster: Cluster) -> None:
+    with job_of(cluster, "async", cells=16) as [worker]:
         assert worker.shard_of == [0]
         assert make_checkpoint(cluster, worker) == 0
         for _ in range(3):
@@ -101,10 +78,8 @@ def test_a_shard_that_held_nothing_has_lost_nothing(make_cluster: MakeCluster, t
         assert lost(cluster) == 0
 
 
-def test_a_job_with_fewer_buckets_than_shards_has_checkpoints_too(make_cluster: MakeCluster, tmp_path: Path) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path)
-    with RawWorker(cluster.address, vector_job("job", "sync", 16, 1), 0) as worker:
-        worker.initialise()
+def test_a_job_with_fewer_buckets_than_shards_has_checkpoints_too(cluster: Cluster, tmp_path: Path) -> None:
+    with job_of(cluster, "sync", cells=16) as [worker]:
         for _ in range(2):
             worker.step(-torch.ones(16))
         assert torch.equal(worker.pull(), torch.full((16,), 2.0))
@@ -116,12 +91,8 @@ def test_a_job_with_fewer_buckets_than_shards_has_checkpoints_too(make_cluster: 
         assert torch.equal(worker.pull(), torch.full((16,), 2.0))
 
 
-def test_a_late_call_to_begin_a_checkpoint_does_not_take_the_place_of_a_newer_one(
-    make_cluster: MakeCluster, tmp_path: Path
-) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path)
-    with RawWorker(cluster.address, vector_job("job", "sync", CELLS, 1), 0) as worker:
-        worker.initialise()
+def test_a_late_call_to_begin_a_checkpoint_does_not_take_the_place_of_a_newer_one(cluster: Cluster) -> None:
+    with job_of(cluster, "sync") as [worker]:
         for shard in cluster.shards:
             shard.begin_snapshot("job", "000007", 2)
             shard.begin_snapshot("job", "000007", 2)
@@ -135,10 +106,9 @@ def test_a_late_call_to_begin_a_checkpoint_does_not_take_the_place_of_a_newer_on
 
 
 def test_a_checkpoint_that_is_all_written_when_its_job_is_set_back_is_none(
-    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It would be of a clock that the job comes to only now, perhaps with other workers."""
-    cluster = make_cluster(checkpoint_dir=tmp_path)
     write, given_up = CheckpointStore.write_worker, []
 
     def write_late(store: CheckpointStore, job: str, name: str, rank: int, state: bytes) -> Part:
@@ -150,8 +120,7 @@ def test_a_checkpoint_that_is_all_written_when_its_job_is_set_back_is_none(
         return write(store, job, name, rank, state)
 
     monkeypatch.setattr(CheckpointStore, "write_worker", write_late)
-    with RawWorker(cluster.address, vector_job("job", "sync", CELLS, 1), 0) as worker:
-        worker.initialise()
+    with job_of(cluster, "sync") as [worker]:
         train(worker, 2)
         assert make_checkpoint(cluster, worker) == 2
         store = CheckpointStore(tmp_path)

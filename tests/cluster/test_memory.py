@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from ps_protocol.v1.data_pb2_grpc import DataServiceStub
 from ps_runtime.channel import open_channel
 from ps_server.ops.status import fetch
 from tests.tools.cluster import until
+from tests.tools.launching import Command
 from tests.tools.raw_worker import RawWorker, vector_job
 
 KIB = 1024
@@ -23,23 +21,13 @@ AT_ONCE = 50
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[str, int]]:
+def server(tmp_path: Path) -> Iterator[tuple[str, int]]:
     """A shard with a coordinator in a process of its own: its address and process id."""
     flags = ["--with-coordinator", "--shards=1", "--index=0", "--port=0", "--metrics-port=0", "--lease=600"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ps_server", "shard", *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdout is not None
-    found = re.search(r"ready at (\S+)", process.stdout.readline())
-    assert found
-    yield found[1], process.pid
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    command = Command(tmp_path, "-m", "ps_server", "shard", *flags, OMP_NUM_THREADS="1")
+    [address] = command.says(r"ready at (\S+)")
+    yield address, command.process.pid
+    command.clean_up()
 
 
 def resident(pid: int) -> int:

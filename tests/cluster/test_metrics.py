@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,15 +19,13 @@ from torch.utils.data import DataLoader
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest
-from ps_runtime.metrics import LATENCY_BUCKETS
 from ps_server.config import ServerConfig
 from ps_server.ops import status
 from ps_server.server import Server
-from ps_server.shard.metrics import STALENESS_BUCKETS
 from ps_worker import Session
 from ps_worker.metrics import PHASES, StepTimer
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
-from tests.tools.raw_worker import RawWorker, vector_job
+from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 CELLS = 100  # in buckets of 16: seven buckets over two shards
 BUCKETS = 7
@@ -67,68 +66,65 @@ def test_pushes_pulls_and_updates_are_counted(cluster: Cluster, transport: str) 
     sessions = [cluster.connect("sync", rank, workers, job="j", transport=transport) for rank in range(workers)]
     in_parallel(workers, lambda rank: trained(sessions[rank], steps))
     # Rank 0's initial values, then a gradient of each worker and step; everyone pulls at the start and every step.
-    pushes, pulls = BUCKETS * (1 + workers * steps), BUCKETS * workers * (1 + steps)
+    pushes, pulls = 1 + workers * steps, workers * (1 + steps)
     padded = 112 * 4  # bytes of the vector: whole 64-byte lines
-    assert total(cluster, 'ps_push_total{job="j",result="staged"}') == pushes
-    assert total(cluster, 'ps_push_bytes_total{job="j"}') == padded * (1 + workers * steps)
-    assert total(cluster, 'ps_pull_total{job="j"}') == pulls
-    assert total(cluster, 'ps_pull_bytes_total{job="j"}') == padded * workers * (1 + steps)
-    assert total(cluster, 'ps_accumulate_seconds_count{job="j"}') == BUCKETS * workers * steps
-    assert total(cluster, 'ps_apply_seconds_count{job="j"}') == BUCKETS * steps
-    assert total(cluster, 'ps_apply_staleness_clocks_count{job="j"}') == BUCKETS * steps
-    assert total(cluster, 'ps_apply_staleness_clocks_sum{job="j"}') == 0
-    assert total(cluster, 'ps_buckets{job="j"}') == BUCKETS
-    assert total(cluster, 'ps_job_bytes{job="j",kind="parameters"}') == padded
-    assert total(cluster, 'ps_staged_bytes{job="j"}') == total(cluster, 'ps_waiting_pulls{job="j"}') == 0
+    expected = {
+        'ps_push_total{job="j",result="staged"}': BUCKETS * pushes,
+        'ps_push_bytes_total{job="j"}': padded * pushes,
+        'ps_pull_total{job="j"}': BUCKETS * pulls,
+        'ps_pull_bytes_total{job="j"}': padded * pulls,
+        'ps_accumulate_seconds_count{job="j"}': BUCKETS * workers * steps,
+        'ps_apply_seconds_count{job="j"}': BUCKETS * steps,
+        'ps_apply_staleness_clocks_count{job="j"}': BUCKETS * steps,
+        'ps_apply_staleness_clocks_sum{job="j"}': 0,
+        'ps_buckets{job="j"}': BUCKETS,
+        'ps_job_bytes{job="j",kind="parameters"}': padded,
+        'ps_staged_bytes{job="j"}': 0,
+        'ps_waiting_pulls{job="j"}': 0,
+    }
+    assert {name: total(cluster, name) for name in expected} == expected
     for server in cluster.servers:
-        found = scrape(server.metrics_address)
-        assert found['ps_bucket_version_min{job="j"}'] == found['ps_bucket_version_max{job="j"}'] == steps
-        assert found['ps_shard_clock{job="j",rank="0"}'] == found['ps_shard_clock{job="j",rank="1"}'] == steps
-    found = scrape(cluster.servers[0].metrics_address)
-    assert (found["ps_shards"], found["ps_jobs"], found['ps_workers{job="j"}']) == (2, 1, workers)
-    assert found['ps_placement_imbalance_ratio{job="j"}'] == pytest.approx(4 * 64 / (padded / 2))
+        samples = scrape(server.metrics_address)
+        for name in ("ps_bucket_version_min", "ps_bucket_version_max"):
+            assert samples[f'{name}{{job="j"}}'] == steps
+        for rank in range(workers):
+            assert samples[f'ps_shard_clock{{job="j",rank="{rank}"}}'] == steps
+    samples = scrape(cluster.servers[0].metrics_address)
+    assert (samples["ps_shards"], samples["ps_jobs"], samples['ps_workers{job="j"}']) == (2, 1, workers)
+    assert samples['ps_placement_imbalance_ratio{job="j"}'] == pytest.approx(4 * 64 / (padded / 2))
     for session in sessions:
-        found = scrape(session.metrics_address)
-        assert found["ps_worker_steps_total"] == found["ps_worker_clock"] == steps
-        assert found["ps_worker_push_bytes_total"] >= padded * steps
-        assert found["ps_worker_pull_bytes_total"] >= padded * steps
+        samples = scrape(session.metrics_address)
+        assert samples["ps_worker_steps_total"] == samples["ps_worker_clock"] == steps
+        assert samples["ps_worker_push_bytes_total"] >= padded * steps
+        assert samples["ps_worker_pull_bytes_total"] >= padded * steps
         session.close()
 
 
-def test_repeats_and_refusals_are_counted_apart(cluster: Cluster) -> None:
-    with RawWorker(cluster.address, vector_job("j", "sync", cells=16, world_size=1), 0) as worker:
-        worker.initialise()
+def test_repeats_and_refusals_are_counted_apart(shared: Cluster, job: str) -> None:
+    with joined(shared.address, vector_job(job, "sync", cells=16, world_size=1)) as [worker]:
         push = worker.message(0, 1)
         for _ in range(3):
             worker.send(push)
         for _ in range(4):
             with pytest.raises(InvalidRequest):
                 worker.send(worker.message(0, 2, b"short"))
-    assert total(cluster, 'ps_push_total{job="j",result="staged"}') == 2
-    assert total(cluster, 'ps_push_total{job="j",result="duplicate"}') == 2
-    assert total(cluster, 'ps_push_total{job="j",result="refused"}') == 4
-    assert total(cluster, 'ps_push_refused_total{job="j",reason="INVALID_REQUEST"}') == 4
+    for result, count in (("staged", 2), ("duplicate", 2), ("refused", 4)):
+        assert total(shared, f'ps_push_total{{job="{job}",result="{result}"}}') == count
+    assert total(shared, f'ps_push_refused_total{{job="{job}",reason="INVALID_REQUEST"}}') == 4
 
 
-def test_staleness_is_that_of_the_weights_a_gradient_was_taken_at(cluster: Cluster) -> None:
-    spec = vector_job("j", "async", cells=16, world_size=2)
-    with RawWorker(cluster.address, spec, 0) as fast, RawWorker(cluster.address, spec, 1) as slow:
-        fast.initialise()
+def test_staleness_is_that_of_the_weights_a_gradient_was_taken_at(shared: Cluster, job: str) -> None:
+    with joined(shared.address, vector_job(job, "async", cells=16, world_size=2)) as [fast, slow]:
         for _ in range(5):
             fast.step(torch.ones(16))
             fast.pull()
         slow.step(torch.ones(16))  # at the weights of clock 0, with five updates in
         slow.pull()
-    assert total(cluster, 'ps_apply_staleness_clocks_count{job="j"}') == 6
-    assert total(cluster, 'ps_apply_staleness_clocks_sum{job="j"}') == 5
-    assert total(cluster, 'ps_apply_staleness_clocks_bucket{job="j",le="4.0"}') == 5
-    assert total(cluster, 'ps_apply_staleness_clocks_bucket{job="j",le="6.0"}') == 6
-
-
-def test_buckets_are_fine_enough_to_tell() -> None:
-    assert LATENCY_BUCKETS[0] == 0.0005
-    assert 30 < LATENCY_BUCKETS[-1] < 40
-    assert STALENESS_BUCKETS == (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+    name = "ps_apply_staleness_clocks"
+    assert total(shared, f'{name}_count{{job="{job}"}}') == 6
+    assert total(shared, f'{name}_sum{{job="{job}"}}') == 5
+    assert total(shared, f'{name}_bucket{{job="{job}",le="4.0"}}') == 5
+    assert total(shared, f'{name}_bucket{{job="{job}",le="6.0"}}') == 6
 
 
 def test_the_time_waited_is_told_with_the_rank_that_was_waited_for(cluster: Cluster) -> None:
@@ -161,40 +157,51 @@ def test_the_time_waited_is_told_with_the_rank_that_was_waited_for(cluster: Clus
         session.close()
 
 
+def spend(seconds: float) -> None:
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < seconds:
+        pass
+
+
+class Slow(nn.Module):
+    """Takes its time forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.scale = nn.Parameter(torch.ones(1))  # the last layer's gradient is the first to be ready
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spend(0.02)
+        y = self.weight * x
+        if y.requires_grad:
+            y.register_hook(lambda gradient: spend(0.03))
+        return y * self.scale
+
+
+def collate_slowly(samples: list[float]) -> torch.Tensor:
+    spend(0.01)
+    return torch.tensor(samples)
+
+
+def phases_of(session: Session, steps: int) -> dict[str, float]:
+    """The seconds of each phase of a worker's steps so far, of which there were so many."""
+    samples = scrape(session.metrics_address)
+    for phase in PHASES:
+        assert samples[f'ps_worker_step_seconds_count{{phase="{phase}"}}'] == steps
+    return {phase: samples[f'ps_worker_step_seconds_sum{{phase="{phase}"}}'] for phase in PHASES}
+
+
 @pytest.mark.parametrize("mode", ["single", "sync"])
 def test_a_step_is_split_into_phases_that_add_up(shared: Cluster, job: str, mode: str) -> None:
-    class Slow(nn.Module):
-        """Takes its time forward and backward, and its data too."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-            self.scale = nn.Parameter(torch.ones(1))  # the last layer's gradient is the first to be ready
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            spend(0.02)
-            y = self.weight * x
-            if y.requires_grad:
-                y.register_hook(lambda gradient: spend(0.03))
-            return y * self.scale
-
-    def spend(seconds: float) -> None:
-        begun = time.perf_counter()
-        while time.perf_counter() - begun < seconds:
-            pass
-
-    def collate(samples: list[float]) -> torch.Tensor:
-        spend(0.01)
-        return torch.tensor(samples)
-
     steps = 4
     with ps_worker.connect(shared.address, mode, job) as session:
         model = Slow()
-        loader = DataLoader([1.0] * steps, collate_fn=collate)
+        loader = DataLoader([1.0] * steps, collate_fn=collate_slowly)
         model, optimizer, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
         with torch.no_grad():
-            for x in session.prepare(DataLoader([1.0] * 100, collate_fn=collate)):  # in no phase: it trains nothing
-                model(x)
+            for x in session.prepare(DataLoader([1.0] * 20, collate_fn=collate_slowly)):
+                model(x)  # in no phase: it trains nothing
         begun = time.perf_counter()
         for x in loader:
             model(x).sum().backward()
@@ -202,95 +209,45 @@ def test_a_step_is_split_into_phases_that_add_up(shared: Cluster, job: str, mode
             optimizer.zero_grad()
             spend(0.05)  # in no phase
         wall = time.perf_counter() - begun - 0.05 * steps
-        found = scrape(session.metrics_address)
-        sums = {phase: found[f'ps_worker_step_seconds_sum{{phase="{phase}"}}'] for phase in PHASES}
-        for phase in PHASES:
-            assert found[f'ps_worker_step_seconds_count{{phase="{phase}"}}'] == steps
-        assert sums["data"] >= 0.01 * steps
-        assert sums["forward"] >= 0.02 * steps
-        assert sums["backward"] >= 0.03 * steps
-        assert 0.06 * steps <= sum(sums.values()) <= wall
-        if mode == "single":
-            assert sums["push"] == sums["pull"] == sums["wait"] == 0
-        else:
-            assert sums["push"] > 0
-            assert sums["pull"] > 0
+        seconds = phases_of(session, steps)
+    assert seconds["data"] >= 0.01 * steps
+    assert seconds["forward"] >= 0.02 * steps
+    assert seconds["backward"] >= 0.03 * steps
+    assert 0.06 * steps <= sum(seconds.values()) <= wall
+    assert (seconds["push"] > 0) == (seconds["pull"] > 0) == (mode == "sync")
+    assert mode == "sync" or seconds["wait"] == 0
 
 
-@pytest.mark.parametrize("mode", ["single", "sync"])
-def test_an_accumulated_step_is_the_sum_of_its_parts_and_needs_no_loader(shared: Cluster, job: str, mode: str) -> None:
-    with ps_worker.connect(shared.address, mode, job) as session:
-        model = vector()
-        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), overlap=False)
-        begun = time.perf_counter()
-        for _ in range(3):
-            for _ in range(4):
-                model(torch.ones(CELLS)).backward()
-            optimizer.step()
-        wall = time.perf_counter() - begun
-        found = scrape(session.metrics_address)
-        sums = {phase: found[f'ps_worker_step_seconds_sum{{phase="{phase}"}}'] for phase in PHASES}
-    assert found['ps_worker_step_seconds_count{phase="forward"}'] == 3
-    assert sums["data"] == 0
-    assert min(sums["forward"], sums["backward"]) > 0
-    assert sum(sums.values()) <= wall + 0.1, "the first forward begins with prepare"
+# What happens after so many seconds, step by step; and a step's seconds of data, forward and backward.
+LOOP = {
+    "the first step, accumulated over three batches": (
+        "100 asked, 1 yielded, 10 gradient, 100 gradient, 100 asked, 1 yielded, 10 gradient, 100 gradient, "
+        "100 asked, 1 yielded, 10 gradient, 100 stepping, 1000",  # the last is what `step` tells by itself
+        (3, 30, 500),
+    ),
+    "after a scheduler, a log line and an evaluation": (
+        "1000 asked, 5 yielded, 50 asked, 5 yielded, 50 asked, 5 yielded, 50 asked, 5 ended, "
+        "1000 asked, 2 yielded, 20 gradient, 200 stepping",
+        (2, 20, 200),
+    ),
+    "without asking a loader, or a second one with the same batch": ("30 gradient, 300 stepping", (0, 30, 300)),
+    "with a closure, inside `step`": ("1 stepping, 40 gradient, 400", (0, 41, 400)),
+    "without data, made by the loader": ("7 asked, 3 stepping", (3, 0, 0)),
+    "with gradients that backward did not make": ("4 yielded, 40 stepping", (4, 40, 0)),
+}
 
 
-def test_the_timer_splits_time_by_its_events() -> None:
-    class Clock:
-        now = 0.0
-
-        def perf_counter(self) -> float:
-            return self.now
-
-    clock = Clock()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ps_worker.metrics.time", clock)
-        timer = StepTimer()
-
-        def after(seconds: float, *events: Callable[[], object]) -> None:
-            clock.now += seconds
-            for event in events:
-                event()
-
-        def phases() -> tuple[float, ...]:
-            found = timer.stepped()
-            return tuple(found[phase] for phase in ("data", "forward", "backward"))
-
-        after(100, timer.asked)  # before the first batch: nothing of a step
-        for _ in range(2):  # accumulated
-            after(1, timer.yielded)
-            after(10, timer.gradient)
-            after(100, timer.gradient)
-            after(100, timer.asked)
-        after(1, timer.yielded)
-        after(10, timer.gradient)
-        after(100, timer.stepping)
-        clock.now += 1000  # what `step` tells by itself
-        assert phases() == (3, 30, 500)
-        after(1000, timer.asked)  # a scheduler, a log line
-        for _ in range(3):  # an evaluation
-            after(5, timer.yielded)
-            after(50, timer.asked)
-        after(5, timer.ended)
-        after(1000, timer.asked)
-        after(2, timer.yielded)
-        after(20, timer.gradient)
-        after(200, timer.stepping)
-        assert phases() == (2, 20, 200)
-        after(30, timer.gradient)  # without asking a loader, or a second step with the same batch
-        after(300, timer.stepping)
-        assert phases() == (0, 30, 300)
-        after(1, timer.stepping)
-        after(40, timer.gradient)  # inside `step`, by a closure
-        after(400)
-        assert phases() == (0, 41, 400)
-        after(7, timer.asked)
-        after(3, timer.stepping)  # a step without data, made by the loader
-        assert phases() == (3, 0, 0)
-        after(4, timer.yielded)
-        after(40, timer.stepping)  # gradients that backward did not make
-        assert phases() == (4, 40, 0)
+def test_the_timer_splits_time_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr("ps_worker.metrics.time", clock)
+    timer = StepTimer()
+    for what, (events, expected) in LOOP.items():
+        for seconds, _, event in (part.partition(" ") for part in events.split(", ")):
+            clock.now += float(seconds)
+            if event:
+                getattr(timer, event)()
+        seconds_of = timer.stepped()
+        assert tuple(seconds_of[phase] for phase in ("data", "forward", "backward")) == expected, what
 
 
 @pytest.mark.parametrize("mode", ["single", "sync"])
@@ -307,8 +264,7 @@ def test_a_closed_session_has_left_no_hook(shared: Cluster, job: str, mode: str)
 
 
 def test_the_standard_grpc_counters_are_there(cluster: Cluster) -> None:
-    with RawWorker(cluster.address, vector_job("j", "sync", cells=16, world_size=1), 0) as worker:
-        worker.initialise()
+    with joined(cluster.address, vector_job("j", "sync", cells=16, world_size=1)) as [worker]:
         worker.step(torch.ones(16))
         worker.pull()
         with pytest.raises(InvalidRequest):
@@ -375,11 +331,10 @@ def test_a_dead_worker_leaves_service_discovery_with_its_lease(make_cluster: Cal
         until(lambda: scrape(cluster.servers[0].metrics_address)['ps_workers{job="j"}'] == 0)
 
 
-def test_only_the_coordinator_serves_service_discovery(cluster: Cluster) -> None:
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        page(cluster.servers[1].metrics_address, "/sd")
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        page(cluster.servers[0].metrics_address, "/nothing")
+def test_only_the_coordinator_serves_service_discovery(shared: Cluster) -> None:
+    for server, path in zip(shared.servers, ("/nothing", "/sd"), strict=True):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            page(server.metrics_address, path)
 
 
 # -- valid -----------------------------------------------------------------------------------------------------------

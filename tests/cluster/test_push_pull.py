@@ -25,9 +25,8 @@ CELLS = 48  # three buckets, on one shard
 class Sharer:
     """A worker by hand whose gradients and weights lie in a segment."""
 
-    def __init__(self, cluster: Cluster, mode: str, rank: int, world_size: int) -> None:
-        self.raw = RawWorker(cluster.address, vector_job("job", mode, CELLS, world_size), rank)
-        self.raw.join()
+    def __init__(self, cluster: Cluster, job: str, rank: int = 0, world_size: int = 1) -> None:
+        self.raw = RawWorker(cluster.address, vector_job(job, "sync", CELLS, world_size), rank)
         if rank == 0:
             self.raw.initialise()
         plan = segment_plan(self.raw.spec, self.raw.layout)
@@ -41,13 +40,12 @@ class Sharer:
         segment.hide()
         self.memory = SegmentMap(segment.memory, plan)
 
-    def request(self, clock: int, pushed: list[int], pulled: list[int], **other: Any) -> data_pb2.ExchangeRequest:
+    def exchange(self, clock: int, pushed: list[int], pulled: list[int], **other: Any) -> Any:
+        """Begins a call that pushes and pulls buckets; `other`: what it says of the worker."""
         push = data_pb2.PushHeader(worker=self.raw.identity(**other), clock=clock)
         for index in pushed:
             push.buckets.add(bucket=index, kind=data_pb2.PUSH_KIND_GRADIENT)
-        return data_pb2.ExchangeRequest(push=push, buckets=pulled, in_segment=data_pb2.InSegment())
-
-    def call(self, request: data_pb2.ExchangeRequest) -> Any:
+        request = data_pb2.ExchangeRequest(push=push, buckets=pulled, in_segment=data_pb2.InSegment())
         return self._stub.Exchange(request, timeout=CALL_SECONDS)
 
     def headers(self, call: Any) -> list[data_pb2.PulledBucket]:
@@ -57,27 +55,37 @@ class Sharer:
         except grpc.RpcError as error:
             raise error_from(error, "shard") from None
 
-    def close(self) -> None:
+    def __enter__(self) -> Sharer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._channel.close()
         self.raw.__exit__(None, None, None)
 
 
-@pytest.fixture
-def cluster(make_cluster: Any) -> Cluster:
-    found: Cluster = make_cluster(shards=1)
-    return found
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """One shard, on which each test has a job of its own."""
+    running = Cluster(shards=1)
+    yield running
+    running.stop()
 
 
 @pytest.fixture
-def alone(cluster: Cluster) -> Iterator[Sharer]:
-    sharer = Sharer(cluster, "sync", 0, 1)
-    yield sharer
-    sharer.close()
+def alone(cluster: Cluster, job: str) -> Iterator[Sharer]:
+    with Sharer(cluster, job) as sharer:
+        yield sharer
+
+
+@pytest.fixture
+def both(cluster: Cluster, job: str) -> Iterator[list[Sharer]]:
+    with Sharer(cluster, job, 0, 2) as first, Sharer(cluster, job, 1, 2) as second:
+        yield [first, second]
 
 
 def test_weights_come_with_the_update_of_the_same_call(alone: Sharer) -> None:
     alone.memory.gradients["float32"][:CELLS] = torch.arange(CELLS).float()
-    found = alone.headers(alone.call(alone.request(1, [0, 1, 2], [0, 1, 2])))
+    found = alone.headers(alone.exchange(1, [0, 1, 2], [0, 1, 2]))
     assert [(header.bucket, header.version) for header in found] == [(0, 1), (1, 1), (2, 1)]
     assert torch.equal(alone.memory.weights["float32"][:CELLS], -torch.arange(CELLS).float())
 
@@ -85,25 +93,23 @@ def test_weights_come_with_the_update_of_the_same_call(alone: Sharer) -> None:
 def test_a_repeat_is_not_applied_and_brings_the_weights_all_the_same(alone: Sharer) -> None:
     alone.memory.gradients["float32"][:CELLS] = 1.0
     for pushed in ([0, 1], [0, 1, 2], [0, 1, 2]):  # as if the answer to the first were lost
-        alone.headers(alone.call(alone.request(1, pushed, pushed)))
+        alone.headers(alone.exchange(1, pushed, pushed))
     assert torch.equal(alone.memory.weights["float32"][:CELLS], torch.full((CELLS,), -1.0))
 
 
-def test_who_waits_for_others_is_told_that_its_pushes_are_staged_and_since_when(cluster: Cluster) -> None:
-    first, second = Sharer(cluster, "sync", 0, 2), Sharer(cluster, "sync", 1, 2)
-    call = first.call(first.request(1, [0, 1, 2], [0, 1, 2]))
+def test_who_waits_for_others_is_told_that_its_pushes_are_staged_and_since_when(both: list[Sharer]) -> None:
+    first, second = both
+    call = first.exchange(1, [0, 1, 2], [0, 1, 2])
     told = next(call)
     assert not told.buckets
     assert told.staged_duration.ToNanoseconds() >= 1e8
-    other = second.call(second.request(1, [0, 1, 2], [0, 1, 2]))
+    other = second.exchange(1, [0, 1, 2], [0, 1, 2])
     told = next(other)
     assert told.HasField("staged_duration"), "in the first message, whatever else it brings"
     assert len(told.buckets) + len(second.headers(other)) == 3
     found = list(call)
     assert sum(len(message.buckets) for message in found) == 3
     assert not any(message.HasField("staged_duration") for message in found), "it is said once"
-    first.close()
-    second.close()
 
 
 @pytest.mark.parametrize(
@@ -123,37 +129,27 @@ def test_what_is_wrong_changes_nothing(
 ) -> None:
     alone.memory.gradients["float32"][:CELLS] = 1.0
     with pytest.raises(error):
-        alone.headers(alone.call(alone.request(clock, pushed, pulled, **other)))
-    alone.headers(alone.call(alone.request(1, [0, 1, 2], [0, 1, 2])))
+        alone.headers(alone.exchange(clock, pushed, pulled, **other))
+    alone.headers(alone.exchange(1, [0, 1, 2], [0, 1, 2]))
     assert torch.equal(alone.memory.weights["float32"][:CELLS], torch.full((CELLS,), -1.0))
 
 
-def test_without_a_segment_it_is_refused(cluster: Cluster) -> None:
-    with (
-        RawWorker(cluster.address, vector_job("job", "async", CELLS, 1), 0) as raw,
-        open_channel(cluster.servers[0].address) as channel,
-    ):
-        raw.join()
-        raw.initialise()
-        push = data_pb2.PushHeader(worker=raw.identity(), clock=1)
-        push.buckets.add(bucket=0, kind=data_pb2.PUSH_KIND_GRADIENT)
-        request = data_pb2.ExchangeRequest(push=push, in_segment=data_pb2.InSegment())
-        call = DataServiceStub(channel).Exchange(request, timeout=CALL_SECONDS)
-        with pytest.raises(grpc.RpcError) as refused:
-            list(call)
-        assert isinstance(error_from(refused.value, "shard"), NotShared)
+def test_without_a_segment_it_is_refused(alone: Sharer) -> None:
+    alone.raw.join()  # as a new incarnation, which has attached none
+    with pytest.raises(NotShared):
+        alone.headers(alone.exchange(1, [0], []))
 
 
-def test_a_worker_that_is_cut_off_while_it_waits_leaves_what_it_pushed(cluster: Cluster) -> None:
-    first, second = Sharer(cluster, "sync", 0, 2), Sharer(cluster, "sync", 1, 2)
+def test_a_worker_that_is_cut_off_while_it_waits_leaves_what_it_pushed(
+    cluster: Cluster, job: str, both: list[Sharer]
+) -> None:
+    first, second = both
     first.memory.gradients["float32"][:CELLS] = 3.0
     second.memory.gradients["float32"][:CELLS] = 1.0
-    call = first.call(first.request(1, [0, 1, 2], [0, 1, 2]))
+    call = first.exchange(1, [0, 1, 2], [0, 1, 2])
     next(call)
     call.cancel()
     [shard] = cluster.shards
-    until(lambda: not any(bucket.waiters for bucket in shard.jobs()["job"].buckets.values()))
-    second.headers(second.call(second.request(1, [0, 1, 2], [0, 1, 2])))
+    until(lambda: not any(bucket.waiters for bucket in shard.jobs()[job].buckets.values()))
+    second.headers(second.exchange(1, [0, 1, 2], [0, 1, 2]))
     assert torch.equal(second.memory.weights["float32"][:CELLS], torch.full((CELLS,), -2.0))
-    first.close()
-    second.close()

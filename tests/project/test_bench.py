@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.tools.launching import python
 
 SMALLEST = {
     "round": "--mib 1 --rounds 1 --transport shm --wire float32 --no-peers",
@@ -26,11 +23,8 @@ QUICK = ("scale",)  # which is made of rounds
 
 def run(name: str, flags: str, directory: Path) -> list[dict[str, Any]]:
     """The results of a benchmark; a picture of them is in the directory."""
-    command = [sys.executable, "-m", "bench", name, *flags.split()]
-    command += ["--json", str(directory / "found.jsonl"), "--picture", str(directory / "found.png")]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=directory, capture_output=True, text=True, timeout=140
-    )
+    results = ["--json", str(directory / "found.jsonl"), "--picture", str(directory / "found.png")]
+    done = python("-m", "bench", name, *flags.split(), *results, folder=directory)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (directory / "found.jsonl").read_text().splitlines()]
 

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,21 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from ps_server.storage.export import export
+from tests.tools import launching
 from tests.tools.cluster import Cluster, until
+from tests.tools.imports import PACKAGES
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("ps_protocol", "ps_runtime", "ps_launch", "ps_server", "ps_worker")
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
-
-
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _scripts(document: Path) -> list[str]:
@@ -42,23 +29,14 @@ def _scripts(document: Path) -> list[str]:
 
 
 def _run(script: Path, *arguments: str, **variables: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        cwd=script.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = launching.python(str(script), *arguments, folder=script.parent, **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_the_reference_is_what_the_docstrings_say() -> None:
-    made: Any = _load(DOCS / "make_reference.py")
-    assert (DOCS / "reference.md").read_text() == made.document(), "run `make reference`"
+    made = launching.load(DOCS / "make_reference.py").document()
+    assert (DOCS / "reference.md").read_text() == made, "run `make reference`"
 
 
 def test_the_first_example_of_the_readme_is_the_file() -> None:

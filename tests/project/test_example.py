@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import psutil
 import pytest
@@ -25,22 +22,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ["--steps=6", "--batch-size=2", "--layers=1", "--heads=2", "--width=16", "--block=8"]
 
 
-def load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("char_gpt", EXAMPLES / "char_gpt.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["char_gpt"] = module  # dataclasses look up the module they are made in
-    spec.loader.exec_module(module)
-    return module
-
-
-char_gpt: Any = load_example()
+char_gpt = launching.load(EXAMPLES / "char_gpt.py")
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return launching.python(str(EXAMPLES / script), *arguments)
 
 
 def test_text_is_python_and_the_same_every_time() -> None:

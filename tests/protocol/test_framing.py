@@ -192,7 +192,7 @@ def test_a_pull_is_read_as_it_was_asked() -> None:
     request = worker_messages.pull_request(WHO, 12, [4, 2])
     assert data_messages.pull(request) == PullCall("job", 3, 7, 12, (4, 2), WHO.key)
     assert data_pb2.PullRequest.FromString(request).clock == 12
-    request = worker_messages.shared_pull(WHO, 12, [4], 100)
+    request = worker_messages.pull_request(WHO, 12, [4], 100)
     assert data_messages.pull(request) == PullCall("job", 3, 7, 12, (4,), WHO.key, True, 100)
 
 
@@ -213,7 +213,7 @@ def test_an_exchange_is_of_one_worker_at_one_clock() -> None:
 def test_a_pulled_bucket_is_read_as_it_was_sent_by_hand_and_by_the_generated_class() -> None:
     data = ANSWERS.pulled(PulledBucket(7, 40, 0.25, payload=memoryview(b"weights!"), wire_format="float16"))
     [found] = worker_messages.pulled(data, len)  # type: ignore[arg-type]
-    assert (found.bucket, found.version, found.waited, found.waiting) == (7, 40, 0.25, None)
+    assert (found.bucket, found.waited, found.waiting) == (7, 0.25, None)
     assert (found.payload, found.wire_format) == (b"weights!", "float16")
     message = data_pb2.PullResponse.FromString(data)
     assert message.payload == b"weights!"

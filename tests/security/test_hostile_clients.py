@@ -15,21 +15,19 @@ import torch
 from torch import nn
 
 from ps_protocol.convert import job_spec_message
-from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError
+from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
-from ps_protocol.v1 import cluster_pb2, data_pb2, jobs_pb2, membership_pb2, types_pb2
-from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
-from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
+from ps_protocol.v1 import data_pb2, jobs_pb2, membership_pb2, types_pb2
 from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT
 from ps_runtime.status import error_from
 from ps_server.core.limits import Limits
 from ps_server.ops.status import is_serving
-from ps_server.server import Server
 from tests.tools.cluster import Cluster, scrape, until
+from tests.tools.raw_worker import RawWorker
 from tests.tools.slow_client import PREFACE, Dripping, opening
 
 MakeCluster = Callable[..., Cluster]
@@ -71,19 +69,11 @@ def slow_uploads(cluster: Cluster, count: int) -> Iterator[None]:
             for path in ("DataService/Push", "DataService/Pull", "MembershipService/Heartbeat"):
                 call = channel.stream_stream(f"/ps_protocol.v1.{path}")
                 calls += [call(nothing(), timeout=600) for _ in range(count)]
-        await_calls(cluster.servers[0], 3 * count)
+        until(lambda: cluster.servers[0].calls_in_flight() >= 3 * count, "the start of every call")
         try:
             yield
         finally:
             release.set()
-
-
-def await_calls(server: Server, count: int) -> None:
-    """Until the server has let that many calls in."""
-    deadline = time.monotonic() + SECONDS
-    while server.calls_in_flight() < count:
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
 
 
 def test_a_hundred_requests_that_never_arrive_delay_nobody(make_cluster: MakeCluster) -> None:
@@ -97,26 +87,11 @@ def test_a_hundred_requests_that_never_arrive_delay_nobody(make_cluster: MakeClu
 
 def test_a_request_that_does_not_arrive_in_time_is_cut_off(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(shards=1, limits=Limits(upload_seconds=0.2))
-    server = cluster.servers[0]
     with slow_uploads(cluster, 4):
-        deadline = time.monotonic() + SECONDS
-        while server.calls_in_flight():
-            assert time.monotonic() < deadline
-            threading.Event().wait(0.02)
+        until(lambda: not cluster.servers[0].calls_in_flight(), "the end of every call")
 
 
 DRIPPING = 100
-
-
-@contextlib.contextmanager
-def dripping(
-    address: str, prefix: bytes, drops: bytes, pause: float = 0.05, source: str = "127.0.0.1"
-) -> Iterator[Dripping]:
-    clients = Dripping(address, DRIPPING, prefix, drops, pause, source)
-    try:
-        yield clients
-    finally:
-        clients.stop()
 
 
 @pytest.mark.parametrize("method", ["DataService/Push", "MembershipService/Heartbeat"])
@@ -125,8 +100,8 @@ def test_clients_that_send_a_request_byte_by_byte_delay_nobody_and_are_cut_off(
 ) -> None:
     cluster = make_cluster(shards=1, limits=Limits(upload_seconds=3.0))
     server = cluster.servers[0]
-    with dripping(server.address, opening(f"/ps_protocol.v1.{method}", 10**6), b"x") as clients:
-        until(lambda: calls(cluster, method.rpartition("/")[2], "started") >= DRIPPING, "the start of every call")
+    with Dripping(server.address, DRIPPING, opening(f"/ps_protocol.v1.{method}", 10**6), b"x") as clients:
+        until(lambda: calls(cluster, "started", method.rpartition("/")[2]) >= DRIPPING, "the start of every call")
         assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
         until(lambda: server.calls_in_flight() == 0, "the end of every call")
         assert not clients.refused, "the calls are over; the connections may make others"
@@ -137,7 +112,7 @@ def test_clients_that_send_a_request_byte_by_byte_delay_nobody_and_are_cut_off(
 
 def test_clients_that_shake_hands_byte_by_byte_delay_nobody_and_are_cut_off(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(shards=1, limits=Limits(handshake_seconds=2.0))
-    with dripping(cluster.address, b"", PREFACE, pause=0.2) as clients:  # a preface takes 4.8 s
+    with Dripping(cluster.address, DRIPPING, b"", PREFACE, pause=0.2) as clients:  # a preface takes 4.8 s
         assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
         until(lambda: clients.refused == DRIPPING, "the end of every connection")
 
@@ -150,7 +125,7 @@ def test_scrapers_that_ask_byte_by_byte_keep_nobody_else_out_and_are_cut_off(
     monkeypatch.setattr("ps_runtime.metrics.CONNECTION_SECONDS", 3.0)
     cluster = make_cluster(shards=1)
     address = cluster.servers[0].metrics_address
-    with dripping(address, prefix, b"x", source="127.0.0.2") as clients:
+    with Dripping(address, DRIPPING, prefix, b"x", source="127.0.0.2") as clients:
         assert scrape(address), "who scrapes from another host is answered"
         assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
         until(lambda: clients.refused == DRIPPING, "the end of every connection")
@@ -170,22 +145,17 @@ def unread_pulls(cluster: Cluster) -> Iterator[None]:
     with cluster.connect("async", job="big", transport="grpc") as session:
         session.prepare(big, torch.optim.SGD(big.parameters(), lr=0.1))
         pull = data_pb2.PullRequest(worker=types_pb2.WorkerIdentity(job="big"), buckets=[0, 1, 2]).SerializeToString()
-        begun = pulls(cluster, "started")
+        begun = calls(cluster, "started")
         with grpc.insecure_channel(cluster.address, options=_SMALL_WINDOW) as channel:
             call = channel.unary_stream("/ps_protocol.v1.DataService/Pull")
             unread = [call(pull, timeout=600) for _ in range(UNREAD)]
-            until(lambda: pulls(cluster, "started") >= begun + UNREAD, "the start of every pull")
+            until(lambda: calls(cluster, "started") >= begun + UNREAD, "the start of every pull")
             yield
-            for one in unread:
-                one.cancel()
+            for answer in unread:
+                answer.cancel()
 
 
-def pulls(cluster: Cluster, what: str, code: str = "") -> float:
-    """How many pulls; see `calls`."""
-    return calls(cluster, "Pull", what, code)
-
-
-def calls(cluster: Cluster, method: str, what: str, code: str = "") -> float:
+def calls(cluster: Cluster, what: str, method: str = "Pull", code: str = "") -> float:
     """How many calls of a method the first server has "started" or "handled" since its start: it only grows."""
     samples = scrape(cluster.servers[0].metrics_address)
     return sum(
@@ -199,15 +169,15 @@ def test_readers_that_never_read_delay_nobody(make_cluster: MakeCluster) -> None
     cluster = make_cluster(shards=1, limits=Limits(stall_seconds=600.0))
     with unread_pulls(cluster):
         assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
-        left = pulls(cluster, "started") - pulls(cluster, "handled")
+        left = calls(cluster, "started") - calls(cluster, "handled")
         assert left >= UNREAD, f"they still lie there, but for {UNREAD - left}"
 
 
 def test_readers_that_never_read_are_cut_off(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(shards=1, limits=Limits(stall_seconds=2.0))
     with unread_pulls(cluster):
-        until(lambda: pulls(cluster, "started") == pulls(cluster, "handled"), "the end of every pull")
-        assert pulls(cluster, "handled", 'grpc_code="CANCELLED"') >= UNREAD
+        until(lambda: calls(cluster, "started") == calls(cluster, "handled"), "the end of every pull")
+        assert calls(cluster, "handled", code='grpc_code="CANCELLED"') >= UNREAD
 
 
 def test_a_thousand_connections_that_say_nothing_delay_nobody_and_are_closed(make_cluster: MakeCluster) -> None:
@@ -216,10 +186,10 @@ def test_a_thousand_connections_that_say_nothing_delay_nobody_and_are_closed(mak
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(1000)]
         assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
-        for one in opened:
-            one.settimeout(SECONDS)
+        for connection in opened:
+            connection.settimeout(SECONDS)
             with contextlib.suppress(ConnectionResetError):
-                while one.recv(4096):  # the server's settings come first; then it hangs up
+                while connection.recv(4096):  # the server's settings come first; then it hangs up
                     pass
 
 
@@ -233,92 +203,74 @@ def test_a_thousand_connections_to_the_metrics_leave_the_cluster_alone(make_clus
         assert sum(thread.name.startswith("Thread-") for thread in threading.enumerate()) < 100
 
 
+def watch(channel: grpc.Channel, seconds: float) -> Any:
+    """A call that lasts until it is cancelled, once the job is there."""
+    return MembershipServiceStub(channel).Watch(membership_pb2.WatchRequest(job="job"), timeout=seconds)
+
+
 def test_calls_in_flight_are_limited_by_caller(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(shards=1, limits=Limits(calls=12))
-    with open_channel(cluster.address) as channel:
-        with contextlib.suppress(PSError):
-            _register(channel, _spec())
-        call = MembershipServiceStub(channel).Watch
-        watching = [call(membership_pb2.WatchRequest(job="job"), timeout=600) for _ in range(12)]
+    register(cluster, job())
+    with open_channel(cluster.address) as channel, open_channel(cluster.address) as another:
+        watching = [watch(channel, 600) for _ in range(12)]
         for stream in watching[:8]:
             next(stream)
-        with open_channel(cluster.address) as another:  # a connection more is no caller more
-            errors, held = set(), []  # those that are let in stay: one of the first may have been refused already
-            for _ in range(20):
-                held.append(MembershipServiceStub(another).Watch(membership_pb2.WatchRequest(job="job"), timeout=5))
-                try:
-                    next(held[-1])
-                except grpc.RpcError as error:
-                    errors.add(type(error_from(error, "it")))
-            assert LimitExceeded in errors
+        errors = set()
+        for _ in range(20):  # a connection more is no caller more
+            watching.append(watch(another, 5))  # those that are let in stay: one of the first may have been refused
+            try:
+                next(watching[-1])
+            except grpc.RpcError as error:
+                errors.add(type(error_from(error, "it")))
+        assert LimitExceeded in errors
 
 
 def test_calls_in_flight_are_limited_in_all_but_for_probes(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(shards=1, limits=Limits(all_calls=6))
     server = cluster.servers[0]
+    register(cluster, job())
     with open_channel(cluster.address) as channel:
-        with contextlib.suppress(PSError):
-            _register(channel, _spec())
-        watching = [
-            MembershipServiceStub(channel).Watch(membership_pb2.WatchRequest(job="job"), timeout=600) for _ in range(6)
-        ]
-        await_calls(server, 6)
+        watching = [watch(channel, 600) for _ in range(6)]
+        until(lambda: server.calls_in_flight() >= 6, "the start of every call")
         with pytest.raises(LimitExceeded, match="max-all-calls is 6"):
-            _register(channel, _spec())
+            register(cluster, job())
         assert is_serving(cluster.address, PLAINTEXT)
-        for one in watching:
-            one.cancel()
+        for stream in watching:
+            stream.cancel()
         until(lambda: server.calls_in_flight() == 0, "the end of every call")
-        _register(channel, _spec())
+        register(cluster, job())
 
 
 # -- limits by name --------------------------------------------------------------------------------------------------
 
 
-def _spec(name: str = "job", count: int = 1, size: int = 16, bucket: int = 64, label: str = "p") -> JobSpec:
+def job(name: str = "job", count: int = 1, size: int = 16, label: str = "p") -> JobSpec:
     parameters = tuple(ParameterSpec(f"{label}{index}", (size,), "float32", 0) for index in range(count))
-    return JobSpec(name, parameters, "SGD", ({"lr": 1.0},), Consistency(None), bucket, 1)
+    return JobSpec(name, parameters, "SGD", ({"lr": 1.0},), Consistency(None), 64, 1)
 
 
-def _register(channel: grpc.Channel, spec: JobSpec) -> Any:
-    try:
-        request = jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec))
-        return JobServiceStub(channel).RegisterJob(request, timeout=SECONDS)
-    except grpc.RpcError as error:
-        raise error_from(error, "the server") from None
+def register(cluster: Cluster, spec: JobSpec) -> None:
+    RawWorker.register(cluster.address, jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
 
 
 @pytest.mark.parametrize(
     ("limits", "specs", "says"),
     [
-        (Limits(parameters=3), [_spec(count=4)], "max-parameters is 3"),
-        (Limits(buckets=3), [_spec(size=1024)], "max-buckets is 3"),
-        (Limits(name_length=8), [_spec(label="weights.")], "max-name-length is 8"),
-        (Limits(jobs=1), [_spec("one"), _spec("two")], "max-jobs"),
+        (Limits(parameters=3), [job(count=4)], "max-parameters is 3"),
+        (Limits(buckets=3), [job(size=1024)], "max-buckets is 3"),
+        (Limits(name_length=8), [job(label="weights.")], "max-name-length is 8"),
+        (Limits(jobs=1), [job("one"), job("two")], "max-jobs"),
     ],
 )
 def test_a_job_past_a_limit_is_told_which(
     make_cluster: MakeCluster, limits: Limits, specs: list[JobSpec], says: str
 ) -> None:
     cluster = make_cluster(shards=1, limits=limits)
-    with open_channel(cluster.address) as channel:
-        for spec in specs[:-1]:
-            _register(channel, spec)
-        with pytest.raises(LimitExceeded, match=says):
-            _register(channel, specs[-1])
-        jobs = ClusterServiceStub(channel).GetStatus(cluster_pb2.GetStatusRequest(), timeout=SECONDS).jobs
-        assert len(jobs) == len(specs) - 1
-
-
-def test_a_worker_past_the_limit_is_told(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(shards=1, limits=Limits(workers=1))
-    with open_channel(cluster.address) as channel:
-        spec = JobSpec("job", _spec().parameters, "SGD", ({"lr": 1.0},), Consistency(None), 64, 0)
-        _register(channel, spec)
-        MembershipServiceStub(channel).Join(membership_pb2.JoinRequest(job="job"), timeout=SECONDS)
-        with pytest.raises(grpc.RpcError) as caught:
-            MembershipServiceStub(channel).Join(membership_pb2.JoinRequest(job="job"), timeout=SECONDS)
-        assert isinstance(error_from(caught.value, "it"), LimitExceeded)
+    for spec in specs[:-1]:
+        register(cluster, spec)
+    with pytest.raises(LimitExceeded, match=says):
+        register(cluster, specs[-1])
+    assert set(cluster.coordinator.jobs()) == {spec.name for spec in specs[:-1]}
 
 
 @pytest.mark.parametrize("sends", ["message", "metadata"])
@@ -331,7 +283,7 @@ def test_what_is_too_long_is_refused_before_it_is_read(make_cluster: MakeCluster
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_a_call_without_a_request_is_told_so(cluster: Cluster) -> None:
-    with open_channel(cluster.address) as channel, pytest.raises(grpc.RpcError) as caught:
+def test_a_call_without_a_request_is_told_so(shared: Cluster) -> None:
+    with open_channel(shared.address) as channel, pytest.raises(grpc.RpcError) as caught:
         channel.stream_unary("/ps_protocol.v1.DataService/Push")(iter(()), timeout=SECONDS)
     assert isinstance(error_from(caught.value, "it"), InvalidRequest)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ps_protocol.errors import BY_REASON, InvalidRequest, PSError
-from ps_protocol.framing import split_message
+from ps_protocol.errors import BY_REASON, PSError
 from ps_protocol.v1 import data_pb2, types_pb2
 from ps_runtime.channel import open_channel
 from ps_runtime.status import error_from
 from ps_server.rpc.permissions import METHODS
 from tests.tools.cluster import Cluster
-from tests.tools.fuzzing import KEY, SPEC, WORKER, Target, seeds
+from tests.tools.fuzz_requests import KEY, SEEDS, SPEC, WORKER
+from tests.tools.fuzzing import Target
 
-SECONDS = 20.0
-SEEDS = seeds()
 EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -66,45 +65,31 @@ def test_the_seeds_are_what_the_handlers_take(target: Target) -> None:
     fresh.stop()
 
 
-@EXAMPLES
-@given(st.binary(max_size=300))
-def test_the_decoder_reads_or_refuses(raw: bytes) -> None:
-    try:
-        header, payload = split_message(raw)
-    except InvalidRequest:
-        return
-    assert len(header) + len(payload or b"") <= len(raw)
-
-
-@EXAMPLES
-@given(
-    bucket=st.integers(0, 2**32 - 1),
-    clock=st.integers(0, 2**64 - 1),
-    kind=st.integers(-(2**31), 2**31 - 1),
-    absent=st.lists(st.integers(0, 2**32 - 1), max_size=4),
-    rank=st.integers(0, 2**32 - 1),
-    incarnation=st.integers(0, 2**64 - 1),
-    key=st.sampled_from([KEY, b"", bytes(16)]),
-    payload=st.binary(max_size=80),
+WORKERS = st.fixed_dictionaries(
+    {
+        "rank": st.integers(0, 2**32 - 1),
+        "incarnation": st.integers(0, 2**64 - 1),
+        "lease_key": st.sampled_from([KEY, b"", bytes(16)]),
+    }
 )
+PUSHED = st.fixed_dictionaries(
+    {
+        "bucket": st.integers(0, 2**32 - 1),
+        "kind": st.integers(-(2**31), 2**31 - 1),
+        "absent_slices": st.lists(st.integers(0, 2**32 - 1), max_size=4),
+    }
+)
+
+
+@EXAMPLES
+@given(worker=WORKERS, pushed=PUSHED, clock=st.integers(0, 2**64 - 1), payload=st.binary(max_size=80))
 def test_a_push_with_any_numbers_is_taken_or_refused_whole(
-    target: Target,
-    bucket: int,
-    clock: int,
-    kind: int,
-    absent: list[int],
-    rank: int,
-    incarnation: int,
-    key: bytes,
-    payload: bytes,
+    target: Target, worker: dict[str, Any], pushed: dict[str, Any], clock: int, payload: bytes
 ) -> None:
-    worker = types_pb2.WorkerIdentity(job=SPEC.name, rank=rank, incarnation=incarnation, lease_key=key)
-    pushed = data_pb2.BucketPush(bucket=bucket, absent_slices=absent)
-    pushed.kind = kind  # type: ignore[assignment]
-    header = data_pb2.PushHeader(worker=worker, clock=clock, buckets=[pushed])
+    identity = types_pb2.WorkerIdentity(job=SPEC.name, **worker)
+    header = data_pb2.PushHeader(worker=identity, clock=clock, buckets=[data_pb2.BucketPush(**pushed)])
     refused = target.throw("Push", data_pb2.PushRequest(header=header, payload=payload).SerializeToString())
-    if (rank, incarnation, key) != (WORKER.rank, WORKER.incarnation, KEY):
-        assert refused is not None
+    assert refused is not None or identity == WORKER
 
 
 @EXAMPLES

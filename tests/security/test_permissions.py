@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch import nn
 from ps_protocol.errors import Forbidden, InvalidRequest, PSError, Unauthenticated
 from ps_protocol.v1 import data_pb2, membership_pb2, rounds_pb2, types_pb2
 from ps_protocol.v1.data_pb2_grpc import DataServiceStub
-from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_runtime import reloading
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access, Tls, access
@@ -27,6 +26,7 @@ from ps_server.ops import dev_certs, status
 from ps_server.rpc.auth import parse_access_list
 from ps_server.rpc.permissions import EVERYONE, METHODS, Permission, Principal, Role
 from tests.tools.cluster import Cluster
+from tests.tools.raw_worker import joined, vector_job
 
 MakeCluster = Callable[..., Cluster]
 
@@ -35,30 +35,23 @@ TOKENS = {name: f"{name}-token-of-some-length".replace(":", "-") for name in ROL
 SECONDS = 20.0
 
 
-@pytest.fixture
-def tokens(tmp_path: Path) -> Path:
-    path = tmp_path / "tokens"
-    path.write_text("# who may do what\n\n" + "".join(f"{role} {token}\n" for role, token in TOKENS.items()))
-    path.chmod(0o600)
-    return path
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The servers' list of tokens, and a file with each token by itself."""
+    made = tmp_path_factory.mktemp("tokens")
+    lines = "".join(f"{role} {token}\n" for role, token in TOKENS.items())
+    texts = {"tokens": f"# who may do what\n\n{lines}", **{role: f"{token}\n" for role, token in TOKENS.items()}}
+    for name, text in texts.items():
+        (made / name).write_text(text)
+        (made / name).chmod(0o600)
+    return made
 
 
-@pytest.fixture
-def guarded(make_cluster: MakeCluster, tokens: Path) -> Cluster:
-    return make_cluster(tokens=tokens)
-
-
-@pytest.fixture
-def token_file(tmp_path: Path) -> Callable[[str], str]:
-    """A file with the token of a role."""
-
-    def make(role: str) -> str:
-        path = tmp_path / f"{role}.token".replace(":", "-")
-        path.write_text(TOKENS[role] + "\n")
-        path.chmod(0o600)
-        return str(path)
-
-    return make
+@pytest.fixture(scope="module")
+def guarded(folder: Path) -> Iterator[Cluster]:
+    running = Cluster(tokens=folder / "tokens")
+    yield running
+    running.stop()
 
 
 def carrying(role: str) -> Access:
@@ -132,12 +125,12 @@ def _train(cluster: Cluster, job: str, **more: object) -> None:
         optimizer.step()
 
 
-def test_a_worker_trains_its_own_job_and_no_other(guarded: Cluster, token_file: Callable[[str], str]) -> None:
-    _train(guarded, "mine", token_file=token_file("worker:mine"))
+def test_a_worker_trains_its_own_job_and_no_other(guarded: Cluster, folder: Path) -> None:
+    _train(guarded, "mine", token_file=folder / "worker:mine")
     with pytest.raises(Forbidden, match="for job mine only"):
-        _train(guarded, "another", token_file=token_file("worker:mine"))
+        _train(guarded, "another", token_file=folder / "worker:mine")
     with pytest.raises(Forbidden, match="takes the role worker"):
-        _train(guarded, "mine", token_file=token_file("reader"))
+        _train(guarded, "mine", token_file=folder / "reader")
     with pytest.raises(Unauthenticated):
         _train(guarded, "mine")
 
@@ -151,16 +144,18 @@ def test_a_reader_sees_the_status_and_cannot_end_a_job(guarded: Cluster) -> None
 
 
 def test_tokens_are_read_again_when_they_change(
-    guarded: Cluster, tokens: Path, monkeypatch: pytest.MonkeyPatch
+    make_cluster: MakeCluster, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reloading, "CHECK_SECONDS", 0.0)
+    tokens = Path(shutil.copy(folder / "tokens", tmp_path))
+    cluster = make_cluster(tokens=tokens)
     tokens.write_text(f"cluster {TOKENS['cluster']}\nadmin {TOKENS['reader']}\n")
     with pytest.raises(LookupError):
-        status.end_job(guarded.address, "mine", carrying("reader"))
+        status.end_job(cluster.address, "mine", carrying("reader"))
     with pytest.raises(Unauthenticated):
-        status.fetch(guarded.address, carrying("admin"))
+        status.fetch(cluster.address, carrying("admin"))
     tokens.write_text("nonsense")
-    assert status.fetch(guarded.address, carrying("reader"))
+    assert status.fetch(cluster.address, carrying("reader"))
 
 
 def test_a_certificate_says_who_calls(make_cluster: MakeCluster, tmp_path: Path) -> None:
@@ -195,16 +190,16 @@ def test_a_file_of_tokens_that_is_wrong_is_refused_without_telling_a_token(line:
     assert "some-length" not in str(caught.value)
 
 
-def test_tokens_are_in_no_repr_and_in_no_log(
-    guarded: Cluster, tokens: Path, token_file: Callable[[str], str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tokens_are_in_no_repr_and_in_no_log(guarded: Cluster, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
-    _train(guarded, "mine", token_file=token_file("worker:mine"))
+    _train(guarded, "mine", token_file=folder / "worker:mine")
     with pytest.raises(Forbidden):
         status.end_job(guarded.address, "mine", carrying("reader"))
-    found = repr(parse_access_list(tokens.read_text(), "tokens")) + repr(access(token_file=token_file("admin")))
+    shown = repr(parse_access_list((folder / "tokens").read_text(), "tokens")) + repr(
+        access(token_file=folder / "admin")
+    )
     for token in TOKENS.values():
-        assert token not in found
+        assert token not in shown
         assert token not in caplog.text
 
 
@@ -212,7 +207,7 @@ def test_a_token_file_may_be_a_link_that_is_turned_to_another_file(
     guarded: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Kubernetes turns the secrets that it mounts."""
-    monkeypatch.setattr("ps_runtime.reloading.CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(reloading, "CHECK_SECONDS", 0.0)
     for name, token in (("old", "a-token-that-nobody-knows"), ("new", TOKENS["reader"])):
         (tmp_path / name).write_text(token)
         (tmp_path / name).chmod(0o600)
@@ -242,90 +237,40 @@ def _say(server: str, path: str, request: Any) -> list[bytes]:
             raise error_from(error, "the server") from None
 
 
-def test_a_worker_cannot_speak_for_another(cluster: Cluster) -> None:
-    model = nn.Linear(2, 1, bias=False)
-    place: list[Any] = []
+def in_the_name_of(worker: types_pb2.WorkerIdentity) -> Iterator[tuple[str, Any]]:
+    """(method, request) for everything that a worker may ask."""
+    pushed, here = data_pb2.BucketPush(kind=data_pb2.PUSH_KIND_SKIP), data_pb2.InSegment()
+    push = data_pb2.PushHeader(worker=worker, clock=1, buckets=[pushed])
+    yield "MembershipService/Heartbeat", membership_pb2.HeartbeatRequest(worker=worker)
+    yield "MembershipService/Leave", membership_pb2.LeaveRequest(worker=worker)
+    yield "MembershipService/SaveWorkerState", membership_pb2.SaveWorkerStateRequest(worker=worker)
+    yield "RoundService/GatherValues", rounds_pb2.GatherValuesRequest(worker=worker, round=1)
+    segment = {"location": "1/1", "nonce": bytes(32)}
+    yield "DataService/AttachSegment", data_pb2.AttachSegmentRequest(worker=worker, **segment)
+    for place in ({}, {"in_segment": here}):
+        yield "DataService/Push", data_pb2.PushRequest(header=push, **place)
+        yield "DataService/Pull", data_pb2.PullRequest(worker=worker, clock=0, **place)
+        yield "DataService/Exchange", data_pb2.ExchangeRequest(push=push, **place)
 
-    def join_as_rank_1() -> None:
-        with open_channel(cluster.address) as channel:
-            request = membership_pb2.JoinRequest(job="job", rank=1)
-            place.append(MembershipServiceStub(channel).Join(request, timeout=SECONDS).worker)
 
-    with cluster.connect("async", 0, 2, job="job", transport="grpc") as victim:
-        model, optimizer = _prepare_beside(victim, model, join_as_rank_1)
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        assert len(place[0].lease_key) == 16
-        for key in (b"", bytes(16), place[0].lease_key):
-            worker = types_pb2.WorkerIdentity(job="job", rank=0, incarnation=1, lease_key=key)
-            skip = data_pb2.BucketPush(kind=data_pb2.PUSH_KIND_SKIP)
-            header, here = data_pb2.PushHeader(worker=worker, clock=2, buckets=[skip]), data_pb2.InSegment()
-            pull = data_pb2.PullRequest(worker=worker, clock=1)
-            pull_here = data_pb2.PullRequest(worker=worker, clock=1, in_segment=here)
-            for server, path, request in [
-                (cluster.address, f"/ps_protocol.v1.{method}", request)
-                for method, request in (
-                    ("MembershipService/Heartbeat", membership_pb2.HeartbeatRequest(worker=worker)),
-                    ("MembershipService/Leave", membership_pb2.LeaveRequest(worker=worker)),
-                    ("MembershipService/SaveWorkerState", membership_pb2.SaveWorkerStateRequest(worker=worker)),
-                    ("RoundService/GatherValues", rounds_pb2.GatherValuesRequest(worker=worker, round=1)),
-                )
-            ] + [
-                (server.address, f"/ps_protocol.v1.DataService/{method}", request)
-                for server in cluster.servers
-                for method, request in (
-                    ("Push", data_pb2.PushRequest(header=header)),
-                    ("Pull", pull),
-                    ("Pull", pull_here),
-                    ("Push", data_pb2.PushRequest(header=header, in_segment=here)),
-                    ("Exchange", data_pb2.ExchangeRequest(push=header)),
-                    ("Exchange", data_pb2.ExchangeRequest(push=header, in_segment=here)),
-                    ("AttachSegment", data_pb2.AttachSegmentRequest(worker=worker, location="1/1", nonce=bytes(32))),
-                )
-            ]:
-                if server != cluster.address and path.endswith("Push"):
-                    continue  # the model's one bucket is on the first shard
+def test_a_worker_cannot_speak_for_another(shared: Cluster, job: str) -> None:
+    with joined(shared.address, vector_job(job, "async", cells=16, world_size=2)) as [victim, other]:
+        assert len(other.lease_key) == 16
+        for key in (b"", bytes(16), other.lease_key):
+            for method, request in in_the_name_of(victim.identity(lease_key=key)):
+                server = shared.servers[victim.shard_of[0] if method.startswith("DataService") else 0]
                 with pytest.raises(Forbidden, match="does not come from worker 0"):
-                    _say(server, path, request)
-        model(torch.zeros(1, 2)).sum().backward()
-        optimizer.step()  # its own next push is the second, whatever was sent in its name
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+                    _say(server.address, f"/ps_protocol.v1.{method}", request)
+        victim.step(torch.ones(16))  # its own next push is the first, whatever was sent in its name
+        assert victim.pull().tolist() == [-1.0] * 16
 
 
-def test_a_reader_pulls_the_weights_as_they_are(guarded: Cluster, token_file: Callable[[str], str]) -> None:
-    model = nn.Linear(3, 1, bias=False)
-    how = {"job": "mine", "transport": "grpc"}
-    with guarded.connect("sync", token_file=token_file("worker:mine"), **how) as session:
+def test_a_reader_pulls_the_weights_as_they_are(guarded: Cluster, folder: Path) -> None:
+    with guarded.connect("sync", token_file=folder / "worker:mine", job="mine", transport="grpc") as session:
+        model = nn.Linear(3, 1, bias=False)
         model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
         pull = data_pb2.PullRequest(worker=types_pb2.WorkerIdentity(job="mine"), buckets=[0])
-        found = None
-        for server in guarded.servers:
-            with open_channel(server.address, carrying("reader")) as channel:
-                try:
-                    found = next(DataServiceStub(channel).Pull(pull, timeout=SECONDS))
-                except grpc.RpcError:
-                    continue  # the model's one bucket is on another shard
-        assert found is not None
-        assert found.payload[:12] == model.weight.detach().numpy().tobytes()
-
-
-def _prepare_beside(session: Any, model: nn.Module, join: Callable[[], None]) -> Any:
-    """Rank 0 prepares while something else joins as rank 1, once the job is there."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-
-    def run() -> None:
-        for _ in range(200):
-            try:
-                join()
-            except grpc.RpcError:
-                threading.Event().wait(0.05)  # the job is not registered yet
-            else:
-                return
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    found = session.prepare(model, optimizer)
-    thread.join()
-    return found
+        [place] = [index for index, shard in enumerate(guarded.shards) if shard.jobs()["mine"].buckets]
+        with open_channel(guarded.servers[place].address, carrying("reader")) as channel:
+            pulled = next(DataServiceStub(channel).Pull(pull, timeout=SECONDS))
+        assert pulled.payload[:12] == model.weight.detach().numpy().tobytes()

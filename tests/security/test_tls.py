@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import shutil
 import ssl
-import subprocess
-import sys
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,15 +18,27 @@ from ps_runtime import reloading
 from ps_runtime.credentials import Access, Tls, access, require_encryption
 from ps_server.ops import dev_certs, status
 from tests.tools.cluster import Cluster
+from tests.tools.launching import python
 
 MakeCluster = Callable[..., Cluster]
 
 
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates; in others/ those of another CA, in old/ some that have expired."""
     directory = tmp_path_factory.mktemp("certs")
     assert dev_certs.write(directory)
+    assert dev_certs.write(directory / "others")
+    assert dev_certs.write(directory / "old", days=0)
     return directory
+
+
+@pytest.fixture(scope="module")
+def encrypted(certs: Path) -> Iterator[Cluster]:
+    """A server on every address of this machine, with TLS."""
+    running = Cluster(shards=1, tls=server_tls(certs), host="0.0.0.0")
+    yield running
+    running.stop()
 
 
 def server_tls(certs: Path) -> Tls:
@@ -48,6 +58,10 @@ def files(certs: Path) -> dict[str, str]:
     }
 
 
+def port_of(cluster: Cluster) -> str:
+    return cluster.address.rpartition(":")[2]
+
+
 def one_step(cluster: Cluster, **more: object) -> float:
     """Trains a scalar by one step of 1; returns where it ended."""
     model = nn.Linear(1, 1, bias=False)
@@ -59,136 +73,85 @@ def one_step(cluster: Cluster, **more: object) -> float:
     return model.weight.item()
 
 
-@pytest.mark.parametrize("transport", ["grpc", "shm"])
-def test_a_worker_with_a_certificate_trains_over_mutual_tls(
-    make_cluster: MakeCluster, certs: Path, transport: str
-) -> None:
+def test_a_worker_with_a_certificate_trains_over_mutual_tls(make_cluster: MakeCluster, certs: Path) -> None:
     cluster = make_cluster(tls=server_tls(certs))
-    assert one_step(cluster, transport=transport, **files(certs)) == -1.0
+    for transport in ("grpc", "shm"):
+        assert one_step(cluster, transport=transport, **files(certs)) == -1.0
     assert status.fetch(cluster.address, client(certs))["shards"][0]["reachable"]
     assert status.is_serving(cluster.address, client(certs))
 
 
+@pytest.mark.parametrize(
+    ("host", "cert", "ca", "says"),
+    [
+        ("127.0.0.1", None, None, "the server wants TLS"),
+        ("127.0.0.1", None, "ca.pem", "asks for a client certificate"),
+        ("127.0.0.1", "client", "others/ca.pem", "not signed by the CA in .*others"),
+        ("127.0.0.1", "others/client", "ca.pem", "refuses the client"),
+        ("127.0.0.2", "client", "ca.pem", "not for the host name '127.0.0.2'"),
+    ],
+)
 def test_what_the_two_ends_do_not_agree_on_is_said_in_one_line(
-    make_cluster: MakeCluster, certs: Path, tmp_path: Path
+    encrypted: Cluster, certs: Path, host: str, cert: str | None, ca: str | None, says: str
 ) -> None:
-    others = tmp_path / "others"
-    dev_certs.write(others)
-    cluster = make_cluster(shards=1, tls=server_tls(certs), host="0.0.0.0")
-    here = f"127.0.0.1:{cluster.address.rpartition(':')[2]}"
-    elsewhere = here.replace("127.0.0.1", "127.0.0.2")
-    for where, how, says in (
-        (here, Access(), "the server wants TLS"),
-        (here, access(ca=certs / "ca.pem"), "asks for a client certificate"),
-        (
-            here,
-            access(certs / "client.pem", certs / "client.key", others / "ca.pem"),
-            "not signed by the CA in .*others",
-        ),
-        (elsewhere, client(certs), "not for the host name '127.0.0.2'"),
-        (here, access(others / "client.pem", others / "client.key", certs / "ca.pem"), "refuses the client"),
-    ):
-        with pytest.raises(Untrusted, match=says) as caught:
-            status.fetch(where, how)
-        assert "\n" not in str(caught.value)
+    pair = (certs / f"{cert}.pem", certs / f"{cert}.key") if cert else (None, None)
+    with pytest.raises(Untrusted, match=says) as caught:
+        status.fetch(f"{host}:{port_of(encrypted)}", access(*pair, certs / ca if ca else None))
+    assert "\n" not in str(caught.value)
 
 
-def test_the_command_says_what_is_wrong_in_one_line_and_nothing_else(
-    make_cluster: MakeCluster, certs: Path, tmp_path: Path
-) -> None:
+def test_the_command_says_what_is_wrong_in_one_line_and_nothing_else(encrypted: Cluster, certs: Path) -> None:
     """Not even what grpc writes about a handshake that fails."""
-    dev_certs.write(tmp_path / "others")
-    dev_certs.write(tmp_path / "old", days=0)
-    cluster = make_cluster(shards=1, tls=server_tls(certs), host="0.0.0.0")
-    port = cluster.address.rpartition(":")[2]
-    pem, key, ca = certs / "client.pem", certs / "client.key", certs / "ca.pem"
-    for host, used, says in (
-        ("127.0.0.1", (pem, certs / "server.key", ca), "does not belong to the certificate"),
-        ("127.0.0.1", (tmp_path / "old/client.pem", tmp_path / "old/client.key", ca), "expired on"),
-        ("127.0.0.1", (pem, key, tmp_path / "others/ca.pem"), "not signed by the CA"),
-        ("127.0.0.2", (pem, key, ca), "not for the host name '127.0.0.2'"),
-    ):
-        words = [f"{flag}={path}" for flag, path in zip(("--tls-cert", "--tls-key", "--tls-ca"), used, strict=True)]
-        command = [sys.executable, "-m", "ps_server", "status", "--server", f"{host}:{port}", *words]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert ended.returncode == 1
-        assert ended.stderr.startswith("ps-server: ")
-        assert says in ended.stderr
-        assert ended.stderr.count("\n") == 1, ended.stderr
+    words = [f"--tls-cert={certs}/client.pem", f"--tls-key={certs}/client.key", f"--tls-ca={certs}/others/ca.pem"]
+    ended = python("-m", "ps_server", "status", "--server", f"127.0.0.1:{port_of(encrypted)}", *words)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("ps-server: ")
+    assert "not signed by the CA" in ended.stderr
+    assert ended.stderr.count("\n") == 1, ended.stderr
 
 
-def test_a_client_that_wants_tls_is_told_of_a_server_that_has_none(cluster: Cluster, certs: Path) -> None:
+def test_a_client_that_wants_tls_is_told_of_a_server_that_has_none(shared: Cluster, certs: Path) -> None:
     with pytest.raises(Untrusted, match="speaks no TLS"):
-        status.fetch(cluster.address, client(certs))
+        status.fetch(shared.address, client(certs))
 
 
-def test_a_worker_says_at_once_that_it_is_not_trusted(make_cluster: MakeCluster, certs: Path) -> None:
-    cluster = make_cluster(shards=1, tls=server_tls(certs))
+def test_a_worker_says_at_once_that_it_is_not_trusted(encrypted: Cluster) -> None:
     with pytest.raises(ps_worker.Unreachable, match="wants TLS"):
-        one_step(cluster, connect_timeout=60.0)
-
-
-def _expired(certs: Path, into: Path) -> Tls:
-    dev_certs.write(into, days=0)
-    return server_tls(into)
-
-
-def _bad_pair(certs: Path, into: Path) -> Tls:
-    return Tls(certs / "server.pem", certs / "client.key", certs / "ca.pem")
-
-
-def _missing(certs: Path, into: Path) -> Tls:
-    return Tls(certs / "server.pem", into / "nothing.key", certs / "ca.pem")
-
-
-def _no_certificate(certs: Path, into: Path) -> Tls:
-    return Tls(certs / "server.key", certs / "server.key")
-
-
-def _no_key(certs: Path, into: Path) -> Tls:
-    return Tls(certs / "server.pem", certs / "server.pem")
-
-
-def _half(certs: Path, into: Path) -> Tls:
-    return Tls(certs / "server.pem")
+        one_step(encrypted, connect_timeout=60.0)
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("names", "says"),
     [
-        (_expired, "expired on"),
-        (_bad_pair, "does not belong to the certificate"),
-        (_missing, "cannot read .*nothing.key"),
-        (_no_certificate, "holds no certificate"),
-        (_no_key, "holds no private key"),
-        (_half, "needs its key"),
+        (("old/server.pem", "old/server.key", "old/ca.pem"), "expired on"),
+        (("server.pem", "client.key", "ca.pem"), "does not belong to the certificate"),
+        (("server.pem", "nothing.key", "ca.pem"), "cannot read .*nothing.key"),
+        (("server.key", "server.key"), "holds no certificate"),
+        (("server.pem", "server.pem"), "holds no private key"),
+        (("server.pem",), "needs its key"),
     ],
 )
-def test_files_that_do_not_fit_are_refused_at_the_start(
-    certs: Path, tmp_path: Path, make: Callable[[Path, Path], Tls], says: str
-) -> None:
+def test_files_that_do_not_fit_are_refused_at_the_start(certs: Path, names: tuple[str, ...], says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as caught:
-        make(certs, tmp_path).load()
+        Tls(*(certs / name for name in names)).load()
     assert "\n" not in str(caught.value)
 
 
 def test_certificates_change_under_a_running_cluster(
-    make_cluster: MakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_cluster: MakeCluster, certs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reloading, "CHECK_SECONDS", 0.0)
-    dev_certs.write(tmp_path / "one")
-    dev_certs.write(tmp_path / "two")
     used = tmp_path / "used"
-    shutil.copytree(tmp_path / "one", used)
+    shutil.copytree(certs, used)
     cluster = make_cluster(shards=1, tls=server_tls(used))
     kept = client(used)
     assert one_step(cluster, **files(used)) == -1.0
     for name in dev_certs.FILES:  # another CA, and everything it signed
-        shutil.copy(tmp_path / "two" / name, used / name)
-    assert one_step(cluster, **files(tmp_path / "two")) == -1.0
+        shutil.copy(certs / "others" / name, used / name)
+    assert one_step(cluster, **files(certs / "others")) == -1.0
     assert status.fetch(cluster.address, kept)["jobs"] == []
     with pytest.raises(Untrusted):
-        status.fetch(cluster.address, client(tmp_path / "one"))
+        status.fetch(cluster.address, client(certs))
 
 
 def test_files_that_are_half_replaced_leave_what_was_there(
@@ -202,9 +165,8 @@ def test_files_that_are_half_replaced_leave_what_was_there(
     assert one_step(cluster, **files(certs)) == -1.0
 
 
-def test_metrics_are_served_over_tls_to_who_has_a_certificate(make_cluster: MakeCluster, certs: Path) -> None:
-    cluster = make_cluster(shards=1, tls=server_tls(certs))
-    where = f"https://{cluster.servers[0].metrics_address}/metrics"
+def test_metrics_are_served_over_tls_to_who_has_a_certificate(encrypted: Cluster, certs: Path) -> None:
+    where = f"https://{encrypted.servers[0].metrics_address}/metrics"
     trusting = ssl.create_default_context(cafile=certs / "ca.pem")
     with pytest.raises(OSError, match=r"(?i)certificate|reset|closed|eof"):
         urllib.request.urlopen(where, context=trusting, timeout=10).read()
@@ -244,27 +206,22 @@ def test_what_is_secret_is_not_in_a_repr(certs: Path) -> None:
     assert "server.key" not in repr(server_tls(certs))
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "parameter-server", ""])
+HERE = ["127.0.0.1", "localhost", "::1", "[::1]", "127.1.2.3"]
+ELSEWHERE = ["0.0.0.0", "::", "192.0.2.1", "parameter-server", ""]
+
+
+@pytest.mark.parametrize("host", HERE + ELSEWHERE)
 def test_plaintext_beyond_this_machine_has_to_be_said(host: str) -> None:
-    with pytest.raises(InvalidRequest, match="--insecure"):
-        require_encryption(host, encrypted=False, allowed=False, what="this server", flag="--insecure")
-    assert require_encryption(host, encrypted=False, allowed=True, what="this server", flag="--insecure")
-    assert not require_encryption(host, encrypted=True, allowed=False, what="this server", flag="--insecure")
+    def has_to_be_said(encrypted: bool = False, allowed: bool = False) -> bool:
+        return require_encryption(host, encrypted=encrypted, allowed=allowed, what="this server", flag="--insecure")
 
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]", "127.1.2.3"])
-def test_loopback_needs_nothing(host: str) -> None:
-    assert not require_encryption(host, encrypted=False, allowed=False, what="this server", flag="--insecure")
-
-
-@pytest.mark.parametrize("flags", [("--host", "0.0.0.0"), ("--metrics-host", "0.0.0.0")])
-def test_a_server_does_not_start_in_plaintext_on_the_network(flags: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "ps_server", "coordinator", "--port", "0", "--metrics-port", "0", *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 1
-    assert ended.stderr.startswith("ps-server: ")
-    assert "insecure" in ended.stderr
-    assert ended.stderr.count("\n") == 1
+    if host in HERE:
+        assert not has_to_be_said()
+    else:
+        with pytest.raises(InvalidRequest, match="--insecure"):
+            has_to_be_said()
+        assert has_to_be_said(allowed=True)
+        assert not has_to_be_said(encrypted=True)
 
 
 def test_insecure_is_said_in_the_log_and_in_a_metric(

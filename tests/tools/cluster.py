@@ -128,14 +128,14 @@ def in_parallel(count: int, work: Callable[[int], T]) -> list[T]:
     return [results[index] for index in range(count)]
 
 
-def until(condition: Callable[[], T], what: str = "the condition") -> T:
+def until(condition: Callable[[], T], what: str = "the condition", seconds: float = CONDITION_SECONDS) -> T:
     """Looks at a condition until it holds and returns it. For what has no event to wait on."""
-    deadline = time.monotonic() + CONDITION_SECONDS
+    deadline = time.monotonic() + seconds
     pause = threading.Event()
     while True:
-        found = condition()
-        if found:
-            return found
+        value = condition()
+        if value:
+            return value
         assert time.monotonic() < deadline, f"{what} did not come true"
         pause.wait(0.005)
 

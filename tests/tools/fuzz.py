@@ -29,9 +29,10 @@ def main() -> None:
         print("make fuzz: skipped, because atheris is not installed (pip install 'ps-torch[fuzz]')")
         return
     with atheris.instrument_imports(include=["ps_protocol", "ps_server"], enable_loader_override=False):
-        from tests.tools.fuzzing import Target, seeds
+        from tests.tools.fuzz_requests import SEEDS
+        from tests.tools.fuzzing import Target
 
-    target, well_formed = Target(), seeds()
+    target = Target()
     names = sorted(target.handlers)
     count, begun, passed = 0, time.monotonic(), dict.fromkeys(names, 0)
 
@@ -42,7 +43,7 @@ def main() -> None:
         count += 1
         name, raw = names[data[0] % len(names)], data[2:]
         if data[1] % 2:
-            raw = _damage(well_formed[name][data[1] // 2 % len(well_formed[name])], raw)
+            raw = _damage(SEEDS[name][data[1] // 2 % len(SEEDS[name])], raw)
         if target.throw(name, raw) is None:
             passed[name] += 1
         if count % REPORT_EVERY == 0:
@@ -54,7 +55,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as corpus:
         for index, name in enumerate(names):
-            for number, raw in enumerate(well_formed[name]):
+            for number, raw in enumerate(SEEDS[name]):
                 (Path(corpus) / f"{name}-{number}").write_bytes(bytes((index, 0)) + raw)
         options = [
             f"-max_len={MAX_BYTES}",

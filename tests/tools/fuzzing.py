@@ -20,21 +20,11 @@ from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import PSError
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import ParameterSpec, bucket_layout
-from ps_protocol.modes import Consistency
-from ps_protocol.v1 import (
-    cluster_pb2,
-    data_pb2,
-    jobs_pb2,
-    leases_pb2,
-    membership_pb2,
-    rounds_pb2,
-    shard_pb2,
-    types_pb2,
-)
+from ps_protocol.layout import bucket_layout
+from ps_protocol.tensors import TORCH_DTYPES, bytes_of
+from ps_protocol.v1 import shard_pb2
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.core.requests import PushCall, PushedBucket, PushKind
 from ps_server.rpc import convert
@@ -51,19 +41,7 @@ from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
 from ps_server.storage.checkpoints import CheckpointStore, Manifest
-
-JOB, KEY = "job", b"sixteen bytes 01"
-KEPT, CHECKPOINT = "kept", "000001"
-SPEC = JobSpec(
-    JOB,
-    (ParameterSpec("w", (24,), "float32", 0), ParameterSpec("buffer", (3,), "int64", None)),
-    "AdamW",
-    ({"lr": 0.1},),
-    Consistency(0, True),
-    64,
-    2,
-)
-WORKER = types_pb2.WorkerIdentity(job=JOB, rank=1, incarnation=2, lease_key=KEY)
+from tests.tools.fuzz_requests import CHECKPOINT, JOB, KEPT, KEY, SPEC
 
 
 class Finding(AssertionError):
@@ -83,24 +61,6 @@ class _Context:
     def set_trailing_metadata(self, metadata: Any) -> None: ...
 
 
-class _Inline:
-    """Does at once what a pool would do later."""
-
-    def submit(self, task: Callable[..., None], *arguments: Any) -> None:
-        task(*arguments)
-
-    def lend(self, tasks: Any) -> None:
-        for task in tasks:
-            task()
-
-    def stop(self) -> None: ...
-
-    def shutdown(self, wait: bool = True) -> None: ...
-
-    def map(self, task: Callable[..., Any], items: Any) -> Any:
-        return map(task, items)
-
-
 class Target:
     """What bytes are thrown at: every handler of every service by name, as the boundary calls them."""
 
@@ -114,9 +74,9 @@ class Target:
         self.shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), checkpoints=self.store)
         self.coordinator = Coordinator(1, ShardClient)
         self._fill()
+        inline: Any = NoThreads()  # does at once what a pool would do later, and lets errors out
         data = DataService(self.shard, Answers(0, 1))
-        data.senders = _Inline()  # type: ignore[assignment]
-        pool: Any = _Inline()
+        data.senders = inline
         self.handlers: dict[str, Callable[[bytes], Any]] = {
             "Push": lambda raw: data._push(raw, _Context()),  # type: ignore[arg-type]
             "AttachSegment": lambda raw: data._attach(raw, _Context()),  # type: ignore[arg-type]
@@ -126,9 +86,9 @@ class Target:
         }
         services = [
             JobService(self.coordinator),
-            MembershipService(self.coordinator, pool),
+            MembershipService(self.coordinator, inline),
             DataLeaseService(self.coordinator),
-            RoundService(self.coordinator, pool),
+            RoundService(self.coordinator, inline),
             ClusterService(self.coordinator, "127.0.0.1:1", ""),
             ShardService(self.shard),
         ]
@@ -145,32 +105,13 @@ class Target:
         convert.await_snapshot_response(self.shard.await_snapshot(request.job, request.checkpoint, 0.0))
 
     def _fill(self) -> None:
-        shard = self.shard
-        shard.create_job(SPEC, [0, 1, 2])
-        shard.add_worker(JOB, 0, 1, 0, b"another key of 1")
-        shard.add_worker(JOB, 1, 2, 0, KEY)
-        for index, bucket in shard.jobs()[JOB].buckets.items():
-            layout = bucket.spec
-            payload = torch.arange(layout.nbytes, dtype=torch.uint8).numpy().tobytes()
-            if layout.dtype == "float32":
-                payload = torch.arange(layout.numel, dtype=torch.float32).numpy().tobytes()
-            initial = PushKind.INITIAL_VALUE
-            buckets = (PushedBucket(index, initial),)
-            shard.push(PushCall(JOB, 0, 1, 0, buckets, payload, key=b"another key of 1"))
-
-        self._keep(shard)
-
-    def _keep(self, shard: Shard) -> None:
-        """A checkpoint on disk, of a job that is not there any more."""
-        spec = replace(SPEC, name=KEPT)
-        shard.create_job(spec, [0, 1, 2])
-        shard.add_worker(KEPT, 0, 1, 0, KEY)
-        for bucket in bucket_layout(spec.parameters, spec.bucket_bytes).buckets:
-            pushed = (PushedBucket(bucket.index, PushKind.INITIAL_VALUE),)
-            shard.push(PushCall(KEPT, 0, 1, 0, pushed, bytes(bucket.nbytes), key=KEY))
-        shard.begin_snapshot(KEPT, CHECKPOINT, None)
-        part = shard.await_snapshot(KEPT, CHECKPOINT, 0.0).part
-        shard.drop_job(KEPT)
+        """Makes the job with its two workers, and a checkpoint on disk of a job that is not there any more."""
+        self._make(SPEC, b"another key of 1")
+        self.shard.add_worker(JOB, 1, 2, 0, KEY)
+        self._make(replace(SPEC, name=KEPT), KEY)
+        self.shard.begin_snapshot(KEPT, CHECKPOINT, None)
+        part = self.shard.await_snapshot(KEPT, CHECKPOINT, 0.0).part
+        self.shard.drop_job(KEPT)
         manifest = Manifest(
             name=CHECKPOINT,
             job={},
@@ -186,6 +127,15 @@ class Target:
             restore_count=0,
         )
         self.store.commit(KEPT, manifest)
+
+    def _make(self, spec: JobSpec, key: bytes) -> None:
+        """A job with its initial values, and rank 0 with this key."""
+        self.shard.create_job(spec, [0, 1, 2])
+        self.shard.add_worker(spec.name, 0, 1, 0, key)
+        for bucket in bucket_layout(spec.parameters, spec.bucket_bytes).buckets:
+            values = torch.arange(bucket.numel).to(TORCH_DTYPES[bucket.dtype]).numpy().tobytes()
+            pushed = (PushedBucket(bucket.index, PushKind.INITIAL_VALUE),)
+            self.shard.push(PushCall(spec.name, 0, 1, 0, pushed, values, key=key))
 
     def throw(self, name: str, raw: bytes) -> PSError | None:
         """Has a handler answer these bytes; the error that it refuses them with, None if it takes them.
@@ -205,18 +155,17 @@ class Target:
 
     def fingerprint(self) -> bytes:
         """A hash of all that a shard and a coordinator remember."""
-        found = hashlib.sha256(repr(sorted(self.coordinator.jobs())).encode())
-        found.update(repr(sorted(self.coordinator.shards())).encode())
+        remembered = hashlib.sha256(repr((sorted(self.coordinator.jobs()), sorted(self.coordinator.shards()))).encode())
         for name, job in sorted(self.shard.jobs().items()):
-            state = job.state
-            found.update(repr(job.snapshot_task and (job.snapshot_task.name, job.snapshot_task.clock)).encode())
-            found.update(repr((name, state.spec, sorted(state.roster.items()), sorted(job.segments))).encode())
+            state, task = job.state, job.snapshot_task
+            remembered.update(repr((name, state.spec, sorted(state.roster.items()), sorted(job.segments))).encode())
+            remembered.update(repr(task and (task.name, task.clock)).encode())
             for index, bucket in sorted(job.buckets.items()):
                 rule = bucket.rule
                 numbers = rule.initialised, rule.version, rule.staged, rule.applied, rule.added
-                found.update(repr((index, numbers, sorted(rule.waiting), bucket.busy)).encode())
-                found.update(bucket.weights.flat.view(torch.uint8).numpy().tobytes())
-        return found.digest()
+                remembered.update(repr((index, numbers, sorted(rule.waiting), bucket.busy)).encode())
+                remembered.update(bytes_of(bucket.weights.flat))
+        return remembered.digest()
 
     def stop(self) -> None:
         """Ends the threads."""
@@ -245,82 +194,3 @@ def _handler(service: Any, method: Any) -> Callable[[bytes], Any]:
             behaviour(request, _Context())
 
     return handle
-
-
-def seeds() -> dict[str, list[bytes]]:
-    """Well-formed requests by method: what a fuzzer starts from."""
-    gradient, skip = data_pb2.PUSH_KIND_GRADIENT, data_pb2.PUSH_KIND_SKIP
-
-    def header(*buckets: tuple[int, data_pb2.PushKind]) -> data_pb2.PushHeader:
-        pushed = [data_pb2.BucketPush(bucket=bucket, kind=kind) for bucket, kind in buckets]
-        return data_pb2.PushHeader(worker=WORKER, clock=1, buckets=pushed)
-
-    full = header((0, gradient))
-    group = full.groups.add(group=0).hyper_parameters
-    group.add(name="lr", number=0.5)
-    group.add(name="betas").numbers.values.extend([0.9, 0.99])
-    full.ranges.add(start=4, stop=8)
-    in_segment = data_pb2.InSegment()
-    spec = job_spec_message(SPEC)
-    spec.name = "new"
-    lease = leases_pb2.LeaseDataRequest(worker=WORKER, batch_count=2)
-    lease.loader.CopyFrom(leases_pb2.LoaderSpec(sample_count=12, batch_size=4, seed=1))
-    lease.leased.add(stop=4)
-    lease.committed.add(start=4, stop=8)
-    newcomer = types_pb2.WorkerIdentity(job="new", rank=1, incarnation=3)
-    launch = membership_pb2.Launch(name="launch", rank_count=2)
-    state = membership_pb2.WorkerState(clock=1, content=b"state")
-    found: dict[str, list[Any]] = {
-        "Push": [
-            data_pb2.PushRequest(header=full, payload=bytes(64)),
-            data_pb2.PushRequest(header=header((0, data_pb2.PUSH_KIND_DRAFT)), payload=bytes(64)),
-            data_pb2.PushRequest(header=header((0, gradient), (1, gradient)), payload=bytes(128)),
-            data_pb2.PushRequest(header=header((1, skip))),
-            data_pb2.PushRequest(header=header((0, skip)), in_segment=in_segment),
-        ],
-        "Pull": [
-            data_pb2.PullRequest(worker=WORKER, clock=0, buckets=[0, 1, 2]),
-            data_pb2.PullRequest(worker=WORKER, clock=0, buckets=[0, 1], in_segment=in_segment, notify_bytes=64),
-        ],
-        "Exchange": [
-            data_pb2.ExchangeRequest(push=header((0, data_pb2.PUSH_KIND_COMMIT), (1, skip)), buckets=[0]),
-            data_pb2.ExchangeRequest(push=header((0, skip)), buckets=[0], in_segment=in_segment),
-            data_pb2.ExchangeRequest(push=header((0, gradient), (1, gradient)), buckets=[0, 1], payload=bytes(128)),
-        ],
-        "PullState": [data_pb2.PullStateRequest(worker=WORKER, buckets=[0, 1])],
-        "AttachSegment": [data_pb2.AttachSegmentRequest(worker=WORKER, location="1/2", nonce=bytes(32))],
-        "RegisterJob": [jobs_pb2.RegisterJobRequest(spec=spec)],
-        "CreateJob": [shard_pb2.CreateJobRequest(spec=spec, buckets=[0, 1])],
-        "Join": [membership_pb2.JoinRequest(job=JOB, rank=1, metrics_address="h:1", pid=1, host="h", launch=launch)],
-        "Watch": [membership_pb2.WatchRequest(job=JOB)],
-        "Heartbeat": [membership_pb2.HeartbeatRequest(worker=WORKER, clock=1)],
-        "Leave": [membership_pb2.LeaveRequest(worker=WORKER)],
-        "LeaseData": [lease],
-        "GatherValues": [
-            rounds_pb2.GatherValuesRequest(worker=WORKER, round=number, clock=1, value=b"value") for number in (0, 1)
-        ],
-        "GetCommittedData": [shard_pb2.GetCommittedDataRequest(job=JOB)],
-        "EndJob": [jobs_pb2.EndJobRequest(job=JOB)],
-        "RegisterShard": [cluster_pb2.RegisterShardRequest(index=1, address="h:1", process=1)],
-        "DropJob": [shard_pb2.DropJobRequest(job="new")],
-        "AddWorker": [shard_pb2.AddWorkerRequest(worker=newcomer)],
-        "RemoveWorker": [shard_pb2.RemoveWorkerRequest(worker=newcomer)],
-        "SaveWorkerState": [membership_pb2.SaveWorkerStateRequest(worker=WORKER, state=state)],
-        "CheckpointJob": [jobs_pb2.CheckpointJobRequest(job=JOB)],
-        "BeginSnapshot": [
-            shard_pb2.BeginSnapshotRequest(job=JOB, checkpoint="000002", clock=1),
-            shard_pb2.BeginSnapshotRequest(job=JOB, checkpoint="000003"),
-        ],
-        "AwaitSnapshot": [shard_pb2.AwaitSnapshotRequest(job=JOB, checkpoint="000003")],
-        "RestoreJob": [
-            shard_pb2.RestoreJobRequest(
-                spec=job_spec_message(replace(SPEC, name=KEPT)),
-                buckets=[0, 1, 2],
-                checkpoint=CHECKPOINT,
-                last_incarnation=2,
-            )
-        ],
-        "GetStatus": [cluster_pb2.GetStatusRequest()],
-        "GetShardStatus": [shard_pb2.GetShardStatusRequest()],
-    }
-    return {name: [message.SerializeToString() for message in messages] for name, messages in found.items()}

@@ -1,12 +1,14 @@
-"""Commands as processes: `ps-worker run` over a script to its end, and any command while it runs."""
+"""Commands as processes: to their end, or while they run; and scripts as modules."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -31,11 +33,33 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
 
 
+def python(*words: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`python WORDS` in a folder, to its end."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=140,
+        check=False,
+    )
+
+
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`ps-worker run`, to its end."""
-    command = [sys.executable, "-m", "ps_worker", "run", *arguments]
-    own = environment(**variables)
-    return subprocess.run(command, capture_output=True, text=True, env=own, timeout=90, check=False)
+    return python("-m", "ps_worker", "run", *arguments, **variables)
+
+
+def load(script: Path) -> Any:
+    """A script as a module, which has its own name in place of `__main__`."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[script.stem] = module  # dataclasses look up the module that they are made in
+    spec.loader.exec_module(module)
+    return module
 
 
 class Command:

@@ -22,8 +22,7 @@ from ps_server.coordinator.timing import Clock
 from ps_server.core.data_commits import Committed
 from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
-from ps_server.core.snapshot import ShardSnapshot, VersionRange
-from ps_server.core.statistics import ShardStatistics
+from ps_server.core.snapshot import ShardSnapshot
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
@@ -71,35 +70,17 @@ class DirectShard:
     """A shard in this process as the coordinator asks it: coordinator.shards.ShardApi."""
 
     def __init__(self, shard: Shard) -> None:
-        self.shard = shard
+        self._shard = shard
 
-    def create_job(self, spec: JobSpec, buckets: list[int]) -> None:
-        self.shard.create_job(spec, buckets)
-
-    def drop_job(self, job: str) -> None:
-        self.shard.drop_job(job)
-
-    def add_worker(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes) -> int:
-        return self.shard.add_worker(job, rank, incarnation, clock, key)
-
-    def remove_worker(self, job: str, rank: int, incarnation: int) -> None:
-        self.shard.remove_worker(job, rank, incarnation)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shard, name)  # all that is asked without gRPC as with it
 
     def committed(self, job: str) -> Committed | None:
-        committed, has_say = self.shard.committed(job)
+        committed, has_say = self._shard.committed(job)
         return committed if has_say else None
 
-    def begin_snapshot(self, job: str, name: str, clock: int | None) -> None:
-        self.shard.begin_snapshot(job, name, clock)
-
     def await_snapshot(self, job: str, name: str) -> ShardSnapshot:
-        return self.shard.await_snapshot(job, name, 0.0)
-
-    def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int) -> VersionRange:
-        return self.shard.restore_job(spec, buckets, name, last_incarnation)
-
-    def statistics(self) -> ShardStatistics:
-        return self.shard.statistics()
+        return self._shard.await_snapshot(job, name, 0.0)
 
     def close(self) -> None:
         pass

@@ -66,18 +66,20 @@ class Ended:
 
 
 class Run:
-    """One job: its workers train until all that was to happen has happened, and then to the last step.
+    """One job: its workers train until what is to happen has happened, and then to the last step.
 
+    happened:   set when it has; None: nothing is to happen
+    store:      where there is to be a checkpoint before it does
+    late:       one more worker joins when there is a checkpoint; the job is elastic then
     transports: of the ranks, in turn
-    late: one more worker joins when there is a checkpoint; the job is elastic then
     """
 
     def __init__(
         self,
         address: str,
         mode: str,
-        happened: threading.Event,
-        store: CheckpointStore,
+        happened: threading.Event | None = None,
+        store: CheckpointStore | None = None,
         late: bool = False,
         transports: tuple[str, ...] = ("shm", "grpc"),
     ) -> None:
@@ -87,8 +89,7 @@ class Run:
         self._rules = Rules.of(mode, self._workers, SHAPE)
         self._found: list[Violation] = []
         self._lives = [Life(rank, rank) for rank in range(self._workers)]
-        self._finished = threading.Barrier(self._workers, timeout=60)
-        self._judged = threading.Barrier(self._workers, timeout=60)
+        self._barrier = threading.Barrier(self._workers, timeout=60)
         self.stepped: Callable[[int, int], object] = lambda rank, clock: None
         self._ended: Ended | None = None
 
@@ -107,16 +108,16 @@ class Run:
             model = Model(self._rules.averaged)
             model, optimizer = session.prepare(model, model.optimizer(), bucket_bytes=SHAPE.bucket_bytes)
             self._train(session, model, optimizer, rank)
-            self._finished.wait()
+            self._barrier.wait()  # then everybody's last step is in
             if rank == 0:
                 self._ended = self._look(model)
-            self._judged.wait()
+            self._barrier.wait()
 
     def _train(self, session: ps_worker.Session, model: Model, optimizer: torch.optim.Optimizer, rank: int) -> None:
         life, witness, step = self._lives[rank], Witness(self._rules, rank), 0
         while session.clock < STEPS:
-            if not self._happened.wait(PACE_SECONDS) and session.clock >= FIRST:
-                self._await_kept()
+            if self._happened is not None and not self._happened.wait(PACE_SECONDS) and session.clock >= FIRST:
+                self._await_kept(self._happened)
             step += 1
             number = session.clock + 1 if self._rules.averaged else step
             place = incarnation_of(session)
@@ -133,26 +134,26 @@ class Run:
             life.seen.append((session.clock, counts, time.monotonic()))
             self.stepped(rank, session.clock)
 
-    def _await_kept(self) -> None:
+    def _await_kept(self, happened: threading.Event) -> None:
         """Waits for a checkpoint; not for ever, for the clock that it is to be of may lie ahead of everybody."""
-        until = time.monotonic() + AHEAD_SECONDS
-        while not self._kept() and time.monotonic() < until:
-            self._happened.wait(PACE_SECONDS)
+        deadline = time.monotonic() + AHEAD_SECONDS
+        while not self._kept() and time.monotonic() < deadline:
+            happened.wait(PACE_SECONDS)
 
     def _kept(self) -> bool:
-        return bool(self._store.names("default"))
+        return self._store is not None and bool(self._store.names("default"))
 
     def _look(self, model: Model) -> Ended:
-        said = status.fetch(self._address)
+        now = status.fetch(self._address)
         if self._rules.averaged:
             weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-            return Ended(weights, self._found + judge(model.view(), self._lives, self._rules), status=said)
+            return Ended(weights, self._found + judge(model.view(), self._lives, self._rules), status=now)
         task = Task(self._mode, "default", self._address, 0 if self._late else WORKERS, 0.0, SHAPE)
         view, _ = read_weights(task)
         anything = frozenset(range(SHAPE.buckets))
         found = self._found + judge(view, self._lives, self._rules, anything)
-        if not self._happened.is_set():
+        if self._happened is None:
             found += too_stale(self._lives, self._rules)
         begun = torch.tensor([len(life.attempted) for life in self._lives])
         absent = int((begun - view[:, : self._workers, 0]).amax(dim=0).sum())
-        return Ended({"cells": view}, found, missing(view, self._lives, self._rules), absent, said)
+        return Ended({"cells": view}, found, missing(view, self._lives, self._rules), absent, now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -104,11 +105,10 @@ class RawWorker:
         self.clock = place.clock
         return place  # type: ignore[no-any-return]
 
-    def save_state(self, clock: int, state: bytes) -> None:
-        """Sends this worker's own part of a checkpoint."""
-        request = membership_pb2.SaveWorkerStateRequest(
-            worker=self.identity(), state=membership_pb2.WorkerState(clock=clock, content=state)
-        )
+    def save_state(self, clock: int, content: bytes, **other: Any) -> None:
+        """Sends this worker's own part of a checkpoint; `other` as for `identity`."""
+        state = membership_pb2.WorkerState(clock=clock, content=content)
+        request = membership_pb2.SaveWorkerStateRequest(worker=self.identity(**other), state=state)
         self._call(self.members.SaveWorkerState, request)
 
     def heartbeat(self) -> None:
@@ -232,6 +232,15 @@ class RawWorker:
             return method(request, timeout=CALL_SECONDS)
         except grpc.RpcError as error:
             raise error_from(error, "server") from None
+
+
+@contextmanager
+def joined(server: str, spec: JobSpec) -> Iterator[list[RawWorker]]:
+    """All declared workers of a job, with the initial values sent."""
+    with ExitStack() as stack:
+        workers = [stack.enter_context(RawWorker(server, spec, rank)) for rank in range(spec.world_size)]
+        workers[0].initialise()
+        yield workers
 
 
 def _taken(kind: Any, fields: dict[str, Any]) -> dict[str, Any]:

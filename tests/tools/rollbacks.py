@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import torch
 
 from ps_protocol.errors import TryLater, UnknownWorker
+from ps_server.coordinator.timing import Timing
 from tests.tools.cluster import Cluster, until
-from tests.tools.raw_worker import RawWorker
+from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 CELLS = 64  # four buckets of 16, on two shards
+# A checkpoint of workers that stand still is made at once, and a shard that is new is found at once.
+QUICK = Timing(stall=0.1, checkpoint_look=0.02, recovery_look=0.02)
+
+
+def job_of(
+    cluster: Cluster, mode: str, workers: int = 1, cells: int = CELLS
+) -> AbstractContextManager[list[RawWorker]]:
+    """The workers of a job of this mode, called "job", with its initial values."""
+    return joined(cluster.address, vector_job("job", mode, cells, workers))
 
 
 def make_checkpoint(cluster: Cluster, *workers: RawWorker) -> int:
@@ -37,10 +48,10 @@ def step(worker: RawWorker, value: float = -1.0) -> torch.Tensor:
 def train(worker: RawWorker, steps: int) -> torch.Tensor:
     """Several steps, with the worker's state where a checkpoint asks for it; the weights after them."""
     for _ in range(steps):
-        found = step(worker)
+        weights = step(worker)
         if worker.clock in worker.flagged:
-            worker.save_state(worker.clock, f"state of {worker.clock}".encode())
-    return found
+            worker.save_state(worker.clock, b"state of %d" % worker.clock)
+    return weights
 
 
 def join_again(worker: RawWorker) -> None:

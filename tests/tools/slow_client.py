@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import struct
 import threading
-from collections.abc import Iterator
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4
@@ -43,15 +43,17 @@ def opening(path: str, size: int) -> bytes:
 
 
 class Dripping:
-    """Connections on each of which one byte is sent every `pause` seconds, from one thread, until `stop`."""
+    """Connections on each of which one byte is sent every `pause` seconds, from one thread, inside a `with`."""
 
-    def __init__(self, address: str, count: int, prefix: bytes, drops: bytes, pause: float, source: str) -> None:
+    def __init__(
+        self, address: str, count: int, prefix: bytes, drops: bytes, pause: float = 0.05, source: str = "127.0.0.1"
+    ) -> None:
         """prefix: sent at once on each; drops: what is sent byte by byte, over and over; source: our address."""
         host, _, port = address.rpartition(":")
         self._sockets = [socket.create_connection((host, int(port)), 20.0, (source, 0)) for _ in range(count)]
-        for one in self._sockets:
+        for connection in self._sockets:
             with contextlib.suppress(OSError):  # hung up on already
-                one.sendall(prefix)
+                connection.sendall(prefix)
         self._drops, self._pause = drops, pause
         self.sent = 0
         self.refused = 0
@@ -59,27 +61,24 @@ class Dripping:
         self._thread = threading.Thread(target=self._drip, daemon=True)
         self._thread.start()
 
-    def _next(self) -> Iterator[bytes]:
-        while True:
-            for value in self._drops:
-                yield bytes((value,))
-
     def _drip(self) -> None:
         open_ones = list(self._sockets)
-        for drop in self._next():
+        for drop in itertools.cycle(self._drops):
             if self._stopping.wait(self._pause):
                 return
-            for one in list(open_ones):
+            for connection in list(open_ones):
                 try:
-                    one.sendall(drop)
+                    connection.sendall(bytes((drop,)))
                     self.sent += 1
                 except OSError:  # the server has hung up
-                    open_ones.remove(one)
+                    open_ones.remove(connection)
                     self.refused += 1
 
-    def stop(self) -> None:
-        """Ends the thread and the connections."""
+    def __enter__(self) -> Dripping:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._stopping.set()
         self._thread.join()
-        for one in self._sockets:
-            one.close()
+        for connection in self._sockets:
+            connection.close()

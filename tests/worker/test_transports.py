@@ -105,12 +105,15 @@ class CopiedGradients:
         self.copied: list[int] = []
         self.full = False
 
+    def leaving(self, bucket: BucketSpec) -> None:
+        pass
+
     def share_gradient(self, bucket: BucketSpec) -> None:
         if self.full:
             raise MemoryError("the segment is full")
         self.copied.append(bucket.index)
 
-    def was_looked_at(self, bucket: BucketSpec) -> bool:
+    def is_checked(self, bucket: BucketSpec) -> bool:
         return bucket.index == 2
 
     def gradient_bytes(self, bucket: BucketSpec) -> int:

@@ -146,7 +146,7 @@ class Worker:
     def ends(self, script: Script) -> list[torch.Tensor]:
         """Runs a script. All that it is judged by: weights, buffers, learning rate, and each source's next number."""
         script(self)
-        self.checkpoint.close()
+        self.checkpoint.capture()
         numbers = [random.random(), numpy.random.rand(), torch.rand(()).item(), self.optimizer.param_groups[0]["lr"]]
         return [*self.model.state_dict().values(), torch.tensor(numbers, dtype=torch.float64)]
 

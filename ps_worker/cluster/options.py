@@ -1,0 +1,39 @@
+"""Which job a worker takes part in, as which of its workers, and how it reaches the servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ps_protocol.modes import Consistency
+from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.launch_id import UNKNOWN, LaunchId
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """One worker's part in a job.
+
+    server:           HOST:PORT of the coordinator; None in single and ddp
+    consistency:      the rule that the mode stands for; None in single and ddp
+    rank:             this worker's rank; None: the coordinator gives one
+    world_size:       how many workers the job has; 0: elastic
+    connect_timeout:  seconds without any progress after which a call gives up
+    start_timeout:    seconds to wait until all declared workers have joined
+    transport:        how buckets travel: "shm", "grpc", or "auto": shared memory with each shard that can see it
+    shared_directory: where that memory is a file if it must be
+    access:           certificates and token that servers are called with
+    launch:           what started this worker, and whether it takes over from another launch
+    """
+
+    server: str | None
+    job: str
+    consistency: Consistency | None
+    rank: int | None
+    world_size: int
+    connect_timeout: float
+    start_timeout: float
+    transport: str
+    shared_directory: Path
+    access: Access = PLAINTEXT
+    launch: LaunchId = UNKNOWN

@@ -1,0 +1,104 @@
+"""Well-formed requests to a server with one job, by method: what fuzzers start from."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+from ps_protocol.convert import job_spec_message
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import ParameterSpec
+from ps_protocol.modes import Consistency
+from ps_protocol.v1 import (
+    cluster_pb2,
+    data_pb2,
+    job_pb2,
+    jobs_pb2,
+    leases_pb2,
+    membership_pb2,
+    rounds_pb2,
+    shard_pb2,
+    types_pb2,
+)
+
+JOB, KEY = "job", b"sixteen bytes 01"
+KEPT, CHECKPOINT = "kept", "000001"  # a job that is not there any more, and its checkpoint
+SPEC = JobSpec(
+    JOB,
+    (ParameterSpec("w", (24,), "float32", 0), ParameterSpec("buffer", (3,), "int64", None)),
+    "AdamW",
+    ({"lr": 0.1},),
+    Consistency(0, True),
+    64,
+    2,
+)
+WORKER = types_pb2.WorkerIdentity(job=JOB, rank=1, incarnation=2, lease_key=KEY)
+
+_NEW = job_spec_message(replace(SPEC, name="new"))
+_NEWCOMER = types_pb2.WorkerIdentity(job="new", rank=1, incarnation=3)
+_HERE = data_pb2.InSegment()
+_RANGE = {"start": 4, "stop": 8}
+_LOADER = leases_pb2.LoaderSpec(sample_count=12, batch_size=4, seed=1)
+_GROUP = job_pb2.GroupUpdate(
+    group=0,
+    hyper_parameters=[
+        job_pb2.HyperParameter(name="lr", number=0.5),
+        job_pb2.HyperParameter(name="betas", numbers=job_pb2.NumberList(values=[0.9, 0.99])),
+    ],
+)
+
+
+def _header(*kinds: str, **more: Any) -> data_pb2.PushHeader:
+    """Of a push of as many buckets, from 0."""
+    pushed = [
+        data_pb2.BucketPush(bucket=bucket, kind=data_pb2.PushKind.Value(f"PUSH_KIND_{kind}"))
+        for bucket, kind in enumerate(kinds)
+    ]
+    return data_pb2.PushHeader(worker=WORKER, clock=1, buckets=pushed, **more)
+
+
+_REQUESTS = [
+    data_pb2.PushRequest(header=_header("GRADIENT", groups=[_GROUP], ranges=[_RANGE]), payload=bytes(64)),
+    data_pb2.PushRequest(header=_header("DRAFT"), payload=bytes(64)),
+    data_pb2.PushRequest(header=_header("GRADIENT", "GRADIENT"), payload=bytes(128)),
+    data_pb2.PushRequest(header=_header("SKIP", "SKIP")),
+    data_pb2.PushRequest(header=_header("SKIP"), in_segment=_HERE),
+    data_pb2.PullRequest(worker=WORKER, clock=0, buckets=[0, 1, 2]),
+    data_pb2.PullRequest(worker=WORKER, clock=0, buckets=[0, 1], in_segment=_HERE, notify_bytes=64),
+    data_pb2.ExchangeRequest(push=_header("COMMIT", "SKIP"), buckets=[0]),
+    data_pb2.ExchangeRequest(push=_header("SKIP"), buckets=[0], in_segment=_HERE),
+    data_pb2.ExchangeRequest(push=_header("GRADIENT", "GRADIENT"), buckets=[0, 1], payload=bytes(128)),
+    data_pb2.PullStateRequest(worker=WORKER, buckets=[0, 1]),
+    data_pb2.AttachSegmentRequest(worker=WORKER, location="1/2", nonce=bytes(32)),
+    jobs_pb2.RegisterJobRequest(spec=_NEW),
+    jobs_pb2.EndJobRequest(job=JOB),
+    jobs_pb2.CheckpointJobRequest(job=JOB),
+    membership_pb2.JoinRequest(
+        job=JOB, rank=1, metrics_address="h:1", pid=1, host="h", launch={"name": "launch", "rank_count": 2}
+    ),
+    membership_pb2.WatchRequest(job=JOB),
+    membership_pb2.HeartbeatRequest(worker=WORKER, clock=1),
+    membership_pb2.LeaveRequest(worker=WORKER),
+    membership_pb2.SaveWorkerStateRequest(worker=WORKER, state={"clock": 1, "content": b"state"}),
+    leases_pb2.LeaseDataRequest(worker=WORKER, batch_count=2, loader=_LOADER, leased=[{"stop": 4}], committed=[_RANGE]),
+    rounds_pb2.GatherValuesRequest(worker=WORKER, round=0, clock=1, value=b"value"),
+    rounds_pb2.GatherValuesRequest(worker=WORKER, round=1, clock=1, value=b"value"),
+    cluster_pb2.RegisterShardRequest(index=1, address="h:1", process=1),
+    cluster_pb2.GetStatusRequest(),
+    shard_pb2.CreateJobRequest(spec=_NEW, buckets=[0, 1]),
+    shard_pb2.DropJobRequest(job="new"),
+    shard_pb2.AddWorkerRequest(worker=_NEWCOMER),
+    shard_pb2.RemoveWorkerRequest(worker=_NEWCOMER),
+    shard_pb2.GetCommittedDataRequest(job=JOB),
+    shard_pb2.BeginSnapshotRequest(job=JOB, checkpoint="000002", clock=1),
+    shard_pb2.BeginSnapshotRequest(job=JOB, checkpoint="000003"),
+    shard_pb2.AwaitSnapshotRequest(job=JOB, checkpoint="000003"),
+    shard_pb2.RestoreJobRequest(
+        spec=job_spec_message(replace(SPEC, name=KEPT)), buckets=[0, 1, 2], checkpoint=CHECKPOINT, last_incarnation=2
+    ),
+    shard_pb2.GetShardStatusRequest(),
+]
+SEEDS: dict[str, list[bytes]] = defaultdict(list)
+for _request in _REQUESTS:
+    SEEDS[type(_request).__name__.removesuffix("Request")].append(_request.SerializeToString())
