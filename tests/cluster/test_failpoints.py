@@ -60,7 +60,7 @@ class Servers:
 
     def _are_up(self) -> bool:
         try:
-            return sum(process["role"] == "shard" for process in status.fetch(self.address)["processes"]) == 2
+            return len(status.fetch(self.address)["shards"]) == 2
         except PSError:
             return False
 
