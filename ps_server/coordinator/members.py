@@ -134,9 +134,6 @@ class JobMembers:
             # Shards remember every rank that there ever was, so that a repeat is known: there must be a last one.
             if rank >= self._limits.workers:
                 raise LimitExceeded(f"a rank must be below max-workers, {self._limits.workers}, got {rank}")
-            others = len(membership.members.keys() - {rank})
-            if others >= self._limits.workers:
-                raise LimitExceeded(f"job {self._name!r} has {others} workers already: that is the limit max-workers")
             key, older = secrets.token_bytes(LEASE_KEY_BYTES), membership.members.get(rank)
             reservation = Reservation(rank, membership.next_incarnation(), key, older)
         self._joining = rank, reservation.incarnation
