@@ -97,7 +97,8 @@ class Children:
             stdout=subprocess.PIPE if program.out is not None else None,
             stderr=subprocess.PIPE if program.err is not None else None,
             start_new_session=True,
-            preexec_fn=self._guard,
+            # A child that is told something learns from its standard input that this process is gone.
+            preexec_fn=None if program.is_told else self._guard,
         )
         self._running[number] = process
         self._streams[number] = []

@@ -60,10 +60,12 @@ class _Ready:
 
     def __init__(self, tell: Callable[[dict[str, str]], None]) -> None:
         self._tell = tell
+        self._told = False
 
     def take(self, data: bytes, lines: list[bytes]) -> None:
         """Takes the first line."""
-        if lines:
+        if lines and not self._told:
+            self._told = True
             self._tell(json.loads(lines[0]))
 
 

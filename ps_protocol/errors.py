@@ -33,7 +33,7 @@ from typing import ClassVar
 
 DOMAIN = "ps_protocol"  # of a reason, in an ErrorInfo
 # Longer words are cut: gRPC carries them twice in the trailers of a call, which may hold 8 KiB in all.
-MAX_MESSAGE_BYTES = 1500
+MAX_TEXT_BYTES = 1500
 
 
 class Code(enum.IntEnum):
@@ -61,8 +61,8 @@ class PSError(Exception):
 
     def __str__(self) -> str:
         text = super().__str__().encode(errors="replace")
-        if len(text) > MAX_MESSAGE_BYTES:
-            text = text[: MAX_MESSAGE_BYTES - 3] + b"..."
+        if len(text) > MAX_TEXT_BYTES:
+            text = text[: MAX_TEXT_BYTES - 3] + b"..."
         return text.decode(errors="ignore")
 
     @property

@@ -1,4 +1,4 @@
-"""What every process needs, and would need if this were no parameter server.
+"""What every process needs, and is no matter of tensors, workers or shards.
 
 channel.py        Channels and servers: the options that both ends must hold in common
 command_line.py   The parser of a command, with short errors

@@ -115,10 +115,11 @@ class Setting:
 def as_variables(settings: Iterable[Setting], arguments: argparse.Namespace) -> dict[str, str]:
     """Returns the values of flags as the variables of a child process.
 
-    All of the settings are there, and empty where they are not given: no other environment can speak for one.
+    A setting that is not given is empty where this process' environment has one, so that this cannot speak for it.
     """
     given = vars(arguments)
-    return {setting.variable: setting.written(given[setting.name]) for setting in settings}
+    texts = {setting.variable: setting.written(given[setting.name]) for setting in settings}
+    return {variable: text for variable, text in texts.items() if text or variable in os.environ}
 
 
 def environment() -> dict[str, str]:
@@ -165,6 +166,11 @@ def switch(text: str) -> bool:
     if text.lower() not in _TRUE | _FALSE:
         raise argparse.ArgumentTypeError(f"expected 1 or 0, got {text!r}")
     return text.lower() in _TRUE
+
+
+def path(text: str) -> Path | None:
+    """Returns a path; no text is none, as in a variable."""
+    return Path(text) if text else None
 
 
 def file_path(text: str) -> str:

@@ -20,6 +20,7 @@ from ps_runtime.settings import (
     count,
     host_port,
     index,
+    path,
     port_number,
     seconds,
     whole_number,
@@ -50,7 +51,8 @@ class ServerConfig:
     checkpoint_dir: where checkpoints are, the same directory for all shards and the coordinator; None: there are none
     checkpoint_every: `100steps` or `60s`; None: only when asked to, at a job's end, and when the server stops
     keep:        how many checkpoints of a job are kept
-    restore:     jobs go on from what is in checkpoint_dir; resume: those that ran when the coordinator ended
+    restore:     jobs continue from their checkpoints in checkpoint_dir
+    resume:      the coordinator resumes the jobs that ran when the one before it ended
     timing:      how often the coordinator looks, and how long it waits for what
     """
 
@@ -123,11 +125,11 @@ PROCESS = (
     Setting("shared_directory", "where workers on this host may share memory as files", Path, DEFAULT_SHARED_DIRECTORY),
     Setting("apply_threads", "threads that a shard applies updates with", count, ServerConfig.apply_threads),
     *access_settings(serves=True),
-    Setting("tokens", "what callers may do: lines ROLE[:JOB] TOKEN and cn:NAME ROLE[:JOB]", Path, metavar="FILE"),
+    Setting("tokens", "what callers may do: lines ROLE[:JOB] TOKEN and cn:NAME ROLE[:JOB]", path, metavar="FILE"),
     Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),
 )
 CHECKPOINTS = (
-    Setting("checkpoint_dir", "where checkpoints are; one directory for all shards", Path, metavar="DIR"),
+    Setting("checkpoint_dir", "where checkpoints are; one directory for all shards", path, metavar="DIR"),
     Setting("checkpoint_every", "how often to make one, as in 100steps or 60s", every, metavar="EVERY"),
     Setting("keep", "how many checkpoints of a job to keep", count, ServerConfig.keep, "N"),
     Setting("restore", "start jobs from their last checkpoints", bool),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.modes import parse_mode
 from ps_runtime.command_line import CommandLine, version
-from ps_runtime.settings import Setting, as_variables, count, index, unknown_variables
+from ps_runtime.settings import Setting, as_variables, count, index, path, unknown_variables
 from ps_worker.config import SETTINGS
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ LAUNCH_SETTINGS = (
     Setting("workers", "how many workers to start here", count, 1, "N"),
     Setting("first_rank", "rank of the first worker here", index, 0, "R"),
     Setting("max_restarts", "how often, in all, a worker that fails is started again", index, 0),
-    Setting("log_dir", "also write what worker R says to DIR/worker-R.log", Path, metavar="DIR"),
+    Setting("log_dir", "also write what worker R says to DIR/worker-R.log", path, metavar="DIR"),
 )
 
 

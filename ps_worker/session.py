@@ -468,8 +468,13 @@ def _close_at_exit(session: Session) -> None:
     atexit.register(session.close)  # which keeps the session alive: a script may hold it in a function that has ended
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        ending = threading.Event()
+        # What is registered last is called first. A SIGTERM after it ends a script that is ending already: no exception
+        # is to interrupt that.
+        atexit.register(ending.set)
 
         def terminate(number: int, frame: FrameType | None) -> None:
-            sys.exit(128 + number)
+            if not ending.is_set():
+                sys.exit(128 + number)
 
         signal.signal(signal.SIGTERM, terminate)

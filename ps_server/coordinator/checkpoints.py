@@ -149,11 +149,12 @@ class JobCheckpoints:
 
     def rolled_back(self, manifest: Manifest, states: States) -> None:
         """Notes that the job continues from a checkpoint: what is being made is void, the next one comes in time."""
-        self.abandon()
-        self._states.forget()
-        self._states.kept = dict(states)
-        self._progress.last, self._progress.reached = manifest, manifest.clock
-        self._notify()
+        with self._changed:  # no attempt begins in between: it would be named by a clock of before
+            self.abandon()
+            self._states.forget()
+            self._states.kept = dict(states)
+            self._progress.last, self._progress.reached = manifest, manifest.clock
+            self._notify()
 
     # -- what is asked for, and what is told -------------------------------------------------------------------------
 

@@ -140,7 +140,7 @@ class CoordinatedJob:
 
     def _check_not_ended(self) -> None:
         if self._ended is not None:
-            raise self._ended
+            raise NotFound(str(self._ended))  # a new one: an error that is raised holds on to its frames
 
     # -- workers come and go -----------------------------------------------------------------------------------------
 
@@ -176,6 +176,7 @@ class CoordinatedJob:
         except PSError:
             self.members.abort_join(reservation)
             self.data.gone(reservation.rank, reservation.incarnation)
+            self._registry.save()
             if reservation.older is not None:
                 self._announce()
             raise

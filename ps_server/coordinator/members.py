@@ -100,7 +100,8 @@ class JobMembers:
 
     def pending_removals(self) -> set[Removal]:
         """Returns what shards may still count: workers that are gone, and the one that joins at this moment."""
-        joining = {(shard, *self._joining) for shard in range(self._shards.count)} if self._joining else set()
+        worker = self._joining  # read once: a join may end meanwhile
+        joining = {(shard, *worker) for shard in range(self._shards.count)} if worker else set()
         return self._pending_removals | joining
 
     def half_gone(self) -> set[WorkerId]:

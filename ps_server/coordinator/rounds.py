@@ -99,7 +99,7 @@ class JobRounds:
         with self._lock:
             self._members.check(request.rank, request.incarnation, request.key)
             if self._over is not None:
-                raise self._over
+                raise type(self._over)(str(self._over))  # a new one: an error that is raised holds on to its frames
             if not request.number:
                 listener.tell(Standing(self._rounds.following(request.clock)))
                 listener.finish()

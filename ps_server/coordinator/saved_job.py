@@ -96,7 +96,15 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
         began=dict(saved.began),
         skipped=dict(saved.skipped),
     )
-    removals, count = frozenset(saved.pending_removals), saved.restore_count
-    job = CoordinatedJob(placed, processes, cluster, registry, membership, removals, count, accounting)
+    job = CoordinatedJob(
+        placed,
+        processes,
+        cluster,
+        registry,
+        membership,
+        pending_removals=frozenset(saved.pending_removals),
+        restore_count=saved.restore_count,
+        accounting=accounting,
+    )
     job.rounds.resume(saved.rounds_completed, saved.rounds)
     return job

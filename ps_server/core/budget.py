@@ -79,7 +79,8 @@ class StagingBudget:
     ) -> bool:
         """Reserves `size` bytes of the job and `charge` of a principal, in place of what this rank has reserved for the
         bucket. False, and nothing is changed, if that is past the job's limit and others have something here; raises
-        Backlogged if it is past the principal's. `always` is asked where there is no room: true, and it is let in.
+        Backlogged if it is past the principal's. Where there is no room `always` is called: if it returns true, the
+        bytes are reserved all the same.
         """
         before = self._reserved.get((bucket, rank), _NOTHING)
         others = self.bytes - before.size

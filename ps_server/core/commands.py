@@ -1,5 +1,5 @@
-"""Everything that changes a partition, as values: what a log carries to a replica, which executes the same in the same
-order and is the same afterwards. What is applied to the weights follows from them, and is no command of its own.
+"""Everything that changes a partition, as values. Two partitions that execute the same commands in the same order are
+the same afterwards. What is applied to the weights follows from the commands, and is none itself.
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ class DataLeases:
 
     def agree(self, spec: LoaderSpec) -> None:
         """Raises JobMismatch naming what differs from the loader that is known."""
-        for name, value in vars(self.spec).items():
-            if value != getattr(spec, name):
-                raise JobMismatch(f"loader {self.loader} differs: {name} is {value}, got {getattr(spec, name)}")
+        for (name, value), got in zip(vars(self.spec).items(), vars(spec).values(), strict=True):
+            if value != got:
+                raise JobMismatch(f"loader {self.loader} differs: {name} is {value}, got {got}")
 
     def lease(
         self, worker: WorkerId, asked: int, count: int, workers: int = 1, report: LeaseReport = NOTHING

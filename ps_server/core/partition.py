@@ -185,6 +185,7 @@ class JobPartition:
             raise OutOfOrder(f"worker {rank} joined at clock {start}, and {pushed} {clock} came")
         if bucket.rule.is_repeat(rank, clock):
             return Staged(bucket.rule.version, duplicate=True)
+        self._drop_other_clock(bucket, rank, clock)  # before anything is reserved for this one
         match command:
             case Stage():
                 return self._count(bucket, command)
@@ -235,6 +236,7 @@ class JobPartition:
             raise InvalidRequest(f"initial values are rank 0's to send, got them from rank {command.rank}")
         if bucket.rule.initialised:
             return Staged(bucket.rule.version, duplicate=True)
+        self._drop_other_clock(bucket, 0, 0)
         pending = self._make_pending(bucket, 0, 0)
         if isinstance(command.value, Assignment):
             before = pending.assignment
@@ -275,12 +277,12 @@ class JobPartition:
     # -- what is pending ---------------------------------------------------------------------------------------------
 
     def _make_pending(self, bucket: Bucket, rank: int, clock: int) -> Pending:
-        """Returns what is pending of a worker for a clock, and drops what was of another clock."""
-        pending = bucket.pending_at(rank, clock)
-        if pending is None:
+        """Returns what is pending of a worker for a clock; nothing is of another clock."""
+        return bucket.pending.setdefault(rank, Pending(clock))
+
+    def _drop_other_clock(self, bucket: Bucket, rank: int, clock: int) -> None:
+        if bucket.pending_at(rank, clock) is None:
             self._drop_pending(bucket, rank)
-            pending = bucket.pending[rank] = Pending(clock)
-        return pending
 
     def _drop_pending(self, bucket: Bucket, rank: int) -> None:
         if bucket.pending.pop(rank, None) is not None:

@@ -146,13 +146,13 @@ def service_discovery(coordinator: Coordinator, encrypted: bool = False) -> byte
         for index, shard in sorted(coordinator.shards().items())
         if shard.metrics_address
     ]
-    for name, job in sorted(coordinator.statistics().jobs.items()):
+    for name, job in sorted(coordinator.jobs().items()):
         targets += [
             {
                 "targets": [worker.metrics_address],
                 "labels": {"role": "worker", "job_name": name, "rank": str(worker.rank)} | scheme,
             }
-            for worker in job.workers
+            for worker in job.members.all()
             if worker.metrics_address
         ]
     return json.dumps(targets).encode()

@@ -101,7 +101,8 @@ def _job_lines(job: dict[str, Any]) -> list[str]:
     missing = [str(rank) for rank in range(size) if rank not in ranks]
     waiting = f"; waits for ranks {', '.join(missing)} to join" if missing and not job["started"] else ""
     if job["rejoining_ranks"]:
-        waiting = f"; was set back, and waits for workers {', '.join(map(str, job['rejoining_ranks']))} to join again"
+        rejoining = ", ".join(map(str, job["rejoining_ranks"]))
+        waiting = f"; was rolled back, and waits for workers {rejoining} to join again"
     return [
         f"job {job['name']}: {Consistency(**job['consistency'])}, {workers}{waiting}; "
         f"{job['parameter_bytes'] / 1e6:.1f} MB in {job['bucket_count']} buckets, "
@@ -121,7 +122,7 @@ def _history(job: dict[str, Any]) -> str:
     if job["last_checkpoint"]:
         text += f"; last checkpoint {job['last_checkpoint']['name']} at clock {job['last_checkpoint']['clock']}"
     if job["restore_count"]:
-        text += f"; set back {job['restore_count']} times, {job['redone_step_count']} steps made again"
+        text += f"; rolled back {job['restore_count']} times, {job['redone_step_count']} steps made again"
     if job["lost_step_count"]:
         text += f"; {job['lost_step_count']} steps lost with shards"
     return text

@@ -46,12 +46,16 @@ class Pushes:
         """Stages buckets, then pulls; where all lies in a segment, the calling thread applies what can be applied."""
         pull = self._pulls.check(job, wanted, outbox)
         pull.with_pushes = wanted.in_segment
+        if not wanted.in_segment:
+            self.push(job, call, principal)  # apply threads begin while the pull looks at each of its buckets
+            self._pulls.ask(job, pull, wanted.buckets)
+            return
         fresh: list[int] = []
         try:
             self._stage_all(job, call, principal, fresh)
             self._pulls.ask(job, pull, wanted.buckets)
         finally:
-            (self._updates.lend if wanted.in_segment else self._updates.schedule)(job, fresh)
+            self._updates.lend(job, fresh)
 
     def attach(self, job: HostedJob, rank: int, incarnation: int, location: str, nonce: bytes, key: bytes) -> None:
         """Maps the segment that a live worker made. Raises NotShared if it is not to be seen from here."""
@@ -111,7 +115,7 @@ def _push_of(call: PushCall, bucket: PushedBucket, payload: Buffer) -> Push:
         groups=call.groups,
         borrowed=call.payload is None,
         key=call.key,
-        finite=bucket.finite,
+        finite=bucket.finite and call.payload is None,  # only the owner of a segment has looked at what lies there
         ranges=call.ranges,
         state=bucket.state,
         wire_format=bucket.wire_format,

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, TryLater, UnknownWorker
+from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater, UnknownWorker
 from ps_protocol.job import JobSpec, difference
 from ps_protocol.layout import bucket_layout
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
@@ -136,7 +136,7 @@ class Shard:
             before = self._jobs.get(spec.name)
             self._jobs[spec.name] = job
         if before is not None:
-            reason = UnknownWorker(f"job {spec.name!r} was set back to a checkpoint: join again")
+            reason = UnknownWorker(f"job {spec.name!r} was rolled back to a checkpoint: join again")
             before.close(reason)
             if before.snapshot_task is not None:
                 before.snapshot_task.abandon()
@@ -165,7 +165,7 @@ class Shard:
         if job is None:
             raise NotFound(f"this shard knows no job {name!r}")
         if job.failure is not None:
-            raise job.failure
+            raise PSError(str(job.failure))  # a new one: an error that is raised holds on to its frames
         return job
 
     def _make_job(self, spec: JobSpec, buckets: Sequence[int]) -> HostedJob:
@@ -210,7 +210,7 @@ class Shard:
     # -- pushes and pulls --------------------------------------------------------------------------------------------
 
     def push(self, call: PushCall, principal: str = "") -> list[Staged]:
-        """Checks and stages buckets, all or none, and has each applied as soon as the rule lets it.
+        """Checks all buckets, stages each, and has each applied as soon as the rule lets it.
 
         principal: whose bytes they are
         """

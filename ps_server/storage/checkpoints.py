@@ -206,7 +206,7 @@ class CheckpointStore:
         return path.read_bytes()
 
     def read_buckets(self, job: str, manifest: Manifest, buckets: Sequence[BucketSpec]) -> dict[int, BucketSnapshot]:
-        """Images of these buckets, each file checked against its checksum first. Raises CheckpointDamaged."""
+        """Returns snapshots of buckets, by index, from files that match their checksums. Raises CheckpointDamaged."""
         wanted: dict[int, list[BucketSpec]] = {}
         for bucket in buckets:
             if bucket.index >= len(manifest.placement):

@@ -30,7 +30,7 @@ class Connection:
     `cut`, `close`, `place` and `clock` are for any thread.
 
     place: the worker as the servers know it, and where it began
-    clock: steps finished; a step counts when all of it is on its way
+    clock: of the last step that was sent or finished
 
     Raises NotShared if memory is to be shared and cannot be, PSError if shards do not answer; nothing is open then.
     """
@@ -128,21 +128,22 @@ class Connection:
         Returns the pushes, the pulls, and those of the pulls that commit drafts: when such a pull has landed, its
         drafts count.
         """
-        clock, drafted = self.clock + 1, self._settle_drafts(drafts_count)
+        drafted = self._settle_drafts(drafts_count)
+        # Before any call: a heartbeat that tells too low a clock would have a step that is staged taken for none.
+        self.clock += 1
         steps: list[ShardStep] = []
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         for index, transport in self._transports.items():
             wanted = [bucket for bucket in self._buckets[index] if not bucket.frozen]
             if wanted:
                 own = [push for push in pushes if self._shard_of[push.bucket.index] == index]
-                steps.append(transport.exchange(clock, own, wanted, drafted))
+                steps.append(transport.exchange(self.clock, own, wanted, drafted))
         pushed = [push for step in steps for push in step.pushes]
         # In one order over all shards.
         for push in sorted((push for step in steps for push in step.rest), key=lambda push: push.bucket.index):
             pushed.append(self._transports[self._shard_of[push.bucket.index]].push(push))
         pulled = [step.pull for step in steps]
         self._under_way += [*pushed, *pulled]
-        self.clock = clock
         return pushed, pulled, [step.pull for step in steps if step.commits]
 
     def _note(self, futures: list[Future[T]]) -> list[Future[T]]:

@@ -1,6 +1,6 @@
 """A worker's place in its job: taken, kept by heartbeats, and taken again when it was lost.
 
-A lease runs out while a process is stopped, a cable is cut, or the job is set back to a checkpoint. The heartbeat's
+A lease runs out while a process is stopped, a cable is cut, or the job is rolled back to a checkpoint. The heartbeat's
 thread learns of it and joins again at once, so that a long step is no obstacle; the training thread takes the new place
 at its next step, or when its calls fail. A worker whose rank another process has taken gives up.
 """

@@ -56,8 +56,8 @@ class Rounds:
         """Returns the values of all that take part, by rank, ascending; blocks until each has given its own.
 
         what: the call, for messages
-        Raises LimitExceeded if they are too many bytes together, or not kept any more; InvalidRequest where the job
-        was set back to a checkpoint meanwhile, and the others have gone back to steps that this worker cannot repeat.
+        Raises LimitExceeded if they are too many bytes together, or not kept any more; InvalidRequest where the job was
+        rolled back to a checkpoint meanwhile, and the others have gone back to steps that this worker cannot repeat.
         """
         if self._participation.came_late and self._stepper.stepped and not self._placed:
             self._next = max(self._next, self._ask())
@@ -67,7 +67,7 @@ class Rounds:
             if waiting.step_wanted:
                 if self._restore_count != restored:
                     raise InvalidRequest(
-                        f"the job was set back to a checkpoint while this worker was in session.{what}, and others "
+                        f"the job was rolled back to a checkpoint while this worker was in session.{what}, and others "
                         "repeat steps that belong to a loop which is over here: start this worker again"
                     )
                 waiting.step_wanted = False

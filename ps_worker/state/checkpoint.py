@@ -52,7 +52,7 @@ class WorkerCheckpoint:
         self.loaders: list[LoaderPosition] = []
         self._save = save
         self._optimizers: list[tuple[torch.optim.Optimizer, int]] = []  # each, and how many groups it began with
-        self._untrained: dict[int, Untrained] = {}
+        self._frozen: dict[int, FrozenTensor] = {}
         self._stateful: list[Any] = []
         self._left_out: set[str] = set()
         self._fed: int | None = None  # the loader that yielded last
@@ -64,15 +64,15 @@ class WorkerCheckpoint:
 
     # -- what belongs to it ------------------------------------------------------------------------------------------
 
-    def watch(self, optimizers: Sequence[torch.optim.Optimizer], untrained: Mapping[int, torch.Tensor]) -> None:
+    def watch(self, optimizers: Sequence[torch.optim.Optimizer], frozen: Mapping[int, torch.Tensor]) -> None:
         """Takes in optimizers' groups, and the tensors that they do not step, by index among the job's parameters."""
         self._optimizers = [(optimizer, len(optimizer.param_groups)) for optimizer in optimizers]
-        self._untrained = {index: Untrained(tensor) for index, tensor in untrained.items()}
+        self._frozen = {index: FrozenTensor(tensor) for index, tensor in frozen.items()}
 
     def trains(self, indices: Sequence[int]) -> None:
         """Notes that another job trains parameters from here on that no optimizer of this one steps."""
         for index in indices:
-            self._untrained[index].trains = True
+            self._frozen[index].trains = True
 
     def add(self, thing: Any) -> None:
         """Takes in a scheduler, or anything else with a state. Raises Unsupported if that cannot be saved."""
@@ -94,8 +94,8 @@ class WorkerCheckpoint:
         """Begins a step; captures, late, the state of the one before if no loop has."""
         if self._wanted is not None and any(loader.going for loader in self.loaders):
             log.warning(
-                "the checkpoint of clock %d is within a batch of several steps: a job that is set back to it goes on "
-                "behind that batch",
+                "the checkpoint of clock %d is within a batch of several steps: a job that is rolled back to it "
+                "continues after that batch",
                 self._wanted,
             )
         self.capture()
@@ -159,7 +159,7 @@ class WorkerCheckpoint:
             script=self.script_state(),
             feeding=self._fed if loader is None else loader,
             per_step=self._per_step,
-            tensors={index: tensor.copy() for index, tensor in self._untrained.items() if tensor.changed()},
+            tensors={index: tensor.copy() for index, tensor in self._frozen.items() if tensor.changed()},
         )
         try:
             self._save(clock, encode(state))
@@ -242,7 +242,7 @@ class WorkerCheckpoint:
         here = min(len(self._groups()), len(settings.groups)), len(self._stateful), len(self.loaders)
         saved = len(settings.groups), len(settings.stateful), len(loaders)
         if here != saved or not all(
-            index in self._untrained and self._untrained[index].takes(tensor) for index, tensor in state.tensors.items()
+            index in self._frozen and self._frozen[index].takes(tensor) for index, tensor in state.tensors.items()
         ):
             raise Unsupported(
                 "what this worker had saved is of another script: (groups, things with a state, loaders) were "
@@ -251,7 +251,7 @@ class WorkerCheckpoint:
         self._target = None
         self.set_settings(settings)
         for index, tensor in state.tensors.items():
-            self._untrained[index].put(tensor)
+            self._frozen[index].put(tensor)
         log.info("this worker's own state is that of clock %d", state.clock)
 
 
@@ -262,7 +262,7 @@ class BesideCheckpoint(WorkerCheckpoint):
         """Sets nothing: the other job's state does."""
 
 
-class Untrained:
+class FrozenTensor:
     """A tensor of the model that no optimizer steps, with its value at the beginning."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -107,7 +107,7 @@ class LoaderPosition:
             self._target = state
         elif state.going:
             raise Unsupported(
-                "the job was set back into a loop over another loader, and this script is past that: start it again"
+                "the job was rolled back into a loop over another loader, and this script is past that: start it again"
             )
         else:
             self._begun = self._script = state.begun

@@ -46,7 +46,7 @@ class StateSender:
             place = self._members.place
             assert place is not None
             if place.restore_count != restored:
-                return  # the job was set back: that clock will come again
+                return  # the job was rolled back: that clock will come again
             try:
                 self._coordinator.save_state(place.identity, clock, state)
                 return

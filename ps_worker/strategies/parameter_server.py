@@ -196,8 +196,8 @@ def join(
         undo.callback(training.close)
         for optimizer in optimizers:
             optimizer.state.clear()  # the shards have it, and a copy here would not follow
-        untrained = {index: tensor for index, tensor in enumerate(tensors) if spec.parameters[index].group is None}
-        training.begin(optimizers, untrained, checkpoint_wanted)
+        frozen = {index: tensor for index, tensor in enumerate(tensors) if spec.parameters[index].group is None}
+        training.begin(optimizers, frozen, checkpoint_wanted)
         undo.pop_all()
         return training
 
@@ -255,17 +255,17 @@ class JobTraining:
     def begin(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
-        untrained: Mapping[int, torch.Tensor],
+        frozen: Mapping[int, torch.Tensor],
         checkpoint_wanted: bool,
     ) -> None:
         """Begins at the clock of the first place, with this worker's own state if one of its rank was here before.
 
-        untrained: the tensors that no optimizer steps, by index in the job
+        frozen: the tensors that no optimizer steps, by index in the job
         """
         if checkpoint_wanted:
             self.checkpoint.want(self.clock)
         self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
-        self.checkpoint.watch(optimizers, untrained)
+        self.checkpoint.watch(optimizers, frozen)
         saved = self.participation.connection.place.state
         if saved is not None:
             self.checkpoint.rollback(saved, self.clock)
@@ -392,7 +392,7 @@ class JobTraining:
         log.warning(
             "worker %d lost its place at clock %d and goes on at clock %d as incarnation %d; %s",
             *(place.identity.rank, lost.clock, self.clock, place.identity.incarnation),
-            "the job was set back" if rolled_back else f"its last gradient {'counts' if staged else 'is lost'}",
+            "the job was rolled back" if rolled_back else f"its last gradient {'counts' if staged else 'is lost'}",
         )
         return staged
 

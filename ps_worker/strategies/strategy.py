@@ -64,7 +64,7 @@ class Strategy(Protocol):
         """Returns the loader with this worker's share of its data; `seed` is that of the shuffle."""
 
     def keep(self, things: Sequence[Any]) -> None:
-        """Ends a call of `Session.prepare`. things: the others that it was given, each with a state (schedulers)"""
+        """Saves and restores these with the worker from now on: schedulers and the like, each with a state_dict."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which backward passes only add to the gradients."""

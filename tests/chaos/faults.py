@@ -7,7 +7,7 @@ cut         every connection of a worker is reset, at once
 flap        nothing passes between a worker and the servers for less than its lease; then all arrives, late
 partition   the same for longer than its lease
 
-kill-shard        kill -9 of a shard; it is started again, and its part of the job set back to a checkpoint
+kill-shard        kill -9 of a shard; it is started again, and its part of the job rolled back to a checkpoint
 kill-saving       the same while its file of a checkpoint is being written, or is there and the manifest is not
 pause-shard       SIGSTOP of a shard, up to twice the lease, then SIGCONT
 full-disk         a shard can write no more than a few bytes to any file, for a few leases

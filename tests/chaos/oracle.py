@@ -214,7 +214,7 @@ def judge(
 ) -> list[Violation]:
     """What is wrong with the weights, [buckets, rows, 1 + columns], after everybody has finished.
 
-    lossy: in ssp and async, buckets that were set back to a checkpoint: there, steps may be missing; see `missing`
+    lossy: in ssp and async, buckets that were rolled back to a checkpoint: there, steps may be missing; see `missing`
     """
     if rules.averaged:
         return [*whole(view, rules), *_judge_means(view, lives, rules)]
@@ -269,7 +269,7 @@ def _judge_means(view: torch.Tensor, lives: Sequence[Life], rules: Rules) -> lis
 def too_stale(lives: Iterable[Life], rules: Rules, until: Mapping[int, float | None] | None = None) -> list[Violation]:
     """Pulls of ssp workers that missed an update of a live worker from more than `bound` clocks before.
 
-    until: by bucket, when it was set back first: from then on its counts say nothing. None: never
+    until: by bucket, when it was rolled back first: from then on its counts say nothing. None: never
     """
     lives = list(lives)
     if rules.averaged or rules.bound is None:

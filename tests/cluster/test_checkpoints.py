@@ -472,6 +472,7 @@ def test_a_server_that_is_told_to_stop_makes_a_last_checkpoint(tmp_path: Path) -
         pid = nursery.start(["shard", *flags, f"--checkpoint-dir={checkpoints}"], tmp_path / "log", note)
         address = f"127.0.0.1:{port}"
         until(lambda: status.is_serving(address, PLAINTEXT), "the server")
+        until(lambda: status.fetch(address)["shards"], "its shard")
         with RawWorker(address, vector_job("job", "sync", 64, 1), 0) as worker:
             worker.initialise()
             worker.step(torch.full((64,), -1.0))

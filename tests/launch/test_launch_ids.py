@@ -308,7 +308,7 @@ def test_a_launch_is_known_after_the_coordinators_restart(
         model, optimizer = prepared(session)
         step(model, optimizer)
         status.checkpoint_job(cluster.address, "default")
-        cluster.start_again(0)  # with a shard, so that the job is set back as well: nobody holds a rank for a moment
+        cluster.start_again(0)  # with a shard, so that the job is rolled back as well: nobody holds a rank for a moment
         with launched(cluster, "b") as stranger, pytest.raises(JobInUse):
             prepared(stranger)
         step(model, optimizer)

@@ -245,16 +245,16 @@ def test_what_a_cluster_is_told_reaches_its_shards_as_variables(
     assert config_of(heard, None, 1, "h:1") == config
 
 
-def test_a_setting_that_is_not_given_is_empty_for_a_child_whatever_the_parent_inherited(
+def test_a_flag_without_a_value_counts_for_a_child_whatever_the_parent_inherited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = ps_server.cli.parser().read(["up"])
+    set_variables(monkeypatch, {"PS_CHECKPOINT_DIR": "/old"})
+    told = ps_server.cli.parser().read(["up", "--checkpoint-dir="])
     variables = as_variables(SERVER_SETTINGS, told)
-    assert variables["PS_CHECKPOINT_DIR"] == variables["PS_MAX_STAGED_BYTES"] == ""
-    assert variables["PS_INSECURE"] == "0"
-    set_variables(monkeypatch, {"PS_CHECKPOINT_DIR": "/old", "PS_INSECURE": "1", **variables})
-    heard = ps_server.cli.parser().read(["shard", "--index", "1"])
-    assert (heard.checkpoint_dir, heard.insecure) == (None, False)
+    assert (told.checkpoint_dir, variables["PS_CHECKPOINT_DIR"]) == (None, "")
+    assert "PS_TOKENS" not in variables, "a script that looks into its environment finds only what was given"
+    set_variables(monkeypatch, variables)
+    assert ps_server.cli.parser().read(["shard", "--index", "1"]).checkpoint_dir is None
 
 
 # -- variables that nothing reads ------------------------------------------------------------------------------------

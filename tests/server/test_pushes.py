@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import pytest
 
-from ps_protocol.errors import Backlogged, InvalidRequest, PSError
+from ps_protocol.errors import Backlogged, InvalidRequest, NonFiniteGradient, PSError
 from ps_protocol.layout import bucket_layout
 from ps_protocol.segment_layout import SegmentMap, segment_plan
 from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
@@ -137,3 +138,10 @@ def test_a_gradient_in_another_format_than_the_jobs_is_refused(wire_format: str,
     shard = lone_shard(spec=replace(job_spec(), gradient_wire=job_format))
     with pytest.raises(InvalidRequest, match=f"bucket 0: expected elements as {job_format}"):
         shard.push(several(payload(1.0), gradient(0, wire_format)))
+
+
+def test_elements_that_come_in_the_message_are_looked_at_whatever_its_sender_says_of_them(shard: Shard) -> None:
+    pushed = PushedBucket(0, PushKind.GRADIENT, finite=True)
+    with pytest.raises(NonFiniteGradient):
+        shard.push(several(payload(math.nan), pushed))
+    assert [staged.duplicate for staged in shard.push(several(payload(1.0), pushed))] == [False]

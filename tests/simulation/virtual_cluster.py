@@ -110,7 +110,7 @@ class Shard(Host):
         self._busy, self._catch = set(), None
         waiting, self._waiting = self._waiting, []
         for *_, answer in waiting:
-            answer(None, NotFound("the job was set back"))
+            answer(None, NotFound("the job was rolled back"))
 
     def on_admit(self, rank: int, incarnation: int, clock: int | None) -> int:
         assert self.job is not None
@@ -260,7 +260,7 @@ class Coordinator(Host):
             if repeated is not None:
                 return repeated
             if len(self._shards) < SHARDS or self._lost():
-                raise TryLater("not all shards are there, or the job is being set back")
+                raise TryLater("not all shards are there, or the job is being rolled back")
             self.members.claim(rank, newcomer)
             rivals = self.members.rivals(rank, newcomer, self.world.now)
             if rivals is not None:

@@ -87,7 +87,7 @@ class RawWorker:
             return RawWorker._call(JobServiceStub(channel).RegisterJob, request)
 
     def join(self) -> membership_pb2.JoinResponse:
-        """Joins; again, if this worker was live before. Waits for a job that is being set back."""
+        """Joins; again, if this worker was live before. Waits for a job that is being rolled back."""
         request = membership_pb2.JoinRequest(
             job=self.spec.name, rank=self.rank, previous_incarnation=self.incarnation, clock=self.clock, host="raw"
         )

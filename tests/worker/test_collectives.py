@@ -566,7 +566,7 @@ def test_a_round_in_which_a_job_was_set_back_ends_where_others_repeat_steps_that
     def work(rank: int, worker: Worker) -> None:
         step_until_kept(worker, store)
         if rank == 0:
-            with pytest.raises(InvalidRequest, match="set back to a checkpoint while this worker was in"):
+            with pytest.raises(InvalidRequest, match="rolled back to a checkpoint while this worker was in"):
                 worker.session.mean(1)
         else:
             until(lambda: in_round(cluster))

@@ -322,7 +322,7 @@ def train_on(worker: RawWorker, ranges: Any) -> torch.Tensor:
 def test_what_a_shard_lost_with_its_memory_is_given_out_again(
     make_cluster: Callable[..., Cluster], tmp_path: Path, mode: str
 ) -> None:
-    """In sync to all shards, which were set back together; else the shards that kept theirs leave it out."""
+    """In sync to all shards, which were rolled back together; else the shards that kept theirs leave it out."""
     cluster = make_cluster(checkpoint_dir=tmp_path)
     with RawWorker(cluster.address, vector_job("job", mode, CELLS, 0), 0) as worker:
         worker.initialise()

@@ -1,4 +1,4 @@
-"""A worker that is set back ends where it would have ended: to the bit, with all that a training script is made of.
+"""A worker that is rolled back ends where it would have ended: to the bit, with all that a training script is made of.
 
 The weights and the optimizer's state, which the servers hold, are kept and put back here by the test.
 """
@@ -73,7 +73,7 @@ class Worker:
     """A training process: a model with dropout and BatchNorm, two schedulers, and loaders.
 
     keep:  the clock of the checkpoint
-    back:  at which clock it is set back to it, once; or, with `dies`, ends
+    back:  at which clock it is rolled back to it, once; or, with `dies`, ends
     """
 
     def __init__(self, keep: int = 0, back: int = 0, dies: bool = False, loader_workers: int = 0) -> None:
@@ -257,7 +257,7 @@ def without_a_loader(worker: Worker) -> None:
 
 SCRIPTS = [plain, accumulating, evaluating, leaving_early, two_at_once, by_hand, with_a_sampler_of_its_own]
 
-# -- set back while it runs ------------------------------------------------------------------------------------------
+# -- rolled back while it runs ---------------------------------------------------------------------------------------
 
 # In steps, where a pass has 8 (accumulating: 4; leaving early: 6): within a pass, over the end of one, at the very
 # ends, and over several.
