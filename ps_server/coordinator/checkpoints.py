@@ -156,7 +156,7 @@ class JobCheckpoints:
             self._progress.last, self._progress.reached = manifest, manifest.clock
             self._notify()
 
-    # -- what is asked for, and what is told -------------------------------------------------------------------------
+    # -- requests and statistics ---------------------------------------------------------------------------------------
 
     def request(self, seconds: float, standing: bool = False) -> Manifest:
         """Has a checkpoint made as soon as can be, and waits for it. Raises CheckpointFailed, TryLater after `seconds`.

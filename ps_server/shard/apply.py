@@ -1,7 +1,7 @@
 """Applies what is staged: adds contributions and steps optimizers, one bucket in order, several buckets in parallel.
 
-The update rule (core/consistency.py) says what comes next on a bucket. A bucket is `busy` for as long as a thread is at
-it; that thread goes on until nothing comes next.
+The update rule (core/consistency.py) names a bucket's next operation: to add a contribution, or to step. A bucket is
+`busy` while a thread works on it; that thread continues until the rule names no operation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Updates:
         self._stopping = True
 
     def schedule(self, job: HostedJob, buckets: Iterable[int]) -> None:
-        """Has what comes next on these buckets applied."""
+        """Has the pending operations of these buckets done by apply threads."""
         for index in buckets:
             task = self._due(job, index)
             if task is not None:
@@ -47,7 +47,7 @@ class Updates:
         self._threads.lend([task for index in buckets if (task := self._due(job, index)) is not None])
 
     def _due(self, job: HostedJob, index: int) -> Task | None:
-        """Returns what comes next on a bucket; None where nothing does, or a thread is at it."""
+        """Returns the task for a bucket; None if it has no operation to do, or a thread works on it already."""
         bucket = job.buckets[index]
         with job.lock:
             if bucket.busy or self._stopping or bucket.rule.next() is None:
@@ -56,7 +56,7 @@ class Updates:
         return partial(self._apply, job, bucket)
 
     def _apply(self, job: HostedJob, bucket: HostedBucket) -> None:
-        """Does what comes next on one bucket, until nothing does."""
+        """Does the operations of one bucket, one after the other, until the update rule names none."""
         try:
             while True:
                 with job.lock:

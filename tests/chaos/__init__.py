@@ -8,4 +8,7 @@ links.py      TCP connections between workers and servers, which can be cut or h
 worker.py     The training script of a worker: its weights are the counting oracle
 ledger.py     What a worker writes down as it goes: JSON lines that survive kill -9
 oracle.py     The counting oracle: its weights tell which pushes are in them
+
+The trial and its faults sleep between two looks at other processes' files and status: nothing tells of a change there.
+The time of a fault is real time.
 """
