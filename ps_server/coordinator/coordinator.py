@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 
 from ps_protocol.convert import job_spec_from_data
-from ps_protocol.errors import JobMismatch, LimitExceeded, NotFound, PSError, TryLater
+from ps_protocol.errors import JobMismatch, LimitExceeded, NotFound, PSError, RunEnded, TryLater
 from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference
 from ps_server.coordinator.background import Background
 from ps_server.coordinator.cluster import Checkpointing, Cluster, MakeExecutor
@@ -35,7 +35,7 @@ from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_TIMING, 
 from ps_server.core.bucket_sizes import sized
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.core.membership import JoinRequest, JoinResult, Membership
-from ps_server.core.placement import place_job
+from ps_server.core.placement import PlacedJob, place_job
 from ps_server.core.statistics import CoordinatorStatistics
 from ps_server.core.validation import check_address, check_host, check_job_spec, check_launch
 from ps_server.failpoints import failpoint
@@ -77,6 +77,8 @@ class Coordinator:
         self._jobs: dict[str, CoordinatedJob] = {}
         self._lock = threading.Lock()
         self._registering = threading.Lock()
+        self._made: set[tuple[str, str]] = set()  # names and runs of the jobs that are being made on the shards
+        self._last_run = 0
         self._why_ended: dict[str, str] = {}  # of the last jobs that ended otherwise than by their workers' leaving
         self._draining = False
         self._background = Background()
@@ -131,7 +133,7 @@ class Coordinator:
 
     def drop_orphaned_jobs(self) -> None:
         """Drops jobs that shards hold and that are none of these."""
-        self._cluster.shards.drop_orphaned_jobs(self.jobs, self._registering)
+        self._cluster.shards.drop_orphaned_jobs(self._runs)
 
     def make_checkpoints(self) -> None:
         """Does what can be done now for the checkpoints of all jobs; with `start`, each job has a thread for it."""
@@ -156,12 +158,20 @@ class Coordinator:
         with self._lock:
             return dict(self._jobs)
 
-    def job(self, name: str) -> CoordinatedJob:
-        """Returns a job. Raises NotFound, saying why it ended if that is known."""
+    def _runs(self) -> set[tuple[str, str]]:
+        with self._lock:
+            return self._made | {(name, job.placed.run) for name, job in self._jobs.items()}
+
+    def job(self, name: str, run: str = "") -> CoordinatedJob:
+        """Returns a job. Raises NotFound, saying why it ended if that is known, RunEnded if another run has its name.
+
+        run: that the caller belongs to; empty: any
+        """
         job = self._jobs.get(name)
         if job is None:
             why = self._why_ended.get(name)
             raise NotFound(f"job {name!r} ended: {why}" if why else f"no job {name!r} here")
+        job.check_run(run)
         return job
 
     def statistics(self) -> CoordinatorStatistics:
@@ -195,7 +205,11 @@ class Coordinator:
             if self._recovery is not None and self._recovery.restorable(spec):
                 job = self._restored_job(self._recovery, spec, chosen)
             else:
-                job = self._new_job(chosen)
+                try:
+                    job = self._new_job(chosen)
+                except RunEnded:  # made by a coordinator whose clock was ahead of this one's
+                    self._last_run = max(self._last_run, *shards.runs_of(spec.name))
+                    job = self._new_job(chosen)
             with self._lock:
                 self._jobs[spec.name] = job
             self._why_ended.pop(spec.name, None)
@@ -207,17 +221,36 @@ class Coordinator:
 
     def _new_job(self, spec: JobSpec) -> CoordinatedJob:
         check_job_spec(spec, self._cluster.limits)  # with as many buckets as it has now
-        shards, placed = self._cluster.shards, place_job(spec, self.shard_count, secrets.token_hex(8))
+        shards, placed = self._cluster.shards, place_job(spec, self.shard_count, self._new_run())
         processes = {index: shard.process for index, shard in self.shards().items()}
         job = CoordinatedJob(placed, processes, self._cluster, self)
-        try:
-            shards.call_all(lambda shard: shard.api.create_job(spec, placed.buckets_of(shard.index)))
-        except PSError:
-            # All or none: what some shards made room for would belong to no job.
-            with contextlib.suppress(PSError):
-                shards.call_all(lambda shard: shard.api.drop_job(spec.name))
-            raise
+        with self._making(placed):
+            try:
+                shards.call_all(lambda shard: shard.api.create_job(spec, placed.buckets_of(shard.index), placed.run))
+            except PSError:
+                # All or none: what some shards made room for would belong to no job.
+                with contextlib.suppress(PSError):
+                    shards.call_all(lambda shard: shard.api.drop_job(spec.name, placed.run))
+                raise
         return job
+
+    def _new_run(self) -> str:
+        """Returns a run later than all that this coordinator, or one whose clock was behind this one's, has made."""
+        with self._lock:
+            self._last_run = max(self._last_run + 1, int(self._cluster.clock.since_1970() * 1e9))
+            return f"{self._last_run:016x}"
+
+    @contextlib.contextmanager
+    def _making(self, placed: PlacedJob) -> Iterator[None]:
+        """Has a job that is being made count as one that there is."""
+        run = placed.spec.name, placed.run
+        with self._lock:
+            self._made.add(run)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._made.discard(run)
 
     def _restored_job(self, recovery: Recovery, spec: JobSpec, chosen: JobSpec) -> CoordinatedJob:
         """Returns the job as the last checkpoint of its name has it. chosen: the same with a size of buckets.
@@ -227,12 +260,13 @@ class Coordinator:
         if not spec.bucket_bytes:
             spec = replace(chosen, bucket_bytes=recovery.last_bucket_bytes(spec) or chosen.bucket_bytes)
             check_job_spec(spec, self._cluster.limits)
-        shards, placed = self.shards(), place_job(spec, self.shard_count, secrets.token_hex(8))
-        restored = recovery.restore(placed, list(shards.values()), last_incarnation=0, any_run=True)
+        shards, placed = self.shards(), place_job(spec, self.shard_count, self._new_run())
+        with self._making(placed):
+            restored = recovery.restore(placed, list(shards.values()), last_incarnation=0, any_run=True)
         manifest = restored.manifest
         membership = Membership(spec.world_size, self.lease, last_incarnation=restored.last_incarnation)
         job = CoordinatedJob(
-            replace(placed, run=manifest.run),
+            replace(placed, continues=(manifest.run, manifest.name)),
             {},
             self._cluster,
             self,
@@ -295,11 +329,11 @@ class Coordinator:
         if request.metrics_address:
             check_address(request.metrics_address, "where metrics are served")
         self._check_not_draining()
-        job = self.job(name)
+        job = self.job(name, request.run)
         self._cluster.shards.all()  # or it is too early
         return job.join(rank, request)
 
-    def leave(self, name: str, rank: int, incarnation: int, key: bytes = b"") -> bool:
+    def leave(self, name: str, rank: int, incarnation: int, key: bytes = b"", run: str = "") -> bool:
         """Takes a worker off. Returns True when it was the last one and the job ended, or had ended before."""
         job = self._jobs.get(name)
-        return job is None or job.leave(rank, incarnation, key)
+        return job is None or run not in ("", job.placed.run) or job.leave(rank, incarnation, key)

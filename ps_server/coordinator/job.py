@@ -18,7 +18,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater
+from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, RunEnded, TryLater
 from ps_protocol.job import JobSpec
 from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.cluster import Cluster, Registry
@@ -64,13 +64,14 @@ class CoordinatedJob:
         self._cluster, self._registry = cluster, registry
         self.members = JobMembers(
             spec.name,
+            placed.run,
             membership or Membership(spec.world_size, cluster.lease),
             cluster,
             pending_removals,
             restore_count,
         )
         self.accounting = accounting or StepAccounting(spec.consistency.aggregate)
-        self.data = JobData(spec, self.members, cluster)
+        self.data = JobData(placed, self.members, cluster)
         self.rounds = JobRounds(self.members, cluster, registry.save)
         checkpointing = cluster.checkpointing
         self.checkpoints = (
@@ -91,6 +92,11 @@ class CoordinatedJob:
     def shard_processes(self) -> Mapping[int, int]:
         """By shard, the process that holds the job's part."""
         return self._shard_processes
+
+    def check_run(self, run: str) -> None:
+        """Raises RunEnded for a caller of another run of the job; an empty run is any."""
+        if run and run != self.placed.run:
+            raise RunEnded(f"run {run} of job {self.spec.name!r} has ended: run {self.placed.run} has its name now")
 
     def lost(self) -> list[int]:
         """Returns the shards that are served by another process than the one that held their part of the job."""
@@ -116,6 +122,7 @@ class CoordinatedJob:
             now=self._cluster.clock.now(),
             loaders=self.data.progress(),
             checkpoints=self.checkpoints.statistics() if self.checkpoints is not None else None,
+            run=self.placed.run,
         )
 
     def watch(self, watcher: Watcher) -> Callable[[], None]:
@@ -197,7 +204,8 @@ class CoordinatedJob:
 
     def _result(self, member: Member) -> JoinResult:
         state = self.checkpoints.state_of(member.rank) if self.checkpoints is not None else None
-        return JoinResult(member, member.clock, list(self.placed.placement), self.members.restore_count, state)
+        placed = self.placed
+        return JoinResult(member, member.clock, list(placed.placement), self.members.restore_count, state, placed.run)
 
     def leave(self, rank: int, incarnation: int, key: bytes) -> bool:
         """Takes a worker off. Returns True when it was the last one and the job ended."""
@@ -350,7 +358,7 @@ class CoordinatedJob:
             if self.checkpoints is not None:
                 self.checkpoints.stop()
             try:
-                self._cluster.shards.call_all(lambda shard: shard.api.drop_job(name))
+                self._cluster.shards.call_all(lambda shard: shard.api.drop_job(name, self.placed.run))
             except PSError as error:
                 log.warning("job %s: ended, but not everywhere: %s", name, error)
             self._registry.forget(name, why)
