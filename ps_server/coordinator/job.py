@@ -18,7 +18,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, RunEnded, TryLater
+from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater
 from ps_protocol.job import JobSpec
 from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.cluster import Cluster, Registry
@@ -92,11 +92,6 @@ class CoordinatedJob:
     def shard_processes(self) -> Mapping[int, int]:
         """By shard, the process that holds the job's part."""
         return self._shard_processes
-
-    def check_run(self, run: str) -> None:
-        """Raises RunEnded for a caller of another run of the job; an empty run is any."""
-        if run and run != self.placed.run:
-            raise RunEnded(f"run {run} of job {self.spec.name!r} has ended: run {self.placed.run} has its name now")
 
     def lost(self) -> list[int]:
         """Returns the shards that are served by another process than the one that held their part of the job."""
