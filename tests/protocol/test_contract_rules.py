@@ -59,7 +59,7 @@ FIELD, METHOD = "  uint64 bucket_bytes = 3;\n", "  rpc EndJob(EndJobRequest) ret
     ("command", "before", "after", "rules"),
     [
         ("breaking", FIELD, "", {"FIELD_NO_DELETE"}),
-        ("breaking", FIELD, FIELD.replace("3", "4"), {"FIELD_NO_DELETE"}),
+        ("breaking", FIELD, FIELD.replace("3", "40"), {"FIELD_NO_DELETE"}),
         ("breaking", FIELD, FIELD.replace("uint64", "string"), {"FIELD_SAME_TYPE"}),
         ("breaking", METHOD, "", {"RPC_NO_DELETE"}),
         ("breaking", FIELD, FIELD + "  // How many buckets the job has.\n  uint32 bucket_count = 40;\n", set()),
