@@ -1,5 +1,6 @@
 """What every process needs, and is no matter of tensors, workers or shards.
 
+background.py     Threads that run beside the calls of a process, and go on whatever happens in them
 channel.py        Channels and servers: the options that both ends must hold in common
 command_line.py   The parser of a command, with short errors
 credentials.py    TLS and tokens: what a process shows to its peers, and what it checks of them

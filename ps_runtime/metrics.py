@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ps_protocol.errors import InvalidRequest
+from ps_runtime.background import errors
 from ps_runtime.credentials import Tls
 from ps_runtime.reloading import ReloadingFiles
 
@@ -153,6 +154,10 @@ def process_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
+    name, text = "ps_background_errors_total", "Exceptions in background threads, which went on."
+    registry.register(
+        Gauges(errors, [(name, text, ("thread",), lambda counts: [((k,), v) for k, v in counts.items()])])
+    )
     return registry
 
 

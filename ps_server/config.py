@@ -26,7 +26,7 @@ from ps_runtime.settings import (
     whole_number,
 )
 from ps_server.coordinator.policy import CheckpointPolicy
-from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_TIMING, Timing
+from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_SERVER_CALL_SECONDS, DEFAULT_TIMING, Timing
 from ps_server.core.limits import DEFAULTS, Limits
 
 DEFAULT_METRICS_PORT = 9100
@@ -42,6 +42,8 @@ class ServerConfig:
     host, port:  where to listen; port 0 lets the system choose
     advertise:   HOST:PORT under which the others reach this process; None: where it listens
     lease:       seconds for which a worker counts as live without a heartbeat
+    server_call_seconds: for which a call between servers waits for its answer
+    job_timeout: seconds after which a job ends whose workers are all gone
     apply_threads: threads that apply updates
     shared_directory: where workers on this host leave segments that are files
     tls:         certificates to serve with, and to call the other servers with; None: plaintext, on loopback
@@ -65,6 +67,8 @@ class ServerConfig:
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
     lease: float = DEFAULT_LEASE_SECONDS
+    server_call_seconds: float = DEFAULT_SERVER_CALL_SECONDS
+    job_timeout: float = DEFAULT_TIMING.deserted
     apply_threads: int = 1
     shared_directory: Path = DEFAULT_SHARED_DIRECTORY
     tls: Tls | None = None
@@ -122,6 +126,15 @@ PROCESS = (
     Setting("metrics_host", "address to serve metrics on", default=ServerConfig.metrics_host),
     Setting("metrics_port", "port of /metrics, likewise", port_number, DEFAULT_METRICS_PORT),
     Setting("lease", "seconds for which a silent worker counts as live", seconds, ServerConfig.lease),
+    Setting(
+        "server_call_seconds",
+        "seconds for which a call between servers waits for its answer",
+        seconds,
+        ServerConfig.server_call_seconds,
+    ),
+    Setting(
+        "job_timeout", "seconds after which a job ends whose workers are all gone", seconds, ServerConfig.job_timeout
+    ),
     Setting("shared_directory", "where workers on this host may share memory as files", Path, DEFAULT_SHARED_DIRECTORY),
     Setting("apply_threads", "threads that a shard applies updates with", count, ServerConfig.apply_threads),
     *access_settings(serves=True),

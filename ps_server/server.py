@@ -13,6 +13,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Protocol
 
 import grpc
@@ -144,10 +145,10 @@ class Server:
         assert config.shard_count is not None
 
         def connect(index: int, address: str) -> ShardClient:
-            return ShardClient(index, address, self._access)
+            return ShardClient(index, address, self._access, config.server_call_seconds)
 
-        policy = config.checkpoint_policy()
-        coordinator = Coordinator(config.shard_count, connect, config.lease, config.limits, policy, config.timing)
+        policy, timing = config.checkpoint_policy(), replace(config.timing, deserted=config.job_timeout)
+        coordinator = Coordinator(config.shard_count, connect, config.lease, config.limits, policy, timing)
         coordinator.start()
         return coordinator
 
