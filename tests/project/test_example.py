@@ -7,6 +7,7 @@ import math
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -114,7 +115,10 @@ def test_demo_fails_if_the_model_did_not_learn(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_the_demo_and_all_that_it_started(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "demo.py"), f"--out={tmp_path}", *TINY, "--steps=1000000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # A shell that starts the tests in the background has them, and all they start, ignore SIGINT.
+    at_terminal = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, text=True, preexec_fn=at_terminal, **pipes) as demo:
         until(lambda: "joins" in read(tmp_path / "server.log"), "a worker's joining")
         started = psutil.Process(demo.pid).children(recursive=True)
         assert len(started) >= 6  # two commands, two shards, two workers
