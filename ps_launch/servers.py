@@ -27,8 +27,9 @@ from ps_protocol.errors import PSError
 
 # All of a stop. What is left of it when the coordinator has made its last checkpoints is the shards', and no less than
 # theirs.
-STOP_SECONDS, SHARDS_STOP_SECONDS = 30.0, 8.0
+STOP_SECONDS, SHARDS_STOP_SECONDS = 28.0, 8.0
 STOP_UNREADY_SECONDS = 2.0  # of a cluster that was never ready: it has nothing to finish
+MOST_DOUBLINGS = 4  # of the time for a start
 SAY_SECONDS = 1.0  # for which a line of the log waits for its reader
 COORDINATOR = 0  # the shard that is the coordinator too
 # How a shard ends that another process ended. Any other end before it was ready for the first time is its own refusal.
@@ -41,7 +42,8 @@ class Supervision:
     """How a cluster is kept up.
 
     shards:        how many there are
-    start_timeout: seconds after which a shard that is not ready is killed, and started again
+    start_timeout: seconds after which a shard that is not ready is killed, and started again; twice as long each time,
+                   so that a machine which is slower than that comes up too
     most_restarts: how often a shard is started again without having been well in between; None: without end
     """
 
@@ -85,12 +87,14 @@ class _Shard:
     place:   where it was when it was ready for the first time; it comes back there
     started: when its process was started; NEVER: it has none, or one that was killed
     ready:   since when it is ready; NEVER: it is not
+    late:    how often in a row it was not ready in time
     """
 
     restarts: ShardRestarts
     place: Mapping[str, str] = field(default_factory=dict)
     started: float = NEVER
     ready: float = NEVER
+    late: int = 0
 
 
 class _Ready:
@@ -164,7 +168,7 @@ class _Shards:
 
     def _is_ready(self, index: int, place: Mapping[str, str]) -> None:
         shard = self._shards[index]
-        shard.ready = time.monotonic()
+        shard.ready, shard.late = time.monotonic(), 0
         if shard.restarts.count:
             self.say(f"shard {index} is back (restart {shard.restarts.count})")
         if shard.place:
@@ -197,14 +201,19 @@ class _Shards:
         shard, coordinator = self._shards[index], self._shards[COORDINATOR]
         if shard.ready < NEVER:
             return NEVER
-        return self._start_timeout + (shard.started if index == COORDINATOR else max(shard.started, coordinator.ready))
+        begun = shard.started if index == COORDINATOR else max(shard.started, coordinator.ready)
+        return begun + self._patience(shard)
+
+    def _patience(self, shard: _Shard) -> float:
+        return self._start_timeout * 2.0 ** min(shard.late, MOST_DOUBLINGS)
 
     def _kill_late(self) -> None:
         for index, shard in enumerate(self._shards):
             if self._late_at(index) <= time.monotonic():
-                self.say(f"shard {index} is not ready after {self._start_timeout:g} s: killing it")
+                self.say(f"shard {index} is not ready after {self._patience(shard):g} s: killing it")
                 self.children.kill(index)
                 shard.started = NEVER
+                shard.late += 1
 
     # -- what a shard runs ------------------------------------------------------------------------------------------
 
