@@ -183,9 +183,15 @@ def _up(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     """Runs one server process until it is told to stop."""
-    stop = threading.Event()
-    # Before it serves it has nothing to finish: it ends at once, even in the middle of its imports, which take seconds.
-    _on_signals(lambda *_: os._exit(0))
+    stop, begun = threading.Event(), threading.Event()
+
+    def end(*_: object) -> None:
+        """Before it serves it has nothing to finish: it ends at once, even amid its imports, which take seconds."""
+        if not begun.is_set():
+            os._exit(0)
+        stop.set()
+
+    _on_signals(end)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     alone = arguments.command == "coordinator"
     supervised = not alone and arguments.supervised
@@ -195,16 +201,14 @@ def _serve(arguments: argparse.Namespace) -> int:
     coordinator = None if coordinates else arguments.coordinator
     from ps_launch.lifeline import Lifeline
 
-    lifeline = Lifeline(sys.stdin.fileno(), stop.set) if supervised else None
+    lifeline = Lifeline(sys.stdin.fileno(), end) if supervised else None
     from ps_server.server import Server
 
     if lifeline is not None and not coordinates and not coordinator:
         coordinator = lifeline.line()
-    if stop.is_set():
-        return 0
     if not coordinates and not coordinator:
         raise PSError("a shard needs --coordinator HOST:PORT (or --with-coordinator, to be it)")
-    _on_signals(lambda *_: stop.set())
+    begun.set()
     shard = None if alone else arguments.index
     server = Server(config_of(arguments, arguments.shards if coordinates else None, shard, coordinator))
     _tune_interpreter()
