@@ -11,7 +11,7 @@ from typing import Any
 
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.channel import DEFAULT_PORT
-from ps_runtime.credentials import Tls, tls
+from ps_runtime.credentials import Tls, require_encryption, tls
 from ps_runtime.settings import (
     DEFAULT_SHARED_DIRECTORY,
     Setting,
@@ -56,6 +56,7 @@ class ServerConfig:
     restore:     jobs continue from their checkpoints in checkpoint_dir
     resume:      the coordinator resumes the jobs that ran when the one before it ended
     timing:      how often the coordinator looks, and how long it waits for what
+    restart_count: how often `ps-server up` has started this shard again
     """
 
     shard_count: int | None = None
@@ -82,6 +83,17 @@ class ServerConfig:
     restore: bool = False
     resume: bool = False
     timing: Timing = DEFAULT_TIMING
+    restart_count: int = 0
+
+    def is_exposed(self) -> bool:
+        """Returns whether calls travel in plaintext beyond this machine.
+
+        Raises InvalidRequest where they would, or metrics would, and that is not allowed.
+        """
+        encrypted, metrics_insecure = self.tls is not None, self.metrics_insecure or self.insecure
+        exposed = require_encryption(self.host, encrypted, self.insecure, "this server", "--insecure")
+        require_encryption(self.metrics_host, encrypted, metrics_insecure, "metrics", "--metrics-insecure")
+        return exposed
 
     def checkpoint_policy(self) -> CheckpointPolicy | None:
         """Returns when the coordinator makes checkpoints; None if it makes none. Raises InvalidRequest if it cannot."""
@@ -116,6 +128,16 @@ def every(text: str) -> str:
 # -- settings: those of a cluster, of a process, of its checkpoints; and limits --------------------------------------
 
 SHARDS = Setting("shards", "how many shards the cluster has", count, 2, "N")
+MAX_SHARD_RESTARTS = Setting(
+    "max_shard_restarts",
+    "how often a shard may end in a row and be started again; not given: for ever",
+    index,
+    None,
+    "N",
+)
+SHARD_START_TIMEOUT = Setting(
+    "shard_start_timeout", "seconds until a shard that is not ready is killed and started again", seconds, 60.0
+)
 INDEX = Setting("index", "which shard this is, from 0", index, metavar="I", required=True)
 COORDINATOR = Setting("coordinator", "where the coordinator is", host_port, metavar="HOST:PORT")
 ADVERTISE = Setting("advertise", "how others reach this process", host_port, metavar="HOST:PORT")

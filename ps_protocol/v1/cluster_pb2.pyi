@@ -23,20 +23,22 @@ class CoordinatorStatus(_message.Message):
     def __init__(self, address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., shard_count: _Optional[int] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
-    __slots__ = ("index", "address", "metrics_address", "pid", "reachable", "jobs")
+    __slots__ = ("index", "address", "metrics_address", "pid", "reachable", "jobs", "restart_count")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     REACHABLE_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
+    RESTART_COUNT_FIELD_NUMBER: _ClassVar[int]
     index: int
     address: str
     metrics_address: str
     pid: int
     reachable: bool
     jobs: _containers.RepeatedCompositeFieldContainer[_shard_pb2.ShardJobStatus]
-    def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., reachable: bool = ..., jobs: _Optional[_Iterable[_Union[_shard_pb2.ShardJobStatus, _Mapping]]] = ...) -> None: ...
+    restart_count: int
+    def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., reachable: bool = ..., jobs: _Optional[_Iterable[_Union[_shard_pb2.ShardJobStatus, _Mapping]]] = ..., restart_count: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
     __slots__ = ("name", "consistency", "world_size", "started", "parameter_bytes", "bucket_count", "imbalance", "workers", "restore_count", "lost_step_count", "redone_step_count", "last_checkpoint", "rejoining_ranks", "loaders", "run")
@@ -111,20 +113,22 @@ class LoaderStatus(_message.Message):
     def __init__(self, loader: _Optional[int] = ..., pass_number: _Optional[int] = ..., sample_count: _Optional[int] = ..., committed_count: _Optional[int] = ..., leased_count: _Optional[int] = ..., returned_count: _Optional[int] = ...) -> None: ...
 
 class RegisterShardRequest(_message.Message):
-    __slots__ = ("index", "address", "metrics_address", "pid", "process", "protocol_version")
+    __slots__ = ("index", "address", "metrics_address", "pid", "process", "protocol_version", "restart_count")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RESTART_COUNT_FIELD_NUMBER: _ClassVar[int]
     index: int
     address: str
     metrics_address: str
     pid: int
     process: int
     protocol_version: int
-    def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., process: _Optional[int] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    restart_count: int
+    def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., process: _Optional[int] = ..., protocol_version: _Optional[int] = ..., restart_count: _Optional[int] = ...) -> None: ...
 
 class RegisterShardResponse(_message.Message):
     __slots__ = ("shard_count", "stopping")

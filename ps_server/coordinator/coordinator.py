@@ -151,9 +151,11 @@ class Coordinator:
 
     # -- shards ------------------------------------------------------------------------------------------------------
 
-    def register_shard(self, index: int, address: str, metrics_address: str, pid: int, process: int) -> None:
+    def register_shard(
+        self, index: int, address: str, metrics_address: str, pid: int, process: int, restart_count: int = 0
+    ) -> None:
         """Makes a shard known, or renews it."""
-        self._cluster.shards.register(index, address, metrics_address, pid, process)
+        self._cluster.shards.register(index, address, metrics_address, pid, process, restart_count)
 
     def shards(self) -> dict[int, RegisteredShard]:
         """Returns the shards that have called in, by index."""

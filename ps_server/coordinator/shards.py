@@ -77,7 +77,12 @@ Connect = Callable[[int, str], ShardApi]
 
 @dataclass(frozen=True)
 class RegisteredShard:
-    """A shard that has called in. `process` is a number that no other process of a shard has; `seen`: when, last."""
+    """A shard that has called in.
+
+    process:       a number that no other process of a shard has
+    seen:          when it called in last
+    restart_count: how often its supervisor has started it again, as it says
+    """
 
     index: int
     address: str
@@ -86,6 +91,7 @@ class RegisteredShard:
     pid: int
     process: int
     seen: float
+    restart_count: int
 
 
 class Shards:
@@ -109,7 +115,9 @@ class Shards:
         self._known: dict[int, RegisteredShard] = {}
         self._lock = threading.Lock()
 
-    def register(self, index: int, address: str, metrics_address: str, pid: int, process: int) -> None:
+    def register(
+        self, index: int, address: str, metrics_address: str, pid: int, process: int, restart_count: int = 0
+    ) -> None:
         """Makes a shard known, or renews it. Raises TryLater while another process has its index."""
         if not 0 <= index < self.count:
             raise InvalidRequest(f"shard index must be below {self.count}, got {index}")
@@ -127,7 +135,9 @@ class Shards:
                     raise TryLater(f"shard {index} is already served by process {known.pid} at {known.address}")
                 log.info("shard %d at %s", index, address)
                 api = self._connect(index, address)
-            self._known[index] = RegisteredShard(index, address, api, metrics_address, pid, process, now)
+            self._known[index] = RegisteredShard(
+                *(index, address, api, metrics_address, pid, process), seen=now, restart_count=restart_count
+            )
 
     def known(self) -> dict[int, RegisteredShard]:
         """Returns the shards that have called in, by index."""

@@ -20,11 +20,20 @@ log = logging.getLogger("ps_server")
 class Registration:
     """Tells the coordinator every few seconds that this shard is here, for as long as it is.
 
-    process: the number that this process chose when it started
-    known:   is set when the coordinator has answered
+    process:       the number that this process chose when it started
+    restart_count: how often its supervisor has started it again
+    known:         is set when the coordinator has answered
     """
 
-    def __init__(self, coordinator: Peer, index: int, address: str, metrics_address: str, process: int) -> None:
+    def __init__(
+        self,
+        coordinator: Peer,
+        index: int,
+        address: str,
+        metrics_address: str,
+        process: int,
+        restart_count: int = 0,
+    ) -> None:
         self.known = threading.Event()
         self._coordinator = coordinator
         self._shard = cluster_pb2.RegisterShardRequest(
@@ -34,6 +43,7 @@ class Registration:
             pid=os.getpid(),
             process=process,
             protocol_version=VERSION,
+            restart_count=restart_count,
         )
         self._logged: type[PSError] | None = None  # each kind of trouble is logged once, not at every attempt
         self._stopping = threading.Event()
