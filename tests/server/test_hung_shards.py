@@ -389,10 +389,10 @@ def test_a_job_without_workers_ends(cluster: OneProcess, joins: bool, seconds: i
         cluster.coordinator.register_job(spec)
     cluster.coordinator.expire_workers()
     cluster.clock.meanwhile = cluster.coordinator.make_checkpoints
-    cluster.clock.seconds += seconds - 1
+    cluster.clock.seconds += seconds - 11
     cluster.coordinator.expire_workers()
     assert "job" in cluster.coordinator.jobs()
-    cluster.clock.seconds += 2
+    cluster.clock.seconds += 12
     cluster.coordinator.expire_workers()
     assert cluster.coordinator.jobs() == cluster.shards[0].jobs() == {}
     with pytest.raises(NotFound, match="job 'job' ended: it had no worker for 3"):
