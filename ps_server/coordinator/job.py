@@ -181,6 +181,7 @@ class CoordinatedJob:
         if self._finish():
             return True
         self._remove(rank, incarnation)
+        self.members.removals.tell()
         self._registry.save()
         return False
 
@@ -197,7 +198,6 @@ class CoordinatedJob:
 
     def _remove(self, rank: int, incarnation: int) -> None:
         self.members.removals.add((rank, incarnation))
-        self.members.removals.tell()
         self.data.gone(rank, incarnation)
         self._announce()
 
@@ -220,6 +220,7 @@ class CoordinatedJob:
             )
             self._remove(member.rank, member.incarnation)
         if expired:
+            # Before a shard hears of it: a coordinator that comes back must not take for live what a shard has removed.
             self._registry.save()
         self.members.removals.tell()
 

@@ -113,6 +113,7 @@ class Shards:
         self._lanes = [make_executor(THREADS_OF_A_SHARD, f"shard-{index}") for index in range(count)]
         self._lost_after, self._clock = timing.shard_lost, clock or Clock()
         self._known: dict[int, RegisteredShard] = {}
+        self._replaced: set[int] = set()  # processes that served a shard before another one did
         self._lock = threading.Lock()
 
     def register(
@@ -127,12 +128,16 @@ class Shards:
         now = self._clock.now()
         with self._lock:
             known = self._known.get(index)
+            if process in self._replaced:  # its call was late: what it held is lost
+                raise TryLater(f"shard {index}: process {pid} at {address} was replaced by another one")
             if known is not None and known.process == process:
                 address, api = known.address, known.api
             else:
                 # Only one process can listen at an address: at the same one it is the shard, started again.
                 if known is not None and known.address != address and now - known.seen < self._lost_after:
                     raise TryLater(f"shard {index} is already served by process {known.pid} at {known.address}")
+                if known is not None:
+                    self._replaced.add(known.process)
                 log.info("shard %d at %s", index, address)
                 api = self._connect(index, address)
             self._known[index] = RegisteredShard(

@@ -339,6 +339,15 @@ def test_a_join_that_a_rollback_overtakes_is_made_again(cluster: OneProcess) -> 
     assert roster(cluster, 0).keys() == roster(cluster, 1).keys() == {0, 1}
 
 
+def test_a_process_that_was_replaced_does_not_come_back_as_its_shard(cluster: OneProcess) -> None:
+    """Its call was on its way when it died, and is carried out after that of its successor at the same address."""
+    address, before = cluster.address_of(1), cluster.process_of(1)
+    cluster.coordinator.register_shard(1, address, "", 1, 99)
+    with pytest.raises(TryLater, match="was replaced by another one"):
+        cluster.coordinator.register_shard(1, address, "", 1, before)
+    assert cluster.coordinator.shards()[1].process == 99
+
+
 # -- background threads, and jobs that workers have deserted ---------------------------------------------------------
 
 
