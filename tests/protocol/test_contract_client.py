@@ -97,6 +97,14 @@ def contract() -> Contract:
     return Contract(image())
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two shards. No lease runs out: these workers send a heartbeat only where a test is about it."""
+    running = Cluster(lease=120.0)
+    yield running
+    running.stop()
+
+
 Start = Callable[..., list[Worker]]
 
 
@@ -131,7 +139,7 @@ def test_it_knows_nothing_of_this_project() -> None:
 def test_two_ranks_train_and_the_export_has_their_weights_by_name(
     make_cluster: Callable[..., Cluster], start: Start, tmp_path: Path, job: str
 ) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path / "checkpoints")
+    cluster = make_cluster(checkpoint_dir=tmp_path / "checkpoints", lease=120.0)
     workers = start(cluster.address)
     reference, history = Reference(), {0: copy.deepcopy(INITIAL)}
     models = [empty(), empty()]
@@ -170,9 +178,9 @@ def test_two_ranks_train_and_the_export_has_their_weights_by_name(
     assert workers[1].leave()
 
 
-def test_a_script_of_pytorch_takes_the_place_of_one_rank(shared: Cluster, start: Start, job: str) -> None:
+def test_a_script_of_pytorch_takes_the_place_of_one_rank(cluster: Cluster, start: Start, job: str) -> None:
     """The registration names lr and momentum alone; the script names every hyper-parameter."""
-    stays, leaves = start(shared.address)
+    stays, leaves = start(cluster.address)
     reference, model = Reference(), empty()
     for worker in (stays, leaves):
         worker.push_step(gradients(1, worker.rank))
@@ -181,7 +189,7 @@ def test_a_script_of_pytorch_takes_the_place_of_one_rank(shared: Cluster, start:
     assert not leaves.leave()
 
     def train() -> None:
-        session = shared.connect("sync", rank=1, world_size=2, job=job)
+        session = cluster.connect("sync", rank=1, world_size=2, job=job)
         net = Script()
         groups = [{"params": [net.weight, net.head], "lr": 0.5}]
         groups.append({"params": [net.scale, net.bias], "lr": 0.25, "momentum": 0.5})
@@ -209,16 +217,16 @@ def test_a_script_of_pytorch_takes_the_place_of_one_rank(shared: Cluster, start:
 
 
 @pytest.mark.parametrize("wire", ["WIRE_FORMAT_FLOAT16", "WIRE_FORMAT_UNSPECIFIED"])
-def test_what_it_sends_and_gets_in_half_the_bytes_is_understood(shared: Cluster, start: Start, wire: str) -> None:
-    [worker] = start(shared.address, world_size=1, gradient_wire=wire, weight_wire=wire)
+def test_what_it_sends_and_gets_in_half_the_bytes_is_understood(cluster: Cluster, start: Start, wire: str) -> None:
+    [worker] = start(cluster.address, world_size=1, gradient_wire=wire, weight_wire=wire)
     reference, model = Reference(), empty()
     for clock in (1, 2):
         worker.exchange(gradients(clock, 0), model)
         assert {**model, "seen": INITIAL["seen"]} == reference.step(gradients(clock, 0))
 
 
-def test_a_repeated_push_is_acknowledged_and_applied_once(shared: Cluster, start: Start) -> None:
-    [worker] = start(shared.address, world_size=1)
+def test_a_repeated_push_is_acknowledged_and_applied_once(cluster: Cluster, start: Start) -> None:
+    [worker] = start(cluster.address, world_size=1)
     worker.push_step(gradients(1, 0))
     for bucket in worker.trained:
         assert worker.push(bucket, 1, "GRADIENT", worker.encoded(bucket, gradients(1, 0))) == 1
@@ -227,8 +235,8 @@ def test_a_repeated_push_is_acknowledged_and_applied_once(shared: Cluster, start
     assert {**model, "seen": INITIAL["seen"]} == Reference().step(gradients(1, 0))
 
 
-def test_a_pull_that_waits_says_for_which_rank(shared: Cluster, start: Start) -> None:
-    first, second = start(shared.address)
+def test_a_pull_that_waits_says_for_which_rank(cluster: Cluster, start: Start) -> None:
+    first, second = start(cluster.address)
     first.push_step(gradients(1, 0))
     notices: list[Any] = []
 
@@ -252,9 +260,9 @@ def refused(call: Callable[[], object]) -> tuple[str, str]:
     return caught.value.code.name, caught.value.reason
 
 
-def test_what_is_wrong_is_refused_for_a_reason_that_it_knows(shared: Cluster, start: Start, job: str) -> None:
-    [worker] = start(shared.address, world_size=1)
-    before = shared.state(job)
+def test_what_is_wrong_is_refused_for_a_reason_that_it_knows(cluster: Cluster, start: Start, job: str) -> None:
+    [worker] = start(cluster.address, world_size=1)
+    before = cluster.state(job)
     names = [{worker.parameters[part.parameter].name for part in bucket.slices} for bucket in worker.layout]
     bucket = next(index for index in worker.trained if "bias" in names[index])
     right = worker.encoded(bucket, gradients(1, 0))
@@ -277,11 +285,13 @@ def test_what_is_wrong_is_refused_for_a_reason_that_it_knows(shared: Cluster, st
         (lambda: worker.register(name="other", optimizers=["LBFGS"]), ("INVALID_ARGUMENT", "INVALID_REQUEST")),
     ):
         assert refused(call) == expected
-    assert shared.state(job) == before
+    assert cluster.state(job) == before
 
 
-def test_a_worker_that_lost_its_rank_or_whose_run_has_ended_is_told_so(shared: Cluster, start: Start, job: str) -> None:
-    [old] = start(shared.address, world_size=1)
+def test_a_worker_that_lost_its_rank_or_whose_run_has_ended_is_told_so(
+    cluster: Cluster, start: Start, job: str
+) -> None:
+    [old] = start(cluster.address, world_size=1)
     new = Worker(old.connection, old.spec, 0)
     assert not new.register()
     new.join()
@@ -302,7 +312,7 @@ def test_it_shows_a_token_where_the_cluster_asks_for_one(
     tokens = tmp_path / "tokens"
     tokens.write_text(f"worker:{job} the-token-of-a-worker\nreader the-token-of-a-reader\ncluster the-servers-token\n")
     tokens.chmod(0o600)
-    cluster = make_cluster(tokens=tokens)
+    cluster = make_cluster(tokens=tokens, lease=120.0)
     for token, expected in (
         ("", ("UNAUTHENTICATED", "UNAUTHENTICATED")),
         ("a-token-of-another-cluster", ("UNAUTHENTICATED", "UNAUTHENTICATED")),

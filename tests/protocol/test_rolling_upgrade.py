@@ -45,7 +45,7 @@ def first_life(calls: list[Recorded]) -> list[Recorded]:
 
 @pytest.fixture
 def cluster(make_cluster: Callable[..., Cluster], tmp_path: Path) -> Cluster:
-    return make_cluster(shards=1, checkpoint_dir=tmp_path)
+    return make_cluster(shards=1, checkpoint_dir=tmp_path, lease=120.0)  # one heartbeat is recorded
 
 
 @pytest.fixture

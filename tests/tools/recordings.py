@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import Message
+
+from ps_runtime.status import error_from
 
 IDENTITY = "ps_protocol.v1.WorkerIdentity"
 SECONDS = 30.0
@@ -95,8 +99,18 @@ class Player:
         if call.method.server_streaming:
             answers = self._channel.unary_stream(path)(data, timeout=SECONDS)
             return self._pool.submit(lambda: [call.read(answer) for answer in answers])
-        answer = self._channel.unary_unary(path).future(data, timeout=SECONDS)
-        return self._pool.submit(lambda: [call.read(answer.result())])
+        return self._pool.submit(lambda: [call.read(self._answer(path, data))])
+
+    def _answer(self, path: str, data: bytes) -> bytes:
+        """Returns the answer of a method; as workers do, it repeats a call that a server has no room for yet."""
+        deadline = time.monotonic() + SECONDS
+        while True:
+            try:
+                return bytes(self._channel.unary_unary(path)(data, timeout=SECONDS))
+            except grpc.RpcError as error:
+                if not error_from(error, "").retryable or time.monotonic() > deadline:
+                    raise
+                threading.Event().wait(0.01)
 
     def send(self, call: Recorded, change: Callable[[Any], object] = lambda request: None) -> list[Any]:
         """Sends a request, and returns its answers."""
