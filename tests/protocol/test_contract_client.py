@@ -288,9 +288,7 @@ def test_what_is_wrong_is_refused_for_a_reason_that_it_knows(cluster: Cluster, s
     assert cluster.state(job) == before
 
 
-def test_a_worker_that_lost_its_rank_or_whose_run_has_ended_is_told_so(
-    cluster: Cluster, start: Start, job: str
-) -> None:
+def test_a_worker_that_lost_its_rank_or_whose_run_ended_is_told_so(cluster: Cluster, start: Start, job: str) -> None:
     [old] = start(cluster.address, world_size=1)
     new = Worker(old.connection, old.spec, 0)
     assert not new.register()

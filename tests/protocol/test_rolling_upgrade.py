@@ -192,6 +192,17 @@ def test_a_shard_of_version_1_is_refused(player: Player, calls: list[Recorded]) 
     )
 
 
+def test_a_shard_of_today_holds_no_job_of_a_coordinator_of_version_1(player: Player, calls: list[Recorded]) -> None:
+    spec = only(calls, "RegisterJob").new_request().spec
+    spec.bucket_bytes = 64
+    for name, more in (("CreateJob", {}), ("RestoreJob", {"checkpoint": "000001"})):
+        with pytest.raises(grpc.RpcError) as refused:
+            player.call("ShardService", name, calls[0].message(f"{name}Request", spec=spec, buckets=[0], **more))
+        error = error_from(refused.value, "the shard")
+        assert isinstance(error, VersionMismatch)
+        assert "without a run, as in version 1: all servers of a cluster need one version" in error.message
+
+
 @pytest.fixture
 def recorded_server(calls: list[Recorded]) -> Iterator[str]:
     """A server that answers each registration of a job as that release did."""

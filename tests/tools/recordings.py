@@ -42,6 +42,11 @@ class Recorded:
         """The name of the method."""
         return str(self.method.name)
 
+    def message(self, name: str, **fields: Any) -> Any:
+        """Returns another message of that release's contract."""
+        kind = self.method.containing_service.file.pool.FindMessageTypeByName(f"ps_protocol.v1.{name}")
+        return message_factory.GetMessageClass(kind)(**fields)
+
     def new_request(self) -> Any:
         """Returns the request as that release's classes read it: a new message each time."""
         message = message_factory.GetMessageClass(self.method.input_type).FromString(self.request)
@@ -100,6 +105,10 @@ class Player:
             answers = self._channel.unary_stream(path)(data, timeout=SECONDS)
             return self._pool.submit(lambda: [call.read(answer) for answer in answers])
         return self._pool.submit(lambda: [call.read(self._answer(path, data))])
+
+    def call(self, service: str, name: str, request: Any) -> bytes:
+        """Sends a request that was not recorded; returns the bytes of its answer."""
+        return self._answer(f"/ps_protocol.v1.{service}/{name}", request.SerializeToString())
 
     def _answer(self, path: str, data: bytes) -> bytes:
         """Returns the answer of a method; as workers do, it repeats a call that a server has no room for yet."""
