@@ -2,7 +2,8 @@ from ps_protocol.v1 import job_pb2 as _job_pb2
 from ps_protocol.v1 import types_pb2 as _types_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Mapping as _Mapping, Optional as _Optional, Union as _Union
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -30,7 +31,7 @@ class RegisterJobResponse(_message.Message):
     shard_map: _types_pb2.ShardMap
     created: bool
     bucket_bytes: int
-    def __init__(self, shard_map: _Optional[_Union[_types_pb2.ShardMap, _Mapping]] = ..., created: bool = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard_map: _Optional[_Union[_types_pb2.ShardMap, _Mapping]] = ..., created: _Optional[bool] = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
 
 class CheckpointJobRequest(_message.Message):
     __slots__ = ("job",)

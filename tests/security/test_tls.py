@@ -342,6 +342,7 @@ def test_a_renewed_certificate_is_used_without_a_restart(
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
 
         def step() -> None:
+            optimizer.zero_grad()
             model(torch.ones(1, 1)).sum().backward()
             optimizer.step()
 
