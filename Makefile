@@ -21,9 +21,13 @@ LOCK := $(IN_VENV)/python -m tests.tools.requirements lock
 RESOLVE := .venv-lock/bin/uv pip compile --quiet --no-header --universal --python-version 3.10 --generate-hashes \
 	--constraint constraints.txt --output-file
 # What depends on the libraries' versions most: the wire, errors, TLS, metrics, checkpoints, optimizers, one cluster.
-RANGE_TESTS := tests/protocol tests/server/test_metrics.py tests/security/test_tls.py tests/project/test_grpc_internals.py
+RANGE_TESTS := tests/protocol tests/project/test_supply_chain.py tests/security/test_tls.py tests/cluster/test_push_pull.py
 FRAMEWORK_TESTS := tests/frameworks
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 4)
+
+# A .pth file that lets in the packages beside torch, after an environment's own.
+PRINT_OUTER := $(HAS_TORCH); import pathlib; print("import site; site.addsitedir(%r)" % \
+	str(pathlib.Path(torch.__file__).parents[1]))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -106,8 +110,7 @@ $(IN_VENV)/python:
 		+ sys.version.split()[0] + "; name another: make PYTHON=python3.11 ...")'
 	@echo "setting up .venv: a minute or a few, once"
 	@$(PYTHON) -m venv .venv
-	@$(PYTHON) -c '$(HAS_TORCH); import pathlib; print("import site; site.addsitedir(%r)" \
-		% str(pathlib.Path(torch.__file__).parents[1]))' > .venv/outer.pth 2>/dev/null \
+	@$(PYTHON) -c '$(PRINT_OUTER)' > .venv/outer.pth 2>/dev/null \
 		&& mv .venv/outer.pth .venv/lib/python*/site-packages/ || rm .venv/outer.pth
 
 # What is locked is checked by its hash. Extras that no lock has (frameworks, fuzz) are held by the constraints.
@@ -121,6 +124,9 @@ $(IN_VENV)/python:
 # Environments with the oldest and the newest versions. torch is large: that of .venv is taken, whatever its version is,
 # unless one is named, as `make test-floors RANGE_TORCH=torch==2.4.0` does.
 RANGE_TORCH ?=
+INSTALL_RANGE = $(if $(RANGE_TORCH),$(1)/bin/python -m pip -qq install '$(RANGE_TORCH)',\
+		$(IN_VENV)/python -c '$(PRINT_OUTER)' > .venv-outer.pth && mv .venv-outer.pth $(1)/lib/python*/site-packages/outer.pth) \
+	&& $(1)/bin/python -m pip -qq --disable-pip-version-check install $(2) --editable '.[dev]' && touch $(1)/stamp
 
 .venv-floors/stamp: .venv/dev.stamp
 	@$(IN_VENV)/python -m venv --clear .venv-floors
