@@ -125,7 +125,7 @@ $(IN_VENV)/python:
 # unless one is named, as `make test-floors RANGE_TORCH=torch==2.4.0` does.
 RANGE_TORCH ?=
 INSTALL_RANGE = $(if $(RANGE_TORCH),$(1)/bin/python -m pip -qq install '$(RANGE_TORCH)',\
-		$(IN_VENV)/python -c '$(PRINT_OUTER)' > .venv-outer.pth && mv .venv-outer.pth $(1)/lib/python*/site-packages/outer.pth) \
+		$(IN_VENV)/python -c '$(PRINT_OUTER)' > $(1)/outer.pth && mv $(1)/outer.pth $(1)/lib/python*/site-packages/) \
 	&& $(1)/bin/python -m pip -qq --disable-pip-version-check install $(2) --editable '.[dev]' && touch $(1)/stamp
 
 .venv-floors/stamp: .venv/dev.stamp
