@@ -130,7 +130,7 @@ INSTALL_RANGE = $(if $(RANGE_TORCH),$(1)/bin/python -m pip -qq install '$(RANGE_
 
 .venv-floors/stamp: .venv/dev.stamp
 	@$(IN_VENV)/python -m venv --clear .venv-floors
-	@$(IN_VENV)/python -m tests.tools.requirements floors > .venv-floors/floors.txt
+	@$(IN_VENV)/python -m tests.tools.requirements floors | grep -v '^torch==' > .venv-floors/floors.txt
 	@$(call INSTALL_RANGE,.venv-floors,--constraint .venv-floors/floors.txt)
 
 .venv-newest/stamp: .venv/dev.stamp
