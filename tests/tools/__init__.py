@@ -18,6 +18,8 @@ framework_processes.py  Workers of Lightning or Hugging Face, each in a process 
 fuzzing.py              One shard and one coordinator without a network, which take any bytes; their state as a hash
 fuzz_requests.py        Well-formed requests by method: what fuzzers start from
 buf.py                  buf, which lints the contract, wherever its package has put it
+requirements.py         What pyproject.toml asks for, to be locked, or the oldest version of each
+audit.py                pip-audit behind `make audit`, and what it means when it cannot ask
 fuzz.py                 The coverage-guided fuzzer behind `make fuzz`
 imports.py              Draws what imports what in the packages; the tests of layers read it
 """
