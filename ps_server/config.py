@@ -43,7 +43,7 @@ class ServerConfig:
     advertise:   HOST:PORT under which the others reach this process; None: where it listens
     lease:       seconds for which a worker counts as live without a heartbeat
     apply_threads: threads that apply updates
-    shared_directory: where workers on this host leave segments that are files
+    shared_directory: where workers on this host hand over the memory that they share
     tls:         certificates to serve with, and to call the other servers with; None: plaintext, on loopback
     tokens:      file that says which caller may do what; None: every caller may do everything
     insecure:    plaintext may be served beyond this machine; metrics_insecure: metrics may
@@ -122,7 +122,7 @@ PROCESS = (
     Setting("metrics_host", "address to serve metrics on", default=ServerConfig.metrics_host),
     Setting("metrics_port", "port of /metrics, likewise", port_number, DEFAULT_METRICS_PORT),
     Setting("lease", "seconds for which a silent worker counts as live", seconds, ServerConfig.lease),
-    Setting("shared_directory", "where workers on this host may share memory as files", Path, DEFAULT_SHARED_DIRECTORY),
+    Setting("shared_directory", "where workers on this host hand over shared memory", Path, DEFAULT_SHARED_DIRECTORY),
     Setting("apply_threads", "threads that a shard applies updates with", count, ServerConfig.apply_threads),
     *access_settings(serves=True),
     Setting("tokens", "what callers may do: lines ROLE[:JOB] TOKEN and cn:NAME ROLE[:JOB]", path, metavar="FILE"),

@@ -23,6 +23,7 @@ from pathlib import Path
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater, UnknownWorker
 from ps_protocol.job import JobSpec, difference
 from ps_protocol.layout import bucket_layout
+from ps_protocol.segment_layout import SegmentOffer
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_server.core.budget import PrincipalBudget
 from ps_server.core.commands import AddWorker, RemoveWorker, RestoreSnapshot, Staged
@@ -51,7 +52,7 @@ class Shard:
 
     threads:     what applies updates, writes snapshots and ticks; NoThreads: the calling thread, see `tick`
     clock:       the time, in seconds from anywhere
-    shared_directory: where workers on this host leave segments that are files
+    shared_directory: where workers on this host hand over the memory that they share
     staged_limit: bytes of a job that may be staged; None: derived from its size
     checkpoints: where checkpoints are; None: there are none
     index:       of this shard: its part of a checkpoint is called after it
@@ -192,9 +193,9 @@ class Shard:
         job.detach(rank, incarnation + 1)
         self._roster_changed(job)
 
-    def attach(self, name: str, rank: int, incarnation: int, location: str, nonce: bytes, key: bytes = b"") -> None:
-        """Maps the segment that a live worker made. Raises NotShared if it is not to be seen from here."""
-        self._pushes.attach(self._job(name), rank, incarnation, location, nonce, key)
+    def attach(self, name: str, rank: int, incarnation: int, offer: SegmentOffer, key: bytes = b"") -> None:
+        """Maps the segment that a live worker offers. Raises NotShared if it cannot be had from here."""
+        self._pushes.attach(self._job(name), rank, incarnation, offer, key)
 
     def committed(self, name: str) -> tuple[Committed, bool]:
         """Returns the leased data that every bucket that trains here has had, and whether there is such a bucket."""
