@@ -24,6 +24,7 @@ from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFou
 from ps_protocol.job import JobSpec, difference
 from ps_protocol.layout import bucket_layout
 from ps_protocol.segment_layout import SegmentOffer
+from ps_runtime.memory import free_bytes
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_server.core.budget import PrincipalBudget
 from ps_server.core.commands import AddWorker, RemoveWorker, RestoreSnapshot, Staged
@@ -35,7 +36,6 @@ from ps_server.core.statistics import ShardStatistics
 from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
 from ps_server.shard.job import HostedJob
-from ps_server.shard.memory import free_bytes
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes

@@ -2,10 +2,10 @@
 
 memory    An anonymous memory file. It vanishes with the last process that holds it, however that process ends. All its
           pages are taken at once, and then it is sealed: a shard that reads it never reads beyond its end.
-handover  While shards are asked to attach it, the worker listens at a unix socket in the shared directory, and sends the
-          file's descriptor to each that knows the nonce, which they learn in a call. So this works between containers
-          too, and other processes that see the directory get nothing. Should the worker be killed in that moment, its
-          socket is left, and the next worker removes it.
+handover  While shards are asked to attach it, the worker listens at a unix socket in the shared directory. It sends the
+          file's descriptor to each process that knows the nonce, which shards learn in a call. So this works between
+          containers too, and other processes that see the directory get nothing. Should the worker be killed in that
+          moment, its socket is left, and the next worker removes it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from ps_protocol.errors import NotShared
 from ps_protocol.segment_layout import HANDED_OVER, HANDOVER_SECONDS, NONCE_BYTES, SOCKET_PREFIX, SegmentOffer
 from ps_runtime.local_sockets import connect, is_private_socket, listen, opened
+from ps_runtime.memory import free_bytes
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HANDING_THREADS = 4  # a process that connects and says nothing keeps one of them busy
@@ -57,6 +58,12 @@ class LocalSegment:
         for _ in range(_HANDING_THREADS):
             # Each has a descriptor of its own: one that is closed elsewhere may soon be another file's.
             threading.Thread(target=self._serve, args=(self._listener.dup(),), name="segment", daemon=True).start()
+
+    def __enter__(self) -> LocalSegment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hide()
 
     def hide(self) -> None:
         """Removes the socket: from here on only processes that have mapped the segment hold it."""
@@ -93,6 +100,9 @@ class LocalSegment:
 
 def _memory_file(size: int) -> tuple[int, mmap.mmap]:
     """Returns a sealed memory file of `size` bytes: its descriptor, and it mapped. Raises NotShared."""
+    free = free_bytes()
+    if free is not None and size > free:  # the kernel would not refuse it, but kill processes until there is room
+        raise NotShared(f"no room for a memory file of {size} bytes: {free} are free")
     descriptor = -1
     try:
         descriptor = os.memfd_create("ps-torch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

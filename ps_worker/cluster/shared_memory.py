@@ -53,10 +53,8 @@ def share_memory(
         segment = LocalSegment(plan.size, directory)
     except NotShared as error:
         return _over_the_network(transport, error)
-    try:
+    with segment:
         refusals = _attach(segment.offer, calls, worker)
-    finally:
-        segment.hide()
     sharing = set(calls) - set(refusals)
     if refusals and (transport == "shm" or not sharing):
         return _over_the_network(transport, refusals.popitem()[1])

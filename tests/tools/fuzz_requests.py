@@ -70,7 +70,7 @@ _REQUESTS = [
     data_pb2.ExchangeRequest(push=_header("SKIP"), buckets=[0], in_segment=_HERE),
     data_pb2.ExchangeRequest(push=_header("GRADIENT", "GRADIENT"), buckets=[0, 1], payload=bytes(128)),
     data_pb2.PullStateRequest(worker=WORKER, buckets=[0, 1]),
-    data_pb2.AttachSegmentRequest(worker=WORKER, location="1/2", nonce=bytes(32)),
+    data_pb2.AttachSegmentRequest(worker=WORKER, location="ps-torch-" + "0" * 32, nonce=bytes(32), socket_inode=1),
     jobs_pb2.RegisterJobRequest(spec=_NEW),
     jobs_pb2.EndJobRequest(job=JOB),
     jobs_pb2.CheckpointJobRequest(job=JOB),
