@@ -30,6 +30,7 @@ from tests.tools.launching import Commands
 from tests.tools.sharing_worker import SharingWorker
 
 CELLS = 48
+START_SECONDS = 120.0  # two processes that import torch, beside whatever else this machine does
 PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
 UNSHARE = ("unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--propagation", "private")
 # Runs Python as in a container: it sees no process of this machine, and its /dev/shm is memory of its own.
@@ -63,7 +64,7 @@ def server(path: Path, *prefix: str) -> Iterator[Apart]:
     words = ["-m", "ps_server", "up", "--shards=1", "--port=0", "--metrics-port=0", "--lease=60"]
     try:
         command = commands.start(*prefix, *words, f"--shared-directory={directory}")
-        [address] = command.says(r"ready at (\S+)")
+        [address] = command.says(r"ready at (\S+)", seconds=START_SECONDS)
         yield Apart(address, directory)
     finally:
         commands.close()

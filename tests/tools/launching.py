@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from tests.tools.cluster import until
+from tests.tools.cluster import CONDITION_SECONDS, until
 
 ROOT = Path(__file__).parents[2]
 END_SECONDS = 30.0
@@ -82,7 +82,7 @@ class Command:
     def err(self) -> str:
         return self._err.read_text()
 
-    def says(self, pattern: str, count: int = 1) -> list[str]:
+    def says(self, pattern: str, count: int = 1, seconds: float = CONDITION_SECONDS) -> list[str]:
         """Waits until it has printed a line like this `count` times; what the pattern's group caught."""
 
         def found() -> list[str]:
@@ -90,7 +90,7 @@ class Command:
             matches = re.findall(pattern, self.out)
             return matches if len(matches) >= count else []
 
-        return until(found, f"{pattern!r} in the output")
+        return until(found, f"{pattern!r} in the output", seconds)
 
     def family(self) -> list[psutil.Process]:
         """The processes it has started, and theirs."""
