@@ -26,7 +26,6 @@ from ps_protocol.segment_layout import HANDED_OVER, HANDOVER_SECONDS, NONCE_BYTE
 from ps_runtime.local_sockets import connect, is_private_socket, listen, opened
 from ps_runtime.memory import free_bytes
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HANDING_THREADS = 4  # a process that connects and says nothing keeps one of them busy
 _BACKLOG = 64
 _LEFT_BEHIND_SECONDS = 60.0  # a socket begins to listen microseconds after it gets its name
@@ -110,7 +109,7 @@ def _memory_file(size: int) -> tuple[int, mmap.mmap]:
         # Takes the pages now, from this process' memory: otherwise the end that first touches one would have to pay for
         # it, and would be killed in the middle of a step if it could not.
         os.posix_fallocate(descriptor, 0, size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return descriptor, mmap.mmap(descriptor, size)
     except OSError as error:
         if descriptor >= 0:
