@@ -213,6 +213,13 @@ GIVEN: dict[str, tuple[Give, str]] = {
 }
 
 
+def test_what_the_contract_says_byte_by_byte_is_taken(plan: SegmentPlan, directory: Path) -> None:
+    """Without a line of the worker's: see AttachSegmentRequest in data.proto."""
+    with giver(directory, plan, lambda to, plan, path: send(to, b"\0", memory_file(plan.size))) as offer:
+        segment = attach(offer, plan, directory)
+    assert torch.equal(segment.gradients["float32"][:1000], torch.zeros(1000))
+
+
 @pytest.mark.parametrize(("give", "says"), GIVEN.values(), ids=GIVEN.keys())
 def test_what_is_no_segment_of_this_job_is_refused_and_nothing_of_it_is_kept(
     plan: SegmentPlan, directory: Path, give: Give, says: str
