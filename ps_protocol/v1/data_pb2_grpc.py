@@ -111,10 +111,11 @@ class DataServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AttachSegment(self, request, context):
-        """Maps a memory segment that the worker made, if worker and shard share a host. Where the gradient and the weights of
-        each bucket lie in it follows from the job alone (ps_protocol/segment_layout.py), so no later message names an
-        offset. Safe to repeat.
-        FAILED_PRECONDITION, reason NOT_SHARED: this shard cannot see that memory; payloads have to travel in messages.
+        """Maps a memory segment that the worker made, if worker and shard share a host. AttachSegmentRequest says how the
+        worker hands it over, and where the gradient and the weights of each bucket lie in it: that follows from the job
+        alone, so no later message names an offset. Safe to repeat.
+        FAILED_PRECONDITION, reason NOT_SHARED: this shard cannot have that memory; payloads have to travel in messages.
+        UNAVAILABLE, reason TRY_LATER: the worker is handing over a segment to this shard already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

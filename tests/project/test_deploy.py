@@ -56,6 +56,9 @@ SD = "https://coordinator:9100/sd"
 HEALTHY = {"condition": "service_healthy"}
 
 
+PRIVATE = "size=1m,mode=0700,uid=10001,gid=10001"
+
+
 def certificates(of: str) -> dict[str, str]:
     return {"PS_TLS_CERT": f"/certs/{of}.pem", "PS_TLS_KEY": f"/certs/{of}.key", "PS_TLS_CA": "/certs/ca.pem"}
 
@@ -92,6 +95,8 @@ PROMISES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     (PROMETHEUS, (), {"rule_files": ["alerts.yml"]}),
     (COMPOSE, ("prometheus",), {"volumes": ["reader-certs:/certs:ro"]}),
     (COMPOSE, (*SHARDS, "worker"), {"volumes": ["shared:/shared"], "environment": {"PS_SHARED_DIRECTORY": "/shared"}}),
+    # The shared directory is memory that only our user enters. It holds sockets: a file there could be cut short.
+    (COMPOSE, (), {"volumes": {"shared": {"driver_opts": {"type": "tmpfs", "o": PRIVATE}}}}),
     # The overlay for GPUs changes workers alone, and gives them an image of their own.
     (GPU, (), {"services": dict.fromkeys({*services()} - {"worker"})}),
     (GPU, ("worker",), {"image": "ps-torch:local-cuda", "build": {"args": {"TORCH": re.compile("torch.*")}}}),

@@ -260,7 +260,7 @@ def in_the_name_of(worker: types_pb2.WorkerIdentity) -> Iterator[tuple[str, Any]
     yield "MembershipService/Leave", membership_pb2.LeaveRequest(worker=worker)
     yield "MembershipService/SaveWorkerState", membership_pb2.SaveWorkerStateRequest(worker=worker)
     yield "RoundService/GatherValues", rounds_pb2.GatherValuesRequest(worker=worker, round=1)
-    segment = {"location": "1/1", "nonce": bytes(32)}
+    segment = {"location": "ps-torch-" + "0" * 32, "nonce": bytes(32), "socket_inode": 1}
     yield "DataService/AttachSegment", data_pb2.AttachSegmentRequest(worker=worker, **segment)
     for place in ({}, {"in_segment": here}):
         yield "DataService/Push", data_pb2.PushRequest(header=push, **place)

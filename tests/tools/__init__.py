@@ -6,6 +6,7 @@ cable.py                A cable between one worker and the servers, which a test
 rpc_faults.py           Interceptors that lose, delay and repeat gRPC calls
 slow_client.py          A client that sends one byte at a time
 raw_worker.py           A worker without a session: a test sends every message by hand
+sharing_worker.py       The same, with a segment that it shares with the shard
 partitions.py           One job on one shard, without threads
 rollbacks.py            A job whose workers train, have checkpoints made, and join again after a rollback
 optimizers.py           Each optimizer of a shard, with hyper-parameters that are not the defaults
