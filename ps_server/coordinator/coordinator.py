@@ -22,8 +22,9 @@ from functools import partial
 from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import JobMismatch, NotFound, PSError, RunEnded, TryLater
 from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference
-from ps_runtime.background import Background, guarded
+from ps_runtime.background import Background
 from ps_server.coordinator.cluster import Checkpointing, Cluster
+from ps_server.coordinator.expiry import Expiry
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.new_jobs import NewJobs
 from ps_server.coordinator.policy import CheckpointPolicy
@@ -81,6 +82,7 @@ class Coordinator:
         self._why_ended: dict[str, str] = {}  # of the last jobs that ended otherwise than by their workers' leaving
         self._draining = False
         self._background = Background()
+        self._expiry = Expiry(self.jobs, self._cluster, self._background)
         if policy is not None and (policy.restore or policy.resume):
             self._resume_jobs()
 
@@ -90,7 +92,7 @@ class Coordinator:
         """Starts the threads that do what goes on in the background."""
         timing, lease = self._cluster.timing, self._cluster.lease
         self._background.start()
-        self._background.repeat("leases", min(0.5, lease / 10), self.expire_workers)
+        self._background.repeat("leases", min(0.5, lease / 10), self._expiry.look_regularly)
         self._background.repeat("recovery", timing.recovery_look, self.recover_jobs)
         self._background.repeat("rounds", timing.round_look, self.look_at_rounds)
         self._background.repeat("orphans", timing.orphans_look, self.drop_orphaned_jobs)
@@ -116,11 +118,7 @@ class Coordinator:
 
     def expire_workers(self) -> None:
         """Takes off workers whose lease ran out, so that no worker waits for them."""
-        for name, job in self.jobs().items():
-            guarded("leases", job.expire)
-            limit = self._cluster.timing.deserted if job.members.ever_joined() else self._cluster.timing.unjoined
-            if job.deserted_for() > limit:
-                self._background.apart("deserted", name, job.desert)
+        self._expiry.look()
 
     def recover_jobs(self) -> None:
         """Rolls back the jobs of which a shard lost its part, each beside the others."""

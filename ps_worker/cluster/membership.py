@@ -24,6 +24,7 @@ HEARTBEATS_PER_LEASE = 4
 NOTICE_SECONDS = 2.0
 NOTICE_PAUSE_SECONDS = 10.0
 DOUBT_SECONDS = 0.2
+DISOWNED_SECONDS = 1.0  # so long a shard may hear of a change before the coordinator says so
 CLOSE_SECONDS = 1.0
 
 
@@ -51,6 +52,7 @@ class Membership:
         self.place: JoinResult | None = None
         self.roster = Roster((), options.world_size, False)
         self._roster_of: JoinResult | None = None  # the place in which the roster was asked for
+        self._disowned: JoinResult | None = None  # the place that a shard does not know of
         self._error: PSError | None = None
         self._joining = False
         self._watching: Watch | None = None
@@ -97,6 +99,7 @@ class Membership:
         """Waits for the place that follows one. Raises the `cause` that told of its loss if none will come."""
         # For so long a shard and the coordinator may disagree about whether this worker is live.
         until = time.monotonic() + self._options.connect_timeout
+        disowned = time.monotonic() + DISOWNED_SECONDS
         asked = False
         with self._changed:
             while self.place is place:
@@ -112,6 +115,9 @@ class Membership:
                     raise cause
                 if cause is not None and (self._coordinator.closing.is_set() or time.monotonic() >= until):
                     raise cause
+                # A shard does not count this worker, and the coordinator does: one of them missed something.
+                if isinstance(cause, UnknownWorker) and time.monotonic() >= disowned:
+                    self._disowned = place
                 self._doubted.set()  # the coordinator says whether the place is lost, or the job
                 self._changed.wait(DOUBT_SECONDS)
             assert self.place is not None
@@ -178,6 +184,8 @@ class Membership:
         try:
             try:
                 self._coordinator.heartbeat(place.identity, self._finished(place), timeout)
+                if self._disowned is place:
+                    self._join_again(place)
             except Fenced:
                 raise
             except UnknownWorker:
