@@ -29,6 +29,7 @@ from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.new_jobs import NewJobs
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery
+from ps_server.coordinator.refusals import try_soon
 from ps_server.coordinator.saved_job import resumed, saved
 from ps_server.coordinator.shards import Connect, MakeExecutor, RegisteredShard, Shards
 from ps_server.coordinator.state_file import StateFile
@@ -206,6 +207,8 @@ class Coordinator:
             differs = difference(known.spec, spec)
             if differs is not None:
                 raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
+            if known.life.has_ended:
+                raise try_soon(f"job {spec.name!r} ends at this moment")
             return known, False
         try:
             job = self._new_jobs.make(spec, chosen)
