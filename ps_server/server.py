@@ -146,7 +146,7 @@ class Server:
         def connect(index: int, address: str) -> ShardClient:
             return ShardClient(index, address, self._access)
 
-        policy = config.checkpoint_policy()
+        policy = config.checkpoint_policy(self.address)
         coordinator = Coordinator(config.shard_count, connect, config.lease, config.limits, policy, config.timing)
         coordinator.start()
         return coordinator

@@ -39,7 +39,6 @@ from ps_server.core.placement import place_job
 from ps_server.core.statistics import CoordinatorStatistics
 from ps_server.core.validation import check_address, check_host, check_job_spec, check_launch
 from ps_server.failpoints import failpoint
-from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.disk import Disk
 
 log = logging.getLogger("ps_server")
@@ -73,10 +72,11 @@ class Coordinator:
         clock = clock or Clock()
         self._pool: Executor = make_executor(max(4, shard_count), "shards")
         shards = Shards(shard_count, connect, self._pool, timing, clock)
-        checkpointing = Checkpointing(CheckpointStore(policy.directory, disk), policy) if policy is not None else None
+        disk = disk or Disk()
+        self._state_file = StateFile(policy.directory, disk) if policy is not None else None
+        checkpointing = Checkpointing.open(policy, disk, clock.since_1970()) if policy is not None else None
         self._cluster = Cluster(shards, lease, limits, checkpointing, timing, clock, make_executor)
         self._recovery = Recovery(checkpointing, shards) if checkpointing is not None else None
-        self._state_file = StateFile(policy.directory, disk) if policy is not None else None
         self._jobs: dict[str, CoordinatedJob] = {}
         self._lock = threading.Lock()
         self._registering = threading.Lock()
@@ -106,6 +106,8 @@ class Coordinator:
             job.stop()
         self._pool.shutdown(wait=True)
         self._cluster.shards.close()
+        if self._cluster.checkpointing is not None:
+            self._cluster.checkpointing.release()
 
     @property
     def stopping(self) -> bool:

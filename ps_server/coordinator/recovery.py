@@ -22,7 +22,7 @@ from ps_server.core.placement import PlacedJob
 from ps_server.core.snapshot import VersionRange
 from ps_server.core.statistics import RecoveryStatistics
 from ps_server.failpoints import failpoint
-from ps_server.storage.checkpoints import Manifest
+from ps_server.storage.checkpoints import Manifest, NewerFormat
 
 log = logging.getLogger("ps_server")
 
@@ -106,6 +106,12 @@ class Recovery:
         for name in reversed(self._store.names(job.spec.name)):
             try:
                 manifest = self._store.manifest(job.spec.name, name)
+            except NewerFormat as error:
+                if any_run:
+                    raise JobMismatch(
+                        f"job {job.spec.name!r} cannot continue from its last checkpoint: {error}"
+                    ) from None
+                continue  # not one of this run
             except CheckpointDamaged as error:
                 self._pass_over(job.spec.name, name, error)
                 continue

@@ -101,7 +101,9 @@ def test_a_store_on_a_full_disk_says_so_and_leaves_nothing(tmp_path: Path) -> No
     disk = FullDisk(10_000)
     store = CheckpointStore(tmp_path, disk)
     snapshot = BucketSnapshot(0, 1, {0: 1}, torch.zeros(1000))
+    store.begin("job", "000001")
     store.write_shard("job", "000001", 0, [snapshot])
+    store.begin("job", "000002")
     with pytest.raises(CheckpointFailed, match=r"000002.*No space left on device"):
         store.write_shard("job", "000002", 0, [snapshot, replace(snapshot, index=1)])
     assert list((tmp_path / "job" / "000002").iterdir()) == []
