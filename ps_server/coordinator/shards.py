@@ -19,7 +19,7 @@ from ps_protocol.job import JobSpec
 from ps_runtime.credentials import is_loopback
 from ps_server.coordinator.timing import DEFAULT_TIMING, Clock, Timing
 from ps_server.core.data_commits import Committed
-from ps_server.core.snapshot import ShardSnapshot, VersionRange
+from ps_server.core.snapshot import RestoreProgress, ShardSnapshot
 from ps_server.core.statistics import ShardStatistics
 from ps_server.core.validation import check_address
 
@@ -54,8 +54,8 @@ class ShardApi(Protocol):
     def await_snapshot(self, job: str, name: str) -> ShardSnapshot:
         """Returns the shard's part, once it is on disk. Raises TryLater while it is not."""
 
-    def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int) -> VersionRange:
-        """Has the shard hold a job as a checkpoint has it."""
+    def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int) -> RestoreProgress:
+        """Has the shard hold a job as a checkpoint has it. Returns within seconds, and is repeated until it does."""
 
     def statistics(self) -> ShardStatistics:
         """Returns what the shard holds."""

@@ -16,13 +16,12 @@ from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.status import error_from
 from ps_server.core.data_commits import Committed
-from ps_server.core.snapshot import ShardSnapshot, VersionRange
+from ps_server.core.snapshot import RestoreProgress, ShardSnapshot
 from ps_server.core.statistics import ShardStatistics
 from ps_server.rpc import convert
 
 CALL_SECONDS = 10.0
 STATUS_SECONDS = 2.0
-RESTORE_SECONDS = 300.0  # reading and checking a large shard's files takes a while
 
 
 class ShardClient:
@@ -67,12 +66,12 @@ class ShardClient:
         request = shard_pb2.AwaitSnapshotRequest(job=job, checkpoint=name)
         return convert.shard_snapshot(self._call(self._stub.AwaitSnapshot, request))
 
-    def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int) -> VersionRange:
-        """Has the shard hold a job as a checkpoint has it."""
+    def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int) -> RestoreProgress:
+        """Has the shard hold a job as a checkpoint has it; answers within seconds how far it is."""
         request = shard_pb2.RestoreJobRequest(
             spec=job_spec_message(spec), buckets=buckets, checkpoint=name, last_incarnation=last_incarnation
         )
-        return convert.versions(self._call(self._stub.RestoreJob, request, RESTORE_SECONDS).versions)
+        return convert.restore_progress(self._call(self._stub.RestoreJob, request))
 
     def statistics(self) -> ShardStatistics:
         """Returns what the shard holds."""

@@ -15,6 +15,7 @@ from ps_server.rpc.call_limits import may_see
 from ps_server.shard.shard import Shard
 
 AWAIT_SECONDS = 5.0
+RESTORE_SECONDS = 2.0  # after which a call is told how far a restore is
 
 
 class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,unused-ignore]
@@ -65,8 +66,10 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
     def RestoreJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         spec = job_spec(request.spec)
         check_job_spec(spec, self._limits)
-        reached = self._shard.restore_job(spec, list(request.buckets), request.checkpoint, request.last_incarnation)
-        return shard_pb2.RestoreJobResponse(versions=convert.versions_message(reached))
+        progress = self._shard.restore_job(
+            spec, list(request.buckets), request.checkpoint, request.last_incarnation, RESTORE_SECONDS
+        )
+        return convert.restore_response(progress)
 
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         jobs = self._shard.statistics().jobs

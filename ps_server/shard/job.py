@@ -148,10 +148,18 @@ class HostedJob:
             waiting_pulls=len(waiters),
         )
 
+    def highest_incarnation(self) -> int:
+        """Returns the highest incarnation of a worker that this shard has heard of."""
+        with self.lock:
+            return self.state.highest_incarnation()
+
     def close(self, reason: PSError) -> None:
-        """Ends the job here: its pushes are refused, and what it has staged counts no more."""
+        """Ends the job here: its pushes are refused, and what it has staged and copied counts no more."""
         with self.lock:
             self.state.execute(Close(reason))
+            task, self.snapshot_task = self.snapshot_task, None
+        if task is not None:
+            task.abandon()
 
 
 def _waits(waiters: list[Waiter], now: float) -> tuple[Wait, ...]:

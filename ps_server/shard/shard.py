@@ -13,6 +13,7 @@ sends in threads of its own. A ticker tells pulls that wait what they wait for.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import threading
@@ -29,15 +30,16 @@ from ps_server.core.commands import AddWorker, RemoveWorker, RestoreSnapshot, St
 from ps_server.core.data_commits import Committed
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import PullCall, PushCall
-from ps_server.core.snapshot import BucketSnapshot, Part, ShardSnapshot, VersionRange
+from ps_server.core.snapshot import BucketSnapshot, Part, RestoreProgress, ShardSnapshot
 from ps_server.core.statistics import ShardStatistics
 from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
 from ps_server.shard.job import HostedJob
 from ps_server.shard.memory import free_bytes
 from ps_server.shard.metrics import ShardMetrics
-from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
+from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, READER, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes
+from ps_server.shard.restores import RestoreRequest, Restores, Restoring
 from ps_server.shard.snapshots import SnapshotTask
 from ps_server.shard.threads import OwnThreads, Threads
 from ps_server.shard.waiting import Outbox
@@ -72,8 +74,7 @@ class Shard:
         principal_limit: float = math.inf,
     ) -> None:
         self.principals: PrincipalBudget = _SharedBudget(principal_limit)
-        self._staged_limit = staged_limit
-        self._norm_limit = norm_limit
+        self._limits = staged_limit, norm_limit
         self._checkpoints = checkpoints
         self._index = index
         self._metrics = metrics
@@ -83,6 +84,7 @@ class Shard:
         self._updates = Updates(self._threads, self._pulls, metrics, clock)
         self._pushes = Pushes(metrics, self._pulls, self._updates, shared_directory)
         self._jobs: dict[str, HostedJob] = {}
+        self._restores = Restores()
         self._lock = threading.Lock()
         self._notify_at = clock() + NOTICE_AFTER_SECONDS
         self._threads.repeat(STAGED_AFTER_SECONDS, self.tick)
@@ -98,6 +100,8 @@ class Shard:
 
     def stop(self) -> None:
         """Finishes what is staged and ends the threads. Waiting pulls are told to come back later."""
+        with self._lock:
+            self._restores.stop()
         self._updates.stop()
         self._threads.stop()
         for job in self.jobs().values():
@@ -115,6 +119,7 @@ class Shard:
         with self._lock:
             known = self._jobs.get(spec.name)
             if known is None:
+                self._restores.forget(spec.name)
                 self._jobs[spec.name] = self._make_job(spec, buckets)
                 log.info("job %s: %d buckets", spec.name, len(buckets))
                 return
@@ -123,30 +128,67 @@ class Shard:
             raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
 
     def restore_job(
-        self, spec: JobSpec, buckets: Sequence[int], checkpoint: str, last_incarnation: int
-    ) -> VersionRange:
-        """Takes the job as a checkpoint has it, in place of what was here. Changes nothing if it raises."""
-        store = self._store()
-        manifest = store.manifest(spec.name, checkpoint)
-        job = self._make_job(spec, buckets)
-        snapshots = store.read_buckets(spec.name, manifest, [bucket.spec for bucket in job.buckets.values()])
-        job.state.execute(RestoreSnapshot(snapshots, last_incarnation))
+        self, spec: JobSpec, buckets: Sequence[int], checkpoint: str, last_incarnation: int, seconds: float = 0.0
+    ) -> RestoreProgress:
+        """Takes the job as a checkpoint has it, in place of what is here; see shard.restores.
+
+        Returns how far it is, once it is complete or after some seconds: to be called again until it is complete. The
+        same call may be made again. Raises OutOfOrder, and changes nothing, for a call of before; why it failed.
+        """
+        store, request = self._store(), RestoreRequest(spec, tuple(buckets), checkpoint, last_incarnation)
+        store.path(spec.name, checkpoint)
+        with self._lock:
+            known = self._jobs.get(spec.name)
+            restoring, is_new = self._restores.ask(request, known.highest_incarnation() if known is not None else 0)
+        if is_new:
+            self._threads.read(lambda: self._restore(store, restoring))
+        return restoring.wait(seconds)
+
+    def _restore(self, store: CheckpointStore, restoring: Restoring) -> None:
+        name = restoring.request.spec.name
+        try:
+            self._read_job(store, restoring)
+        except PSError as error:
+            log.warning("job %s: cannot be restored: %s", name, error)
+            restoring.fail(error)
+        except Exception:
+            log.exception("job %s: cannot be restored", name)
+            restoring.fail(PSError(f"job {name!r} cannot be restored on this shard; its log says why"))
+
+    def _read_job(self, store: CheckpointStore, restoring: Restoring) -> None:
+        request = restoring.request
+        spec, manifest = request.spec, store.manifest(request.spec.name, request.checkpoint)
+        layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
+        specs = [layout[index] for index in request.buckets if 0 <= index < len(layout)]
+        restoring.begin(store.bytes_to_read(spec.name, manifest, specs))
+        self._let_go(spec.name, restoring)
+        job = self._make_job(spec, request.buckets)
+        weights = {index: bucket.weights.flat for index, bucket in job.buckets.items()}
+        snapshots = store.read_buckets(spec.name, manifest, specs, restoring.read, weights)
+        job.state.execute(RestoreSnapshot(snapshots, request.last_incarnation, owned=True))
         failpoint("restore-read")
         with self._lock:
-            before = self._jobs.get(spec.name)
+            restoring.read(0)  # unless another one took its place
             self._jobs[spec.name] = job
+            restoring.complete(job.state.buckets.extent())
+        log.info("job %s: %d buckets as of checkpoint %s", spec.name, len(job.buckets), request.checkpoint)
+
+    def _let_go(self, name: str, restoring: Restoring) -> None:
+        """Gives the memory of a job back that is restored: two of it would not fit."""
+        with self._lock:
+            restoring.read(0)
+            before = self._jobs.pop(name, None)
         if before is not None:
-            reason = UnknownWorker(f"job {spec.name!r} was rolled back to a checkpoint: join again")
+            reason = UnknownWorker(f"job {name!r} was rolled back to a checkpoint: join again")
             before.close(reason)
-            if before.snapshot_task is not None:
-                before.snapshot_task.abandon()
             self._pulls.fail(before, reason)
-        log.info("job %s: %d buckets as of checkpoint %s", spec.name, len(job.buckets), checkpoint)
-        return job.state.buckets.extent()
+            del before
+            gc.collect()  # a snapshot task and its job know each other
 
     def drop_job(self, name: str) -> None:
         """Forgets a job and gives its memory back."""
         with self._lock:
+            self._restores.forget(name)
             job = self._jobs.pop(name, None)
         if job is not None:
             reason = NotFound(f"job {name!r} ended")
@@ -160,9 +202,13 @@ class Shard:
         with self._lock:
             return dict(self._jobs)
 
-    def _job(self, name: str) -> HostedJob:
+    def _job(self, name: str, of_worker: bool = False) -> HostedJob:
+        """Returns a job. of_worker: for a live worker of it, of which there are none before it is restored."""
         job = self._jobs.get(name)
         if job is None:
+            restoring = self._restores.get(name)
+            if restoring is not None:
+                raise UnknownWorker(f"{restoring}: join again") if of_worker else TryLater(str(restoring))
             raise NotFound(f"this shard knows no job {name!r}")
         if job.failure is not None:
             raise PSError(str(job.failure))  # a new one: an error that is raised holds on to its frames
@@ -170,7 +216,7 @@ class Shard:
 
     def _make_job(self, spec: JobSpec, buckets: Sequence[int]) -> HostedJob:
         with _making_room(spec, buckets):
-            state = JobPartition(spec, buckets, self._staged_limit, self._norm_limit, self.principals)
+            state = JobPartition(spec, buckets, *self._limits, self.principals)
             return HostedJob(spec, state)
 
     # -- workers -----------------------------------------------------------------------------------------------------
@@ -194,7 +240,7 @@ class Shard:
 
     def attach(self, name: str, rank: int, incarnation: int, location: str, nonce: bytes, key: bytes = b"") -> None:
         """Maps the segment that a live worker made. Raises NotShared if it is not to be seen from here."""
-        self._pushes.attach(self._job(name), rank, incarnation, location, nonce, key)
+        self._pushes.attach(self._job(name, True), rank, incarnation, location, nonce, key)
 
     def committed(self, name: str) -> tuple[Committed, bool]:
         """Returns the leased data that every bucket that trains here has had, and whether there is such a bucket."""
@@ -214,20 +260,20 @@ class Shard:
 
         principal: whose bytes they are
         """
-        return self._pushes.push(self._job(call.job), call, principal)
+        return self._pushes.push(self._job(call.job, True), call, principal)
 
     def exchange(self, push: PushCall, pull: PullCall, outbox: Outbox, principal: str = "") -> None:
         """Does as `push`, then as `pull`, for one worker at one clock."""
-        self._pushes.exchange(self._job(push.job), push, principal, pull, outbox)
+        self._pushes.exchange(self._job(push.job, True), push, principal, pull, outbox)
 
     def pull(self, call: PullCall, outbox: Outbox) -> None:
         """Sends buckets on the outbox as they are admitted; see Pulls."""
-        job = self._job(call.job)
+        job = self._job(call.job, call.incarnation != READER)
         self._pulls.ask(job, self._pulls.check(job, call, outbox), call.buckets)
 
     def pull_state(self, call: PullCall, outbox: Outbox) -> None:
         """Sends the optimizer state of buckets as it is now on the outbox, and ends it. Returns at once."""
-        self._pulls.send_state(self._job(call.job), call, outbox)
+        self._pulls.send_state(self._job(call.job, True), call, outbox)
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 

@@ -272,11 +272,13 @@ class CheckpointStore:
         manifest: Manifest,
         buckets: Sequence[BucketSpec],
         told: Callable[[int], object] = lambda count: None,
+        weights: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[int, BucketSnapshot]:
         """Returns snapshots of buckets, by index, from files that match their checksums. Raises CheckpointDamaged.
 
         Every file is read once, each tensor into memory of its own: the snapshots are the caller's to keep.
         told: called with the bytes that were read, now and then; see `bytes_to_read`
+        weights: by bucket, where the weights are read to; anything is in them if it raises
         """
         snapshots: dict[int, BucketSnapshot] = {}
         for part, held in self._parts_of(job, manifest, buckets):
@@ -284,7 +286,7 @@ class CheckpointStore:
             try:
                 with self._disk.open(path) as file:
                     reader = TensorReader(file, part.bytes, told)
-                    read = _read_snapshots(reader, held)
+                    read = _read_snapshots(reader, held, weights or {})
             except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
                 raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
             _check_sum(path, reader.sha256(), part)
@@ -390,19 +392,26 @@ def seal(data: Mapping[str, Any]) -> str:
 # -- buckets out of a file -------------------------------------------------------------------------------------------
 
 
-def _read_snapshots(reader: TensorReader, buckets: Sequence[BucketSpec]) -> dict[int, BucketSnapshot]:
-    """Returns the snapshots of buckets in a file. Raises ValueError saying what was expected where it holds others."""
+def _read_snapshots(
+    reader: TensorReader, buckets: Sequence[BucketSpec], to: Mapping[int, torch.Tensor]
+) -> dict[int, BucketSnapshot]:
+    """Returns the snapshots of buckets in a file. Raises ValueError saying what was expected where it holds others.
+
+    to: by bucket, where the weights are read to
+    """
     described, wanted = json.loads(reader.metadata["buckets"]), {bucket.index: bucket for bucket in buckets}
     weights: dict[int, torch.Tensor] = {}
     states: dict[int, dict[int, dict[str, torch.Tensor]]] = {index: {} for index in wanted}
 
-    def is_wanted(entry: TensorEntry) -> bool:
-        bucket = wanted.get(int(entry.name.split("/")[0]))
-        if bucket is not None:
-            _check_entry(entry, bucket)
-        return bucket is not None
+    def place(entry: TensorEntry) -> torch.Tensor | None:
+        index, *rest = entry.name.split("/")
+        bucket = wanted.get(int(index))
+        if bucket is None:
+            return None
+        _check_entry(entry, bucket)
+        return to[bucket.index] if rest == ["weights"] and bucket.index in to else entry.empty()
 
-    for entry, tensor in reader.tensors(is_wanted):
+    for entry, tensor in reader.tensors(place):
         index, *rest = entry.name.split("/")
         if rest == ["weights"]:
             weights[int(index)] = tensor
