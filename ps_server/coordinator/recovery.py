@@ -50,8 +50,8 @@ class Rollback:
     incarnation: up to which the shards fence workers; higher than that of every other rollback of the job
     """
 
-    def __init__(self, job: str, checkpoint: str, incarnation: int) -> None:
-        self.job, self.checkpoint, self.incarnation = job, checkpoint, incarnation
+    def __init__(self, job: str, run: str, checkpoint: str, incarnation: int) -> None:
+        self.job, self.run, self.checkpoint, self.incarnation = job, run, checkpoint, incarnation
         self._shards: dict[int, RestoreProgress] = {}
 
     def note(self, shard: int, progress: RestoreProgress) -> bool:
@@ -118,7 +118,7 @@ class Recovery:
         """
         name = job.spec.name
         for manifest in self._candidates(job, any_run):
-            rollback = self._next(name, manifest.name, max(last_incarnation, manifest.last_incarnation))
+            rollback = self._next(name, job.run, manifest.name, max(last_incarnation, manifest.last_incarnation))
             try:
                 reached = self._restore_shards(job, shards, rollback)
                 states = {
@@ -136,24 +136,24 @@ class Recovery:
             return Restored(manifest, states, reached, rollback.incarnation)
         raise NoCheckpoints(f"job {name!r}: there is no checkpoint that can be used")
 
-    def _next(self, job: str, checkpoint: str, last_incarnation: int) -> Rollback:
+    def _next(self, job: str, run: str, checkpoint: str, last_incarnation: int) -> Rollback:
         """Returns the rollback to a checkpoint: the last one, if that was to the same, and no worker came since.
 
         Another one has a higher incarnation: shards tell by it which call is the later one.
         """
         last = self._last.get(job)
-        if last is not None and last_incarnation <= last.incarnation:
+        if last is not None and last.run == run and last_incarnation <= last.incarnation:
             if last.checkpoint == checkpoint:
                 return last
             last_incarnation = last.incarnation + 1
-        self._last[job] = Rollback(job, checkpoint, last_incarnation)
+        self._last[job] = Rollback(job, run, checkpoint, last_incarnation)
         return self._last[job]
 
     def _restore_shards(self, job: PlacedJob, shards: list[RegisteredShard], rollback: Rollback) -> list[VersionRange]:
         def restore(shard: RegisteredShard) -> VersionRange:
             buckets, unchanged = job.buckets_of(shard.index), 0
             while unchanged < ANSWERS_WITHOUT_PROGRESS:
-                progress = shard.api.restore_job(job.spec, buckets, rollback.checkpoint, rollback.incarnation)
+                progress = shard.api.restore_job(job.spec, buckets, rollback.checkpoint, rollback.incarnation, job.run)
                 unchanged = 0 if rollback.note(shard.index, progress) else unchanged + 1
                 if progress.extent is not None:
                     return progress.extent
@@ -179,7 +179,7 @@ class Recovery:
             except CheckpointDamaged as error:
                 self._pass_over(job.spec.name, name, error)
                 continue
-            if not any_run and manifest.run != job.run:
+            if not any_run and not job.owns(manifest.run, name):
                 continue
             differs = difference(job_spec_from_data(manifest.job), job.spec)
             if differs is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from ps_protocol.errors import OutOfOrder, PSError, TryLater
+from ps_protocol.errors import OutOfOrder, PSError, RunEnded, TryLater
 from ps_protocol.job import JobSpec
 from ps_server.core.snapshot import RestoreProgress, VersionRange
 
@@ -28,6 +28,7 @@ class RestoreRequest:
     buckets: tuple[int, ...]
     checkpoint: str
     last_incarnation: int
+    run: str = ""
 
 
 class Restoring:
@@ -100,13 +101,16 @@ class Restores:
     def ask(self, request: RestoreRequest, highest_incarnation: int) -> tuple[Restoring, bool]:
         """Returns the restore that a call asks for, and whether it is to be begun.
 
-        highest_incarnation: that the shard has heard of
-        Raises OutOfOrder for a call of before.
+        highest_incarnation: of this run that the shard has heard of
+        Raises OutOfOrder for a call of before, RunEnded for one of an earlier run.
         """
         last = self.get(request.spec.name)
         if last is not None and last.request == request:
             return last, False
-        if last is not None and request.last_incarnation <= last.request.last_incarnation:
+        if last is not None and request.run < last.request.run:
+            raise RunEnded(f"run {request.run} of job {request.spec.name!r} has ended")
+        is_same_run = last is not None and request.run == last.request.run
+        if last is not None and is_same_run and request.last_incarnation <= last.request.last_incarnation:
             raise OutOfOrder(
                 f"job {request.spec.name!r} was restored from checkpoint {last.request.checkpoint} with incarnation "
                 f"{last.request.last_incarnation} after this call was made with {request.last_incarnation}"
@@ -121,10 +125,11 @@ class Restores:
         begun = self._last[request.spec.name] = Restoring(request)
         return begun, True
 
-    def forget(self, job: str) -> None:
-        """Ends the restore of a job that is dropped or made anew, and forgets the last one."""
-        last = self._last.pop(job, None)
-        if last is not None:
+    def forget(self, job: str, run: str = "") -> None:
+        """Ends the restore of a job that is dropped or made anew, and forgets the last one. An empty run is any."""
+        last = self._last.get(job)
+        if last is not None and run in ("", last.request.run):
+            del self._last[job]
             last.fail(TryLater(f"job {job!r} was dropped"))
 
     def stop(self) -> None:

@@ -21,7 +21,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater, UnknownWorker
+from ps_protocol.errors import (
+    JobMismatch,
+    LimitExceeded,
+    NoCheckpoints,
+    NotFound,
+    PSError,
+    RunEnded,
+    TryLater,
+    UnknownWorker,
+)
 from ps_protocol.job import JobSpec, difference
 from ps_protocol.layout import bucket_layout
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
@@ -114,32 +123,50 @@ class Shard:
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
-    def create_job(self, spec: JobSpec, buckets: Sequence[int]) -> None:
-        """Makes room for a job's buckets. An equal job that is there already stays as it is."""
+    def create_job(self, spec: JobSpec, buckets: Sequence[int], run: str = "") -> None:
+        """Makes room for the buckets of a run of a job, in place of an earlier run. The same run stays as it is.
+
+        Raises RunEnded where a later run of the job is here.
+        """
         with self._lock:
             known = self._jobs.get(spec.name)
+            if known is not None and known.run < run:  # what its coordinator could not drop
+                self._end(self._jobs.pop(spec.name), RunEnded(f"run {known.run} of job {spec.name!r} has ended"))
+                known = None
             if known is None:
                 self._restores.forget(spec.name)
-                self._jobs[spec.name] = self._make_job(spec, buckets)
+                self._jobs[spec.name] = self._make_job(spec, buckets, run)
                 log.info("job %s: %d buckets", spec.name, len(buckets))
                 return
+        known.check_run(run)
         differs = difference(known.state.spec, spec)
         if differs is not None:
             raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
 
     def restore_job(
-        self, spec: JobSpec, buckets: Sequence[int], checkpoint: str, last_incarnation: int, seconds: float = 0.0
+        self,
+        spec: JobSpec,
+        buckets: Sequence[int],
+        checkpoint: str,
+        last_incarnation: int,
+        run: str = "",
+        seconds: float = 0.0,
     ) -> RestoreProgress:
         """Takes the job as a checkpoint has it, in place of what is here; see shard.restores.
 
         Returns how far it is, once it is complete or after some seconds: to be called again until it is complete. The
-        same call may be made again. Raises OutOfOrder, and changes nothing, for a call of before; why it failed.
+        same call may be made again. Raises RunEnded or OutOfOrder, and changes nothing, for a call of before; otherwise
+        why it failed.
         """
-        store, request = self._store(), RestoreRequest(spec, tuple(buckets), checkpoint, last_incarnation)
+        store, request = self._store(), RestoreRequest(spec, tuple(buckets), checkpoint, last_incarnation, run)
         store.path(spec.name, checkpoint)
         with self._lock:
             known = self._jobs.get(spec.name)
-            restoring, is_new = self._restores.ask(request, known.highest_incarnation() if known is not None else 0)
+            if known is not None and run < known.run:
+                known.check_run(run)
+            is_same = known is not None and known.run == run
+            highest = known.highest_incarnation() if known is not None and is_same else 0
+            restoring, is_new = self._restores.ask(request, highest)
         if is_new:
             self._threads.read(lambda: self._restore(store, restoring))
         return restoring.wait(seconds)
@@ -162,7 +189,7 @@ class Shard:
         specs = [layout[index] for index in request.buckets if 0 <= index < len(layout)]
         restoring.begin(store.bytes_to_read(spec.name, manifest, specs))
         self._let_go(spec.name, restoring)
-        job = self._make_job(spec, request.buckets)
+        job = self._make_job(spec, request.buckets, request.run)
         weights = {index: bucket.weights.flat for index, bucket in job.buckets.items()}
         snapshots = store.read_buckets(spec.name, manifest, specs, restoring.read, weights)
         job.state.execute(RestoreSnapshot(snapshots, request.last_incarnation, owned=True))
@@ -179,30 +206,38 @@ class Shard:
             restoring.read(0)
             before = self._jobs.pop(name, None)
         if before is not None:
-            reason = UnknownWorker(f"job {name!r} was rolled back to a checkpoint: join again")
-            before.close(reason)
-            self._pulls.fail(before, reason)
+            self._end(before, UnknownWorker(f"job {name!r} was rolled back to a checkpoint: join again"))
             del before
             gc.collect()  # a snapshot task and its job know each other
 
-    def drop_job(self, name: str) -> None:
-        """Forgets a job and gives its memory back."""
+    def drop_job(self, name: str, run: str = "") -> None:
+        """Forgets a run of a job and gives its memory back; another run of that name stays."""
         with self._lock:
-            self._restores.forget(name)
-            job = self._jobs.pop(name, None)
-        if job is not None:
-            reason = NotFound(f"job {name!r} ended")
-            job.close(reason)
-            self._pulls.fail(job, reason)
-            self._metrics.forget(name)
-            log.info("job %s: dropped", name)
+            self._restores.forget(name, run)
+            job = self._jobs.get(name)
+            if job is None or run not in ("", job.run):
+                return
+            del self._jobs[name]
+        self._end(job, NotFound(f"job {name!r} ended"))
+        self._metrics.forget(name)
+        log.info("job %s: dropped", name)
+
+    def _end(self, job: HostedJob, reason: PSError) -> None:
+        """Ends what is under way in a job that is no longer here."""
+        job.close(reason)
+        self._pulls.fail(job, reason)
 
     def jobs(self) -> dict[str, HostedJob]:
         """Returns the jobs here, by name."""
         with self._lock:
             return dict(self._jobs)
 
-    def _job(self, name: str, of_worker: bool = False) -> HostedJob:
+    def run_of(self, name: str) -> str:
+        """Returns the run of a job that is here; empty if there is none."""
+        job = self._jobs.get(name)
+        return job.run if job is not None else ""
+
+    def _job(self, name: str, run: str, of_worker: bool = False) -> HostedJob:
         """Returns a job. of_worker: for a live worker of it, of which there are none before it is restored."""
         job = self._jobs.get(name)
         if job is None:
@@ -210,41 +245,46 @@ class Shard:
             if restoring is not None:
                 raise UnknownWorker(f"{restoring}: join again") if of_worker else TryLater(str(restoring))
             raise NotFound(f"this shard knows no job {name!r}")
+        job.check_run(run)
         if job.failure is not None:
             raise PSError(str(job.failure))  # a new one: an error that is raised holds on to its frames
         return job
 
-    def _make_job(self, spec: JobSpec, buckets: Sequence[int]) -> HostedJob:
+    def _make_job(self, spec: JobSpec, buckets: Sequence[int], run: str) -> HostedJob:
         with _making_room(spec, buckets):
             state = JobPartition(spec, buckets, *self._limits, self.principals)
-            return HostedJob(spec, state)
+            return HostedJob(spec, state, run)
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def add_worker(self, name: str, rank: int, incarnation: int, clock: int | None, key: bytes = b"") -> int:
+    def add_worker(
+        self, name: str, rank: int, incarnation: int, clock: int | None, key: bytes = b"", run: str = ""
+    ) -> int:
         """Counts a worker as live; see AddWorker."""
-        job = self._job(name)
+        job = self._job(name, run)
         with job.lock:
             frontier = job.state.execute(AddWorker(rank, incarnation, clock, key))
         job.detach(rank, incarnation)
         self._roster_changed(job)
         return frontier
 
-    def remove_worker(self, name: str, rank: int, incarnation: int) -> None:
+    def remove_worker(self, name: str, rank: int, incarnation: int, run: str = "") -> None:
         """Stops counting a worker as live; pulls that waited for it alone are sent."""
-        job = self._job(name)
+        job = self._job(name, run)
         with job.lock:
             job.state.execute(RemoveWorker(rank, incarnation))
         job.detach(rank, incarnation + 1)
         self._roster_changed(job)
 
-    def attach(self, name: str, rank: int, incarnation: int, location: str, nonce: bytes, key: bytes = b"") -> None:
+    def attach(
+        self, name: str, rank: int, incarnation: int, location: str, nonce: bytes, key: bytes = b"", run: str = ""
+    ) -> None:
         """Maps the segment that a live worker made. Raises NotShared if it is not to be seen from here."""
-        self._pushes.attach(self._job(name, True), rank, incarnation, location, nonce, key)
+        self._pushes.attach(self._job(name, run, True), rank, incarnation, location, nonce, key)
 
-    def committed(self, name: str) -> tuple[Committed, bool]:
+    def committed(self, name: str, run: str = "") -> tuple[Committed, bool]:
         """Returns the leased data that every bucket that trains here has had, and whether there is such a bucket."""
-        job = self._job(name)
+        job = self._job(name, run)
         with job.lock:
             return job.state.data.whole(), job.state.data.has_say
 
@@ -260,26 +300,26 @@ class Shard:
 
         principal: whose bytes they are
         """
-        return self._pushes.push(self._job(call.job, True), call, principal)
+        return self._pushes.push(self._job(call.job, call.run, True), call, principal)
 
     def exchange(self, push: PushCall, pull: PullCall, outbox: Outbox, principal: str = "") -> None:
         """Does as `push`, then as `pull`, for one worker at one clock."""
-        self._pushes.exchange(self._job(push.job, True), push, principal, pull, outbox)
+        self._pushes.exchange(self._job(push.job, push.run, True), push, principal, pull, outbox)
 
     def pull(self, call: PullCall, outbox: Outbox) -> None:
         """Sends buckets on the outbox as they are admitted; see Pulls."""
-        job = self._job(call.job, call.incarnation != READER)
+        job = self._job(call.job, call.run, call.incarnation != READER)
         self._pulls.ask(job, self._pulls.check(job, call, outbox), call.buckets)
 
     def pull_state(self, call: PullCall, outbox: Outbox) -> None:
         """Sends the optimizer state of buckets as it is now on the outbox, and ends it. Returns at once."""
-        self._pulls.send_state(self._job(call.job, True), call, outbox)
+        self._pulls.send_state(self._job(call.job, call.run, True), call, outbox)
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
-    def begin_snapshot(self, name: str, checkpoint: str, clock: int | None) -> None:
+    def begin_snapshot(self, name: str, checkpoint: str, clock: int | None, run: str = "") -> None:
         """Copies each bucket of a job when it has applied `clock` updates, or now. Returns at once."""
-        job, store = self._job(name), self._store()
+        job, store = self._job(name, run), self._store()
         store.path(name, checkpoint)
 
         def write(checkpoint: str, snapshots: list[BucketSnapshot]) -> Part:
@@ -288,9 +328,9 @@ class Shard:
         specs = [bucket.spec for bucket in job.buckets.values()]
         job.begin_snapshot(SnapshotTask(checkpoint, clock, specs, job.snapshot, write, self._threads, self._clock))
 
-    def await_snapshot(self, name: str, checkpoint: str, seconds: float) -> ShardSnapshot:
+    def await_snapshot(self, name: str, checkpoint: str, seconds: float, run: str = "") -> ShardSnapshot:
         """Returns this shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""
-        task = self._job(name).snapshot_task
+        task = self._job(name, run).snapshot_task
         if task is None or task.name != checkpoint:
             raise NotFound(f"no checkpoint {checkpoint} of job {name!r} was begun here, or another took its place")
         return task.wait(seconds)
