@@ -23,6 +23,7 @@ from ps_server.core.dense import DenseBucket, Gradient
 from ps_server.core.partition import JobPartition
 from ps_server.core.snapshot import BucketSnapshot
 from ps_server.core.statistics import ShardJobStatistics, Wait
+from ps_server.shard.memory import Room
 from ps_server.shard.snapshots import SnapshotTask
 from ps_server.shard.waiting import Waiter
 
@@ -45,7 +46,7 @@ class HostedBucket:
     rule: UpdateRule[Gradient]
     weights: DenseBucket
     tensors: threading.Lock = field(default_factory=threading.Lock)
-    waiters: list[Waiter] = field(default_factory=list)
+    waiters: dict[int, Waiter] = field(default_factory=dict)  # by the number of the pull
     busy: bool = False
 
 
@@ -75,7 +76,7 @@ class Narrowed:
 class HostedJob:
     """A run of a job on this shard."""
 
-    def __init__(self, spec: JobSpec, state: JobPartition, run: str) -> None:
+    def __init__(self, spec: JobSpec, state: JobPartition, run: str, room: Room) -> None:
         self.name, self.run = spec.name, run
         self.state = state
         self.mode = str(spec.consistency)
@@ -86,6 +87,7 @@ class HostedJob:
         self.segments: dict[int, Attached] = {}
         self.plan = segment_plan(spec, state.layout)
         self.narrowed = Narrowed()
+        self._room = room
         self.failure: PSError | None = None
         self.snapshot_task: SnapshotTask | None = None  # the one under way, or the last
 
@@ -137,10 +139,16 @@ class HostedJob:
             with bucket.tensors:
                 task.look(bucket.spec, bucket.rule.version)
 
+    def promised(self) -> int:
+        """Returns the bytes that the job was admitted with and that are not taken yet."""
+        buckets = self.state.buckets
+        left = (self._room.optimizer - buckets.optimizer_bytes, self._room.staged - buckets.staged_bytes)
+        return sum(max(0, size) for size in left)
+
     def statistics(self, now: float) -> ShardJobStatistics:
         """Returns how the job is on this shard."""
         with self.lock:
-            waiters = [waiter for bucket in self.buckets.values() for waiter in bucket.waiters]
+            waiters = [waiter for bucket in self.buckets.values() for waiter in bucket.waiters.values()]
             low, high = self.state.buckets.versions()
             clocks = self.state.buckets.clocks()
         return ShardJobStatistics(

@@ -44,7 +44,7 @@ from ps_server.core.statistics import ShardStatistics
 from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
 from ps_server.shard.job import HostedJob
-from ps_server.shard.memory import free_bytes
+from ps_server.shard.memory import Room, free_bytes, room_for
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, READER, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes
@@ -251,9 +251,11 @@ class Shard:
         return job
 
     def _make_job(self, spec: JobSpec, buckets: Sequence[int], run: str) -> HostedJob:
-        with _making_room(spec, buckets):
+        room = room_for(spec, buckets, self._limits[0])
+        promised = sum(job.promised() for job in list(self._jobs.values()))
+        with _making_room(spec.name, room, promised):
             state = JobPartition(spec, buckets, *self._limits, self.principals)
-            return HostedJob(spec, state, run)
+            return HostedJob(spec, state, run, room)
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -358,16 +360,19 @@ class _SharedBudget(PrincipalBudget):
 
 
 @contextlib.contextmanager
-def _making_room(spec: JobSpec, buckets: Sequence[int]) -> Iterator[None]:
-    """Raises LimitExceeded where a job's weights are more than the memory that is free."""
-    layout, free = bucket_layout(spec.parameters, spec.bucket_bytes).buckets, free_bytes()
-    needed = sum(layout[index].nbytes for index in buckets if 0 <= index < len(layout))
-    if free is not None and needed > free:
+def _making_room(name: str, room: Room, promised: int) -> Iterator[None]:
+    """Raises LimitExceeded where a job comes to take more memory than is free.
+
+    promised: bytes of what is free that jobs here are still to take
+    """
+    free = free_bytes()
+    if free is not None and room.total + promised > free:
         raise LimitExceeded(
-            f"job {spec.name!r} does not fit into this shard's memory: its weights here are {needed} bytes, "
-            f"and {free} are free"
+            f"job {name!r} does not fit into this shard's memory: its weights here are {room.weights} bytes, its "
+            f"optimizer's state comes to {room.optimizer}, what workers push ahead to {room.staged}, its buckets and "
+            f"groups cost {room.objects}; {free} are free, of which other jobs here still take {promised}"
         )
     try:
         yield
     except (RuntimeError, MemoryError):  # what torch raises where there is no memory
-        raise LimitExceeded(f"job {spec.name!r} does not fit into this shard's memory") from None
+        raise LimitExceeded(f"job {name!r} does not fit into this shard's memory") from None
