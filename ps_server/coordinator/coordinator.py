@@ -270,6 +270,9 @@ class Coordinator:
         self._check_not_draining()
         job = self.job(name, request.run)
         self._cluster.shards.all()  # or it is too early
+        rolling_back = self._recovery.progress(name) if self._recovery is not None else None
+        if rolling_back is not None:
+            raise rolling_back
         return job.join(rank, request)
 
     def leave(self, name: str, rank: int, incarnation: int, key: bytes = b"", run: str = "") -> bool:

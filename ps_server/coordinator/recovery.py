@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ps_protocol.convert import job_spec_from_data
-from ps_protocol.errors import CheckpointDamaged, JobMismatch, NoCheckpoints, TryLater
+from ps_protocol.errors import CheckpointDamaged, JobMismatch, NoCheckpoints, TryLater, VersionMismatch
 from ps_protocol.job import JobSpec, difference
 from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.shards import RegisteredShard, Shards
@@ -22,7 +22,7 @@ from ps_server.core.placement import PlacedJob
 from ps_server.core.snapshot import RestoreProgress, VersionRange
 from ps_server.core.statistics import RecoveryStatistics
 from ps_server.failpoints import failpoint
-from ps_server.storage.checkpoints import Manifest, NewerFormat
+from ps_server.storage.checkpoints import Manifest
 
 log = logging.getLogger("ps_server")
 
@@ -103,7 +103,7 @@ class Recovery:
     def last_bucket_bytes(self, spec: JobSpec) -> int | None:
         """Returns the size of buckets in the job's last checkpoint that can be read; None if there is none."""
         for name in reversed(self._store.names(spec.name)):
-            with contextlib.suppress(CheckpointDamaged):
+            with contextlib.suppress(CheckpointDamaged, VersionMismatch):
                 return job_spec_from_data(self._store.manifest(spec.name, name).job).bucket_bytes
         return None
 
@@ -113,7 +113,8 @@ class Recovery:
         """Has shards hold a job as its last checkpoint has it that is whole.
 
         any_run: a checkpoint of an earlier job of its name will do, if it is the same job
-        Raises JobMismatch if it is not, naming the difference; NoCheckpoints if there is none; TryLater if a shard does
+        Raises JobMismatch if it is not, naming the difference; VersionMismatch if a newer version of this program made
+        the last one; NoCheckpoints if there is none; TryLater if a shard does
         not answer: the same call may be made again.
         """
         name = job.spec.name
@@ -170,11 +171,9 @@ class Recovery:
         for name in reversed(self._store.names(job.spec.name)):
             try:
                 manifest = self._store.manifest(job.spec.name, name)
-            except NewerFormat as error:
+            except VersionMismatch:
                 if any_run:
-                    raise JobMismatch(
-                        f"job {job.spec.name!r} cannot continue from its last checkpoint: {error}"
-                    ) from None
+                    raise  # it would be lost behind what is made from an older one
                 continue  # not one of this run
             except CheckpointDamaged as error:
                 self._pass_over(job.spec.name, name, error)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ps_protocol.convert import job_spec_from_data
-from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest
+from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, VersionMismatch
 from ps_protocol.framing import Buffer
 from ps_protocol.job import HyperParameters
 from ps_protocol.layout import BucketSpec
@@ -43,10 +43,6 @@ MANIFEST = "manifest.json"
 _NAME = re.compile(r"\d{6,12}")
 _PART = re.compile(r"(shard|worker)-\d{1,6}\.(safetensors|state)")
 _STATE_NAME = re.compile(r"[a-z_]{1,64}")
-
-
-class NewerFormat(CheckpointDamaged):
-    """A file that a newer version of this program has written."""
 
 
 @dataclass(frozen=True)
@@ -245,13 +241,13 @@ class CheckpointStore:
 
     def manifest(self, job: str, name: str) -> Manifest:
         """Returns what a checkpoint is. Raises CheckpointDamaged if its manifest is not what was written, and
-        NewerFormat if that was a newer version of this program."""
+        VersionMismatch if that was a newer version of this program."""
         path = self.path(job, name) / MANIFEST
         try:
             data = json.loads(self._disk.read(path))
             newer = written_by_newer(data)
             if newer is not None:
-                raise NewerFormat(f"{path} is {newer}")
+                raise VersionMismatch(f"{path} is {newer}")
             return _unsealed(data)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointDamaged(f"{path}: {_reason(error)}") from None

@@ -22,7 +22,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import FROZEN, BucketSpec, bucket_layout
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.snapshot import BucketSnapshot
-from ps_server.storage.checkpoints import CheckpointStore, Manifest, NewerFormat
+from ps_server.storage.checkpoints import CheckpointStore, Manifest
 
 
 def export(directory: Path, job: str, name: str | None, output: Path) -> str:
@@ -70,7 +70,7 @@ def _read(
             buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
             return manifest, spec, buckets, store.read_buckets(job, manifest, buckets)
         except CheckpointDamaged as error:
-            if name is not None or isinstance(error, NewerFormat):
+            if name is not None:
                 raise
             reason = str(error)
     raise NoCheckpoints(f"no checkpoint of job {job!r} can be used: {reason}")

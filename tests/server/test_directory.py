@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ps_protocol.convert import job_spec_data
-from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, JobMismatch
+from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, VersionMismatch
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
 from ps_server.coordinator.cluster import Checkpointing
@@ -29,7 +29,7 @@ from ps_server.coordinator.shards import Shards
 from ps_server.coordinator.state_file import FILE, StateFile
 from ps_server.core.placement import place_job
 from ps_server.core.snapshot import BucketSnapshot
-from ps_server.storage.checkpoints import CheckpointStore, Manifest, NewerFormat, WorkerPart, seal
+from ps_server.storage.checkpoints import CheckpointStore, Manifest, WorkerPart, seal
 from ps_server.storage.directory_lock import lock_directory
 from ps_server.storage.disk import Disk
 from ps_server.storage.export import export
@@ -150,7 +150,6 @@ def test_a_name_that_another_coordinator_took_is_passed_over(tmp_path: Path) -> 
     worker.initialise()
     cluster.clock.meanwhile = lambda: (worker.push(), cluster.coordinator.make_checkpoints())
     assert cluster.coordinator.job("job").checkpoint().name > "000001"
-    assert not list((tmp_path / "job" / "000001").iterdir()), "the other coordinator's"
     cluster.stop()
 
 
@@ -189,13 +188,13 @@ def test_a_manifest_of_a_newer_version_is_refused_and_not_passed_over(tmp_path: 
     for name in ("000001", "000002"):
         checkpoint_of(SPEC, store, name)
     (tmp_path / "job" / "000002" / "manifest.json").write_text('{"format": 3, "sealed": "otherwise"}')
-    with pytest.raises(NewerFormat, match=NEWER):
+    with pytest.raises(VersionMismatch, match=NEWER):
         store.manifest("job", "000002")
-    with pytest.raises(NewerFormat, match=NEWER):
+    with pytest.raises(VersionMismatch, match=NEWER):
         export(tmp_path, "job", None, tmp_path / "out")
     checkpointing = Checkpointing(store, CheckpointPolicy(tmp_path, restore=True), lambda: None)
     shards = Shards(1, lambda index, address: None, AtOnce())  # type: ignore[arg-type, return-value]
-    with pytest.raises(JobMismatch, match=NEWER):
+    with pytest.raises(VersionMismatch, match=NEWER):
         Recovery(checkpointing, shards).restore(place_job(SPEC, 1, "run"), [], 0, any_run=True)
 
 

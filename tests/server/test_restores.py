@@ -35,7 +35,7 @@ from ps_server.shard.shard import Shard
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.checkpoints import CheckpointStore, Manifest
 from ps_server.storage.disk import Disk
-from tests.tools.one_process import AtOnce
+from tests.tools.one_process import AtOnce, DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
 
 SPEC = vector_job("job", "sync", 64, 1)
@@ -265,3 +265,28 @@ def test_a_shard_that_reads_nothing_any_more_is_not_waited_for_for_ever(tmp_path
     recovery, shards = recovery_of(tmp_path, api)
     with pytest.raises(TryLater, match="shard 0 reads nothing of checkpoint 000002"):
         recovery.restore(place_job(SPEC, 1, RUN), shards.all(), 4)
+
+
+def test_a_worker_that_joins_meanwhile_is_told_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = OneProcess(tmp_path, shards=1)
+    worker = DirectWorker(cluster, SPEC, 0)
+    worker.initialise()
+    cluster.clock.meanwhile = lambda: (worker.push(), cluster.coordinator.make_checkpoints())
+    cluster.coordinator.job("job").checkpoint()
+    told: list[tuple[str, str | None]] = []
+    read = CheckpointStore.read_buckets
+
+    def join_and_read(*arguments: Any) -> Any:
+        with pytest.raises(TryLater) as error:
+            worker.rejoin()
+        told.append((str(error.value), error.value.progress))
+        return read(*arguments)
+
+    monkeypatch.setattr(CheckpointStore, "read_buckets", join_and_read)
+    cluster.start_shard(0)
+    cluster.coordinator.recover_jobs()
+    [(text, progress)] = told
+    assert text.startswith("job 'job' is being rolled back to checkpoint 00000")
+    assert progress is not None
+    assert worker.rejoin().member.incarnation > 1
+    cluster.stop()
