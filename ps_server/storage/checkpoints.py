@@ -145,12 +145,12 @@ class CheckpointStore:
         """
         path = self.path(job, name)
         try:
-            self._disk.make_directory(self.path(job))
+            self._disk.make_directory(self.path(job))  # raises FileExistsError, too, where a file has its name
+            if self._disk.kind(path) is not None:
+                return False
             self._disk.make_directory(path, is_new=True)
-        except FileExistsError:
-            return False
         except OSError as error:
-            raise CheckpointFailed(f"{path} cannot be made: {_reason(error)}") from None
+            raise CheckpointFailed(f"{path} cannot be written: {_reason(error)}") from None
         return True
 
     def write_shard(self, job: str, name: str, index: int, snapshots: Sequence[BucketSnapshot]) -> Part:
