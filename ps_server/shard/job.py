@@ -21,9 +21,9 @@ from ps_server.core.commands import Close
 from ps_server.core.consistency import UpdateRule
 from ps_server.core.dense import DenseBucket, Gradient
 from ps_server.core.partition import JobPartition
+from ps_server.core.room import Room
 from ps_server.core.snapshot import BucketSnapshot
 from ps_server.core.statistics import ShardJobStatistics, Wait
-from ps_server.shard.memory import Room
 from ps_server.shard.snapshots import SnapshotTask
 from ps_server.shard.waiting import Waiter
 
@@ -85,6 +85,7 @@ class HostedJob:
             index: HostedBucket(bucket.spec, bucket.rule, bucket.weights) for index, bucket in state.buckets.items()
         }
         self.segments: dict[int, Attached] = {}
+        self.attaching: set[int] = set()  # ranks that are handing over a segment
         self.plan = segment_plan(spec, state.layout)
         self.narrowed = Narrowed()
         self._room = room

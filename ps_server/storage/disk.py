@@ -24,11 +24,13 @@ class Disk:
     """The file system of this machine. Methods raise OSError and may be called from any thread; no file is a link."""
 
     def make_directory(self, path: Path, is_new: bool = False) -> None:
-        """Makes a directory that only its owner may enter, and those above it, where they are missing.
+        """Makes a directory, and those above it, where they are missing: open to this user alone.
 
         is_new: raises FileExistsError if it is there
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for above in reversed(path.parents):
+            if not above.exists():
+                above.mkdir(mode=0o700, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=not is_new)
 
     def kind(self, path: Path) -> str | None:

@@ -193,7 +193,7 @@ def test_a_manifest_of_a_newer_version_is_refused_and_not_passed_over(tmp_path: 
     with pytest.raises(VersionMismatch, match=NEWER):
         export(tmp_path, "job", None, tmp_path / "out")
     checkpointing = Checkpointing(store, CheckpointPolicy(tmp_path, restore=True), lambda: None)
-    shards = Shards(1, lambda index, address: None, AtOnce())  # type: ignore[arg-type, return-value]
+    shards = Shards(1, lambda index, address: None, AtOnce)  # type: ignore[arg-type, return-value]
     with pytest.raises(VersionMismatch, match=NEWER):
         Recovery(checkpointing, shards).restore(place_job(SPEC, 1, "run"), [], 0, any_run=True)
 

@@ -217,7 +217,7 @@ def recovery_of(tmp_path: Path, api: ReadingShard) -> tuple[Recovery, Shards]:
     store = CheckpointStore(tmp_path)
     checkpoint(store, "000001", 1.0)
     checkpoint(store, "000002", 2.0)
-    shards = Shards(1, lambda index, address: api, AtOnce())  # type: ignore[arg-type, return-value]
+    shards = Shards(1, lambda index, address: api, AtOnce)  # type: ignore[arg-type, return-value]
     shards.register(0, "127.0.0.1:1", "", 1, 1)
     api.recovery = Recovery(Checkpointing(store, CheckpointPolicy(tmp_path), lambda: None), shards)
     return api.recovery, shards

@@ -1,10 +1,9 @@
-"""How much memory this process may still take: a job that is larger is refused, or the kernel would kill the shard."""
+"""How much memory a job comes to take on a shard, beside what its weights take at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
@@ -52,46 +51,3 @@ def room_for(spec: JobSpec, indices: Sequence[int], staged_limit: int | None = N
     slices = sum(len(bucket.slices) for bucket in buckets)
     objects = len(buckets) * BUCKET_BYTES + slices * SLICE_BYTES + len(spec.groups) * GROUP_BYTES
     return Room(weights, optimizer, staged, objects)
-
-
-def free_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that the machine has free, or the control group that this process is in, if that is less; None: unknown.
-
-    Memory that holds files counts as free: it is given up when it is needed. `root`: where /proc and /sys are.
-    """
-    return min(_free(root), default=None)
-
-
-def _free(root: Path) -> Iterator[int]:
-    machine = _numbers(root / "proc/meminfo")
-    if "MemAvailable:" in machine:
-        yield machine["MemAvailable:"] * 1024
-    for group in _groups(root):
-        try:
-            limit = int((group / "memory.max").read_text())  # "max" where there is none
-            taken = int((group / "memory.current").read_text())
-        except (OSError, ValueError):
-            continue
-        yield max(0, limit - taken + _numbers(group / "memory.stat").get("file", 0))
-
-
-def _groups(root: Path) -> Iterator[Path]:
-    """Yields the control group of this process and those above it: the limit of each counts (version 2 only)."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    top = root / "sys/fs/cgroup"
-    for line in lines:
-        if line.startswith("0::/"):
-            group = top / line[4:]
-            yield from (place for place in (group, *group.parents) if place == top or top in place.parents)
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """Returns the first number behind each name in a file of the kernel's."""
-    try:
-        lines = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return {}
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
