@@ -154,7 +154,8 @@ class Server:
         def connect(index: int, address: str) -> ShardClient:
             return ShardClient(index, address, self._access, config.server_call_seconds)
 
-        policy, timing = config.checkpoint_policy(), replace(config.timing, deserted=config.job_timeout)
+        policy = config.checkpoint_policy(self.address)
+        timing = replace(config.timing, deserted=config.job_timeout)
         coordinator = Coordinator(config.shard_count, connect, config.lease, config.limits, policy, timing)
         coordinator.start()
         return coordinator

@@ -20,7 +20,7 @@ from ps_runtime.background import guarded
 from ps_runtime.credentials import is_loopback
 from ps_server.coordinator.timing import DEFAULT_TIMING, Clock, Timing
 from ps_server.core.data_commits import Committed
-from ps_server.core.snapshot import ShardSnapshot, VersionRange
+from ps_server.core.snapshot import RestoreProgress, ShardSnapshot
 from ps_server.core.statistics import ShardStatistics
 from ps_server.core.validation import check_address
 
@@ -58,8 +58,8 @@ class ShardApi(Protocol):
 
     def restore_job(
         self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int, run: str
-    ) -> VersionRange:
-        """Has the shard hold a job as a checkpoint has it."""
+    ) -> RestoreProgress:
+        """Has the shard hold a job as a checkpoint has it. Returns within seconds, and is repeated until it does."""
 
     def statistics(self) -> ShardStatistics:
         """Returns what the shard holds."""

@@ -16,6 +16,7 @@ membership.py    The live workers of a job: leases, incarnations, ranks
 partition.py     One job's buckets on one shard: roster, rules and weights, changed by commands alone
 placement.py     Which shard holds which bucket: by bytes, largest first
 requests.py      What workers push and pull, as it came over the wire: nothing in it is checked yet
+room.py          How much memory a job comes to take on a shard
 rounds.py        Rounds: values that all live workers of a job exchange, one round after the other
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
 statistics.py    What a shard or a coordinator says about itself: frozen records

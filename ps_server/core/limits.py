@@ -29,6 +29,7 @@ class Limits:
     workers: int = _limit(4_096, "live workers of a job")
     parameters: int = _limit(MAX_PARAMETERS, "tensors of a job")
     buckets: int = _limit(65_536, "buckets of a job")
+    groups: int = _limit(4_096, "parameter groups of a job")  # a group a tensor is common; each costs 33 us at a server
     job_bytes: int = _limit(2**40, "bytes of a job's parameters", _LARGEST_SIZE)
     name_length: int = _limit(MAX_NAME_LENGTH, "characters of a parameter's name")
     samples: int = _limit(2**40, "samples of a loader whose data is leased", _LARGEST_SIZE)

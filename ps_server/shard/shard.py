@@ -13,6 +13,7 @@ sends in threads of its own. A ticker tells pulls that wait what they wait for.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import threading
@@ -40,14 +41,16 @@ from ps_server.core.commands import AddWorker, RemoveWorker, RestoreSnapshot, St
 from ps_server.core.data_commits import Committed
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import PullCall, PushCall
-from ps_server.core.snapshot import BucketSnapshot, Part, ShardSnapshot, VersionRange
+from ps_server.core.room import Room, room_for
+from ps_server.core.snapshot import BucketSnapshot, Part, RestoreProgress, ShardSnapshot
 from ps_server.core.statistics import ShardStatistics
 from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
 from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
-from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
+from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, READER, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes
+from ps_server.shard.restores import RestoreRequest, Restores, Restoring
 from ps_server.shard.snapshots import SnapshotTask
 from ps_server.shard.threads import OwnThreads, Threads
 from ps_server.shard.waiting import Outbox
@@ -82,8 +85,7 @@ class Shard:
         principal_limit: float = math.inf,
     ) -> None:
         self.principals: PrincipalBudget = _SharedBudget(principal_limit)
-        self._staged_limit = staged_limit
-        self._norm_limit = norm_limit
+        self._limits = staged_limit, norm_limit
         self._checkpoints = checkpoints
         self._index = index
         self._metrics = metrics
@@ -93,6 +95,7 @@ class Shard:
         self._updates = Updates(self._threads, self._pulls, metrics, clock)
         self._pushes = Pushes(metrics, self._pulls, self._updates, shared_directory)
         self._jobs: dict[str, HostedJob] = {}
+        self._restores = Restores()
         self._lock = threading.Lock()
         self._notify_at = clock() + NOTICE_AFTER_SECONDS
         self._threads.repeat(STAGED_AFTER_SECONDS, self.tick)
@@ -108,6 +111,8 @@ class Shard:
 
     def stop(self) -> None:
         """Finishes what is staged and ends the threads. Waiting pulls are told to come back later."""
+        with self._lock:
+            self._restores.stop()
         self._updates.stop()
         self._threads.stop()
         for job in self.jobs().values():
@@ -131,6 +136,7 @@ class Shard:
                 self._end(self._jobs.pop(spec.name), RunEnded(f"run {known.run} of job {spec.name!r} has ended"))
                 known = None
             if known is None:
+                self._restores.forget(spec.name)
                 self._jobs[spec.name] = self._make_job(spec, buckets, run)
                 log.info("job %s: %d buckets", spec.name, len(buckets))
                 return
@@ -140,32 +146,76 @@ class Shard:
             raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
 
     def restore_job(
-        self, spec: JobSpec, buckets: Sequence[int], checkpoint: str, last_incarnation: int, run: str = ""
-    ) -> VersionRange:
-        """Takes the job as a checkpoint has it, in place of what was here. Changes nothing if it raises.
+        self,
+        spec: JobSpec,
+        buckets: Sequence[int],
+        checkpoint: str,
+        last_incarnation: int,
+        run: str = "",
+        seconds: float = 0.0,
+    ) -> RestoreProgress:
+        """Takes the job as a checkpoint has it, in place of what is here; see shard.restores.
 
-        Raises RunEnded where a later run of the job is here.
+        Returns how far it is, once it is complete or after some seconds: to be called again until it is complete. The
+        same call may be made again. Raises RunEnded or OutOfOrder, and changes nothing, for a call of before; otherwise
+        why it failed.
         """
-        store = self._store()
-        known = self._jobs.get(spec.name)
-        if known is not None and run < known.run:
-            known.check_run(run)
-        manifest = store.manifest(spec.name, checkpoint)
-        job = self._make_job(spec, buckets, run)
-        snapshots = store.read_buckets(spec.name, manifest, [bucket.spec for bucket in job.buckets.values()])
-        job.state.execute(RestoreSnapshot(snapshots, last_incarnation))
+        store, request = self._store(), RestoreRequest(spec, tuple(buckets), checkpoint, last_incarnation, run)
+        store.path(spec.name, checkpoint)
+        with self._lock:
+            known = self._jobs.get(spec.name)
+            if known is not None and run < known.run:
+                known.check_run(run)
+            is_same = known is not None and known.run == run
+            highest = known.highest_incarnation() if known is not None and is_same else 0
+            restoring, is_new = self._restores.ask(request, highest)
+        if is_new:
+            self._threads.read(lambda: self._restore(store, restoring))
+        return restoring.wait(seconds)
+
+    def _restore(self, store: CheckpointStore, restoring: Restoring) -> None:
+        name = restoring.request.spec.name
+        try:
+            self._read_job(store, restoring)
+        except PSError as error:
+            log.warning("job %s: cannot be restored: %s", name, error)
+            restoring.fail(error)
+        except Exception:
+            log.exception("job %s: cannot be restored", name)
+            restoring.fail(PSError(f"job {name!r} cannot be restored on this shard; its log says why"))
+
+    def _read_job(self, store: CheckpointStore, restoring: Restoring) -> None:
+        request = restoring.request
+        spec, manifest = request.spec, store.manifest(request.spec.name, request.checkpoint)
+        layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
+        specs = [layout[index] for index in request.buckets if 0 <= index < len(layout)]
+        restoring.begin(store.bytes_to_read(spec.name, manifest, specs))
+        self._let_go(spec.name, restoring)
+        job = self._make_job(spec, request.buckets, request.run)
+        weights = {index: bucket.weights.flat for index, bucket in job.buckets.items()}
+        snapshots = store.read_buckets(spec.name, manifest, specs, restoring.read, weights)
+        job.state.execute(RestoreSnapshot(snapshots, request.last_incarnation, owned=True))
         failpoint("restore-read")
         with self._lock:
-            before = self._jobs.get(spec.name)
+            restoring.read(0)  # unless another one took its place
             self._jobs[spec.name] = job
+            restoring.complete(job.state.buckets.extent())
+        log.info("job %s: %d buckets as of checkpoint %s", spec.name, len(job.buckets), request.checkpoint)
+
+    def _let_go(self, name: str, restoring: Restoring) -> None:
+        """Gives the memory of a job back that is restored: two of it would not fit."""
+        with self._lock:
+            restoring.read(0)
+            before = self._jobs.pop(name, None)
         if before is not None:
-            self._end(before, UnknownWorker(f"job {spec.name!r} was rolled back to a checkpoint: join again"))
-        log.info("job %s: %d buckets as of checkpoint %s", spec.name, len(job.buckets), checkpoint)
-        return job.state.buckets.extent()
+            self._end(before, UnknownWorker(f"job {name!r} was rolled back to a checkpoint: join again"))
+            del before
+            gc.collect()  # a snapshot task and its job know each other
 
     def drop_job(self, name: str, run: str = "") -> None:
         """Forgets a run of a job and gives its memory back; another run of that name stays."""
         with self._lock:
+            self._restores.forget(name, run)
             job = self._jobs.get(name)
             if job is None or run not in ("", job.run):
                 return
@@ -177,8 +227,6 @@ class Shard:
     def _end(self, job: HostedJob, reason: PSError) -> None:
         """Ends what is under way in a job that is no longer here."""
         job.close(reason)
-        if job.snapshot_task is not None:
-            job.snapshot_task.abandon()
         self._pulls.fail(job, reason)
 
     def jobs(self) -> dict[str, HostedJob]:
@@ -191,9 +239,13 @@ class Shard:
         job = self._jobs.get(name)
         return job.run if job is not None else ""
 
-    def _job(self, name: str, run: str) -> HostedJob:
+    def _job(self, name: str, run: str, of_worker: bool = False) -> HostedJob:
+        """Returns a job. of_worker: for a live worker of it, of which there are none before it is restored."""
         job = self._jobs.get(name)
         if job is None:
+            restoring = self._restores.get(name)
+            if restoring is not None:
+                raise UnknownWorker(f"{restoring}: join again") if of_worker else TryLater(str(restoring))
             raise NotFound(f"this shard knows no job {name!r}")
         job.check_run(run)
         if job.failure is not None:
@@ -201,9 +253,11 @@ class Shard:
         return job
 
     def _make_job(self, spec: JobSpec, buckets: Sequence[int], run: str) -> HostedJob:
-        with _making_room(spec, buckets):
-            state = JobPartition(spec, buckets, self._staged_limit, self._norm_limit, self.principals)
-            return HostedJob(spec, state, run)
+        room = room_for(spec, buckets, self._limits[0])
+        promised = sum(job.promised() for job in list(self._jobs.values()))
+        with _making_room(spec.name, room, promised):
+            state = JobPartition(spec, buckets, *self._limits, self.principals)
+            return HostedJob(spec, state, run, room)
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -230,7 +284,7 @@ class Shard:
         self, name: str, rank: int, incarnation: int, offer: SegmentOffer, key: bytes = b"", run: str = ""
     ) -> None:
         """Maps the segment that a live worker offers. Raises NotShared if it cannot be had from here."""
-        self._pushes.attach(self._job(name, run), rank, incarnation, offer, key)
+        self._pushes.attach(self._job(name, run, True), rank, incarnation, offer, key)
 
     def committed(self, name: str, run: str = "") -> tuple[Committed, bool]:
         """Returns the leased data that every bucket that trains here has had, and whether there is such a bucket."""
@@ -250,20 +304,20 @@ class Shard:
 
         principal: whose bytes they are
         """
-        return self._pushes.push(self._job(call.job, call.run), call, principal)
+        return self._pushes.push(self._job(call.job, call.run, True), call, principal)
 
     def exchange(self, push: PushCall, pull: PullCall, outbox: Outbox, principal: str = "") -> None:
         """Does as `push`, then as `pull`, for one worker at one clock."""
-        self._pushes.exchange(self._job(push.job, push.run), push, principal, pull, outbox)
+        self._pushes.exchange(self._job(push.job, push.run, True), push, principal, pull, outbox)
 
     def pull(self, call: PullCall, outbox: Outbox) -> None:
         """Sends buckets on the outbox as they are admitted; see Pulls."""
-        job = self._job(call.job, call.run)
+        job = self._job(call.job, call.run, call.incarnation != READER)
         self._pulls.ask(job, self._pulls.check(job, call, outbox), call.buckets)
 
     def pull_state(self, call: PullCall, outbox: Outbox) -> None:
         """Sends the optimizer state of buckets as it is now on the outbox, and ends it. Returns at once."""
-        self._pulls.send_state(self._job(call.job, call.run), call, outbox)
+        self._pulls.send_state(self._job(call.job, call.run, True), call, outbox)
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
@@ -308,16 +362,19 @@ class _SharedBudget(PrincipalBudget):
 
 
 @contextlib.contextmanager
-def _making_room(spec: JobSpec, buckets: Sequence[int]) -> Iterator[None]:
-    """Raises LimitExceeded where a job's weights are more than the memory that is free."""
-    layout, free = bucket_layout(spec.parameters, spec.bucket_bytes).buckets, free_bytes()
-    needed = sum(layout[index].nbytes for index in buckets if 0 <= index < len(layout))
-    if free is not None and needed > free:
+def _making_room(name: str, room: Room, promised: int) -> Iterator[None]:
+    """Raises LimitExceeded where a job comes to take more memory than is free.
+
+    promised: bytes of what is free that jobs here are still to take
+    """
+    free = free_bytes()
+    if free is not None and room.total + promised > free:
         raise LimitExceeded(
-            f"job {spec.name!r} does not fit into this shard's memory: its weights here are {needed} bytes, "
-            f"and {free} are free"
+            f"job {name!r} does not fit into this shard's memory: its weights here are {room.weights} bytes, its "
+            f"optimizer's state comes to {room.optimizer}, what workers push ahead to {room.staged}, its buckets and "
+            f"groups cost {room.objects}; {free} are free, of which other jobs here still take {promised}"
         )
     try:
         yield
     except (RuntimeError, MemoryError):  # what torch raises where there is no memory
-        raise LimitExceeded(f"job {spec.name!r} does not fit into this shard's memory") from None
+        raise LimitExceeded(f"job {name!r} does not fit into this shard's memory") from None

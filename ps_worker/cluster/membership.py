@@ -113,7 +113,9 @@ class Membership:
                         continue
                     self._error = cause
                     raise cause
-                if cause is not None and (self._coordinator.closing.is_set() or time.monotonic() >= until):
+                # While it joins it waits as long as the coordinator says that it gets on: that has a time of its own.
+                is_late = time.monotonic() >= until and not self._joining
+                if cause is not None and (self._coordinator.closing.is_set() or is_late):
                     raise cause
                 # A shard does not count this worker, and the coordinator does: one of them missed something.
                 if isinstance(cause, UnknownWorker) and time.monotonic() >= disowned:
