@@ -39,7 +39,8 @@ class Terms:
     places:   how many are received at a time
     waiting:  how many wait for a place at most
     seconds:  how long one may be received
-    patience: seconds after which one that is received makes room for another that has waited as long
+    patience: seconds after which one that is received makes room for another that has waited as long, if that comes
+              from where fewer are received
     """
 
     places: int
@@ -76,7 +77,7 @@ def terms(limits: Limits, is_shard: bool) -> dict[Kind, Terms]:
     least[Kind.DATA if is_shard else Kind.LARGE] += places - needed
     quick = min(limits.request_seconds, limits.upload_seconds)
     return {
-        Kind.QUICK: Terms(least[Kind.QUICK], 300, quick, 0.25),
+        Kind.QUICK: Terms(least[Kind.QUICK], 300, quick, 0.5),
         Kind.LARGE: Terms(least[Kind.LARGE], 300, limits.upload_seconds, 5.0),
         Kind.EXCHANGE: Terms(least[Kind.EXCHANGE], 300, limits.upload_seconds, 1.0),
         Kind.DATA: Terms(least[Kind.DATA], 700, limits.upload_seconds, 10.0),
@@ -95,6 +96,7 @@ class Admission(Generic[C]):
         self._received: dict[C, tuple[Origin, float]] = {}  # since when, the longest first
         self._held: Counter[Origin] = Counter()  # how many of these, by every beginning of an origin
         self._waiting: dict[C, tuple[Origin, float]] = {}  # since when, the longest first
+        self._queued: Counter[Origin] = Counter()  # likewise
         # Those that wait, by principal, host and connection; whose turn is next comes first.
         self._turns: dict[Any, Any] = {}
         # By length, the beginnings of origins that asked of late, and when: the longest ago first.
@@ -118,10 +120,11 @@ class Admission(Generic[C]):
         for name in origin:
             turns = turns.setdefault(name, {})
         turns[call] = None
+        self._queued.update(_beginnings(origin))
         admitted = self._admit(now)
         if len(self._waiting) <= self._terms.waiting:
             return Changes(admitted)
-        refused = _last_of_most(self._turns)
+        refused = self._last_of_most()
         self._forget(refused)
         return Changes(admitted, (refused,))
 
@@ -129,22 +132,34 @@ class Admission(Generic[C]):
         """Ends a call's wait, or gives back its place; returns which calls are admitted in its stead."""
         if call in self._received:
             origin, _ = self._received.pop(call)
-            self._held.subtract(_beginnings(origin))
-            self._held += Counter()  # without those that hold none
+            _take_one(self._held, origin)
         elif call in self._waiting:
             self._forget(call)
         return Changes(self._admit(now))
 
     def overdue(self, now: float) -> list[C]:
         """Returns the calls that have to give back their places: their time is over, or others have waited too long."""
-        patience = self._terms.patience
-        kept_waiting = sum(now - since >= patience for _, since in self._waiting.values())
+        given = self._terms
+        waiting = Counter(origin for origin, since in self._waiting.values() if now - since >= given.patience)
         overdue: list[C] = []
-        for call, (_, since) in self._received.items():
-            makes_room = now - since >= patience and len(overdue) < kept_waiting
-            if makes_room or now - since >= self._terms.seconds:
-                overdue.append(call)
+        for call, (origin, since) in self._received.items():
+            if now - since >= given.patience:
+                claimant = next((other for other in waiting if self._has_claim(other, origin)), None)
+                if claimant is not None:
+                    waiting -= Counter((claimant,))
+                if claimant is not None or now - since >= given.seconds:
+                    overdue.append(call)
         return overdue
+
+    def _has_claim(self, waiting: Origin, received: Origin) -> bool:
+        """Returns whether a place is for one that waits rather than for one that is received already.
+
+        It is if they come from the same connection. Otherwise, where the two part, the one that waits must have fewer.
+        """
+        for one, other in zip(_beginnings(waiting), _beginnings(received), strict=True):
+            if one != other:
+                return self._held[one] < self._held[other]
+        return True
 
     def _admit(self, now: float) -> tuple[C, ...]:
         admitted = []
@@ -186,8 +201,18 @@ class Admission(Generic[C]):
             while now - next(iter(active.values())) > ACTIVE_SECONDS:
                 del active[next(iter(active))]
 
+    def _last_of_most(self) -> Any:
+        """Returns the call that came last from where most wait."""
+        turns: dict[Any, Any] = self._turns
+        origin: Origin = ()
+        while next(iter(turns.values())) is not None:
+            origin = max(((*origin, name) for name in reversed(turns)), key=self._queued.__getitem__)
+            turns = turns[origin[-1]]
+        return next(reversed(turns))
+
     def _forget(self, call: C) -> None:
         origin, _ = self._waiting.pop(call)
+        _take_one(self._queued, origin)
         path: list[tuple[dict[Any, Any], Any]] = []
         turns = self._turns
         for name in (*origin, call):
@@ -202,11 +227,8 @@ def _beginnings(origin: Origin) -> list[Origin]:
     return [origin[: length + 1] for length in range(len(origin))]
 
 
-def _size(turns: dict[Any, Any] | None) -> int:
-    return 1 if turns is None else sum(map(_size, turns.values()))
-
-
-def _last_of_most(turns: dict[Any, Any]) -> Any:
-    """Returns the call that came last from where most come from."""
-    name, below = max(reversed(turns.items()), key=lambda item: _size(item[1]))
-    return name if below is None else _last_of_most(below)
+def _take_one(counts: Counter[Origin], origin: Origin) -> None:
+    for beginning in _beginnings(origin):
+        counts[beginning] -= 1
+        if not counts[beginning]:
+            del counts[beginning]

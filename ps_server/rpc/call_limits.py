@@ -32,6 +32,7 @@ _RELEASE_SECONDS = 5.0  # after a request was broken off, until its memory goes 
 # they are needed: ordinary traffic makes a few.
 CALL_THREADS = 1024
 
+STREAMS_OF_A_CONNECTION = 128  # a worker has a few at a time
 HEARTBEAT = "/ps_protocol.v1.MembershipService/Heartbeat"
 _MOST_MILLISECONDS = 2**31 - 1  # that an option takes
 
@@ -85,7 +86,10 @@ def grpc_options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", limits.message_bytes),
         ("grpc.max_send_message_length", limits.message_bytes),
         ("grpc.max_allowed_incoming_connections", limits.connections),
-        ("grpc.max_concurrent_streams", limits.calls),
+        ("grpc.max_concurrent_streams", min(limits.calls, STREAMS_OF_A_CONNECTION)),
+        # Calls that nobody has looked at yet. gRPC drops some at random above 1,000, a worker's among them.
+        ("grpc.server.max_pending_requests", limits.all_calls),
+        ("grpc.server.max_pending_requests_hard_limit", limits.all_calls),
         ("grpc.max_metadata_size", limits.metadata_bytes),
         ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
         ("grpc.server_handshake_timeout_ms", _milliseconds(limits.handshake_seconds)),

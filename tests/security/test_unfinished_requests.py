@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +48,7 @@ class Victim:
     members: MembershipServiceStub
 
     def beat(self) -> float:
-        """Sends a heartbeat; how many seconds it took. Raises if that is more than the promise, or the place is lost."""
+        """Sends a heartbeat; how many seconds it took. Raises if it is late, or the place is lost."""
         begun = time.monotonic()
         self.members.Heartbeat(membership_pb2.HeartbeatRequest(worker=self.worker), timeout=CALL_SECONDS)
         return time.monotonic() - begun
@@ -129,14 +128,9 @@ def test_a_token_that_is_not_known_has_nothing_taken_in(victim: Victim) -> None:
     assert attack.sent_bytes < attack.begun * 2**16
 
 
-@pytest.mark.parametrize("path", [CHECK, HEARTBEAT, PUSH])
-def test_a_message_that_unpacks_to_a_gigabyte_is_not_unpacked(victim: Victim, path: str) -> None:
-    packer = zlib.compressobj(wbits=31)
-    bomb = b"".join((*(packer.compress(bytes(MIB)) for _ in range(1024)), packer.flush()))
-    before = resident(victim.pid)
-    with grpc.insecure_channel(victim.address, options=[("grpc.max_send_message_length", LARGE)]) as channel:
-        call = channel.unary_unary(path)
-        with contextlib.suppress(grpc.RpcError):  # that of the probe is answered unread
-            call(bomb, timeout=30, metadata=[("authorization", f"Bearer {OTHER}"), ("grpc-encoding", "gzip")])
-    assert resident(victim.pid) - before < 64 * MIB
-    victim.beat()
+def test_what_is_packed_is_not_unpacked(victim: Victim) -> None:
+    """So no version of gRPC unpacks a megabyte into a gigabyte before it looks at the size."""
+    packed = membership_pb2.HeartbeatRequest(worker=types_pb2.WorkerIdentity(job="x" * 10_000))
+    with pytest.raises(grpc.RpcError) as caught:
+        victim.members.Heartbeat(packed, timeout=30, compression=grpc.Compression.Gzip)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -83,6 +83,17 @@ def test_a_place_is_given_back_when_its_time_is_over_or_another_has_waited() -> 
     assert admission.overdue(25.0) == ["a.h.1.0"], "one waits, so one makes room"
 
 
+@pytest.mark.parametrize("flood", ["a.h.1.", "a.other.1."])
+def test_no_flood_of_one_principal_has_the_request_of_another_broken_off(flood: str) -> None:
+    admission: Admission[str] = Admission(Terms(2, WAITING, seconds=30.0, patience=1.0))
+    ask(admission, "b.h.1.x")
+    ask(admission, "a.h.1.first")
+    for n in range(WAITING):
+        assert not ask(admission, f"{flood}{n}")[0]
+    assert admission.overdue(2.0) == ["a.h.1.first"]
+    assert admission.overdue(40.0) == ["b.h.1.x", "a.h.1.first"], "the time of both is over"
+
+
 CALLS = st.lists(st.tuples(st.booleans(), st.sampled_from("abc"), st.sampled_from("xy"), st.sampled_from("12")))
 
 
