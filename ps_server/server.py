@@ -101,8 +101,9 @@ class Server:
             names += self._add_coordinator(self.coordinator)
         if config.index is not None:
             names += self._add_shard()
-        self._health_pool = ThreadPoolExecutor(HEALTH_THREADS, "health")
-        self.health = add_health(self._grpc, self._health_pool, names)
+        health_pool = ThreadPoolExecutor(HEALTH_THREADS, "health")
+        self.health = add_health(self._grpc, health_pool, names)
+        self._stops.append(health_pool.shutdown)
         self._grpc.start()
         self._registration: Registration | None = None
         if config.index is not None:
@@ -139,8 +140,7 @@ class Server:
         for stop in self._stops:
             stop()
         stopped.wait()
-        for pool in (self._control_pool, self._health_pool):
-            pool.shutdown(wait=True)
+        self._control_pool.shutdown(wait=True)
 
     def _make_coordinator(self) -> Coordinator:
         config = self._config

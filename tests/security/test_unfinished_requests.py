@@ -19,9 +19,8 @@ from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_server.ops.status import is_serving
-from tests.cluster.test_memory import resident
 from tests.tools.cluster import until
-from tests.tools.launching import Command
+from tests.tools.launching import Command, resident
 from tests.tools.raw_worker import vector_job
 from tests.tools.unfinished import Unfinished
 
