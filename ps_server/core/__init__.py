@@ -1,6 +1,7 @@
 """The rules, without sockets, clocks, threads, environment or messages: time and data come in as arguments.
 
 accounting.py    Steps that workers lost, or made again, because shards were rolled back to a checkpoint
+admission.py     Admission: which requests may be received now, and which wait for a place
 bucket_sizes.py  How large a job's buckets are where its workers do not say
 buckets.py       One job's buckets on one shard: rule, weights and pending pushes of each, and how far they are
 budget.py        How many bytes may wait on a shard, by job and by principal

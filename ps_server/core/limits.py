@@ -53,11 +53,14 @@ class Limits:
     all_calls: int = _limit(16_384, "calls in flight of all callers together, but for health checks")
     message_bytes: int = _limit(MAX_MESSAGE_BYTES, "bytes of one message, either way")
     metadata_bytes: int = _limit(16 * 2**10, "bytes of a call's metadata")
-    upload_seconds: float = _limit(30.0, "seconds that a request may take to arrive")
+    receiving_bytes: int = _limit(128 * 2**20, "bytes of all requests that are not whole yet", _LARGEST_SIZE)
+    request_seconds: float = _limit(2.0, "seconds that a request of a few bytes may take to arrive")
+    upload_seconds: float = _limit(30.0, "seconds that any other request may take to arrive")
     stall_seconds: float = _limit(30.0, "seconds that an answer may lie unread")
     # of connections
     connections: int = _limit(8_192, "connections to one process")
     handshake_seconds: float = _limit(10.0, "seconds that a connection may take to be made, TLS included")
+    idle_seconds: float = _limit(600.0, "seconds that a connection may lie without a call")
 
 
 DEFAULTS = Limits()

@@ -22,7 +22,7 @@ from ps_server.core.limits import Limits
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CallLimits
 from ps_server.rpc.interceptor import CallInterceptor
-from ps_server.rpc.permissions import EVERYONE, METHODS
+from ps_server.rpc.permissions import METHODS, Role
 
 ERRORS = sorted(BY_REASON.values(), key=lambda error: error.__name__)
 PEER = "shard 0 at somewhere"
@@ -53,7 +53,7 @@ def channel() -> Iterator[grpc.Channel]:
     handlers = {"Fail": grpc.unary_unary_rpc_method_handler(fail)}
     gate = CallLimits(Authenticator(), Limits())
     with ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setitem(METHODS, "/test.Failing/Fail", EVERYONE)
+        patch.setitem(METHODS, "/test.Failing/Fail", frozenset({Role.WORKER}))
         server = grpc.server(pool, interceptors=[CallInterceptor(CollectorRegistry(), gate)], options=server_options())
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Failing", handlers),))
         port = server.add_insecure_port("127.0.0.1:0")
