@@ -1,6 +1,7 @@
 """A shard at work: locks and threads around `core`. Knows no coordinator and no gRPC.
 
 apply.py      Applies what is staged: adds contributions and steps optimizers
+hosted.py     The jobs that a shard has: made, restored from checkpoints, and dropped
 job.py        What a shard holds while it runs: the state of `core`, with locks, segments and waiting pulls beside it
 metrics.py    What a shard tells Prometheus
 pulls.py      Pulls: sent as soon as they are admitted; the others wait without a thread

@@ -12,45 +12,34 @@ sends in threads of its own. A ticker tells pulls that wait what they wait for.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ps_protocol.errors import (
-    JobMismatch,
-    LimitExceeded,
     NoCheckpoints,
     NotFound,
-    PSError,
-    RunEnded,
     TryLater,
-    UnknownWorker,
 )
-from ps_protocol.job import JobSpec, difference
-from ps_protocol.layout import bucket_layout
+from ps_protocol.job import JobSpec
 from ps_protocol.segment_layout import SegmentOffer
-from ps_runtime.memory import free_bytes
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_server.core.budget import PrincipalBudget
-from ps_server.core.commands import AddWorker, RemoveWorker, RestoreSnapshot, Staged
+from ps_server.core.commands import AddWorker, RemoveWorker, Staged
 from ps_server.core.data_commits import Committed
-from ps_server.core.partition import JobPartition
 from ps_server.core.requests import PullCall, PushCall
-from ps_server.core.room import Room, room_for
 from ps_server.core.snapshot import BucketSnapshot, Part, RestoreProgress, ShardSnapshot
 from ps_server.core.statistics import ShardStatistics
-from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
+from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, READER, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes
-from ps_server.shard.restores import RestoreRequest, Restores, Restoring
+from ps_server.shard.restores import RestoreRequest
 from ps_server.shard.snapshots import SnapshotTask
 from ps_server.shard.threads import OwnThreads, Threads
 from ps_server.shard.waiting import Outbox
@@ -85,7 +74,6 @@ class Shard:
         principal_limit: float = math.inf,
     ) -> None:
         self.principals: PrincipalBudget = _SharedBudget(principal_limit)
-        self._limits = staged_limit, norm_limit
         self._checkpoints = checkpoints
         self._index = index
         self._metrics = metrics
@@ -94,9 +82,7 @@ class Shard:
         self._pulls = Pulls(metrics, clock)
         self._updates = Updates(self._threads, self._pulls, metrics, clock)
         self._pushes = Pushes(metrics, self._pulls, self._updates, shared_directory)
-        self._jobs: dict[str, HostedJob] = {}
-        self._restores = Restores()
-        self._lock = threading.Lock()
+        self._hosted = HostedJobs((staged_limit, norm_limit), self.principals, self._threads, self._pulls, metrics)
         self._notify_at = clock() + NOTICE_AFTER_SECONDS
         self._threads.repeat(STAGED_AFTER_SECONDS, self.tick)
 
@@ -111,8 +97,7 @@ class Shard:
 
     def stop(self) -> None:
         """Finishes what is staged and ends the threads. Waiting pulls are told to come back later."""
-        with self._lock:
-            self._restores.stop()
+        self._hosted.stop()
         self._updates.stop()
         self._threads.stop()
         for job in self.jobs().values():
@@ -126,24 +111,8 @@ class Shard:
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def create_job(self, spec: JobSpec, buckets: Sequence[int], run: str = "") -> None:
-        """Makes room for the buckets of a run of a job, in place of an earlier run. The same run stays as it is.
-
-        Raises RunEnded where a later run of the job is here.
-        """
-        with self._lock:
-            known = self._jobs.get(spec.name)
-            if known is not None and known.run < run:  # what its coordinator could not drop
-                self._end(self._jobs.pop(spec.name), RunEnded(f"run {known.run} of job {spec.name!r} has ended"))
-                known = None
-            if known is None:
-                self._restores.forget(spec.name)
-                self._jobs[spec.name] = self._make_job(spec, buckets, run)
-                log.info("job %s: %d buckets", spec.name, len(buckets))
-                return
-        known.check_run(run)
-        differs = difference(known.state.spec, spec)
-        if differs is not None:
-            raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
+        """Makes room for the buckets of a run of a job; see HostedJobs.create."""
+        self._hosted.create(spec, buckets, run)
 
     def restore_job(
         self,
@@ -154,110 +123,21 @@ class Shard:
         run: str = "",
         seconds: float = 0.0,
     ) -> RestoreProgress:
-        """Takes the job as a checkpoint has it, in place of what is here; see shard.restores.
-
-        Returns how far it is, once it is complete or after some seconds: to be called again until it is complete. The
-        same call may be made again. Raises RunEnded or OutOfOrder, and changes nothing, for a call of before; otherwise
-        why it failed.
-        """
-        store, request = self._store(), RestoreRequest(spec, tuple(buckets), checkpoint, last_incarnation, run)
-        store.path(spec.name, checkpoint)
-        with self._lock:
-            known = self._jobs.get(spec.name)
-            if known is not None and run < known.run:
-                known.check_run(run)
-            is_same = known is not None and known.run == run
-            highest = known.highest_incarnation() if known is not None and is_same else 0
-            restoring, is_new = self._restores.ask(request, highest)
-        if is_new:
-            self._threads.read(lambda: self._restore(store, restoring))
-        return restoring.wait(seconds)
-
-    def _restore(self, store: CheckpointStore, restoring: Restoring) -> None:
-        name = restoring.request.spec.name
-        try:
-            self._read_job(store, restoring)
-        except PSError as error:
-            log.warning("job %s: cannot be restored: %s", name, error)
-            restoring.fail(error)
-        except Exception:
-            log.exception("job %s: cannot be restored", name)
-            restoring.fail(PSError(f"job {name!r} cannot be restored on this shard; its log says why"))
-
-    def _read_job(self, store: CheckpointStore, restoring: Restoring) -> None:
-        request = restoring.request
-        spec, manifest = request.spec, store.manifest(request.spec.name, request.checkpoint)
-        layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
-        specs = [layout[index] for index in request.buckets if 0 <= index < len(layout)]
-        restoring.begin(store.bytes_to_read(spec.name, manifest, specs))
-        self._let_go(spec.name, restoring)
-        job = self._make_job(spec, request.buckets, request.run)
-        weights = {index: bucket.weights.flat for index, bucket in job.buckets.items()}
-        snapshots = store.read_buckets(spec.name, manifest, specs, restoring.read, weights)
-        job.state.execute(RestoreSnapshot(snapshots, request.last_incarnation, owned=True))
-        failpoint("restore-read")
-        with self._lock:
-            restoring.read(0)  # unless another one took its place
-            self._jobs[spec.name] = job
-            restoring.complete(job.state.buckets.extent())
-        log.info("job %s: %d buckets as of checkpoint %s", spec.name, len(job.buckets), request.checkpoint)
-
-    def _let_go(self, name: str, restoring: Restoring) -> None:
-        """Gives the memory of a job back that is restored: two of it would not fit."""
-        with self._lock:
-            restoring.read(0)
-            before = self._jobs.pop(name, None)
-        if before is not None:
-            self._end(before, UnknownWorker(f"job {name!r} was rolled back to a checkpoint: join again"))
-            del before
-            gc.collect()  # a snapshot task and its job know each other
+        """Takes a job as a checkpoint has it, in place of what is here; see HostedJobs.restore."""
+        request = RestoreRequest(spec, tuple(buckets), checkpoint, last_incarnation, run)
+        return self._hosted.restore(self._store(), request, seconds)
 
     def drop_job(self, name: str, run: str = "") -> None:
         """Forgets a run of a job and gives its memory back; another run of that name stays."""
-        with self._lock:
-            self._restores.forget(name, run)
-            job = self._jobs.get(name)
-            if job is None or run not in ("", job.run):
-                return
-            del self._jobs[name]
-        self._end(job, NotFound(f"job {name!r} ended"))
-        self._metrics.forget(name)
-        log.info("job %s: dropped", name)
-
-    def _end(self, job: HostedJob, reason: PSError) -> None:
-        """Ends what is under way in a job that is no longer here."""
-        job.close(reason)
-        self._pulls.fail(job, reason)
+        self._hosted.drop(name, run)
 
     def jobs(self) -> dict[str, HostedJob]:
         """Returns the jobs here, by name."""
-        with self._lock:
-            return dict(self._jobs)
+        return self._hosted.all()
 
     def run_of(self, name: str) -> str:
         """Returns the run of a job that is here; empty if there is none."""
-        job = self._jobs.get(name)
-        return job.run if job is not None else ""
-
-    def _job(self, name: str, run: str, of_worker: bool = False) -> HostedJob:
-        """Returns a job. of_worker: for a live worker of it, of which there are none before it is restored."""
-        job = self._jobs.get(name)
-        if job is None:
-            restoring = self._restores.get(name)
-            if restoring is not None:
-                raise UnknownWorker(f"{restoring}: join again") if of_worker else TryLater(str(restoring))
-            raise NotFound(f"this shard knows no job {name!r}")
-        job.check_run(run)
-        if job.failure is not None:
-            raise PSError(str(job.failure))  # a new one: an error that is raised holds on to its frames
-        return job
-
-    def _make_job(self, spec: JobSpec, buckets: Sequence[int], run: str) -> HostedJob:
-        room = room_for(spec, buckets, self._limits[0])
-        promised = sum(job.promised() for job in list(self._jobs.values()))
-        with _making_room(spec.name, room, promised):
-            state = JobPartition(spec, buckets, *self._limits, self.principals)
-            return HostedJob(spec, state, run, room)
+        return self._hosted.run_of(name)
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -265,7 +145,7 @@ class Shard:
         self, name: str, rank: int, incarnation: int, clock: int | None, key: bytes = b"", run: str = ""
     ) -> int:
         """Counts a worker as live; see AddWorker."""
-        job = self._job(name, run)
+        job = self._hosted.get(name, run)
         with job.lock:
             frontier = job.state.execute(AddWorker(rank, incarnation, clock, key))
         job.detach(rank, incarnation)
@@ -274,7 +154,7 @@ class Shard:
 
     def remove_worker(self, name: str, rank: int, incarnation: int, run: str = "") -> None:
         """Stops counting a worker as live; pulls that waited for it alone are sent."""
-        job = self._job(name, run)
+        job = self._hosted.get(name, run)
         with job.lock:
             job.state.execute(RemoveWorker(rank, incarnation))
         job.detach(rank, incarnation + 1)
@@ -284,11 +164,11 @@ class Shard:
         self, name: str, rank: int, incarnation: int, offer: SegmentOffer, key: bytes = b"", run: str = ""
     ) -> None:
         """Maps the segment that a live worker offers. Raises NotShared if it cannot be had from here."""
-        self._pushes.attach(self._job(name, run, True), rank, incarnation, offer, key)
+        self._pushes.attach(self._hosted.get(name, run, True), rank, incarnation, offer, key)
 
     def committed(self, name: str, run: str = "") -> tuple[Committed, bool]:
         """Returns the leased data that every bucket that trains here has had, and whether there is such a bucket."""
-        job = self._job(name, run)
+        job = self._hosted.get(name, run)
         with job.lock:
             return job.state.data.whole(), job.state.data.has_say
 
@@ -304,26 +184,26 @@ class Shard:
 
         principal: whose bytes they are
         """
-        return self._pushes.push(self._job(call.job, call.run, True), call, principal)
+        return self._pushes.push(self._hosted.get(call.job, call.run, True), call, principal)
 
     def exchange(self, push: PushCall, pull: PullCall, outbox: Outbox, principal: str = "") -> None:
         """Does as `push`, then as `pull`, for one worker at one clock."""
-        self._pushes.exchange(self._job(push.job, push.run, True), push, principal, pull, outbox)
+        self._pushes.exchange(self._hosted.get(push.job, push.run, True), push, principal, pull, outbox)
 
     def pull(self, call: PullCall, outbox: Outbox) -> None:
         """Sends buckets on the outbox as they are admitted; see Pulls."""
-        job = self._job(call.job, call.run, call.incarnation != READER)
+        job = self._hosted.get(call.job, call.run, call.incarnation != READER)
         self._pulls.ask(job, self._pulls.check(job, call, outbox), call.buckets)
 
     def pull_state(self, call: PullCall, outbox: Outbox) -> None:
         """Sends the optimizer state of buckets as it is now on the outbox, and ends it. Returns at once."""
-        self._pulls.send_state(self._job(call.job, call.run, True), call, outbox)
+        self._pulls.send_state(self._hosted.get(call.job, call.run, True), call, outbox)
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def begin_snapshot(self, name: str, checkpoint: str, clock: int | None, run: str = "") -> None:
         """Copies each bucket of a job when it has applied `clock` updates, or now. Returns at once."""
-        job, store = self._job(name, run), self._store()
+        job, store = self._hosted.get(name, run), self._store()
         store.path(name, checkpoint)
 
         def write(checkpoint: str, snapshots: list[BucketSnapshot]) -> Part:
@@ -334,7 +214,7 @@ class Shard:
 
     def await_snapshot(self, name: str, checkpoint: str, seconds: float, run: str = "") -> ShardSnapshot:
         """Returns this shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""
-        task = self._job(name, run).snapshot_task
+        task = self._hosted.get(name, run).snapshot_task
         if task is None or task.name != checkpoint:
             raise NotFound(f"no checkpoint {checkpoint} of job {name!r} was begun here, or another took its place")
         return task.wait(seconds)
@@ -359,22 +239,3 @@ class _SharedBudget(PrincipalBudget):
     def release(self, principal: str, size: int) -> None:
         with self._lock:
             super().release(principal, size)
-
-
-@contextlib.contextmanager
-def _making_room(name: str, room: Room, promised: int) -> Iterator[None]:
-    """Raises LimitExceeded where a job comes to take more memory than is free.
-
-    promised: bytes of what is free that jobs here are still to take
-    """
-    free = free_bytes()
-    if free is not None and room.total + promised > free:
-        raise LimitExceeded(
-            f"job {name!r} does not fit into this shard's memory: its weights here are {room.weights} bytes, its "
-            f"optimizer's state comes to {room.optimizer}, what workers push ahead to {room.staged}, its buckets and "
-            f"groups cost {room.objects}; {free} are free, of which other jobs here still take {promised}"
-        )
-    try:
-        yield
-    except (RuntimeError, MemoryError):  # what torch raises where there is no memory
-        raise LimitExceeded(f"job {name!r} does not fit into this shard's memory") from None

@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from ps_protocol.errors import CheckpointFailed
+from ps_protocol.errors import CheckpointFailed, TryLater
 from ps_protocol.framing import Buffer
 from ps_server.coordinator.state_file import FILE, StateFile
 from ps_server.core.snapshot import BucketSnapshot
@@ -126,13 +126,11 @@ def test_a_store_on_a_full_disk_says_so_and_leaves_nothing(tmp_path: Path) -> No
     assert list((tmp_path / "job" / "000002").iterdir()) == []
 
 
-def test_a_coordinator_on_a_full_disk_keeps_the_file_that_it_has(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_coordinator_on_a_full_disk_keeps_the_file_that_it_has(tmp_path: Path) -> None:
     disk = FullDisk(200)
     StateFile(tmp_path, disk).save(dict)
     before = (tmp_path / FILE).read_bytes()
     disk.room = 0
-    StateFile(tmp_path, disk).save(dict)
-    assert "No space left on device" in caplog.text
+    with pytest.raises(TryLater, match="No space left on device"):
+        StateFile(tmp_path, disk).save(dict)
     assert (tmp_path / FILE).read_bytes() == before
