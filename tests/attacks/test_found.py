@@ -38,7 +38,9 @@ SECONDS = 20.0
 
 def create(buckets: Iterable[int] = (0,), **changes: Any) -> shard_pb2.CreateJobRequest:
     """A job of the target's, under another name and with some fields changed, sent straight to a shard."""
-    return shard_pb2.CreateJobRequest(spec=job_spec_message(replace(SPEC, name="another", **changes)), buckets=buckets)
+    return shard_pb2.CreateJobRequest(
+        spec=job_spec_message(replace(SPEC, name="another", **changes)), buckets=buckets, run="1" * 16
+    )
 
 
 def parameter(name: str = "w", shape: tuple[int, ...] = (24,)) -> tuple[ParameterSpec, ...]:

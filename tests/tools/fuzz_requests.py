@@ -86,7 +86,7 @@ _REQUESTS = [
     rounds_pb2.GatherValuesRequest(worker=WORKER, round=1, clock=1, value=b"value"),
     cluster_pb2.RegisterShardRequest(index=1, address="h:1", process=1, protocol_version=2),
     cluster_pb2.GetStatusRequest(),
-    shard_pb2.CreateJobRequest(spec=_NEW, buckets=[0, 1]),
+    shard_pb2.CreateJobRequest(spec=_NEW, buckets=[0, 1], run="1" * 16),
     shard_pb2.DropJobRequest(job="new"),
     shard_pb2.AddWorkerRequest(worker=_NEWCOMER),
     shard_pb2.RemoveWorkerRequest(worker=_NEWCOMER),
