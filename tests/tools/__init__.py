@@ -6,6 +6,9 @@ cable.py                A cable between one worker and the servers, which a test
 rpc_faults.py           Interceptors that lose, delay and repeat gRPC calls
 slow_client.py          A client that sends one byte at a time
 raw_worker.py           A worker without a session: a test sends every message by hand
+contract_client.py      A worker that knows the contract and nothing else of this project
+record_worker.py        Records the messages of a worker's life, to be kept with a release
+recordings.py           Sends what an earlier release's worker sent to servers of today
 sharing_worker.py       The same, with a segment that it shares with the shard
 partitions.py           One job on one shard, without threads
 rollbacks.py            A job whose workers train, have checkpoints made, and join again after a rollback

@@ -95,7 +95,11 @@ _REQUESTS = [
     shard_pb2.BeginSnapshotRequest(job=JOB, checkpoint="000003"),
     shard_pb2.AwaitSnapshotRequest(job=JOB, checkpoint="000003"),
     shard_pb2.RestoreJobRequest(
-        spec=job_spec_message(replace(SPEC, name=KEPT)), buckets=[0, 1, 2], checkpoint=CHECKPOINT, last_incarnation=2
+        spec=job_spec_message(replace(SPEC, name=KEPT)),
+        buckets=[0, 1, 2],
+        checkpoint=CHECKPOINT,
+        last_incarnation=2,
+        run="1" * 16,
     ),
     shard_pb2.GetShardStatusRequest(),
 ]
