@@ -44,7 +44,7 @@ class HostedBucket:
     spec: BucketSpec
     rule: UpdateRule[Gradient]
     weights: DenseBucket
-    tensors: threading.Lock = field(default_factory=threading.Lock)
+    tensors: threading.Lock
     waiters: list[Waiter] = field(default_factory=list)
     busy: bool = False
 
@@ -81,7 +81,8 @@ class HostedJob:
         self.mode = str(spec.consistency)
         self.lock = threading.Lock()
         self.buckets = {
-            index: HostedBucket(bucket.spec, bucket.rule, bucket.weights) for index, bucket in state.buckets.items()
+            index: HostedBucket(bucket.spec, bucket.rule, bucket.weights, threading.Lock())
+            for index, bucket in state.buckets.items()
         }
         self.segments: dict[int, Attached] = {}
         self.plan = segment_plan(spec, state.layout)
