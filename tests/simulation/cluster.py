@@ -57,7 +57,7 @@ class Cluster:
         draw = self.world.random
         self._processes = 0
         self._life = 0
-        self._step_mean = draw.choice([0.05, 0.2])
+        self._step_mean = draw.choice([0.1, 0.3])
         self.pace = {
             "contribution-added": draw.choice([0.0, 0.01]),
             "update-stepped": draw.choice([0.001, 0.05]),
@@ -172,7 +172,7 @@ class Cluster:
 
     def lost_place(self, worker: Worker, place: Place) -> None:
         """Notes that a worker heard that its place is lost."""
-        self.promises.lost_place(worker)
+        self.promises.lost_place(worker, place)
 
     def ended(self, worker: Worker, error: PSError | None) -> None:
         """Notes that a worker's process ends: because it was told to, or with an error."""
@@ -193,6 +193,9 @@ class Cluster:
         """The user hears that a job is lost, and begins the next run."""
         run.over = True
         self.world.trace(f"run {run.number} is lost: {why}")
+        for worker in run.everybody:  # its launcher ends them all; one that hangs somewhere may wake up much later
+            if worker.host.alive and not (worker.host.stopped and self.world.random.random() < 0.7):
+                worker.host.kill()
         if len(self.runs) < RUNS and run is self.this_run:
             self.world.at(self.world.random.uniform(0.0, 3.0), self.begin_run)
 
@@ -257,7 +260,7 @@ class Cluster:
                 break
             if not self.world.run(lambda: self.this_run is not run, until - self.world.now):
                 return  # there have been enough
-        run.target = max((worker.clock for worker in run.workers.values()), default=0) + LAST_STEPS
+        run.target = run.furthest() + LAST_STEPS
         done = self.world.run(
             lambda: bool(self.violations) or self._all_hold(run), max(10.0, until - self.world.now)
         )

@@ -301,7 +301,10 @@ class Outbox:
             value, error = self._queue.popleft()()
             self._network.send_message(self._host, self._call, value, error)
             if error is not None or value is END:
-                self.close()
+                self._closed = True
+                self._queue.clear()
+                if self._on_close is not None:
+                    self._on_close()
         self._sending = False
 
 

@@ -11,7 +11,7 @@ from tests.simulation.runs import Run
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
     from tests.simulation.servers import ShardProcess
-    from tests.simulation.worker import Worker
+    from tests.simulation.worker import Place, Worker
 
 LOOK_SECONDS = 0.5
 REMOVED_WITHIN = 3.0  # after a lease is over, on every healthy shard
@@ -90,15 +90,14 @@ class Promises:
             return False
         return not holder.host.alive or (holder.place.incarnation != incarnation and not holder.host.stopped)
 
-    def lost_place(self, worker: Worker) -> None:
+    def lost_place(self, worker: Worker, place: Place) -> None:
         """A worker whose heartbeats can come keeps its place, unless the job is rolled back."""
         cluster, faults = self._cluster, self._cluster.faults
-        calm = self._world.now - max(
-            faults.shard_died,
-            cluster.coordinator.host.since,
-            *(faults.disturbed.get(host, 0.0) for host in (worker.host, cluster.coordinator.host)),
-        )
-        if calm > CALM_SECONDS and not cluster.network.weather.loss and not worker.run.over:
+        coordinator = cluster.coordinator.host
+        ends = [faults.disturbed.get(host, 0.0) for host in (worker.host, coordinator)]
+        calm = self._world.now - max(coordinator.since, *ends)
+        rolled_back = faults.shard_died > place.since
+        if calm > CALM_SECONDS and not rolled_back and not cluster.network.weather.loss and not worker.run.over:
             self._broken("lost its place", f"{worker.host.name}, with nothing wrong for {calm:.1f} s")
 
     # -- when all have finished --------------------------------------------------------------------------------------

@@ -52,6 +52,10 @@ class Run:
         """Returns the row in which a worker counts."""
         return RUNS + (self.number * WORKERS + rank if self.rules.averaged else life)
 
+    def furthest(self) -> int:
+        """Returns the highest clock that a step was acknowledged at: after a rollback, steps are made once more."""
+        return max((clock for life in self.lives for clock in life.done.values()), default=0)
+
     def judge(self, view: torch.Tensor, lossy: dict[int, float]) -> list[Violation]:
         """Returns what is wrong with the weights after everybody has finished. lossy: when buckets were rolled back."""
         buckets = frozenset(() if self.rules.averaged else lossy)

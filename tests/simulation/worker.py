@@ -8,7 +8,7 @@ state for checkpoints, and leaves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,7 @@ class Place:
     result: JoinResult
     addresses: dict[int, str]
     clock: int
+    since: float
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -159,10 +160,10 @@ class Worker:
 
         result, addresses = self._retry(ask)
         if before is not None and result.member.incarnation <= before.incarnation:
-            self._leave_place(Place(result, addresses, 0))
+            self._leave_place(Place(result, addresses, 0, self.world.now))
             raise NotFound("the job ended, and another of that name began")
         self.world.trace(f"{self.host.name} joins: incarnation {result.member.incarnation}, clock {result.clock}")
-        return Place(result, addresses, result.clock)
+        return Place(result, addresses, result.clock, self.world.now)
 
     def _leave_place(self, place: Place) -> bool:
         arguments = self.run.name, self.rank, place.incarnation, place.key
@@ -283,7 +284,7 @@ class Worker:
         self._witness.lost_track()
         if not self._begun:
             if self.rank == 0:
-                self._all(place, [partial(self._push, place, index, 0, self.run.initial) for index in self.run.buckets])
+                self._all(place, self._pushes(place, 0, dict.fromkeys(self.run.buckets, self.run.initial)))
             self._await_started(place)
         self._all(place, self._pulls(place))
         self._begun = True
@@ -326,7 +327,16 @@ class Worker:
                 raise PlaceLost from errors[0]
             raise errors[0]
 
-    def _push(self, place: Place, bucket: int, clock: int, values: torch.Tensor) -> None:
+    def _pushes(self, place: Place, clock: int, values: Mapping[int, torch.Tensor]) -> list[Callable[[], object]]:
+        """Returns what pushes buckets: to each shard one after the other, to all at once."""
+
+        def push(shard: int, buckets: list[int]) -> None:
+            for bucket in buckets:
+                self._push(place, shard, bucket, clock, values[bucket])
+
+        return [partial(push, shard, buckets) for shard, buckets in self._homes(place).items()]
+
+    def _push(self, place: Place, shard: int, bucket: int, clock: int, values: torch.Tensor) -> None:
         kind = PushKind.GRADIENT if clock else PushKind.INITIAL_VALUE
         call = PushCall(
             self.run.name,
@@ -337,15 +347,18 @@ class Worker:
             bytes(bytes_of(values.flatten())),
             key=place.key,
         )
-        address = place.addresses[place.result.placement[bucket]]
-        network = self.cluster.network
+        address, network = place.addresses[shard], self.cluster.network
         self._retry(lambda: network.call(address, "push", call, seconds=CALL_SECONDS), lambda: place.closed)
 
+    def _homes(self, place: Place) -> dict[int, list[int]]:
+        """Returns the buckets of each shard, in an order of this worker's own."""
+        homes: dict[int, list[int]] = {}
+        for bucket in self.world.random.sample(self.run.buckets, len(self.run.buckets)):
+            homes.setdefault(place.result.placement[bucket], []).append(bucket)
+        return homes
+
     def _pulls(self, place: Place) -> list[Callable[[], object]]:
-        by_shard: dict[int, list[int]] = {}
-        for bucket in self.run.buckets:
-            by_shard.setdefault(place.result.placement[bucket], []).append(bucket)
-        return [partial(self._pull, place, place.addresses[shard], held) for shard, held in by_shard.items()]
+        return [partial(self._pull, place, place.addresses[shard], held) for shard, held in self._homes(place).items()]
 
     def _pull(self, place: Place, address: str, buckets: list[int]) -> None:
         """Fetches buckets; after a failure those that are missing."""
@@ -380,11 +393,9 @@ class Worker:
         self._witness.mark(self._model, number)
         place.clock += 1
         clock = place.clock
-        pushes = [
-            partial(self._push, place, index, clock, bucket.grad) for index, bucket in enumerate(self._model.buckets)
-        ]
+        gradients = {index: bucket.grad for index, bucket in enumerate(self._model.buckets) if bucket.grad is not None}
         try:
-            self._all(place, [*self._pulls(place), *pushes])
+            self._all(place, [*self._pulls(place), *self._pushes(place, clock, gradients)])
         except PlaceLost as lost:
             place.cut()
             self._connect(self._renewed(place, lost.__cause__))
