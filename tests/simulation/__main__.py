@@ -10,6 +10,7 @@ import time
 import torch
 
 from tests.simulation.cluster import MODES, Cluster
+from tests.simulation.world import Log
 
 
 def main() -> None:
@@ -23,16 +24,22 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true", help="print what happened")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    logging.getLogger("ps_server").setLevel(logging.CRITICAL + 1)
+    log = logging.getLogger("ps_server")
+    log.setLevel(logging.CRITICAL + 1)
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     seeds = seeds if arguments.seed is None else range(arguments.seed, arguments.seed + 1)
     failed, began = 0, time.monotonic()
     for seed in seeds:
         for mode in [arguments.mode] if arguments.mode else MODES:
             cluster = Cluster(mode, seed, arguments.trace)
-            violations = cluster.run()
+            handler = Log(cluster.world)
             if arguments.trace:
-                print("\n".join(cluster.world.events))
+                log.setLevel(logging.INFO)
+                log.addHandler(handler)
+                log.propagate = False
+            violations = cluster.run()
+            log.removeHandler(handler)
+            print("".join(f"{event}\n" for event in cluster.world.events), end="")
             if violations:
                 failed += 1
                 for violation in violations[:3]:

@@ -122,12 +122,12 @@ class Faults:
 
     def _prepare_loss(self, index: int) -> None:
         """Has a shard be started again when it dies, and its run know what that may cost."""
-        cluster, shard, draw, run = self._cluster, self._cluster.shards[index], self._world.random, self._cluster.this_run
+        cluster, shard, draw = self._cluster, self._cluster.shards[index], self._world.random
         if not shard.host.alive:
             return
 
         def died() -> None:
-            self.shard_died = self._world.now
+            self.shard_died, run = self._world.now, cluster.this_run
             for bucket, home in enumerate(cluster.placement):
                 if home == index:
                     cluster.lossy.setdefault(bucket, self._world.now)
@@ -152,11 +152,11 @@ class Faults:
         self._cluster.coordinator.host.kill()
 
     def _prepare_death_of_the_coordinator(self, lose_file: bool = False) -> None:
-        cluster, run = self._cluster, self._cluster.this_run
-        host = cluster.coordinator.host
+        cluster, host = self._cluster, self._cluster.coordinator.host
 
         def died() -> None:
             self._disturb(host)
+            run = cluster.this_run
             if lose_file or not cluster.keeps:
                 run.may_end = run.may_end or "the coordinator came back without its file"
             if lose_file:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import logging
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -181,3 +182,16 @@ class World:
         """Keeps a line, if lines are kept."""
         if self.tracing:
             self.events.append(f"{self.now - 1000:9.3f}  {said}")
+
+
+class Log(logging.Handler):
+    """Has what the servers log stand among what happens."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps a line."""
+        task = self._world.current
+        self._world.trace(f"{task.host.name if task else '-'}: {record.getMessage()}")
