@@ -12,4 +12,5 @@ modes.py           The modes of training, and the one rule behind three of them
 optimizers.py      Which torch.optim optimizers a shard can run on slices of parameters, and what they are called with
 segment_layout.py  Memory that a worker shares with the shards on its host: what lies where in it
 tensors.py         Bytes as tensors and tensors as bytes, without copying
+versions.py        Versions of the protocol, and which of them understand each other
 """

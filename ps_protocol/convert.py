@@ -24,7 +24,7 @@ def _names(enum: Any, prefix: str) -> dict[int, str]:
 
 
 _DATA_TYPES = _names(types_pb2.DataType, "DATA_TYPE_")
-_DATA_TYPE_NUMBERS: dict[str, Any] = {name: number for number, name in _DATA_TYPES.items()}
+DATA_TYPE_NUMBERS: dict[str, Any] = {name: number for number, name in _DATA_TYPES.items()}
 _WIRE_FORMATS = {0: "", **_names(types_pb2.WireFormat, "WIRE_FORMAT_")}
 _WIRE_FORMAT_NUMBERS: dict[str, Any] = {name: number for number, name in _WIRE_FORMATS.items()}
 _NON_FINITE = {0: "refuse", **_names(job_pb2.NonFinitePolicy, "NON_FINITE_POLICY_")}
@@ -58,7 +58,7 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
             job_pb2.ParameterSpec(
                 name=p.name,
                 shape=p.shape,
-                data_type=_DATA_TYPE_NUMBERS[p.dtype],
+                data_type=DATA_TYPE_NUMBERS[p.dtype],
                 group=p.group or 0,
                 frozen=p.group is None,
             )

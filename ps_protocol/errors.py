@@ -7,6 +7,8 @@
     ├── JobMismatch           the job exists and is another one
     ├── JobInUse              live workers of another launch train the job
     ├── NotFound              no such job, bucket or shard
+    │   └── RunEnded          the run of a job has ended, and a later one has its name
+    ├── VersionMismatch       the two ends speak versions of the protocol that do not fit
     ├── UnknownWorker         the caller is no live worker of the job: join first
     │   └── Fenced            a newer incarnation took the caller's place, or its lease ran out
     ├── NotShared             a shard cannot see a worker's memory: use the network
@@ -110,6 +112,19 @@ class NotFound(PSError, LookupError):
 
     reason = "NOT_FOUND"
     code = Code.NOT_FOUND
+
+
+class RunEnded(NotFound):
+    """The run of a job that the caller belongs to has ended, and a later run has the job's name."""
+
+    reason = "RUN_ENDED"
+
+
+class VersionMismatch(PSError):
+    """The two ends speak versions of the protocol that do not fit; the message says which to upgrade."""
+
+    reason = "VERSION_MISMATCH"
+    code = Code.FAILED_PRECONDITION
 
 
 class UnknownWorker(PSError):

@@ -30,12 +30,22 @@ class PrepareOptions:
 
 @dataclass(frozen=True)
 class Identity:
-    """A worker as the servers know it; `key` proves that it is that one."""
+    """A worker as the servers know it; `key` proves that it is that one. run: of the job"""
 
     job: str
     rank: int
     incarnation: int
     key: bytes = field(default=b"", repr=False)
+    run: str = ""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A job that is registered: where its buckets are, the bytes of a full one, and its run."""
+
+    shard_map: ShardMap
+    bucket_bytes: int
+    run: str
 
 
 @dataclass(frozen=True)

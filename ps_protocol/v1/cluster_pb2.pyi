@@ -39,7 +39,7 @@ class ShardStatus(_message.Message):
     def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., reachable: bool = ..., jobs: _Optional[_Iterable[_Union[_shard_pb2.ShardJobStatus, _Mapping]]] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("name", "consistency", "world_size", "started", "parameter_bytes", "bucket_count", "imbalance", "workers", "restore_count", "lost_step_count", "redone_step_count", "last_checkpoint", "rejoining_ranks", "loaders")
+    __slots__ = ("name", "consistency", "world_size", "started", "parameter_bytes", "bucket_count", "imbalance", "workers", "restore_count", "lost_step_count", "redone_step_count", "last_checkpoint", "rejoining_ranks", "loaders", "run")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class JobStatus(_message.Message):
     LAST_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     REJOINING_RANKS_FIELD_NUMBER: _ClassVar[int]
     LOADERS_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     name: str
     consistency: _job_pb2.Consistency
     world_size: int
@@ -68,7 +69,8 @@ class JobStatus(_message.Message):
     last_checkpoint: _jobs_pb2.Checkpoint
     rejoining_ranks: _containers.RepeatedScalarFieldContainer[int]
     loaders: _containers.RepeatedCompositeFieldContainer[LoaderStatus]
-    def __init__(self, name: _Optional[str] = ..., consistency: _Optional[_Union[_job_pb2.Consistency, _Mapping]] = ..., world_size: _Optional[int] = ..., started: bool = ..., parameter_bytes: _Optional[int] = ..., bucket_count: _Optional[int] = ..., imbalance: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., restore_count: _Optional[int] = ..., lost_step_count: _Optional[int] = ..., redone_step_count: _Optional[int] = ..., last_checkpoint: _Optional[_Union[_jobs_pb2.Checkpoint, _Mapping]] = ..., rejoining_ranks: _Optional[_Iterable[int]] = ..., loaders: _Optional[_Iterable[_Union[LoaderStatus, _Mapping]]] = ...) -> None: ...
+    run: str
+    def __init__(self, name: _Optional[str] = ..., consistency: _Optional[_Union[_job_pb2.Consistency, _Mapping]] = ..., world_size: _Optional[int] = ..., started: bool = ..., parameter_bytes: _Optional[int] = ..., bucket_count: _Optional[int] = ..., imbalance: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., restore_count: _Optional[int] = ..., lost_step_count: _Optional[int] = ..., redone_step_count: _Optional[int] = ..., last_checkpoint: _Optional[_Union[_jobs_pb2.Checkpoint, _Mapping]] = ..., rejoining_ranks: _Optional[_Iterable[int]] = ..., loaders: _Optional[_Iterable[_Union[LoaderStatus, _Mapping]]] = ..., run: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("rank", "incarnation", "clock", "pid", "host", "metrics_address", "lease_duration", "launch", "join_time")
@@ -109,18 +111,20 @@ class LoaderStatus(_message.Message):
     def __init__(self, loader: _Optional[int] = ..., pass_number: _Optional[int] = ..., sample_count: _Optional[int] = ..., committed_count: _Optional[int] = ..., leased_count: _Optional[int] = ..., returned_count: _Optional[int] = ...) -> None: ...
 
 class RegisterShardRequest(_message.Message):
-    __slots__ = ("index", "address", "metrics_address", "pid", "process")
+    __slots__ = ("index", "address", "metrics_address", "pid", "process", "protocol_version")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     index: int
     address: str
     metrics_address: str
     pid: int
     process: int
-    def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., process: _Optional[int] = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., process: _Optional[int] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class RegisterShardResponse(_message.Message):
     __slots__ = ("shard_count", "stopping")

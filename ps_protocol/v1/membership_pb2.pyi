@@ -28,7 +28,7 @@ class WorkerState(_message.Message):
     def __init__(self, clock: _Optional[int] = ..., content: _Optional[bytes] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("job", "rank", "host", "pid", "metrics_address", "previous_incarnation", "clock", "request_id", "launch", "wait_duration")
+    __slots__ = ("job", "rank", "host", "pid", "metrics_address", "previous_incarnation", "clock", "request_id", "launch", "wait_duration", "run")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class JoinRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
     WAIT_DURATION_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
     host: str
@@ -49,7 +50,8 @@ class JoinRequest(_message.Message):
     request_id: int
     launch: Launch
     wait_duration: _duration_pb2.Duration
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., previous_incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., request_id: _Optional[int] = ..., launch: _Optional[_Union[Launch, _Mapping]] = ..., wait_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    run: str
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., previous_incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., request_id: _Optional[int] = ..., launch: _Optional[_Union[Launch, _Mapping]] = ..., wait_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., run: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
     __slots__ = ("worker", "clock", "lease_duration", "shard_map", "restore_count", "worker_state")

@@ -52,7 +52,7 @@ class WaitStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., clock: _Optional[int] = ..., bucket_count: _Optional[int] = ..., awaited_ranks: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., wait_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ShardJobStatus(_message.Message):
-    __slots__ = ("job", "bucket_count", "parameter_bytes", "optimizer_bytes", "staged_bytes", "versions", "waits")
+    __slots__ = ("job", "bucket_count", "parameter_bytes", "optimizer_bytes", "staged_bytes", "versions", "waits", "run")
     JOB_FIELD_NUMBER: _ClassVar[int]
     BUCKET_COUNT_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class ShardJobStatus(_message.Message):
     STAGED_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     job: str
     bucket_count: int
     parameter_bytes: int
@@ -67,25 +68,30 @@ class ShardJobStatus(_message.Message):
     staged_bytes: int
     versions: VersionRange
     waits: _containers.RepeatedCompositeFieldContainer[WaitStatus]
-    def __init__(self, job: _Optional[str] = ..., bucket_count: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., optimizer_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., waits: _Optional[_Iterable[_Union[WaitStatus, _Mapping]]] = ...) -> None: ...
+    run: str
+    def __init__(self, job: _Optional[str] = ..., bucket_count: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., optimizer_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., waits: _Optional[_Iterable[_Union[WaitStatus, _Mapping]]] = ..., run: _Optional[str] = ...) -> None: ...
 
 class CreateJobRequest(_message.Message):
-    __slots__ = ("spec", "buckets")
+    __slots__ = ("spec", "buckets", "run")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     spec: _job_pb2.JobSpec
     buckets: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
+    run: str
+    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., run: _Optional[str] = ...) -> None: ...
 
 class CreateJobResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DropJobRequest(_message.Message):
-    __slots__ = ("job",)
+    __slots__ = ("job", "run")
     JOB_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     job: str
-    def __init__(self, job: _Optional[str] = ...) -> None: ...
+    run: str
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ...) -> None: ...
 
 class DropJobResponse(_message.Message):
     __slots__ = ()
@@ -116,26 +122,30 @@ class RemoveWorkerResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class BeginSnapshotRequest(_message.Message):
-    __slots__ = ("job", "checkpoint", "clock")
+    __slots__ = ("job", "checkpoint", "clock", "run")
     JOB_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     job: str
     checkpoint: str
     clock: int
-    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., clock: _Optional[int] = ...) -> None: ...
+    run: str
+    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., clock: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class BeginSnapshotResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class AwaitSnapshotRequest(_message.Message):
-    __slots__ = ("job", "checkpoint")
+    __slots__ = ("job", "checkpoint", "run")
     JOB_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     job: str
     checkpoint: str
-    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+    run: str
+    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., run: _Optional[str] = ...) -> None: ...
 
 class AwaitSnapshotResponse(_message.Message):
     __slots__ = ("file", "size_bytes", "sha256", "versions", "stall_duration")
@@ -152,16 +162,18 @@ class AwaitSnapshotResponse(_message.Message):
     def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., stall_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class RestoreJobRequest(_message.Message):
-    __slots__ = ("spec", "buckets", "checkpoint", "last_incarnation")
+    __slots__ = ("spec", "buckets", "checkpoint", "last_incarnation", "run")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     LAST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     spec: _job_pb2.JobSpec
     buckets: _containers.RepeatedScalarFieldContainer[int]
     checkpoint: str
     last_incarnation: int
-    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., checkpoint: _Optional[str] = ..., last_incarnation: _Optional[int] = ...) -> None: ...
+    run: str
+    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., checkpoint: _Optional[str] = ..., last_incarnation: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class RestoreJobResponse(_message.Message):
     __slots__ = ("versions",)
@@ -170,10 +182,12 @@ class RestoreJobResponse(_message.Message):
     def __init__(self, versions: _Optional[_Union[VersionRange, _Mapping]] = ...) -> None: ...
 
 class GetCommittedDataRequest(_message.Message):
-    __slots__ = ("job",)
+    __slots__ = ("job", "run")
     JOB_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     job: str
-    def __init__(self, job: _Optional[str] = ...) -> None: ...
+    run: str
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ...) -> None: ...
 
 class GetCommittedDataResponse(_message.Message):
     __slots__ = ("loaders", "trains_buckets")

@@ -92,9 +92,9 @@ class ShardServiceServicer(object):
     """
 
     def CreateJob(self, request, context):
-        """Makes room for a job's buckets. Repeating it with an equal job is safe.
-        FAILED_PRECONDITION, reason JOB_MISMATCH: another job has that name. RESOURCE_EXHAUSTED: it does not fit into
-        memory.
+        """Makes room for the buckets of a run of a job. Repeating it is safe. What an earlier run has left here is dropped.
+        FAILED_PRECONDITION, reason JOB_MISMATCH: this run has another spec here. NOT_FOUND, reason RUN_ENDED: a later run
+        of that name is here. RESOURCE_EXHAUSTED: it does not fit into memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

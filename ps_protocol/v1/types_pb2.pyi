@@ -6,6 +6,33 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ERROR_REASON_UNSPECIFIED: _ClassVar[ErrorReason]
+    ERROR_REASON_INTERNAL: _ClassVar[ErrorReason]
+    ERROR_REASON_INVALID_REQUEST: _ClassVar[ErrorReason]
+    ERROR_REASON_NON_FINITE_GRADIENT: _ClassVar[ErrorReason]
+    ERROR_REASON_UNSUPPORTED: _ClassVar[ErrorReason]
+    ERROR_REASON_JOB_MISMATCH: _ClassVar[ErrorReason]
+    ERROR_REASON_JOB_IN_USE: _ClassVar[ErrorReason]
+    ERROR_REASON_NOT_FOUND: _ClassVar[ErrorReason]
+    ERROR_REASON_RUN_ENDED: _ClassVar[ErrorReason]
+    ERROR_REASON_VERSION_MISMATCH: _ClassVar[ErrorReason]
+    ERROR_REASON_UNKNOWN_WORKER: _ClassVar[ErrorReason]
+    ERROR_REASON_FENCED: _ClassVar[ErrorReason]
+    ERROR_REASON_NOT_SHARED: _ClassVar[ErrorReason]
+    ERROR_REASON_OUT_OF_ORDER: _ClassVar[ErrorReason]
+    ERROR_REASON_TRY_LATER: _ClassVar[ErrorReason]
+    ERROR_REASON_LIMIT_EXCEEDED: _ClassVar[ErrorReason]
+    ERROR_REASON_BACKLOGGED: _ClassVar[ErrorReason]
+    ERROR_REASON_NO_CHECKPOINTS: _ClassVar[ErrorReason]
+    ERROR_REASON_CHECKPOINT_FAILED: _ClassVar[ErrorReason]
+    ERROR_REASON_CHECKPOINT_DAMAGED: _ClassVar[ErrorReason]
+    ERROR_REASON_UNAUTHENTICATED: _ClassVar[ErrorReason]
+    ERROR_REASON_FORBIDDEN: _ClassVar[ErrorReason]
+    ERROR_REASON_UNREACHABLE: _ClassVar[ErrorReason]
+    ERROR_REASON_UNTRUSTED: _ClassVar[ErrorReason]
+
 class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     DATA_TYPE_UNSPECIFIED: _ClassVar[DataType]
@@ -24,6 +51,30 @@ class WireFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WIRE_FORMAT_FLOAT32: _ClassVar[WireFormat]
     WIRE_FORMAT_BFLOAT16: _ClassVar[WireFormat]
     WIRE_FORMAT_FLOAT16: _ClassVar[WireFormat]
+ERROR_REASON_UNSPECIFIED: ErrorReason
+ERROR_REASON_INTERNAL: ErrorReason
+ERROR_REASON_INVALID_REQUEST: ErrorReason
+ERROR_REASON_NON_FINITE_GRADIENT: ErrorReason
+ERROR_REASON_UNSUPPORTED: ErrorReason
+ERROR_REASON_JOB_MISMATCH: ErrorReason
+ERROR_REASON_JOB_IN_USE: ErrorReason
+ERROR_REASON_NOT_FOUND: ErrorReason
+ERROR_REASON_RUN_ENDED: ErrorReason
+ERROR_REASON_VERSION_MISMATCH: ErrorReason
+ERROR_REASON_UNKNOWN_WORKER: ErrorReason
+ERROR_REASON_FENCED: ErrorReason
+ERROR_REASON_NOT_SHARED: ErrorReason
+ERROR_REASON_OUT_OF_ORDER: ErrorReason
+ERROR_REASON_TRY_LATER: ErrorReason
+ERROR_REASON_LIMIT_EXCEEDED: ErrorReason
+ERROR_REASON_BACKLOGGED: ErrorReason
+ERROR_REASON_NO_CHECKPOINTS: ErrorReason
+ERROR_REASON_CHECKPOINT_FAILED: ErrorReason
+ERROR_REASON_CHECKPOINT_DAMAGED: ErrorReason
+ERROR_REASON_UNAUTHENTICATED: ErrorReason
+ERROR_REASON_FORBIDDEN: ErrorReason
+ERROR_REASON_UNREACHABLE: ErrorReason
+ERROR_REASON_UNTRUSTED: ErrorReason
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_BFLOAT16: DataType
@@ -39,16 +90,18 @@ WIRE_FORMAT_BFLOAT16: WireFormat
 WIRE_FORMAT_FLOAT16: WireFormat
 
 class WorkerIdentity(_message.Message):
-    __slots__ = ("job", "rank", "incarnation", "lease_key")
+    __slots__ = ("job", "rank", "incarnation", "lease_key", "run")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LEASE_KEY_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
     incarnation: int
     lease_key: bytes
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., lease_key: _Optional[bytes] = ...) -> None: ...
+    run: str
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., lease_key: _Optional[bytes] = ..., run: _Optional[str] = ...) -> None: ...
 
 class ResponseHeader(_message.Message):
     __slots__ = ("shard_index", "process", "run", "version")

@@ -1,6 +1,7 @@
 """Which workers take part in a job, and which shard holds which bucket.
 
 coordinator.py  The coordinator: its jobs, and where each begins and ends
+new_jobs.py     Making a job on all shards: a new one, or as the last checkpoint of its name has it
 job.py          A job, as its coordinator knows it: all that happens to it is a method of it
 members.py      The live workers of one job, and which of them each shard counts
 data.py         The leased data of one job: the rules of core.data_leases with a lock, and the shards to ask
@@ -11,6 +12,7 @@ recovery.py     Rolling a job back to its last checkpoint, after a shard lost wh
 shards.py       The shards as the coordinator knows them: what it asks of one, and which process serves which
 refusals.py     The error that a launch gets when workers of another launch hold the ranks it asks for
 cluster.py      What all jobs of a coordinator share: the shards, the limits, the checkpoints, and the time
+runs.py         The identity of each run of a job
 policy.py       When checkpoints are made, where they go, and how many are kept
 saved_job.py    A job as a coordinator saves it, and as the next one resumes it
 state_file.py   What a coordinator needs to come back after its death, in one small file beside the checkpoints

@@ -256,8 +256,8 @@ class CheckpointAttempt:
                 return
 
     def _begin_on_shards(self) -> None:
-        job, name, clock = self._spec.name, self._name, self._clock
-        call_all(self._job.pool, self._shards.all(), lambda shard: shard.api.begin_snapshot(job, name, clock))
+        job, name, clock, run = self._spec.name, self._name, self._clock, self._job.placed.run
+        call_all(self._job.pool, self._shards.all(), lambda shard: shard.api.begin_snapshot(job, name, clock, run))
 
     # -- 2. wait for parts and states --------------------------------------------------------------------------------
 
@@ -283,7 +283,8 @@ class CheckpointAttempt:
     def _ask_shards(self) -> None:
         for shard in self._shards.all():
             if shard.index not in self._parts.keys() | self._awaited.keys():
-                call = self._job.pool.submit(shard.api.await_snapshot, self._spec.name, self._name)
+                wanted = self._spec.name, self._name, self._job.placed.run
+                call = self._job.pool.submit(shard.api.await_snapshot, *wanted)
                 self._awaited[shard.index] = call
                 call.add_done_callback(lambda _: self._job.changed())
 

@@ -13,19 +13,18 @@ Nothing here starts a thread but `start`: without it, what goes on in the backgr
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import secrets
 import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 
 from ps_protocol.convert import job_spec_from_data
-from ps_protocol.errors import JobMismatch, LimitExceeded, NotFound, PSError, TryLater
+from ps_protocol.errors import JobMismatch, LimitExceeded, NotFound, PSError, RunEnded, TryLater
 from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference
 from ps_server.coordinator.background import Background
 from ps_server.coordinator.cluster import Checkpointing, Cluster, MakeExecutor
 from ps_server.coordinator.job import CoordinatedJob
+from ps_server.coordinator.new_jobs import NewJobs
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.saved_job import resumed, saved
@@ -34,8 +33,7 @@ from ps_server.coordinator.state_file import StateFile
 from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_TIMING, Clock, Timing
 from ps_server.core.bucket_sizes import sized
 from ps_server.core.limits import DEFAULTS, Limits
-from ps_server.core.membership import JoinRequest, JoinResult, Membership
-from ps_server.core.placement import place_job
+from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.statistics import CoordinatorStatistics
 from ps_server.core.validation import check_address, check_host, check_job_spec, check_launch
 from ps_server.failpoints import failpoint
@@ -73,6 +71,7 @@ class Coordinator:
         checkpointing = Checkpointing(CheckpointStore(policy.directory), policy) if policy is not None else None
         self._cluster = Cluster(shards, lease, limits, checkpointing, timing, clock, make_executor)
         self._recovery = Recovery(checkpointing, shards) if checkpointing is not None else None
+        self._new_jobs = NewJobs(self._cluster, self, self._recovery)
         self._state_file = StateFile(policy.directory) if policy is not None else None
         self._jobs: dict[str, CoordinatedJob] = {}
         self._lock = threading.Lock()
@@ -131,7 +130,12 @@ class Coordinator:
 
     def drop_orphaned_jobs(self) -> None:
         """Drops jobs that shards hold and that are none of these."""
-        self._cluster.shards.drop_orphaned_jobs(self.jobs, self._registering)
+
+        def known() -> set[tuple[str, str]]:
+            being_made = self._new_jobs.runs.being_made()  # before the jobs: what is made meanwhile is one of them
+            return being_made | {(name, job.placed.run) for name, job in self.jobs().items()}
+
+        self._cluster.shards.drop_orphaned_jobs(known)
 
     def make_checkpoints(self) -> None:
         """Does what can be done now for the checkpoints of all jobs; with `start`, each job has a thread for it."""
@@ -156,12 +160,17 @@ class Coordinator:
         with self._lock:
             return dict(self._jobs)
 
-    def job(self, name: str) -> CoordinatedJob:
-        """Returns a job. Raises NotFound, saying why it ended if that is known."""
+    def job(self, name: str, run: str = "") -> CoordinatedJob:
+        """Returns a job. Raises NotFound, saying why it ended if that is known, RunEnded if another run has its name.
+
+        run: that the caller belongs to; empty: any
+        """
         job = self._jobs.get(name)
         if job is None:
             why = self._why_ended.get(name)
             raise NotFound(f"job {name!r} ended: {why}" if why else f"no job {name!r} here")
+        if run and run != job.placed.run:
+            raise RunEnded(f"run {run} of job {name!r} has ended: run {job.placed.run} has its name now")
         return job
 
     def statistics(self) -> CoordinatorStatistics:
@@ -192,10 +201,7 @@ class Coordinator:
                 return known, False
             if len(self._jobs) >= limits.jobs:
                 raise LimitExceeded(f"there are {limits.jobs} jobs already: that is the limit max-jobs")
-            if self._recovery is not None and self._recovery.restorable(spec):
-                job = self._restored_job(self._recovery, spec, chosen)
-            else:
-                job = self._new_job(chosen)
+            job = self._new_jobs.make(spec, chosen)
             with self._lock:
                 self._jobs[spec.name] = job
             self._why_ended.pop(spec.name, None)
@@ -204,44 +210,6 @@ class Coordinator:
         size, buckets = job.placed.nbytes, len(job.placed.placement)
         log.info("job %s: %s, %d bytes in %d buckets", spec.name, spec.consistency, size, buckets)
         return job, True
-
-    def _new_job(self, spec: JobSpec) -> CoordinatedJob:
-        check_job_spec(spec, self._cluster.limits)  # with as many buckets as it has now
-        shards, placed = self._cluster.shards, place_job(spec, self.shard_count, secrets.token_hex(8))
-        processes = {index: shard.process for index, shard in self.shards().items()}
-        job = CoordinatedJob(placed, processes, self._cluster, self)
-        try:
-            shards.call_all(lambda shard: shard.api.create_job(spec, placed.buckets_of(shard.index)))
-        except PSError:
-            # All or none: what some shards made room for would belong to no job.
-            with contextlib.suppress(PSError):
-                shards.call_all(lambda shard: shard.api.drop_job(spec.name))
-            raise
-        return job
-
-    def _restored_job(self, recovery: Recovery, spec: JobSpec, chosen: JobSpec) -> CoordinatedJob:
-        """Returns the job as the last checkpoint of its name has it. chosen: the same with a size of buckets.
-
-        Raises JobMismatch if it is another job, NoCheckpoints if not one of its checkpoints is whole.
-        """
-        if not spec.bucket_bytes:
-            spec = replace(chosen, bucket_bytes=recovery.last_bucket_bytes(spec) or chosen.bucket_bytes)
-            check_job_spec(spec, self._cluster.limits)
-        shards, placed = self.shards(), place_job(spec, self.shard_count, secrets.token_hex(8))
-        restored = recovery.restore(placed, list(shards.values()), last_incarnation=0, any_run=True)
-        manifest = restored.manifest
-        membership = Membership(spec.world_size, self.lease, last_incarnation=restored.last_incarnation)
-        job = CoordinatedJob(
-            replace(placed, run=manifest.run),
-            {},
-            self._cluster,
-            self,
-            membership,
-            restore_count=manifest.restore_count + 1,
-        )
-        job.continue_from(restored, shards)
-        log.warning("job %s: continues from checkpoint %s, clock %d", spec.name, manifest.name, manifest.clock)
-        return job
 
     def _resume_jobs(self) -> None:
         """Resumes the jobs that ran when a coordinator with this directory ended."""
@@ -295,11 +263,11 @@ class Coordinator:
         if request.metrics_address:
             check_address(request.metrics_address, "where metrics are served")
         self._check_not_draining()
-        job = self.job(name)
+        job = self.job(name, request.run)
         self._cluster.shards.all()  # or it is too early
         return job.join(rank, request)
 
-    def leave(self, name: str, rank: int, incarnation: int, key: bytes = b"") -> bool:
+    def leave(self, name: str, rank: int, incarnation: int, key: bytes = b"", run: str = "") -> bool:
         """Takes a worker off. Returns True when it was the last one and the job ended, or had ended before."""
         job = self._jobs.get(name)
-        return job is None or job.leave(rank, incarnation, key)
+        return job is None or run not in ("", job.placed.run) or job.leave(rank, incarnation, key)

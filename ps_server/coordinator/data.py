@@ -7,12 +7,12 @@ import threading
 
 from ps_protocol.data import BatchLease, LeaseReport, LeaseRequest
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, TryLater
-from ps_protocol.job import JobSpec
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.members import JobMembers
 from ps_server.core.data_commits import MAX_LOADERS, Committed
 from ps_server.core.data_leases import DataLeases, Progress, WorkerId
 from ps_server.core.limits import Limits
+from ps_server.core.placement import PlacedJob
 
 log = logging.getLogger("ps_server")
 
@@ -20,8 +20,9 @@ log = logging.getLogger("ps_server")
 class JobData:
     """All loaders of one job. Methods may be called from any thread."""
 
-    def __init__(self, spec: JobSpec, members: JobMembers, cluster: Cluster) -> None:
-        self._spec, self._members, self._shards, self._limits = spec, members, cluster.shards, cluster.limits
+    def __init__(self, placed: PlacedJob, members: JobMembers, cluster: Cluster) -> None:
+        self._spec, self._run = placed.spec, placed.run
+        self._members, self._shards, self._limits = members, cluster.shards, cluster.limits
         self._lock = threading.Lock()
         self._loaders: dict[int, DataLeases] = {}
         self._looks = 0  # begun so far
@@ -64,9 +65,9 @@ class JobData:
 
     def _committed(self) -> list[Committed]:
         """Returns what every shard has committed. Raises PSError if one does not answer."""
-        name = self._spec.name
+        name, run = self._spec.name, self._run
         try:
-            answers = self._shards.call_all(lambda shard: shard.api.committed(name))
+            answers = self._shards.call_all(lambda shard: shard.api.committed(name, run))
         except NotFound:
             raise TryLater(f"a shard was started anew: job {name!r} is being rolled back to a checkpoint") from None
         return [committed for committed in answers if committed is not None]

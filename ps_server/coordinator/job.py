@@ -64,13 +64,14 @@ class CoordinatedJob:
         self._cluster, self._registry = cluster, registry
         self.members = JobMembers(
             spec.name,
+            placed.run,
             membership or Membership(spec.world_size, cluster.lease),
             cluster,
             pending_removals,
             restore_count,
         )
         self.accounting = accounting or StepAccounting(spec.consistency.aggregate)
-        self.data = JobData(spec, self.members, cluster)
+        self.data = JobData(placed, self.members, cluster)
         self.rounds = JobRounds(self.members, cluster, registry.save)
         checkpointing = cluster.checkpointing
         self.checkpoints = (
@@ -116,6 +117,7 @@ class CoordinatedJob:
             now=self._cluster.clock.now(),
             loaders=self.data.progress(),
             checkpoints=self.checkpoints.statistics() if self.checkpoints is not None else None,
+            run=self.placed.run,
         )
 
     def watch(self, watcher: Watcher) -> Callable[[], None]:
@@ -197,7 +199,8 @@ class CoordinatedJob:
 
     def _result(self, member: Member) -> JoinResult:
         state = self.checkpoints.state_of(member.rank) if self.checkpoints is not None else None
-        return JoinResult(member, member.clock, list(self.placed.placement), self.members.restore_count, state)
+        placed = self.placed
+        return JoinResult(member, member.clock, list(placed.placement), self.members.restore_count, state, placed.run)
 
     def leave(self, rank: int, incarnation: int, key: bytes) -> bool:
         """Takes a worker off. Returns True when it was the last one and the job ended."""
@@ -350,7 +353,7 @@ class CoordinatedJob:
             if self.checkpoints is not None:
                 self.checkpoints.stop()
             try:
-                self._cluster.shards.call_all(lambda shard: shard.api.drop_job(name))
+                self._cluster.shards.call_all(lambda shard: shard.api.drop_job(name, self.placed.run))
             except PSError as error:
                 log.warning("job %s: ended, but not everywhere: %s", name, error)
             self._registry.forget(name, why)

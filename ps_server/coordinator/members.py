@@ -53,13 +53,14 @@ class JobMembers:
     def __init__(
         self,
         name: str,
+        run: str,
         membership: Membership,
         cluster: Cluster,
         pending_removals: Iterable[Removal] = (),
         restore_count: int = 0,
     ) -> None:
         self.restore_count = restore_count
-        self._name, self._membership = name, membership
+        self._name, self._run, self._membership = name, run, membership
         self._shards, self._limits, self._clock = cluster.shards, cluster.limits, cluster.clock
         self._lock = threading.Lock()  # held for the moment of a look or a change
         self._pending_removals = set(pending_removals)
@@ -166,7 +167,7 @@ class JobMembers:
         """Returns the clock from which on all shards count a worker."""
 
         def count(shard: RegisteredShard, clock: int | None) -> int:
-            frontier = shard.api.add_worker(self._name, rank, incarnation, clock, key)
+            frontier = shard.api.add_worker(self._name, rank, incarnation, clock, key, self._run)
             failpoint("worker-half-added")
             return frontier
 
@@ -228,7 +229,7 @@ class JobMembers:
             index, rank, incarnation = removal
             try:
                 if index in shards:
-                    shards[index].api.remove_worker(self._name, rank, incarnation)
+                    shards[index].api.remove_worker(self._name, rank, incarnation, self._run)
             except NotFound:
                 pass  # a new process, which has never heard of the worker
             except PSError as error:

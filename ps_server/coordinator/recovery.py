@@ -97,7 +97,7 @@ class Recovery:
         self, job: PlacedJob, shards: list[RegisteredShard], name: str, incarnation: int
     ) -> list[VersionRange]:
         def restore(shard: RegisteredShard) -> VersionRange:
-            return shard.api.restore_job(job.spec, job.buckets_of(shard.index), name, incarnation)
+            return shard.api.restore_job(job.spec, job.buckets_of(shard.index), name, incarnation, job.run)
 
         return self._shards.call(shards, restore)
 
@@ -109,7 +109,7 @@ class Recovery:
             except CheckpointDamaged as error:
                 self._pass_over(job.spec.name, name, error)
                 continue
-            if not any_run and manifest.run != job.run:
+            if not any_run and not job.owns(manifest.run, name):
                 continue
             differs = difference(job_spec_from_data(manifest.job), job.spec)
             if differs is not None:

@@ -29,6 +29,7 @@ class SavedJob:
     lost_steps, redone_steps, unaccounted, began, skipped: what rollbacks have cost; see core.accounting
     rejoining:        ranks that are expected to join again, after a rollback
     pending_removals: (shard, rank, incarnation) that shards may still count; also of a worker that was joining
+    continues:        the run and the checkpoint that this run began with
     rounds_completed, rounds: how many rounds the workers have exchanged values in, and the last of them
     """
 
@@ -47,6 +48,7 @@ class SavedJob:
     skipped: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     rejoining: tuple[int, ...] = ()
     pending_removals: tuple[tuple[int, int, int], ...] = ()
+    continues: tuple[str, str] | None = None
     rounds_completed: int = 0
     rounds: tuple[Round, ...] = ()
 
@@ -71,6 +73,7 @@ def saved(job: CoordinatedJob) -> SavedJob:
         skipped=dict(accounting.skipped),
         rejoining=job.members.rejoining(),
         pending_removals=tuple(sorted(job.members.pending_removals())),
+        continues=job.placed.continues,
         rounds_completed=completed,
         rounds=newest(rounds, ROUND_BYTES_ON_DISK),
     )
@@ -84,7 +87,8 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
         membership.join(replace(worker, expires=until))
     membership.started = saved.started
     membership.rejoining = dict.fromkeys(saved.rejoining, until)
-    placed, processes = place_job(spec, count, saved.run), dict[int, int]()
+    placed = replace(place_job(spec, count, saved.run), continues=saved.continues)
+    processes: dict[int, int] = {}
     # Otherwise the cluster has another number of shards now, and every part of the job is lost.
     if len(saved.shard_processes) == count and all(shard < count for shard in saved.placement):
         placed, processes = replace(placed, placement=saved.placement), dict(saved.shard_processes)

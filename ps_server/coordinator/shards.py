@@ -33,28 +33,30 @@ SHARD_CALL_SECONDS = 2.0  # a shard calls in so often
 class ShardApi(Protocol):
     """What a coordinator asks of one shard. Methods raise PSError; all are safe to repeat."""
 
-    def create_job(self, spec: JobSpec, buckets: list[int]) -> None:
-        """Makes room for a job's buckets."""
+    def create_job(self, spec: JobSpec, buckets: list[int], run: str) -> None:
+        """Makes room for the buckets of a run of a job. Raises RunEnded where the shard holds a later run."""
 
-    def drop_job(self, job: str) -> None:
-        """Forgets a job."""
+    def drop_job(self, job: str, run: str) -> None:
+        """Forgets a run of a job."""
 
-    def add_worker(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes) -> int:
+    def add_worker(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes, run: str) -> int:
         """Counts a worker as live; returns the shard's frontier."""
 
-    def remove_worker(self, job: str, rank: int, incarnation: int) -> None:
+    def remove_worker(self, job: str, rank: int, incarnation: int, run: str) -> None:
         """Stops counting a worker as live."""
 
-    def committed(self, job: str) -> Committed | None:
+    def committed(self, job: str, run: str) -> Committed | None:
         """Returns the leased data that every bucket that trains there has had; None if there is no such bucket."""
 
-    def begin_snapshot(self, job: str, name: str, clock: int | None) -> None:
+    def begin_snapshot(self, job: str, name: str, clock: int | None, run: str) -> None:
         """Has the shard take its part of a checkpoint: at a clock, or now."""
 
-    def await_snapshot(self, job: str, name: str) -> ShardSnapshot:
+    def await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
         """Returns the shard's part, once it is on disk. Raises TryLater while it is not."""
 
-    def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int) -> VersionRange:
+    def restore_job(
+        self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int, run: str
+    ) -> VersionRange:
         """Has the shard hold a job as a checkpoint has it."""
 
     def statistics(self) -> ShardStatistics:
@@ -141,21 +143,22 @@ class Shards:
         """Calls some shards, as the function `call_all`."""
         return call_all(self._pool, shards, call)
 
-    def drop_orphaned_jobs(self, known: Callable[[], Collection[str]], registering: threading.Lock) -> None:
+    def drop_orphaned_jobs(self, known: Callable[[], Collection[tuple[str, str]]]) -> None:
         """Drops jobs that a shard holds and no coordinator knows: a CreateJob may arrive after the DropJob behind it.
 
-        known:       returns the names of the jobs that there are
-        registering: held while a job is made, until it is one of them
+        known: returns the names and runs of the jobs that there are, and of those that are being made
         """
         for index, shard in self.known().items():
             with contextlib.suppress(PSError):  # it is asked again soon
-                held = shard.api.statistics().jobs.keys()
-                if held <= set(known()):
-                    continue
-                with registering:
-                    for name in sorted(held - set(known())):
-                        shard.api.drop_job(name)
-                        log.warning("job %s: orphaned on shard %d: dropped", name, index)
+                held = {(name, job.run) for name, job in shard.api.statistics().jobs.items()}
+                for name, run in sorted(held - set(known())):
+                    shard.api.drop_job(name, run)
+                    log.warning("job %s: run %s is orphaned on shard %d: dropped", name, run, index)
+
+    def runs_of(self, job: str) -> list[int]:
+        """Returns which run of a job each shard holds, as a number; 0 for one that holds none."""
+        answers = self.call_all(lambda shard: shard.api.statistics())
+        return [int(shard.jobs[job].run or "0", 16) if job in shard.jobs else 0 for shard in answers]
 
     def close(self) -> None:
         """Closes the connections."""

@@ -75,6 +75,8 @@ def _job(data: dict[str, Any], version: int) -> SavedJob:
     data["began"] = {int(rank): clock for rank, clock in data.get("began", {}).items()}
     skipped = data.get("skipped", {}).items()
     data["skipped"] = {int(rank): tuple((start, end) for start, end in spans) for rank, spans in skipped}
+    continues = data.get("continues")
+    data["continues"] = (continues[0], continues[1]) if continues else None
     data["rejoining"] = tuple(data["rejoining"])
     data["pending_removals"] = tuple((shard, rank, number) for shard, rank, number in data["pending_removals"])
     data["workers"] = tuple(_worker(worker) for worker in data["workers"])

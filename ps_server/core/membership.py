@@ -57,6 +57,7 @@ class JoinRequest:
     take_over:    live workers of other launches are to be fenced
     waited:       seconds since it was told first that it has to wait for a launch that may be dead; 0: it was not yet
     launch_ranks: the ranks of all workers that the launch is about to start
+    run:          of the job that the process registered; empty: any
     """
 
     pid: int = 0
@@ -69,6 +70,7 @@ class JoinRequest:
     take_over: bool = False
     waited: float = 0.0
     launch_ranks: range = range(0)
+    run: str = ""
 
 
 UNKNOWN = JoinRequest()
@@ -97,6 +99,7 @@ class JoinResult:
     placement:     for each bucket, the index of its shard
     restore_count: how many times the job was rolled back to a checkpoint
     state:         what a worker of its rank had saved for the last checkpoint, and at which clock
+    run:           of the job
     """
 
     member: Member
@@ -104,6 +107,7 @@ class JoinResult:
     placement: list[int]
     restore_count: int = 0
     state: tuple[int, bytes] | None = None
+    run: str = ""
 
 
 @dataclass

@@ -37,7 +37,8 @@ def imbalance(sizes: Sequence[int], placement: Sequence[int], shard_count: int) 
 class PlacedJob:
     """A job with its buckets placed.
 
-    run:       tells this job from earlier ones of its name
+    run:       tells this job from earlier ones of its name; of two, the later one has the greater digits
+    continues: the run and the checkpoint that this run began with, where it began with one
     placement: for each bucket, the index of its shard
     nbytes:    bytes of all buckets
     imbalance: most bytes on a shard over the mean of all shards
@@ -48,6 +49,13 @@ class PlacedJob:
     placement: tuple[int, ...]
     nbytes: int
     imbalance: float
+    continues: tuple[str, str] | None = None
+
+    def owns(self, run: str, checkpoint: str) -> bool:
+        """Whether a checkpoint is one of this run, or belongs to what it continues."""
+        if self.continues is not None and run == self.continues[0]:
+            return int(checkpoint) <= int(self.continues[1])
+        return run == self.run
 
     def buckets_of(self, shard: int) -> list[int]:
         """Returns the buckets that a shard holds."""

@@ -61,6 +61,7 @@ class PushCall:
     """Buckets that a worker pushes at a clock of its own.
 
     payload: of all buckets, one after the other; None: their gradients lie in the worker's segment
+    run:     of the job that the worker belongs to; empty: any
     """
 
     job: str
@@ -72,6 +73,7 @@ class PushCall:
     groups: Mapping[int, HyperParameters] = field(default_factory=dict)
     ranges: tuple[DataRange, ...] = ()
     key: bytes = field(default=b"", repr=False)
+    run: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class PullCall:
 
     in_segment:   they go into the worker's segment
     notify_bytes: it is told of them once they make so many bytes, or all are there; 0: only then
+    run:          of the job that the caller belongs to; empty: any
     """
 
     job: str
@@ -90,3 +93,4 @@ class PullCall:
     key: bytes = field(default=b"", repr=False)
     in_segment: bool = False
     notify_bytes: int = 0
+    run: str = ""

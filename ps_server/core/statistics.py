@@ -33,6 +33,7 @@ class ShardJobStatistics:
     version_min, version_max: of the buckets that train
     clocks:  by live rank, the steps that every bucket here has applied
     waits:   by rank; waiting_pulls: buckets of pulls, of all of them
+    run:     of the job
     """
 
     bucket_count: int
@@ -44,6 +45,7 @@ class ShardJobStatistics:
     clocks: Mapping[int, int]
     waits: tuple[Wait, ...]
     waiting_pulls: int
+    run: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class JobStatistics:
     workers:      the live ones, by rank; now: when this was so, on the clock of their leases
     loaders:      the leased data, by loader
     checkpoints:  None where no checkpoints are made
+    run:          tells the job from earlier ones of its name
     """
 
     name: str
@@ -114,6 +117,7 @@ class JobStatistics:
     now: float
     loaders: Mapping[int, Progress]
     checkpoints: CheckpointStatistics | None
+    run: str = ""
 
 
 @dataclass(frozen=True)

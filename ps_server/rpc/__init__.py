@@ -9,6 +9,7 @@ data_messages.py    Where the messages of the data path become the server's valu
 data_service.py     Serves pushes and pulls
 interceptor.py      Intercepts every gRPC method: errors become statuses, and calls are counted
 job_service.py      Serves what is asked of the coordinator about jobs as a whole: they are registered, saved and ended
+layout_messages.py  The layout of a job's buckets as messages, for clients that do not compute it
 lease_service.py    Serves workers of elastic jobs that lease data
 membership_service.py Serves workers that join a job, stay in it, and leave it
 permissions.py      What each role may call: one table of every method, and principals as values

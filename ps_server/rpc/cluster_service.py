@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ps_protocol.errors import PSError
 from ps_protocol.v1 import cluster_pb2, cluster_pb2_grpc
+from ps_protocol.versions import check_shard_version
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.statistics import ShardStatistics
@@ -35,6 +36,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(self, server)
 
     def RegisterShard(self, request: Any, context: grpc.ServicerContext) -> Any:
+        check_shard_version(request.protocol_version)
         self._coordinator.register_shard(
             request.index, request.address, request.metrics_address, request.pid, request.process
         )

@@ -44,6 +44,7 @@ def join_request(request: membership_pb2.JoinRequest) -> JoinRequest:
         take_over=launch.takeover,
         waited=max(0.0, seconds(request.wait_duration)),
         launch_ranks=range(launch.first_rank, launch.first_rank + launch.rank_count),
+        run=request.run,
     )
 
 
@@ -55,7 +56,7 @@ def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.S
         state = membership_pb2.WorkerState(clock=clock, content=content)
     return membership_pb2.JoinResponse(
         worker=types_pb2.WorkerIdentity(
-            job=job, rank=member.rank, incarnation=member.incarnation, lease_key=member.key
+            job=job, rank=member.rank, incarnation=member.incarnation, lease_key=member.key, run=result.run
         ),
         clock=result.clock,
         lease_duration=duration(lease),
@@ -173,6 +174,7 @@ def shard_job_status(name: str, job: ShardJobStatistics) -> shard_pb2.ShardJobSt
             )
             for wait in job.waits
         ],
+        run=job.run,
     )
 
 
@@ -203,6 +205,7 @@ def _shard_job(status: shard_pb2.ShardJobStatus) -> ShardJobStatistics:
         clocks=dict(status.versions.clocks),
         waits=waits,
         waiting_pulls=sum(wait.bucket_count for wait in waits),
+        run=status.run,
     )
 
 
@@ -213,6 +216,7 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
     """Returns how a job is."""
     status = cluster_pb2.JobStatus(
         name=job.name,
+        run=job.run,
         consistency=consistency_message(job.consistency),
         world_size=job.world_size,
         started=job.started,

@@ -60,14 +60,16 @@ def pull_state(data: bytes) -> PullCall:
     """Reads a PullStateRequest."""
     request = _parse(data_pb2.PullStateRequest, data)
     worker = request.worker
-    return PullCall(worker.job, worker.rank, worker.incarnation, 0, tuple(request.buckets), worker.lease_key)
+    identity = worker.job, worker.rank, worker.incarnation
+    return PullCall(*identity, 0, tuple(request.buckets), worker.lease_key, run=worker.run)
 
 
-def attach_request(data: bytes) -> tuple[str, int, int, str, bytes, bytes]:
-    """Returns job, rank, incarnation, location, nonce and lease key of an AttachSegmentRequest."""
+def attach_request(data: bytes) -> tuple[str, int, int, str, bytes, bytes, str]:
+    """Returns job, rank, incarnation, location, nonce, lease key and run of an AttachSegmentRequest."""
     request = _parse(data_pb2.AttachSegmentRequest, data)
     worker = request.worker
-    return worker.job, worker.rank, worker.incarnation, request.location, request.nonce, worker.lease_key
+    identity = worker.job, worker.rank, worker.incarnation
+    return *identity, request.location, request.nonce, worker.lease_key, worker.run
 
 
 def _push(header: data_pb2.PushHeader, in_segment: bool, payload: memoryview | None) -> PushCall:
@@ -85,6 +87,7 @@ def _push(header: data_pb2.PushHeader, in_segment: bool, payload: memoryview | N
         groups=group_updates(header.groups),
         ranges=data_ranges(header.ranges),
         key=worker.lease_key,
+        run=worker.run,
     )
     if len({bucket.bucket for bucket in call.buckets}) != len(call.buckets):
         raise InvalidRequest("a push names each bucket at most once")
@@ -117,7 +120,8 @@ def _pull(
     in_segment: bool,
 ) -> PullCall:
     identity = worker.job, worker.rank, worker.incarnation
-    return PullCall(*identity, clock, tuple(request.buckets), worker.lease_key, in_segment, request.notify_bytes)
+    buckets, notify = tuple(request.buckets), request.notify_bytes
+    return PullCall(*identity, clock, buckets, worker.lease_key, in_segment, notify, worker.run)
 
 
 def _read(kind: type[M], data: bytes) -> tuple[M, memoryview | None]:
@@ -139,10 +143,16 @@ class Answers(NamedTuple):
     """Writes the answers of one shard, each with the header that says where it comes from.
 
     process: the number that the process chose when it started
+    run:     of the job that the answers belong to
     """
 
     shard_index: int
     process: int
+    run: str = ""
+
+    def of(self, run: str) -> Answers:
+        """Returns the answers that belong to a run of a job."""
+        return self._replace(run=run)
 
     def pushed(self, staged: Iterable[Staged]) -> bytes:
         """Returns the bytes of a PushResponse."""
@@ -195,7 +205,9 @@ class Answers(NamedTuple):
         return response.SerializeToString()
 
     def _header(self, version: int) -> types_pb2.ResponseHeader:
-        return types_pb2.ResponseHeader(shard_index=self.shard_index, process=self.process, version=version)
+        return types_pb2.ResponseHeader(
+            shard_index=self.shard_index, process=self.process, run=self.run, version=version
+        )
 
 
 def _pulled_bucket(bucket: PulledBucket) -> data_pb2.PulledBucket:

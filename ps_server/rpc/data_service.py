@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import grpc
 
 from ps_protocol.v1 import data_pb2
+from ps_server.core.requests import PullCall, PushCall
 from ps_server.rpc import data_messages
 from ps_server.rpc.call_limits import CALL_THREADS, caller_name, check_job, in_pool
 from ps_server.rpc.data_messages import Answers
@@ -46,29 +48,33 @@ class DataService:
         for pool in (self._push_pool, self._pull_pool, self.senders):
             pool.shutdown(wait=True)
 
+    def _answers_of(self, call: PushCall | PullCall) -> Answers:
+        return self._answers.of(call.run or self._shard.run_of(call.job))
+
     def _push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         call = data_messages.push(request)
         check_job(call.job)
-        return self._answers.pushed(self._shard.push(call, caller_name()))
+        return self._answers_of(call).pushed(self._shard.push(call, caller_name()))
 
     def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         attached = data_messages.attach_request(request)
         check_job(attached[0])
         self._shard.attach(*attached)
-        return self._answers.attached()
+        return self._answers.of(attached[-1]).attached()
 
     def _pull(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull(request)
         check_job(call.job)
-        self._shard.pull(call, PullStream(send, context, self.senders, self._answers.pulled))
+        call = replace(call, run=call.run or self._shard.run_of(call.job))  # a reader gets one run's weights
+        self._shard.pull(call, PullStream(send, context, self.senders, self._answers_of(call).pulled))
 
     def _exchange(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         push, pull = data_messages.exchange(request)
         check_job(push.job)
-        outbox = PullStream(send, context, self.senders, self._answers.exchanged)
+        outbox = PullStream(send, context, self.senders, self._answers_of(push).exchanged)
         self._shard.exchange(push, pull, outbox, caller_name())
 
     def _pull_state(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull_state(request)
         check_job(call.job)
-        self._shard.pull_state(call, PullStream(send, context, self.senders, self._answers.state))
+        self._shard.pull_state(call, PullStream(send, context, self.senders, self._answers_of(call).state))

@@ -8,9 +8,11 @@ import grpc
 
 from ps_protocol.convert import job_spec
 from ps_protocol.v1 import jobs_pb2, jobs_pb2_grpc
+from ps_protocol.versions import VERSION, check_worker_version
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.rpc import convert
 from ps_server.rpc.call_limits import check_job
+from ps_server.rpc.layout_messages import layout_of
 
 
 class JobService(jobs_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-ignore]
@@ -27,9 +29,16 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-
 
     def RegisterJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.spec.name)
+        check_worker_version(request.protocol_version)
         job, created = self._coordinator.register_job(job_spec(request.spec))
-        where = convert.shard_map(self._coordinator.shards(), job.placed.placement)
-        return jobs_pb2.RegisterJobResponse(shard_map=where, created=created, bucket_bytes=job.spec.bucket_bytes)
+        return jobs_pb2.RegisterJobResponse(
+            shard_map=convert.shard_map(self._coordinator.shards(), job.placed.placement),
+            created=created,
+            bucket_bytes=job.spec.bucket_bytes,
+            run=job.placed.run,
+            protocol_version=VERSION,
+            **(layout_of(job.spec) if request.layout_wanted else {}),
+        )
 
     def CheckpointJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         made = self._coordinator.job(request.job).checkpoint()

@@ -28,6 +28,6 @@ class DataLeaseService(leases_pb2_grpc.DataLeaseServiceServicer):  # type: ignor
     def LeaseData(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker = request.worker
         check_job(worker.job)
-        data, asked = self._coordinator.job(worker.job).data, convert.lease_request(request)
+        data, asked = self._coordinator.job(worker.job, worker.run).data, convert.lease_request(request)
         lease = data.lease((worker.rank, worker.incarnation), worker.lease_key, asked)
         return leases_pb2.LeaseDataResponse(ranges=data_range_messages(lease.ranges), complete=lease.complete)

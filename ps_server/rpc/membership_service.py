@@ -56,7 +56,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
     def Heartbeat(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker = request.worker
         check_job(worker.job)
-        members = self._coordinator.job(worker.job).members
+        members = self._coordinator.job(worker.job, worker.run).members
         live = members.heartbeat(worker.rank, worker.incarnation, request.clock, worker.lease_key)
         return membership_pb2.HeartbeatResponse(live_count=live)
 
@@ -64,11 +64,12 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         worker, state = request.worker, request.state
         check_job(worker.job)
         identity = worker.rank, worker.incarnation, worker.lease_key
-        self._coordinator.job(worker.job).save_worker_state(*identity, state.clock, state.content)
+        self._coordinator.job(worker.job, worker.run).save_worker_state(*identity, state.clock, state.content)
         return membership_pb2.SaveWorkerStateResponse()
 
     def Leave(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker = request.worker
         check_job(worker.job)
-        ended = self._coordinator.leave(worker.job, worker.rank, worker.incarnation, worker.lease_key)
+        identity = worker.job, worker.rank, worker.incarnation
+        ended = self._coordinator.leave(*identity, worker.lease_key, worker.run)
         return membership_pb2.LeaveResponse(ended=ended)

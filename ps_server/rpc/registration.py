@@ -8,6 +8,7 @@ import threading
 
 from ps_protocol.errors import PSError
 from ps_protocol.v1 import cluster_pb2
+from ps_protocol.versions import VERSION
 from ps_runtime.retry import Peer
 from ps_server.coordinator.shards import SHARD_CALL_SECONDS
 from ps_server.rpc.coordinator_client import CoordinatorClient
@@ -31,6 +32,7 @@ class Registration:
             metrics_address=metrics_address,
             pid=os.getpid(),
             process=process,
+            protocol_version=VERSION,
         )
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)

@@ -30,11 +30,13 @@ class RoundService(rounds_pb2_grpc.RoundServiceServicer):  # type: ignore[misc,u
         rounds_pb2_grpc.add_RoundServiceServicer_to_server(self, server)
 
     def _gather(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
-        job = request.worker.job
-        check_job(job)
+        worker = request.worker
+        check_job(worker.job)
         outbox = Outbox(send, context, self._senders)
         asked = convert.gather_request(request)
-        outbox.on_close(self._coordinator.job(job).rounds.gather_values(asked, _RoundListener(outbox)))
+        outbox.on_close(
+            self._coordinator.job(worker.job, worker.run).rounds.gather_values(asked, _RoundListener(outbox))
+        )
 
 
 class _RoundListener:

@@ -34,43 +34,47 @@ class ShardClient:
         self._channel = open_channel(address, access)
         self._stub = ShardServiceStub(self._channel)
 
-    def create_job(self, spec: JobSpec, buckets: list[int]) -> None:
-        """Makes room for a job's buckets."""
-        self._call(self._stub.CreateJob, shard_pb2.CreateJobRequest(spec=job_spec_message(spec), buckets=buckets))
+    def create_job(self, spec: JobSpec, buckets: list[int], run: str) -> None:
+        """Makes room for the buckets of a run of a job."""
+        request = shard_pb2.CreateJobRequest(spec=job_spec_message(spec), buckets=buckets, run=run)
+        self._call(self._stub.CreateJob, request)
 
-    def drop_job(self, job: str) -> None:
-        """Forgets a job."""
-        self._call(self._stub.DropJob, shard_pb2.DropJobRequest(job=job))
+    def drop_job(self, job: str, run: str) -> None:
+        """Forgets a run of a job."""
+        self._call(self._stub.DropJob, shard_pb2.DropJobRequest(job=job, run=run))
 
-    def add_worker(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes) -> int:
+    def add_worker(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes, run: str) -> int:
         """Counts a worker as live; answers with the shard's frontier."""
-        worker = WorkerIdentity(job=job, rank=rank, incarnation=incarnation, lease_key=key)
+        worker = WorkerIdentity(job=job, rank=rank, incarnation=incarnation, lease_key=key, run=run)
         request = shard_pb2.AddWorkerRequest(worker=worker, clock=clock)
         return int(self._call(self._stub.AddWorker, request).frontier)
 
-    def remove_worker(self, job: str, rank: int, incarnation: int) -> None:
+    def remove_worker(self, job: str, rank: int, incarnation: int, run: str) -> None:
         """Stops counting a worker as live."""
-        worker = WorkerIdentity(job=job, rank=rank, incarnation=incarnation)
+        worker = WorkerIdentity(job=job, rank=rank, incarnation=incarnation, run=run)
         self._call(self._stub.RemoveWorker, shard_pb2.RemoveWorkerRequest(worker=worker))
 
-    def committed(self, job: str) -> Committed | None:
+    def committed(self, job: str, run: str) -> Committed | None:
         """Returns the leased data that every bucket that trains there has had; None if there is no such bucket."""
-        request = shard_pb2.GetCommittedDataRequest(job=job)
+        request = shard_pb2.GetCommittedDataRequest(job=job, run=run)
         return convert.committed(self._call(self._stub.GetCommittedData, request, STATUS_SECONDS))
 
-    def begin_snapshot(self, job: str, name: str, clock: int | None) -> None:
+    def begin_snapshot(self, job: str, name: str, clock: int | None, run: str) -> None:
         """Has the shard take its part of a checkpoint."""
-        self._call(self._stub.BeginSnapshot, shard_pb2.BeginSnapshotRequest(job=job, checkpoint=name, clock=clock))
+        request = shard_pb2.BeginSnapshotRequest(job=job, checkpoint=name, clock=clock, run=run)
+        self._call(self._stub.BeginSnapshot, request)
 
-    def await_snapshot(self, job: str, name: str) -> ShardSnapshot:
+    def await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
         """Returns the shard's part, once it is on disk. Raises TryLater after a few seconds."""
-        request = shard_pb2.AwaitSnapshotRequest(job=job, checkpoint=name)
+        request = shard_pb2.AwaitSnapshotRequest(job=job, checkpoint=name, run=run)
         return convert.shard_snapshot(self._call(self._stub.AwaitSnapshot, request))
 
-    def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int) -> VersionRange:
+    def restore_job(
+        self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int, run: str
+    ) -> VersionRange:
         """Has the shard hold a job as a checkpoint has it."""
         request = shard_pb2.RestoreJobRequest(
-            spec=job_spec_message(spec), buckets=buckets, checkpoint=name, last_incarnation=last_incarnation
+            spec=job_spec_message(spec), buckets=buckets, checkpoint=name, last_incarnation=last_incarnation, run=run
         )
         return convert.versions(self._call(self._stub.RestoreJob, request, RESTORE_SECONDS).versions)
 

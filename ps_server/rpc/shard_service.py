@@ -33,39 +33,41 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
     def CreateJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         spec = job_spec(request.spec)
         check_job_spec(spec, self._limits)
-        self._shard.create_job(spec, list(request.buckets))
+        self._shard.create_job(spec, list(request.buckets), request.run)
         return shard_pb2.CreateJobResponse()
 
     def DropJob(self, request: Any, context: grpc.ServicerContext) -> Any:
-        self._shard.drop_job(request.job)
+        self._shard.drop_job(request.job, request.run)
         return shard_pb2.DropJobResponse()
 
     def AddWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker, clock = request.worker, request.clock if request.HasField("clock") else None
-        frontier = self._shard.add_worker(worker.job, worker.rank, worker.incarnation, clock, worker.lease_key)
+        identity = worker.job, worker.rank, worker.incarnation
+        frontier = self._shard.add_worker(*identity, clock, worker.lease_key, worker.run)
         return shard_pb2.AddWorkerResponse(frontier=frontier)
 
     def RemoveWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker = request.worker
-        self._shard.remove_worker(worker.job, worker.rank, worker.incarnation)
+        self._shard.remove_worker(worker.job, worker.rank, worker.incarnation, worker.run)
         return shard_pb2.RemoveWorkerResponse()
 
     def GetCommittedData(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return convert.committed_response(*self._shard.committed(request.job))
+        return convert.committed_response(*self._shard.committed(request.job, request.run))
 
     def BeginSnapshot(self, request: Any, context: grpc.ServicerContext) -> Any:
         clock = request.clock if request.HasField("clock") else None
-        self._shard.begin_snapshot(request.job, request.checkpoint, clock)
+        self._shard.begin_snapshot(request.job, request.checkpoint, clock, request.run)
         return shard_pb2.BeginSnapshotResponse()
 
     def AwaitSnapshot(self, request: Any, context: grpc.ServicerContext) -> Any:
-        snapshot = self._shard.await_snapshot(request.job, request.checkpoint, AWAIT_SECONDS)
+        snapshot = self._shard.await_snapshot(request.job, request.checkpoint, AWAIT_SECONDS, request.run)
         return convert.await_snapshot_response(snapshot)
 
     def RestoreJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         spec = job_spec(request.spec)
         check_job_spec(spec, self._limits)
-        reached = self._shard.restore_job(spec, list(request.buckets), request.checkpoint, request.last_incarnation)
+        restored = spec, list(request.buckets), request.checkpoint, request.last_incarnation
+        reached = self._shard.restore_job(*restored, request.run)
         return shard_pb2.RestoreJobResponse(versions=convert.versions_message(reached))
 
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ps_protocol.codecs import Cast
-from ps_protocol.errors import NotShared, PSError
+from ps_protocol.errors import NotFound, NotShared, PSError, RunEnded
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
 from ps_protocol.segment_layout import SegmentMap, segment_plan
@@ -73,10 +73,10 @@ class Narrowed:
 
 
 class HostedJob:
-    """A job on this shard."""
+    """A run of a job on this shard."""
 
-    def __init__(self, spec: JobSpec, state: JobPartition) -> None:
-        self.name = spec.name
+    def __init__(self, spec: JobSpec, state: JobPartition, run: str) -> None:
+        self.name, self.run = spec.name, run
         self.state = state
         self.mode = str(spec.consistency)
         self.lock = threading.Lock()
@@ -89,6 +89,13 @@ class HostedJob:
         self.narrowed = Narrowed()
         self.failure: PSError | None = None
         self.snapshot_task: SnapshotTask | None = None  # the one under way, or the last
+
+    def check_run(self, run: str) -> None:
+        """Raises RunEnded for an earlier run of the job, NotFound for a later one; an empty run is any."""
+        if run and run < self.run:
+            raise RunEnded(f"run {run} of job {self.name!r} has ended: run {self.run} has its name now")
+        if run and run != self.run:
+            raise NotFound(f"this shard does not know run {run} of job {self.name!r} yet")
 
     def segment(self, rank: int, incarnation: int, key: bytes = b"") -> SegmentMap:
         """Returns a worker's segment. Raises NotShared if it has attached none, UnknownWorker if it is not live."""
@@ -147,6 +154,7 @@ class HostedJob:
             clocks=clocks,
             waits=_waits(waiters, now),
             waiting_pulls=len(waiters),
+            run=self.run,
         )
 
     def close(self, reason: PSError) -> None:

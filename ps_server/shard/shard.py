@@ -20,7 +20,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater, UnknownWorker
+from ps_protocol.errors import (
+    JobMismatch,
+    LimitExceeded,
+    NoCheckpoints,
+    NotFound,
+    PSError,
+    RunEnded,
+    TryLater,
+    UnknownWorker,
+)
 from ps_protocol.job import JobSpec, difference
 from ps_protocol.layout import bucket_layout
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
@@ -110,25 +119,38 @@ class Shard:
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
-    def create_job(self, spec: JobSpec, buckets: Sequence[int]) -> None:
-        """Makes room for a job's buckets. An equal job that is there already stays as it is."""
+    def create_job(self, spec: JobSpec, buckets: Sequence[int], run: str = "") -> None:
+        """Makes room for the buckets of a run of a job, in place of an earlier run. The same run stays as it is.
+
+        Raises RunEnded where a later run of the job is here.
+        """
         with self._lock:
             known = self._jobs.get(spec.name)
+            if known is not None and known.run < run:  # what its coordinator could not drop
+                self._end(self._jobs.pop(spec.name), RunEnded(f"run {known.run} of job {spec.name!r} has ended"))
+                known = None
             if known is None:
-                self._jobs[spec.name] = self._make_job(spec, buckets)
+                self._jobs[spec.name] = self._make_job(spec, buckets, run)
                 log.info("job %s: %d buckets", spec.name, len(buckets))
                 return
+        known.check_run(run)
         differs = difference(known.state.spec, spec)
         if differs is not None:
             raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
 
     def restore_job(
-        self, spec: JobSpec, buckets: Sequence[int], checkpoint: str, last_incarnation: int
+        self, spec: JobSpec, buckets: Sequence[int], checkpoint: str, last_incarnation: int, run: str = ""
     ) -> VersionRange:
-        """Takes the job as a checkpoint has it, in place of what was here. Changes nothing if it raises."""
+        """Takes the job as a checkpoint has it, in place of what was here. Changes nothing if it raises.
+
+        Raises RunEnded where a later run of the job is here.
+        """
         store = self._store()
+        known = self._jobs.get(spec.name)
+        if known is not None and run < known.run:
+            known.check_run(run)
         manifest = store.manifest(spec.name, checkpoint)
-        job = self._make_job(spec, buckets)
+        job = self._make_job(spec, buckets, run)
         snapshots = store.read_buckets(spec.name, manifest, [bucket.spec for bucket in job.buckets.values()])
         job.state.execute(RestoreSnapshot(snapshots, last_incarnation))
         failpoint("restore-read")
@@ -136,69 +158,82 @@ class Shard:
             before = self._jobs.get(spec.name)
             self._jobs[spec.name] = job
         if before is not None:
-            reason = UnknownWorker(f"job {spec.name!r} was rolled back to a checkpoint: join again")
-            before.close(reason)
-            if before.snapshot_task is not None:
-                before.snapshot_task.abandon()
-            self._pulls.fail(before, reason)
+            self._end(before, UnknownWorker(f"job {spec.name!r} was rolled back to a checkpoint: join again"))
         log.info("job %s: %d buckets as of checkpoint %s", spec.name, len(job.buckets), checkpoint)
         return job.state.buckets.extent()
 
-    def drop_job(self, name: str) -> None:
-        """Forgets a job and gives its memory back."""
+    def drop_job(self, name: str, run: str = "") -> None:
+        """Forgets a run of a job and gives its memory back; another run of that name stays."""
         with self._lock:
-            job = self._jobs.pop(name, None)
-        if job is not None:
-            reason = NotFound(f"job {name!r} ended")
-            job.close(reason)
-            self._pulls.fail(job, reason)
-            self._metrics.forget(name)
-            log.info("job %s: dropped", name)
+            job = self._jobs.get(name)
+            if job is None or run not in ("", job.run):
+                return
+            del self._jobs[name]
+        self._end(job, NotFound(f"job {name!r} ended"))
+        self._metrics.forget(name)
+        log.info("job %s: dropped", name)
+
+    def _end(self, job: HostedJob, reason: PSError) -> None:
+        """Ends what is under way in a job that is no longer here."""
+        job.close(reason)
+        if job.snapshot_task is not None:
+            job.snapshot_task.abandon()
+        self._pulls.fail(job, reason)
 
     def jobs(self) -> dict[str, HostedJob]:
         """Returns the jobs here, by name."""
         with self._lock:
             return dict(self._jobs)
 
-    def _job(self, name: str) -> HostedJob:
+    def run_of(self, name: str) -> str:
+        """Returns the run of a job that is here; empty if there is none."""
+        job = self._jobs.get(name)
+        return job.run if job is not None else ""
+
+    def _job(self, name: str, run: str) -> HostedJob:
         job = self._jobs.get(name)
         if job is None:
             raise NotFound(f"this shard knows no job {name!r}")
+        job.check_run(run)
         if job.failure is not None:
             raise PSError(str(job.failure))  # a new one: an error that is raised holds on to its frames
         return job
 
-    def _make_job(self, spec: JobSpec, buckets: Sequence[int]) -> HostedJob:
+    def _make_job(self, spec: JobSpec, buckets: Sequence[int], run: str) -> HostedJob:
         with _making_room(spec, buckets):
             state = JobPartition(spec, buckets, self._staged_limit, self._norm_limit, self.principals)
-            return HostedJob(spec, state)
+            return HostedJob(spec, state, run)
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def add_worker(self, name: str, rank: int, incarnation: int, clock: int | None, key: bytes = b"") -> int:
+    def add_worker(
+        self, name: str, rank: int, incarnation: int, clock: int | None, key: bytes = b"", run: str = ""
+    ) -> int:
         """Counts a worker as live; see AddWorker."""
-        job = self._job(name)
+        job = self._job(name, run)
         with job.lock:
             frontier = job.state.execute(AddWorker(rank, incarnation, clock, key))
         job.detach(rank, incarnation)
         self._roster_changed(job)
         return frontier
 
-    def remove_worker(self, name: str, rank: int, incarnation: int) -> None:
+    def remove_worker(self, name: str, rank: int, incarnation: int, run: str = "") -> None:
         """Stops counting a worker as live; pulls that waited for it alone are sent."""
-        job = self._job(name)
+        job = self._job(name, run)
         with job.lock:
             job.state.execute(RemoveWorker(rank, incarnation))
         job.detach(rank, incarnation + 1)
         self._roster_changed(job)
 
-    def attach(self, name: str, rank: int, incarnation: int, location: str, nonce: bytes, key: bytes = b"") -> None:
+    def attach(
+        self, name: str, rank: int, incarnation: int, location: str, nonce: bytes, key: bytes = b"", run: str = ""
+    ) -> None:
         """Maps the segment that a live worker made. Raises NotShared if it is not to be seen from here."""
-        self._pushes.attach(self._job(name), rank, incarnation, location, nonce, key)
+        self._pushes.attach(self._job(name, run), rank, incarnation, location, nonce, key)
 
-    def committed(self, name: str) -> tuple[Committed, bool]:
+    def committed(self, name: str, run: str = "") -> tuple[Committed, bool]:
         """Returns the leased data that every bucket that trains here has had, and whether there is such a bucket."""
-        job = self._job(name)
+        job = self._job(name, run)
         with job.lock:
             return job.state.data.whole(), job.state.data.has_say
 
@@ -214,26 +249,26 @@ class Shard:
 
         principal: whose bytes they are
         """
-        return self._pushes.push(self._job(call.job), call, principal)
+        return self._pushes.push(self._job(call.job, call.run), call, principal)
 
     def exchange(self, push: PushCall, pull: PullCall, outbox: Outbox, principal: str = "") -> None:
         """Does as `push`, then as `pull`, for one worker at one clock."""
-        self._pushes.exchange(self._job(push.job), push, principal, pull, outbox)
+        self._pushes.exchange(self._job(push.job, push.run), push, principal, pull, outbox)
 
     def pull(self, call: PullCall, outbox: Outbox) -> None:
         """Sends buckets on the outbox as they are admitted; see Pulls."""
-        job = self._job(call.job)
+        job = self._job(call.job, call.run)
         self._pulls.ask(job, self._pulls.check(job, call, outbox), call.buckets)
 
     def pull_state(self, call: PullCall, outbox: Outbox) -> None:
         """Sends the optimizer state of buckets as it is now on the outbox, and ends it. Returns at once."""
-        self._pulls.send_state(self._job(call.job), call, outbox)
+        self._pulls.send_state(self._job(call.job, call.run), call, outbox)
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
-    def begin_snapshot(self, name: str, checkpoint: str, clock: int | None) -> None:
+    def begin_snapshot(self, name: str, checkpoint: str, clock: int | None, run: str = "") -> None:
         """Copies each bucket of a job when it has applied `clock` updates, or now. Returns at once."""
-        job, store = self._job(name), self._store()
+        job, store = self._job(name, run), self._store()
         store.path(name, checkpoint)
 
         def write(checkpoint: str, snapshots: list[BucketSnapshot]) -> Part:
@@ -242,9 +277,9 @@ class Shard:
         specs = [bucket.spec for bucket in job.buckets.values()]
         job.begin_snapshot(SnapshotTask(checkpoint, clock, specs, job.snapshot, write, self._threads, self._clock))
 
-    def await_snapshot(self, name: str, checkpoint: str, seconds: float) -> ShardSnapshot:
+    def await_snapshot(self, name: str, checkpoint: str, seconds: float, run: str = "") -> ShardSnapshot:
         """Returns this shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""
-        task = self._job(name).snapshot_task
+        task = self._job(name, run).snapshot_task
         if task is None or task.name != checkpoint:
             raise NotFound(f"no checkpoint {checkpoint} of job {name!r} was begun here, or another took its place")
         return task.wait(seconds)

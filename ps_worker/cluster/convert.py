@@ -33,7 +33,7 @@ _NOTHING = memoryview(b"")
 def identity(worker: Identity) -> types_pb2.WorkerIdentity:
     """Returns the caller, as every message of a worker names it."""
     return types_pb2.WorkerIdentity(
-        job=worker.job, rank=worker.rank, incarnation=worker.incarnation, lease_key=worker.key
+        job=worker.job, rank=worker.rank, incarnation=worker.incarnation, lease_key=worker.key, run=worker.run
     )
 
 
@@ -217,9 +217,15 @@ def shard_map(message: types_pb2.ShardMap) -> ShardMap:
 
 
 def join_request(
-    options: JobOptions, metrics_address: str, before: JoinResult | None, clock: int, request_id: int, waited: float
+    options: JobOptions,
+    run: str,
+    metrics_address: str,
+    before: JoinResult | None,
+    clock: int,
+    request_id: int,
+    waited: float,
 ) -> membership_pb2.JoinRequest:
-    """Asks for a place for this process.
+    """Asks for a place for this process in a run of the job.
 
     before, clock: of a worker that comes back, its last place and the steps it had finished there
     request_id:    the same in every repeat of one request
@@ -241,6 +247,7 @@ def join_request(
         request_id=request_id,
         wait_duration=duration(waited),
         launch=launch,
+        run=run,
     )
 
 
@@ -248,7 +255,7 @@ def join_result(response: membership_pb2.JoinResponse) -> JoinResult:
     """Reads the place that a worker got."""
     worker = response.worker
     return JoinResult(
-        Identity(worker.job, worker.rank, worker.incarnation, worker.lease_key),
+        Identity(worker.job, worker.rank, worker.incarnation, worker.lease_key, worker.run),
         response.clock,
         seconds(response.lease_duration),
         shard_map(response.shard_map) if response.HasField("shard_map") else None,

@@ -21,13 +21,14 @@ from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
 from ps_protocol.v1.leases_pb2_grpc import DataLeaseServiceStub
 from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_protocol.v1.rounds_pb2_grpc import RoundServiceStub
+from ps_protocol.versions import VERSION, check_server_version
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer, Retry
 from ps_runtime.status import error_from
 from ps_worker.cluster import convert
 from ps_worker.cluster.options import JobOptions
-from ps_worker.values import Identity, JoinResult, Roster, RoundNews, ShardMap
+from ps_worker.values import Identity, JoinResult, Registration, Roster, RoundNews
 
 CALL_SECONDS = 15.0
 ROUND_SECONDS = 30.0  # longer than the coordinator keeps a caller waiting before it has it ask again
@@ -66,13 +67,17 @@ class CoordinatorClient:
         self._leases = DataLeaseServiceStub(self._channel)
         self._rounds = RoundServiceStub(self._channel)
 
-    def register(self, spec: JobSpec) -> tuple[ShardMap, int]:
-        """Registers a job, or finds the equal one that is there: where its buckets are, and the bytes of a full one."""
-        response = self._call(self._jobs.RegisterJob, jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec)))
-        return convert.shard_map(response.shard_map), response.bucket_bytes
+    def register(self, spec: JobSpec) -> Registration:
+        """Registers a job, or finds the equal one that is there. Raises VersionMismatch for servers too old."""
+        request = jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec), protocol_version=VERSION)
+        response = self._call(self._jobs.RegisterJob, request)
+        check_server_version(response.protocol_version)
+        return Registration(convert.shard_map(response.shard_map), response.bucket_bytes, response.run)
 
-    def join(self, options: JobOptions, metrics_address: str, before: JoinResult | None, clock: int) -> JoinResult:
-        """Makes this process a live worker of the job.
+    def join(
+        self, options: JobOptions, run: str, metrics_address: str, before: JoinResult | None, clock: int
+    ) -> JoinResult:
+        """Makes this process a live worker of a run of the job.
 
         before, clock: its last place, and the steps it had finished there; None and 0 for a new worker
 
@@ -85,7 +90,7 @@ class CoordinatorClient:
         def ask() -> Any:
             nonlocal since
             waited = max(0.0, time.monotonic() - since)
-            request = convert.join_request(options, metrics_address, before, clock, request_id, waited)
+            request = convert.join_request(options, run, metrics_address, before, clock, request_id, waited)
             try:
                 return self._members.Join(request, timeout=min(CALL_SECONDS, self._timeout))
             except grpc.RpcError as error:

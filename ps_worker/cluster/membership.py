@@ -57,9 +57,9 @@ class Membership:
         self._doubted = threading.Event()  # wakes the heartbeat before its time
         self._beating: threading.Thread | None = None
 
-    def join(self) -> JoinResult:
-        """Takes a place, and keeps it from here on."""
-        place = self._ask(None)
+    def join(self, run: str) -> JoinResult:
+        """Takes a place in a run of the job, and keeps it from here on."""
+        place = self._ask(run, None)
         with self._changed:
             self.place = place
         self._beating = threading.Thread(target=self._beat, args=(place.lease,), name="heartbeat", daemon=True)
@@ -159,13 +159,9 @@ class Membership:
 
     # -- the threads beside it ---------------------------------------------------------------------------------------
 
-    def _ask(self, before: JoinResult | None) -> JoinResult:
+    def _ask(self, run: str, before: JoinResult | None) -> JoinResult:
         clock = 0 if before is None else self._finished(before)
-        place = self._coordinator.join(self._options, self._metrics_address, before, clock)
-        if before is not None and place.identity.incarnation <= before.identity.incarnation:
-            self._coordinator.leave(place.identity)
-            raise NotFound(f"job {self._options.job!r} ended, and another of that name began")
-        return place
+        return self._coordinator.join(self._options, run, self._metrics_address, before, clock)
 
     def _beat(self, lease: float) -> None:
         pause = lease / HEARTBEATS_PER_LEASE
@@ -198,7 +194,7 @@ class Membership:
         with self._changed:
             self._joining = True
         try:
-            place = self._ask(lost)
+            place = self._ask(lost.identity.run, lost)
             with self._changed:
                 self.place = place
         finally:

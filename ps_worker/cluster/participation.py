@@ -66,11 +66,12 @@ class Participation:
         Raises JobMismatch, JobInUse, Unreachable and other PSErrors.
         """
         for last in (False, True):
-            self._shard_map, bucket_bytes = self.coordinator.register(spec)
-            agreed = replace(spec, bucket_bytes=bucket_bytes)
+            registered = self.coordinator.register(spec)
+            self._shard_map = registered.shard_map
+            agreed = replace(spec, bucket_bytes=registered.bucket_bytes)
             validate(agreed)  # the server may have answered anything
             try:
-                self.members.join()
+                self.members.join(registered.run)
                 return agreed
             except NotFound as error:  # it ended, with the launch that held it, while this worker waited for a place
                 if last or self.is_closed:

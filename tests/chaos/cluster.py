@@ -269,7 +269,7 @@ def read_weights(task: Task) -> tuple[torch.Tensor, tuple[int, ...]]:
     options = PrepareOptions(task.shape.bucket_bytes)
     spec, _ = describe([model], [model.optimizer()], options, name=task.job, consistency=rule, world_size=task.workers)
     coordinator = CoordinatorClient(task.server, START_SECONDS)
-    found, _ = coordinator.register(spec)
+    found = coordinator.register(spec).shard_map
     coordinator.close()
     buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
     view = torch.zeros(task.shape.buckets, task.shape.rows, 1 + task.shape.columns)

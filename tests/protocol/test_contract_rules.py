@@ -59,12 +59,12 @@ FIELD, METHOD = "  uint64 bucket_bytes = 3;\n", "  rpc EndJob(EndJobRequest) ret
     ("command", "before", "after", "rules"),
     [
         ("breaking", FIELD, "", {"FIELD_NO_DELETE"}),
-        ("breaking", FIELD, FIELD.replace("3", "4"), {"FIELD_NO_DELETE"}),
+        ("breaking", FIELD, FIELD.replace("3", "40"), {"FIELD_NO_DELETE"}),
         ("breaking", FIELD, FIELD.replace("uint64", "string"), {"FIELD_SAME_TYPE"}),
         ("breaking", METHOD, "", {"RPC_NO_DELETE"}),
-        ("breaking", FIELD, FIELD + "  // How many buckets the job has.\n  uint32 bucket_count = 4;\n", set()),
-        ("lint", FIELD, FIELD + "  // How many buckets the job has.\n  uint32 bucket_count = 4;\n", set()),
-        ("lint", FIELD, FIELD + "\n  uint32 count = 4;\n", {"COMMENT_FIELD"}),
+        ("breaking", FIELD, FIELD + "  // How many buckets the job has.\n  uint32 bucket_count = 40;\n", set()),
+        ("lint", FIELD, FIELD + "  // How many buckets the job has.\n  uint32 bucket_count = 40;\n", set()),
+        ("lint", FIELD, FIELD + "\n  uint32 count = 40;\n", {"COMMENT_FIELD"}),
         ("lint", "service JobService {\n", "service Jobs {\n", {"SERVICE_SUFFIX"}),
     ],
 )

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from ps_protocol import errors
 from ps_protocol.errors import BY_REASON, DOMAIN, PSError, TryLater, Unreachable
+from ps_protocol.v1 import types_pb2
 from ps_runtime.channel import open_channel, server_options
 from ps_runtime.status import LONGEST_RETRY_SECONDS, error_from, status_of
 from ps_server.core.limits import Limits
@@ -96,6 +97,11 @@ def test_an_error_that_nobody_meant_is_logged_and_keeps_its_text_to_itself(
     assert "hunter2" not in found.message
     assert "internal error" in found.message
     assert "hunter2" in caplog.text
+
+
+def test_the_contract_lists_every_reason() -> None:
+    names = {name.removeprefix("ERROR_REASON_") for name, number in types_pb2.ErrorReason.items() if number}
+    assert names == BY_REASON.keys()
 
 
 def test_reasons_are_distinct_and_each_class_has_its_own() -> None:

@@ -11,9 +11,10 @@ from dataclasses import replace
 import pytest
 
 import ps_worker
+from ps_protocol.job import JobSpec
 from ps_worker import Session
 from ps_worker.cluster.coordinator import CoordinatorClient
-from ps_worker.values import JoinResult, ShardMap
+from ps_worker.values import JoinResult, Registration, ShardMap
 from tests.tools.cluster import Cluster, until
 
 CHUNK = 2**16
@@ -80,9 +81,11 @@ class Cable:
         self.address = self._proxies[coordinator].address
         register, join = CoordinatorClient.register, CoordinatorClient.join
 
-        def registered(client: CoordinatorClient, *arguments: object) -> tuple[ShardMap, int]:
-            found, bucket_bytes = register(client, *arguments)
-            return self._through(found) if client.address == self.address else found, bucket_bytes
+        def registered(client: CoordinatorClient, spec: JobSpec) -> Registration:
+            answer = register(client, spec)
+            if client.address != self.address:
+                return answer
+            return replace(answer, shard_map=self._through(answer.shard_map))
 
         def joined(client: CoordinatorClient, *arguments: object) -> JoinResult:
             found = join(client, *arguments)  # type: ignore[arg-type]

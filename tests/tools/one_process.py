@@ -75,12 +75,12 @@ class DirectShard:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._shard, name)  # all that is asked without gRPC as with it
 
-    def committed(self, job: str) -> Committed | None:
-        committed, has_say = self._shard.committed(job)
+    def committed(self, job: str, run: str) -> Committed | None:
+        committed, has_say = self._shard.committed(job, run)
         return committed if has_say else None
 
-    def await_snapshot(self, job: str, name: str) -> ShardSnapshot:
-        return self._shard.await_snapshot(job, name, 0.0)
+    def await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
+        return self._shard.await_snapshot(job, name, 0.0, run)
 
     def close(self) -> None:
         pass
@@ -91,19 +91,28 @@ class OneProcess:
 
     def __init__(self, directory: Path, shards: int = 2, lease: float = 10.0) -> None:
         self._store, self._processes = CheckpointStore(directory), 0
+        self._count, self._lease = shards, lease
         self._at: dict[str, Shard] = {}  # every shard there ever was, by its address
         self.shards: dict[int, Shard] = {}
         self.clock = VirtualClock()
+        self.start_coordinator(CheckpointPolicy(directory))
+        for index in range(shards):
+            self.start_shard(index)
+
+    def start_coordinator(self, policy: CheckpointPolicy | None) -> None:
+        """Starts a coordinator, in place of one that died. The shards that are there call in."""
+        self.clock.seconds += 60
         self.coordinator = Coordinator(
-            shards,
+            self._count,
             lambda index, address: DirectShard(self._at[address]),
-            lease,
-            policy=CheckpointPolicy(directory),
+            self._lease,
+            policy=policy,
             clock=self.clock,
             make_executor=AtOnce,
         )
-        for index in range(shards):
-            self.start_shard(index)
+        for index, shard in self.shards.items():
+            address = next(address for address, other in self._at.items() if other is shard)
+            self.coordinator.register_shard(index, address, "", 1, int(address.rpartition(":")[2]))
 
     def start_shard(self, index: int) -> None:
         """Starts a shard, in place of one that died."""
@@ -131,8 +140,8 @@ class DirectWorker:
         self.cluster, self.spec, self.rank = cluster, spec, rank
         self.layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         self.clock, self.in_checkpoint = 0, False
-        cluster.coordinator.register_job(spec)
-        self.place = self.join(JoinRequest(host="here"))
+        self.run = cluster.coordinator.register_job(spec)[0].placed.run
+        self.place = self.join(JoinRequest(host="here", run=self.run))
 
     def join(self, request: JoinRequest) -> JoinResult:
         self.place = self.cluster.coordinator.join(self.spec.name, self.rank, request)
@@ -140,11 +149,12 @@ class DirectWorker:
         return self.place
 
     def rejoin(self) -> JoinResult:
-        return self.join(JoinRequest(host="here", previous=self.place.member.incarnation, clock=self.clock))
+        previous = self.place.member.incarnation
+        return self.join(JoinRequest(host="here", previous=previous, clock=self.clock, run=self.run))
 
     def leave(self) -> bool:
         member = self.place.member
-        return self.cluster.coordinator.leave(self.spec.name, self.rank, member.incarnation, member.key)
+        return self.cluster.coordinator.leave(self.spec.name, self.rank, member.incarnation, member.key, self.run)
 
     def initialise(self) -> None:
         for bucket in self.layout.buckets:
@@ -166,6 +176,7 @@ class DirectWorker:
             (PushedBucket(bucket, kind),),
             bytes(bytes_of(values)),
             key=member.key,
+            run=self.run,
         )
         self._shard(bucket).push(call)
 
@@ -176,7 +187,7 @@ class DirectWorker:
         for bucket in self.layout.buckets:
             member, outbox = self.place.member, _Outbox()
             who = self.spec.name, self.rank, member.incarnation, self.clock
-            self._shard(bucket.index).pull(PullCall(*who, (bucket.index,), member.key), outbox)
+            self._shard(bucket.index).pull(PullCall(*who, (bucket.index,), member.key, run=self.run), outbox)
             for index, save_state, values in outbox.buckets():
                 weights[index] = values
                 self.in_checkpoint |= save_state
@@ -184,7 +195,7 @@ class DirectWorker:
 
     def save_state(self) -> None:
         member, state = self.place.member, b"state at %d" % self.clock
-        job = self.cluster.coordinator.job(self.spec.name)
+        job = self.cluster.coordinator.job(self.spec.name, self.run)
         job.save_worker_state(self.rank, member.incarnation, member.key, self.clock, state)
 
     def _shard(self, bucket: int) -> Shard:

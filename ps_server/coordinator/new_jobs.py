@@ -1,0 +1,83 @@
+"""Making a job on all shards: a new one, or as the last checkpoint of its name has it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import replace
+
+from ps_protocol.errors import PSError, RunEnded
+from ps_protocol.job import JobSpec
+from ps_server.coordinator.cluster import Cluster, Registry
+from ps_server.coordinator.job import CoordinatedJob
+from ps_server.coordinator.recovery import Recovery
+from ps_server.coordinator.runs import Runs
+from ps_server.core.membership import Membership
+from ps_server.core.placement import place_job
+from ps_server.core.validation import check_job_spec
+
+log = logging.getLogger("ps_server")
+
+
+class NewJobs:
+    """Makes jobs, one run after the other.
+
+    registry: of the jobs that are made
+    recovery: what restores a job from a checkpoint; None where there are none
+    """
+
+    def __init__(self, cluster: Cluster, registry: Registry, recovery: Recovery | None) -> None:
+        self._cluster, self._registry, self._recovery = cluster, registry, recovery
+        self.runs = Runs(cluster.clock)
+
+    def make(self, spec: JobSpec, chosen: JobSpec) -> CoordinatedJob:
+        """Returns a job that all shards hold. chosen: the same with a size of buckets.
+
+        Raises JobMismatch if the checkpoint of its name is of another job, NoCheckpoints if not one of its checkpoints
+        is whole, TryLater if a shard does not answer.
+        """
+        if self._recovery is not None and self._recovery.restorable(spec):
+            return self._restored(self._recovery, spec, chosen)
+        try:
+            return self._new(chosen)
+        except RunEnded:  # a shard holds what a coordinator with a clock ahead of this one's has made
+            self.runs.follow(max(self._cluster.shards.runs_of(spec.name)))
+            return self._new(chosen)
+
+    def _new(self, spec: JobSpec) -> CoordinatedJob:
+        check_job_spec(spec, self._cluster.limits)  # with as many buckets as it has now
+        shards = self._cluster.shards
+        placed = place_job(spec, shards.count, self.runs.new())
+        processes = {index: shard.process for index, shard in shards.known().items()}
+        job = CoordinatedJob(placed, processes, self._cluster, self._registry)
+        with self.runs.making(spec.name, placed.run):
+            try:
+                shards.call_all(lambda shard: shard.api.create_job(spec, placed.buckets_of(shard.index), placed.run))
+            except PSError:
+                # All or none: what some shards made room for would belong to no job.
+                with contextlib.suppress(PSError):
+                    shards.call_all(lambda shard: shard.api.drop_job(spec.name, placed.run))
+                raise
+        return job
+
+    def _restored(self, recovery: Recovery, spec: JobSpec, chosen: JobSpec) -> CoordinatedJob:
+        if not spec.bucket_bytes:
+            spec = replace(chosen, bucket_bytes=recovery.last_bucket_bytes(spec) or chosen.bucket_bytes)
+            check_job_spec(spec, self._cluster.limits)
+        shards = self._cluster.shards.known()
+        placed = place_job(spec, self._cluster.shards.count, self.runs.new())
+        with self.runs.making(spec.name, placed.run):
+            restored = recovery.restore(placed, list(shards.values()), last_incarnation=0, any_run=True)
+        manifest = restored.manifest
+        membership = Membership(spec.world_size, self._cluster.lease, last_incarnation=restored.last_incarnation)
+        job = CoordinatedJob(
+            replace(placed, continues=(manifest.run, manifest.name)),
+            {},
+            self._cluster,
+            self._registry,
+            membership,
+            restore_count=manifest.restore_count + 1,
+        )
+        job.continue_from(restored, shards)
+        log.warning("job %s: continues from checkpoint %s, clock %d", spec.name, manifest.name, manifest.clock)
+        return job

@@ -1,0 +1,46 @@
+"""The identity of each run of a job: made when the job is registered, and later than that of every run before it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from ps_server.coordinator.timing import Clock
+
+
+class Runs:
+    """Makes runs, and knows which are being made on the shards. Thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last = 0
+        self._being_made: set[tuple[str, str]] = set()
+
+    def new(self) -> str:
+        """Returns a run later than all that this coordinator, or one whose clock was behind this one's, has made."""
+        with self._lock:
+            self._last = max(self._last + 1, int(self._clock.since_1970() * 1e9))
+            return f"{self._last:016x}"
+
+    def follow(self, run: int) -> None:
+        """Has all runs to come be later than one that a coordinator with a clock ahead of this one's has made."""
+        with self._lock:
+            self._last = max(self._last, run)
+
+    @contextlib.contextmanager
+    def making(self, name: str, run: str) -> Iterator[None]:
+        """Has a job count as one that there is, while it is made."""
+        with self._lock:
+            self._being_made.add((name, run))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._being_made.discard((name, run))
+
+    def being_made(self) -> set[tuple[str, str]]:
+        """Returns the names and runs of the jobs that are being made."""
+        with self._lock:
+            return set(self._being_made)
