@@ -48,7 +48,7 @@ class Cluster:
         self.network = Network(self.world)
         self.runs: list[Run] = []
         self.shards: list[ShardProcess] = []
-        self.holders: dict[tuple[int, int], Worker] = {}  # by rank and incarnation, the last that was given it
+        self.holders: dict[tuple[str, int, int], Worker] = {}  # by the servers' run, rank and incarnation
         self.lossy: dict[int, float] = {}  # by bucket, when its shard died first in this run
         self.placement: list[int] = []
         self.faults = Faults(self)
@@ -160,15 +160,15 @@ class Cluster:
 
     def took(self, worker: Worker, place: Place) -> None:
         """Notes that a worker has a place."""
-        self.holders[worker.rank, place.incarnation] = worker
-        self.placement = list(place.result.placement)
-        identity = self.coordinator.identity(worker.run.name)
-        worker.run.identity = worker.run.identity or identity
-        if identity != worker.run.identity and not worker.run.over:
-            if worker.run.may_end:
-                worker.run.over = True
-            else:
-                self.violated(Violation("another run", f"{worker.host.name} joins {identity}, not its own run", {}))
+        self.holders[place.run, worker.rank, place.incarnation] = worker
+        self.placement, run = list(place.result.placement), worker.run
+        run.identity = run.identity or place.run
+        if place.run == run.identity or run.over:
+            return
+        if run.may_end:
+            self._is_lost(run, "its place is in another run")
+        else:
+            self.violated(Violation("another run", f"{worker.host.name} is in run {place.run}, not {run.identity}", {}))
 
     def lost_place(self, worker: Worker, place: Place) -> None:
         """Notes that a worker heard that its place is lost."""

@@ -10,7 +10,6 @@ from tests.simulation.runs import Run
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
-    from tests.simulation.servers import ShardProcess
     from tests.simulation.worker import Place, Worker
 
 LOOK_SECONDS = 0.5
@@ -69,7 +68,7 @@ class Promises:
             if job is None or not self._is_healthy(process.host, 3.0) or self.job() is None:
                 continue
             for rank, live in job.state.roster.items():
-                if self._is_dead(rank, live.incarnation):
+                if self._is_dead(job.run, rank, live.incarnation):
                     key = process.process, rank, live.incarnation
                     since[key] = self._dead_since.get(key, self._world.now)
         self._dead_since = since
@@ -84,8 +83,8 @@ class Promises:
         quiet = self._world.now - max(host.since, host.stopped_until, self._cluster.faults.disturbed.get(host, 0.0))
         return bool(host.alive and quiet > seconds)
 
-    def _is_dead(self, rank: int, incarnation: int) -> bool:
-        holder = self._cluster.holders.get((rank, incarnation))
+    def _is_dead(self, run: str, rank: int, incarnation: int) -> bool:
+        holder = self._cluster.holders.get((run, rank, incarnation))
         if holder is None:  # a join whose answer was lost, perhaps: its worker asks again
             return False
         return not holder.host.alive or (holder.place.incarnation != incarnation and not holder.host.stopped)
@@ -138,12 +137,4 @@ class Promises:
             job is not None
             and job.checkpoints is not None
             and job.checkpoints._progress.last is not None
-            and not self._process_is_young()
         )
-
-    def _process_is_young(self) -> bool:
-        return False
-
-    def shard_of(self, index: int) -> ShardProcess:
-        """Returns a shard's process."""
-        return self._cluster.shards[index]

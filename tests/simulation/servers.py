@@ -95,9 +95,9 @@ class CoordinatorProcess:
             "register_shard": coordinator.register_shard,
             "register_job": self._register_job,
             "join": self._join,
-            "heartbeat": lambda job, *rest: coordinator.job(job).members.heartbeat(*rest),
-            "roster": lambda job: coordinator.job(job).members.roster(),
-            "save_state": lambda job, *rest: coordinator.job(job).save_worker_state(*rest),
+            "heartbeat": lambda job, run, *rest: coordinator.job(job, run).members.heartbeat(*rest),
+            "roster": lambda job, run: coordinator.job(job, run).members.roster(),
+            "save_state": lambda job, run, *rest: coordinator.job(job, run).save_worker_state(*rest),
             "leave": coordinator.leave,
         }
 
@@ -106,15 +106,10 @@ class CoordinatorProcess:
         """Whether it answers."""
         return self.host.alive and not self.host.stopped and bool(self.host.methods)
 
-    def identity(self, name: str) -> str:
-        """Returns what tells the job of this name from earlier ones."""
-        job = self.coordinator._jobs.get(name) if self.coordinator is not None else None
-        return job.placed.run if job is not None else ""
-
-    def _register_job(self, spec: Any) -> int:
+    def _register_job(self, spec: Any) -> str:
         assert self.coordinator is not None
         job, _ = self.coordinator.register_job(spec)
-        return job.spec.bucket_bytes
+        return job.placed.run
 
     def _join(self, *arguments: Any) -> tuple[Any, dict[int, str]]:
         assert self.coordinator is not None
@@ -148,9 +143,9 @@ class ShardProcess:
         self.host.methods |= {"await_snapshot": self._await_snapshot, "committed": self._committed}
         self.host.spawn("registration", self._register)
 
-    def _await_snapshot(self, *arguments: Any) -> ShardSnapshot:
+    def _await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
         assert self.shard is not None
-        return self.shard.await_snapshot(*arguments, AWAIT_SECONDS)
+        return self.shard.await_snapshot(job, name, AWAIT_SECONDS, run)
 
     def _committed(self, *arguments: Any) -> Committed | None:
         assert self.shard is not None

@@ -60,6 +60,11 @@ class Place:
         return self.result.member.incarnation
 
     @property
+    def run(self) -> str:
+        """The run that it is in, as the servers name it."""
+        return self.result.run
+
+    @property
     def key(self) -> bytes:
         """Its secret."""
         return self.result.member.key
@@ -135,7 +140,7 @@ class Worker:
         call = self.cluster.network.call
         return self._retry(lambda: call(COORDINATOR, method, *arguments, seconds=CALL_SECONDS))
 
-    def _join(self, before: Place | None) -> Place:
+    def _join(self, run: str, before: Place | None) -> Place:
         attempt, since = self.world.random.getrandbits(62), math.inf
         clock = 0 if before is None else before.clock
         request = JoinRequest(
@@ -145,6 +150,7 @@ class Worker:
             clock=clock,
             attempt=attempt,
             launch=self.launch,
+            run=run,
         )
         arguments = self.run.name, self.rank
 
@@ -159,14 +165,11 @@ class Worker:
                 raise
 
         result, addresses = self._retry(ask)
-        if before is not None and result.member.incarnation <= before.incarnation:
-            self._leave_place(Place(result, addresses, 0, self.world.now))
-            raise NotFound("the job ended, and another of that name began")
         self.world.trace(f"{self.host.name} joins: incarnation {result.member.incarnation}, clock {result.clock}")
         return Place(result, addresses, result.clock, self.world.now)
 
     def _leave_place(self, place: Place) -> bool:
-        arguments = self.run.name, self.rank, place.incarnation, place.key
+        arguments = self.run.name, self.rank, place.incarnation, place.key, place.run
         try:
             return bool(self.cluster.network.call(COORDINATOR, "leave", *arguments, seconds=CALL_SECONDS))
         except PSError:
@@ -191,7 +194,7 @@ class Worker:
             place = self.place
             if self.leaving:
                 return
-            who = self.run.name, self.rank, place.incarnation, place.clock, place.key
+            who = self.run.name, place.run, self.rank, place.incarnation, place.clock, place.key
             try:
                 try:
                     self.cluster.network.call(COORDINATOR, "heartbeat", *who, seconds=pause)
@@ -202,7 +205,7 @@ class Worker:
                     self.cluster.lost_place(self, place)
                     self._joining = True
                     try:
-                        self._take(self._join(place))
+                        self._take(self._join(place.run, place))
                     finally:
                         self._joining = False
             except PSError as error:
@@ -259,9 +262,9 @@ class Worker:
     def _begin(self) -> None:
         """Does as ps_worker.cluster.participation.join."""
         for last in (False, True):
-            self._ask("register_job", self.run.spec)
+            run = self._ask("register_job", self.run.spec)
             try:
-                self._take(self._join(None))
+                self._take(self._join(run, None))
                 return
             except NotFound:
                 if last:
@@ -293,7 +296,7 @@ class Worker:
     def _await_started(self, place: Place) -> None:
         while self.place is place:
             try:
-                if self._ask("roster", self.run.name)[2]:
+                if self._ask("roster", self.run.name, place.run)[2]:
                     return
             except PSError as error:
                 raise PlaceLost from error
@@ -346,6 +349,7 @@ class Worker:
             (PushedBucket(bucket, kind),),
             bytes(bytes_of(values.flatten())),
             key=place.key,
+            run=place.run,
         )
         address, network = place.addresses[shard], self.cluster.network
         self._retry(lambda: network.call(address, "push", call, seconds=CALL_SECONDS), lambda: place.closed)
@@ -365,7 +369,7 @@ class Worker:
         missing = dict.fromkeys(buckets)
 
         def attempt() -> None:
-            call = PullCall(self.run.name, self.rank, place.incarnation, place.clock, tuple(missing), place.key)
+            call = PullCall(self.run.name, self.rank, place.incarnation, place.clock, tuple(missing), place.key, run=place.run)
             network = self.cluster.network
             for answer in network.stream(address, "pull", call, seconds=PULL_SECONDS, begun=place.calls.append):
                 if isinstance(answer, PulledBucket) and answer.payload is not None:
@@ -406,7 +410,7 @@ class Worker:
             self.host.spawn("state", partial(self._save_state, place, clock))
 
     def _save_state(self, place: Place, clock: int) -> None:
-        who = self.run.name, self.rank, place.incarnation, place.key
+        who = self.run.name, place.run, self.rank, place.incarnation, place.key
         try:
             self._ask("save_state", *who, clock, b"%d" % clock)
         except PSError as error:
