@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from tests.chaos.oracle import Life, Violation
 from tests.simulation.binding import bound
 from tests.simulation.disk import Disk
 from tests.simulation.faults import Faults
-from tests.simulation.network import Network, Weather
+from tests.simulation.network import Network
 from tests.simulation.processes import Host
 from tests.simulation.promises import Promises
 from tests.simulation.runs import RUNS, SHAPE, WORKERS, Run
@@ -118,8 +119,8 @@ class Cluster:
         self.lossy = {}
         self.world.trace(f"run {run.number} begins")
         for rank in range(WORKERS):
-            launch = f"launch {run.number}"
-            self.world.at(draw.uniform(0.0, 0.5), lambda rank=rank: self.start_worker(run, rank, launch))
+            start = partial(self.start_worker, run, rank, f"launch {run.number}")
+            self.world.at(draw.uniform(0.0, 0.5), start)
 
     def kill_worker(self, worker: Worker) -> None:
         """kill -9 of a worker; mostly it is started again a little later."""
@@ -249,29 +250,30 @@ class Cluster:
     def _finish(self) -> None:
         """Has the workers of now train to one clock, and judges what is there then."""
         until = self.world.now + SETTLE_SECONDS
-        run = self.this_run
-        while True:
+        while not self._has_finished(self.this_run, until):
             run = self.this_run
-            self._start_all(run)
-            self.world.run(lambda: bool(run.over or self.violations) or self._is_training(run), until - self.world.now)
-            if self.violations:
-                return
-            if not run.over:
-                break
-            if not self.world.run(lambda: self.this_run is not run, until - self.world.now):
-                return  # there have been enough
+            if self.violations or not self._waits(lambda run=run: self.this_run is not run, until):  # type: ignore[misc]
+                return  # there were as many runs as there can be
+        self._let_pass(1.0)
+        if not self.violations:
+            self.promises.check_finished(self.this_run)
+
+    def _has_finished(self, run: Run, until: float) -> bool:
+        """Returns True once all workers of a run hold at one clock; False if the run was lost, or a promise broken."""
+        self._start_all(run)
+        self._waits(lambda: run.over or self._is_training(run), until)
         run.target = run.furthest() + LAST_STEPS
-        done = self.world.run(
-            lambda: bool(self.violations) or self._all_hold(run), max(10.0, until - self.world.now)
-        )
-        if self.violations:
-            return
-        if not done:
+        self._waits(lambda: run.over or self._all_hold(run), until)
+        if run.over or self.violations:
+            return False
+        if not self._all_hold(run):
             where = {worker.host.name: (worker.clock, worker.holds) for worker in run.workers.values()}
             self.violated(Violation("stuck", f"not everybody reaches clock {run.target}: {where}", {}))
-            return
-        self._let_pass(1.0)
-        self.promises.check_finished(run)
+            return False
+        return True
+
+    def _waits(self, until: Callable[[], bool], deadline: float) -> bool:
+        return self.world.run(lambda: bool(self.violations) or until(), max(10.0, deadline - self.world.now))
 
     def _start_all(self, run: Run) -> None:
         job = self.promises.job()
@@ -284,10 +286,11 @@ class Cluster:
         return [worker for rank, worker in run.workers.items() if rank not in run.gone]
 
     def _is_training(self, run: Run) -> bool:
-        return all(worker.host.alive and worker.places for worker in self._staying(run))
+        return len(run.workers) == WORKERS and all(worker.is_there for worker in self._staying(run))
 
     def _all_hold(self, run: Run) -> bool:
-        return all(worker.holds and worker.host.alive for worker in self._staying(run))
+        holds = all(worker.holds and worker.host.alive for worker in self._staying(run))
+        return len(run.workers) == WORKERS and holds
 
     def _leave(self) -> None:
         """Has all workers leave, while something goes wrong perhaps."""
@@ -315,7 +318,9 @@ class Cluster:
     def digest(self) -> str:
         """Returns what tells whether two runs of a simulation were the same."""
         lives = [
-            (life.number, life.rank, life.attempted, sorted(life.done.items())) for run in self.runs for life in run.lives
+            (life.number, life.rank, life.attempted, sorted(life.done.items()))
+            for run in self.runs
+            for life in run.lives
         ]
         return hashlib.sha256(repr((lives, round(self.world.now, 9))).encode()).hexdigest()
 

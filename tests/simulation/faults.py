@@ -208,7 +208,9 @@ class Faults:
     def _fill_disk(self) -> None:
         disk = self._world.random.choice(self._cluster.disks)
         disk.full_until = self._world.now + self._hang_seconds()
-        self._world.trace(f"disk {self._cluster.disks.index(disk)} is full for {disk.full_until - self._world.now:.1f} s")
+        self._world.trace(
+            f"disk {self._cluster.disks.index(disk)} is full for {disk.full_until - self._world.now:.1f} s"
+        )
 
     def _slow_disk(self) -> None:
         disk = self._world.random.choice(self._cluster.disks)

@@ -155,7 +155,9 @@ class Network:
         call = Call(self.world, caller, f"{method} at {address}", streams)
         server = self._listeners.get(address)
         if server is None or not server.alive:
-            self.world.at(self._seconds(), partial(call.deliver, None, TryLater(f"{address}: connection refused")), caller)
+            self.world.at(
+                self._seconds(), partial(call.deliver, None, TryLater(f"{address}: connection refused")), caller
+            )
             return call
         self._open[server][id(call)] = call
         if streams:

@@ -75,7 +75,9 @@ class Promises:
         limit = cluster.lease + REMOVED_WITHIN
         for (process_number, rank, incarnation), at in since.items():
             if self._world.now - at > limit:
-                said = f"worker {rank}, incarnation {incarnation}, is dead for {self._world.now - at:.1f} s, and counted"
+                said = (
+                    f"worker {rank}, incarnation {incarnation}, is dead for {self._world.now - at:.1f} s, and counted"
+                )
                 self._broken("waits for the dead", said, process=process_number)
 
     def _is_healthy(self, host: Any, seconds: float) -> bool:
@@ -133,8 +135,4 @@ class Promises:
     def has_checkpoint(self, run: Run) -> bool:
         """Whether a run has a checkpoint to go back to."""
         job = self.job()
-        return (
-            job is not None
-            and job.checkpoints is not None
-            and job.checkpoints._progress.last is not None
-        )
+        return job is not None and job.checkpoints is not None and job.checkpoints._progress.last is not None

@@ -67,7 +67,9 @@ class RemoteShard:
 class CoordinatorProcess:
     """A process that is the coordinator."""
 
-    def __init__(self, network: Network, disk: Disk, shards: int, lease: float, policy: CheckpointPolicy | None) -> None:
+    def __init__(
+        self, network: Network, disk: Disk, shards: int, lease: float, policy: CheckpointPolicy | None
+    ) -> None:
         self.host = Host(network.world, "coordinator", COORDINATOR)
         self.host.disk = disk
         self.coordinator: Coordinator | None = None
@@ -120,7 +122,9 @@ class CoordinatorProcess:
 class ShardProcess:
     """A process that is a shard. process: the number that no other process of a shard has."""
 
-    def __init__(self, network: Network, disk: Disk, index: int, address: str, process: int, store: Path | None) -> None:
+    def __init__(
+        self, network: Network, disk: Disk, index: int, address: str, process: int, store: Path | None
+    ) -> None:
         self.host = Host(network.world, f"shard {index}", address)
         self.host.disk = disk
         self.index, self.process = index, process

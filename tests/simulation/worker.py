@@ -369,7 +369,9 @@ class Worker:
         missing = dict.fromkeys(buckets)
 
         def attempt() -> None:
-            call = PullCall(self.run.name, self.rank, place.incarnation, place.clock, tuple(missing), place.key, run=place.run)
+            call = PullCall(
+                self.run.name, self.rank, place.incarnation, place.clock, tuple(missing), place.key, run=place.run
+            )
             network = self.cluster.network
             for answer in network.stream(address, "pull", call, seconds=PULL_SECONDS, begun=place.calls.append):
                 if isinstance(answer, PulledBucket) and answer.payload is not None:
