@@ -54,7 +54,7 @@ class Disk:
 
 
 def on_disk(world: World, real: Any) -> Any:
-    """Returns a function that writes as `real`, on the disk of the process that calls it. Its first argument is a path."""
+    """Returns a function that writes as `real`, on the disk of the process that calls it; a path comes first."""
 
     def write(path: Path, *arguments: Any, **named: Any) -> Any:
         task = world.current

@@ -19,7 +19,8 @@ from ps_server.shard.waiting import Answer, PulledBucket
 from tests.simulation.processes import Host
 from tests.simulation.world import Task, World
 
-SILENT = 0.2  # of the messages that are lost; the others break the connection, which both ends hear of
+SILENT = 0.2  # of the processes that die: their machine dies too. Otherwise both ends of a connection hear of it
+KEEPALIVE_SECONDS = 30.0  # after which a connection to a machine that says nothing breaks: ps_runtime.channel
 LATE = 0.5  # of the calls that arrive after their caller has given up; they are carried out all the same
 END = object()
 
@@ -37,8 +38,8 @@ class Weather:
 class Call:
     """A call under way, as its caller has it."""
 
-    def __init__(self, world: World, caller: Host, name: str, streams: bool) -> None:
-        self.caller, self.name, self.streams = caller, name, streams
+    def __init__(self, world: World, caller: Host, server: Host | None, name: str, streams: bool) -> None:
+        self.caller, self.server, self.name, self.streams = caller, server, name, streams
         self.over = False
         self.arrives = 0.0  # when the last message of its answer arrives: they keep their order
         self.outbox: Outbox | None = None  # at the server
@@ -54,15 +55,21 @@ class Call:
             if self._waiting is not None:
                 self._world.wake(self._waiting)
 
+    def _is_heard(self) -> bool:
+        return self.server is None or (self.server.alive and not self.server.stopped)
+
     def take(self, until: float) -> Any:
-        """Returns the next answer. Raises TryLater at the deadline."""
+        """Returns the next answer. Raises TryLater at the deadline, or when the server's machine says nothing."""
+        since = self._world.now
         while not self._inbox:
             self._waiting = self._world.current
             left = until - self._world.now
-            if left <= 0:
+            silent = self._world.now >= since + KEEPALIVE_SECONDS
+            if left <= 0 or (silent and not self._is_heard()):
                 self.over = True
-                raise TryLater(f"{self.name} does not answer (DEADLINE_EXCEEDED)")
-            self._world.block(left)
+                raise TryLater(f"{self.name} does not answer ({'UNAVAILABLE' if left > 0 else 'DEADLINE_EXCEEDED'})")
+            since = self._world.now if silent else since
+            self._world.block(min(left, since + KEEPALIVE_SECONDS - self._world.now))
         self._waiting = None
         value, error = self._inbox.popleft()
         if error is not None:
@@ -112,14 +119,17 @@ class Network:
 
     # -- the caller's side -------------------------------------------------------------------------------------------
 
-    def call(self, address: str, method: str, *arguments: Any, seconds: float, ready: bool = False) -> Any:
-        """Makes a call and returns its answer. ready: waits for a server that is not there yet."""
+    def call(
+        self, address: str, method: str, *arguments: Any, seconds: float, ready: bool = False, repeats: bool = True
+    ) -> Any:
+        """Makes a call and returns its answer. ready: waits for a server that is not there yet; repeats: it may come
+        twice, as if the answer to its first attempt had been lost."""
         until = self.world.now + seconds
         while ready and not self._is_served(address, method):
             if self.world.now >= until:
                 raise TryLater(f"{address} does not answer (DEADLINE_EXCEEDED)")
             self.world.sleep(0.1)
-        call = self._begin(address, method, arguments, streams=False)
+        call = self._begin(address, method, arguments, False, repeats)
         return call.take(until)
 
     def stream(
@@ -127,7 +137,7 @@ class Network:
     ) -> Iterator[Any]:
         """Makes a call and yields its answers. begun: takes the call, which may be broken off through it."""
         until = self.world.now + seconds
-        call = self._begin(address, method, arguments, streams=True)
+        call = self._begin(address, method, arguments, True, False)
         begun(call)
         server = self._listeners.get(address)
         try:
@@ -147,23 +157,22 @@ class Network:
         host = self._listeners.get(address)
         return host is not None and method in host.methods
 
-    def _begin(self, address: str, method: str, arguments: tuple[Any, ...], streams: bool) -> Call:
+    def _begin(self, address: str, method: str, arguments: tuple[Any, ...], streams: bool, repeats: bool) -> Call:
         task = self.world.current
         assert task is not None
         caller = task.host
         caller.check_alive()
-        call = Call(self.world, caller, f"{method} at {address}", streams)
         server = self._listeners.get(address)
+        call = Call(self.world, caller, server, f"{method} at {address}", streams)
         if server is None or not server.alive:
-            self.world.at(
-                self._seconds(), partial(call.deliver, None, TryLater(f"{address}: connection refused")), caller
-            )
+            refused = partial(call.deliver, None, TryLater(f"{address}: connection refused"))
+            self.world.at(self._seconds(), refused, caller)
             return call
         self._open[server][id(call)] = call
         if streams:
             self._streams.setdefault(caller, {})[id(call)] = server, call
         arrive = partial(self._arrive, server, call, method, arguments)
-        if not streams and self.world.random.random() < self.weather.repeat:
+        if repeats and self.world.random.random() < self.weather.repeat:
             self._send(caller, server, arrive, call)
         self._send(caller, server, arrive, call)
         return call
@@ -172,7 +181,7 @@ class Network:
         delay = self._delay(sender, receiver)
         if delay is not None:
             self.world.at(delay, arrive, receiver)
-        elif self.world.random.random() >= SILENT:
+        else:
             self._break(call)
 
     def _break(self, call: Call) -> None:

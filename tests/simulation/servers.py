@@ -58,7 +58,8 @@ class RemoteShard:
         self._network, self._address = network, address
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        return partial(self._network.call, self._address, method, seconds=SECONDS.get(method, CALL_SECONDS))
+        seconds = SECONDS.get(method, CALL_SECONDS)
+        return partial(self._network.call, self._address, method, seconds=seconds, repeats=False)
 
     def close(self) -> None:
         """Closes the connection."""
