@@ -38,6 +38,7 @@ from ps_server.core.statistics import CoordinatorStatistics
 from ps_server.core.validation import check_address, check_host, check_job_spec, check_launch
 from ps_server.failpoints import failpoint
 from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.disk import Disk
 
 log = logging.getLogger("ps_server")
 
@@ -51,6 +52,7 @@ class Coordinator:
     lease:    seconds for which a worker counts as live without a heartbeat
     policy:   where checkpoints go and when they are made; None: there are none
     make_executor: makes what calls to shards run in
+    disk:     what all files are written with and read from
     """
 
     def __init__(
@@ -63,16 +65,17 @@ class Coordinator:
         timing: Timing = DEFAULT_TIMING,
         clock: Clock | None = None,
         make_executor: MakeExecutor = ThreadPoolExecutor,
+        disk: Disk | None = None,
     ) -> None:
         self.shard_count, self.lease = shard_count, lease
         clock = clock or Clock()
         self._pool: Executor = make_executor(max(4, shard_count), "shards")
         shards = Shards(shard_count, connect, self._pool, timing, clock)
-        checkpointing = Checkpointing(CheckpointStore(policy.directory), policy) if policy is not None else None
+        checkpointing = Checkpointing(CheckpointStore(policy.directory, disk), policy) if policy is not None else None
         self._cluster = Cluster(shards, lease, limits, checkpointing, timing, clock, make_executor)
         self._recovery = Recovery(checkpointing, shards) if checkpointing is not None else None
         self._new_jobs = NewJobs(self._cluster, self, self._recovery)
-        self._state_file = StateFile(policy.directory) if policy is not None else None
+        self._state_file = StateFile(policy.directory, disk) if policy is not None else None
         self._jobs: dict[str, CoordinatedJob] = {}
         self._lock = threading.Lock()
         self._registering = threading.Lock()

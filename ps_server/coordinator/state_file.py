@@ -17,7 +17,9 @@ from typing import Any
 from ps_server.coordinator.saved_job import SavedJob
 from ps_server.core.membership import Member
 from ps_server.core.rounds import Round
-from ps_server.storage.checkpoints import FORMAT, READABLE, replace_file, seal
+from ps_server.failpoints import failpoint
+from ps_server.storage.checkpoints import FORMAT, READABLE, seal
+from ps_server.storage.disk import Disk, replace_file
 
 log = logging.getLogger("ps_server")
 
@@ -26,10 +28,13 @@ _NAMES_OF_FORMAT_1 = {"held_by": "shard_processes", "awaited": "rejoining", "gho
 
 
 class StateFile:
-    """The file of one coordinator. Methods may be called from any thread."""
+    """The file of one coordinator. Methods may be called from any thread.
 
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / FILE
+    disk: what it is written with and read from
+    """
+
+    def __init__(self, directory: Path, disk: Disk | None = None) -> None:
+        self.path, self._disk = directory / FILE, disk or Disk()
         self._lock = threading.Lock()
 
     def save(self, jobs: Callable[[], Mapping[str, SavedJob]]) -> None:
@@ -38,14 +43,14 @@ class StateFile:
             data = {"format": FORMAT, "jobs": {name: _data(job) for name, job in jobs().items()}}
             content = json.dumps({**data, "seal": seal(data)}).encode()
             try:
-                replace_file(self.path, content, "coordinator-file", 0o600)
+                replace_file(self._disk, self.path, content, lambda place: failpoint(f"coordinator-file-{place}"))
             except OSError as error:
                 log.error("%s cannot be written: %s", self.path, error.strerror)
 
     def load(self) -> dict[str, SavedJob]:
         """Returns the jobs that ran; none where there is no file, or, with a warning, one that was not written so."""
         try:
-            data = json.loads(self.path.read_bytes())
+            data = json.loads(self._disk.read(self.path))
             if data.pop("seal") != seal(data) or data["format"] not in READABLE:
                 raise ValueError("it is not what was written")
             return {name: _job(job, data["format"]) for name, job in data["jobs"].items()}

@@ -17,23 +17,23 @@ import hashlib
 import json
 import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest
+from ps_protocol.framing import Buffer
 from ps_protocol.job import HyperParameters
 from ps_protocol.layout import BucketSpec
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import BucketSnapshot, Part
 from ps_server.failpoints import failpoint
+from ps_server.storage.disk import Disk, pieces, replace_file
+from ps_server.storage.tensor_file import TensorEntry, TensorReader, file_chunks
 
 FORMAT = 2
 READABLE = (1, FORMAT)  # they differ in the job's spec, of which job_spec_from_data reads both
@@ -41,7 +41,6 @@ MANIFEST = "manifest.json"
 _NAME = re.compile(r"\d{6,12}")
 _PART = re.compile(r"(shard|worker)-\d{1,6}\.(safetensors|state)")
 _STATE_NAME = re.compile(r"[a-z_]{1,64}")
-_READ_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -106,12 +105,15 @@ def snapshot_tensors(snapshots: Sequence[BucketSnapshot]) -> tuple[dict[str, tor
 
 
 class CheckpointStore:
-    """The checkpoints below one directory. Raises InvalidRequest if it cannot be written to."""
+    """The checkpoints below one directory. Raises InvalidRequest if it cannot be written to.
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    disk: what all files here are written with and read from
+    """
+
+    def __init__(self, directory: Path, disk: Disk | None = None) -> None:
+        self.directory, self._disk = directory, disk or Disk()
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            self._disk.make_directory(directory)
         except OSError as error:
             raise InvalidRequest(f"the checkpoint directory {directory} cannot be made: {error.strerror}") from None
         if not os.access(directory, os.W_OK | os.X_OK):
@@ -131,175 +133,185 @@ class CheckpointStore:
 
     def next_name(self, job: str) -> str:
         """Returns a name that no checkpoint of the job has had, complete or not."""
-        numbers = [int(entry.name) for entry in _entries(self.path(job)) if _NAME.fullmatch(entry.name)]
-        return f"{max(numbers, default=0) + 1:06d}"
+        return f"{max(map(int, self._all_names(job)), default=0) + 1:06d}"
 
     def write_shard(self, job: str, name: str, index: int, snapshots: Sequence[BucketSnapshot]) -> Part:
         """Writes a shard's part and flushes it to disk. Raises CheckpointFailed; nothing of it is left then."""
-        tensors, metadata = snapshot_tensors(snapshots)
         path = self.path(job, name) / f"shard-{index}.safetensors"
-        with _writing(path):
-            safetensors.torch.save_file(tensors, path, metadata)
-            failpoint("shard-file-half-written", lambda: os.truncate(path, path.stat().st_size // 2))
-            return _part(path)
+        with self._writing(path):
+            chunks = file_chunks(*snapshot_tensors(snapshots))
+            half = sum(snapshot.nbytes for snapshot in snapshots) // 2
+            return self._write_part(path, _with_failpoint(pieces(chunks), half, "shard-file-half-written"))
 
     def write_worker(self, job: str, name: str, rank: int, state: bytes) -> Part:
         """Writes a worker's part and flushes it to disk."""
         path = self.path(job, name) / f"worker-{rank}.state"
-        with _writing(path):
-            path.write_bytes(state)
-            return _part(path)
+        with self._writing(path):
+            return self._write_part(path, [state])
 
     def commit(self, job: str, manifest: Manifest) -> None:
         """Makes a checkpoint whose parts are all written a checkpoint."""
-        directory = self.path(job, manifest.name)
-        with _writing(directory / MANIFEST):
-            replace_file(directory / MANIFEST, json.dumps(_sealed(manifest), indent=1).encode(), "manifest")
-            _flush(directory.parent)
+        path = self.path(job, manifest.name) / MANIFEST
+        with self._writing(path):
+            data = json.dumps(_sealed(manifest), indent=1).encode()
+            replace_file(self._disk, path, data, lambda place: failpoint(f"manifest-{place}"))
 
     def discard(self, job: str, name: str) -> None:
         """Removes a checkpoint, complete or not."""
         path = self.path(job, name)
         with contextlib.suppress(OSError):
-            (path / MANIFEST).unlink()  # first: half removed, it must not look whole
+            self._disk.remove(path / MANIFEST)  # first: half removed, it must not look whole
         failpoint("checkpoint-half-removed")
-        shutil.rmtree(path, ignore_errors=True)
+        self._disk.remove_tree(path)
 
     def prune(self, job: str, keep: int) -> None:
         """Removes all but the last `keep` complete ones, and what was begun before them and never completed."""
         complete = self.names(job)
         kept = complete[-keep:]
-        for entry in _entries(self.path(job)):
-            if _NAME.fullmatch(entry.name) and kept and entry.name < kept[-1] and entry.name not in kept:
-                self.discard(job, entry.name)
+        for name in self._all_names(job):
+            if kept and name < kept[-1] and name not in kept:
+                self.discard(job, name)
+
+    @contextlib.contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        """Raises CheckpointFailed, and leaves nothing behind, where a file cannot be written."""
+        try:
+            self._disk.make_directory(path.parent)
+            yield
+        except (OSError, ValueError) as error:
+            with contextlib.suppress(OSError):
+                self._disk.remove(path)
+            raise CheckpointFailed(f"{path} cannot be written: {_reason(error)}") from None
+
+    def _write_part(self, path: Path, chunks: Iterable[Buffer]) -> Part:
+        """Writes a file, flushes it to disk and describes it."""
+        digest, size = hashlib.sha256(), 0
+
+        def counted() -> Iterator[Buffer]:
+            nonlocal size
+            for piece in pieces(chunks):
+                digest.update(piece)
+                size += len(piece)
+                yield piece
+
+        self._disk.write(path, counted())
+        return Part(path.name, size, digest.hexdigest())
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def jobs(self) -> list[str]:
         """Returns the jobs that have a complete checkpoint."""
-        return [entry.name for entry in _entries(self.directory) if entry.name[0] != "." and self.names(entry.name)]
+        return [job for job in self._disk.directories(self.directory) if job[0] != "." and self.names(job)]
 
     def names(self, job: str) -> list[str]:
         """Returns the complete checkpoints of a job, oldest first."""
-        return [
-            entry.name
-            for entry in _entries(self.path(job))
-            if _NAME.fullmatch(entry.name) and (entry / MANIFEST).is_file()
-        ]
+        return [name for name in self._all_names(job) if self._is_complete(job, name)]
 
     def unfinished(self, job: str, after: str) -> list[str]:
         """Returns the checkpoints of a job that were begun after this one, and have no manifest."""
-        begun = [entry.name for entry in _entries(self.path(job)) if _NAME.fullmatch(entry.name) and entry.name > after]
-        return [name for name in begun if not (self.path(job, name) / MANIFEST).exists()]
+        return [name for name in self._all_names(job) if name > after and not self._is_complete(job, name)]
+
+    def _all_names(self, job: str) -> list[str]:
+        return [name for name in self._disk.directories(self.path(job)) if _NAME.fullmatch(name)]
+
+    def _is_complete(self, job: str, name: str) -> bool:
+        return self._disk.is_file(self.path(job, name) / MANIFEST)
 
     def manifest(self, job: str, name: str) -> Manifest:
         """Returns what a checkpoint is. Raises CheckpointDamaged if its manifest is not what was written."""
         path = self.path(job, name) / MANIFEST
         try:
-            return _unsealed(json.loads(path.read_bytes()))
+            return _unsealed(json.loads(self._disk.read(path)))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
 
     def read_worker(self, job: str, name: str, part: Part) -> bytes:
         """Returns a worker's state, checked against its checksum."""
-        path = self._verified(job, name, part)
-        return path.read_bytes()
+        path = self._path_of_part(job, name, part)
+        try:
+            state = self._disk.read(path)
+        except OSError as error:
+            raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
+        _check_sum(path, hashlib.sha256(state).hexdigest(), part)
+        return state
 
-    def read_buckets(self, job: str, manifest: Manifest, buckets: Sequence[BucketSpec]) -> dict[int, BucketSnapshot]:
-        """Returns snapshots of buckets, by index, from files that match their checksums. Raises CheckpointDamaged."""
+    def read_buckets(
+        self,
+        job: str,
+        manifest: Manifest,
+        buckets: Sequence[BucketSpec],
+        told: Callable[[int], object] = lambda count: None,
+    ) -> dict[int, BucketSnapshot]:
+        """Returns snapshots of buckets, by index, from files that match their checksums. Raises CheckpointDamaged.
+
+        Every file is read once, each tensor into memory of its own: the snapshots are the caller's to keep.
+        told: called with the bytes that were read, now and then; see `bytes_to_read`
+        """
+        snapshots: dict[int, BucketSnapshot] = {}
+        for part, held in self._parts_of(job, manifest, buckets):
+            path = self._path_of_part(job, manifest.name, part)
+            try:
+                with self._disk.open(path) as file:
+                    reader = TensorReader(file, part.bytes, told)
+                    read = _read_snapshots(reader, held)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
+            _check_sum(path, reader.sha256(), part)
+            snapshots |= read
+        return snapshots
+
+    def bytes_to_read(self, job: str, manifest: Manifest, buckets: Sequence[BucketSpec]) -> int:
+        """Returns the bytes of the files that have some of these buckets. Raises CheckpointDamaged if one is missing,
+        or not as long as it was."""
+        total = 0
+        for part, _ in self._parts_of(job, manifest, buckets):
+            self._path_of_part(job, manifest.name, part)
+            total += part.bytes
+        return total
+
+    def _parts_of(
+        self, job: str, manifest: Manifest, buckets: Sequence[BucketSpec]
+    ) -> list[tuple[Part, list[BucketSpec]]]:
+        """Returns the files that have these buckets, with those of each."""
         wanted: dict[int, list[BucketSpec]] = {}
         for bucket in buckets:
             if bucket.index >= len(manifest.placement):
                 raise CheckpointDamaged(f"{self.path(job, manifest.name)} has no bucket {bucket.index}")
             wanted.setdefault(manifest.placement[bucket.index], []).append(bucket)
-        snapshots: dict[int, BucketSnapshot] = {}
-        for shard, held in wanted.items():
+        for shard in wanted:
             if shard not in manifest.shards:
                 raise CheckpointDamaged(f"{self.path(job, manifest.name)} has no part of shard {shard}")
-            path = self._verified(job, manifest.name, manifest.shards[shard])
-            try:
-                with safetensors.safe_open(path, "pt") as file:
-                    snapshots |= {bucket.index: _snapshot(file, bucket) for bucket in held}
-            except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
-        return snapshots
+        return [(manifest.shards[shard], held) for shard, held in wanted.items()]
 
-    def _verified(self, job: str, name: str, part: Part) -> Path:
-        """Returns a part's path, once its content is known to be what was written."""
+    def _path_of_part(self, job: str, name: str, part: Part) -> Path:
+        """Returns the path of a part that is a file as long as it was when it was written."""
         if not _PART.fullmatch(part.file):
             raise CheckpointDamaged(f"{self.path(job, name)}: {part.file[:200]!r} is no name of a part")
         path = self.path(job, name) / part.file
         try:
-            if path.is_symlink():
-                raise CheckpointDamaged(f"{path}: expected a file, found a link")
-            size = path.stat().st_size
-            if size != part.bytes:
-                raise CheckpointDamaged(f"{path}: expected {part.bytes} bytes, found {size}")
-            if _sha256(path) != part.sha256:
-                raise CheckpointDamaged(f"{path}: its SHA-256 is not the one in the manifest")
+            size = self._disk.size(path)
         except OSError as error:
             raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
+        if size != part.bytes:
+            raise CheckpointDamaged(f"{path}: expected {part.bytes} bytes, found {size}")
         return path
 
 
-def replace_file(path: Path, data: bytes, point: str, mode: int = 0o644) -> None:
-    """Gives a file new content, flushed to disk, so that it has the old or the new one whatever happens.
-
-    point: what its failpoints are called after
-    """
-    partial, half = path.with_name(path.name + ".partial"), len(data) // 2
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-        file.write(data[:half])
-        failpoint(f"{point}-half-written", file.flush)
-        file.write(data[half:])
-        file.flush()
-        os.fsync(file.fileno())
-    failpoint(f"{point}-unnamed")
-    partial.replace(path)
-    _flush(path.parent)
+def _with_failpoint(chunks: Iterable[memoryview], half: int, name: str) -> Iterator[memoryview]:
+    written = 0
+    for piece in chunks:
+        if written < half <= written + len(piece):
+            yield piece[: half - written]
+            failpoint(name)
+            yield piece[half - written :]
+        else:
+            yield piece
+        written += len(piece)
 
 
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Raises CheckpointFailed, and leaves nothing behind, where a file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except (OSError, safetensors.SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            path.unlink()
-        raise CheckpointFailed(f"{path} cannot be written: {_reason(error)}") from None
-
-
-def _part(path: Path) -> Part:
-    """Flushes a file to disk and describes it."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    _flush(path.parent)
-    return Part(path.name, path.stat().st_size, _sha256(path))
-
-
-def _flush(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _entries(directory: Path) -> list[Path]:
-    try:
-        return sorted(entry for entry in directory.iterdir() if entry.is_dir() and not entry.is_symlink())
-    except FileNotFoundError:
-        return []
+def _check_sum(path: Path, present: str, part: Part) -> None:
+    if present != part.sha256:
+        raise CheckpointDamaged(f"{path}: its SHA-256 is not the one in the manifest")
 
 
 def _reason(error: Exception) -> str:
@@ -334,34 +346,53 @@ def seal(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
-# -- a bucket out of a file ------------------------------------------------------------------------------------------
+# -- buckets out of a file -------------------------------------------------------------------------------------------
 
 
-def _snapshot(file: Any, bucket: BucketSpec) -> BucketSnapshot:
-    """Returns one bucket's snapshot. Raises ValueError saying what was expected where the file holds something else."""
-    described = json.loads(file.metadata()["buckets"])[str(bucket.index)]
+def _read_snapshots(reader: TensorReader, buckets: Sequence[BucketSpec]) -> dict[int, BucketSnapshot]:
+    """Returns the snapshots of buckets in a file. Raises ValueError saying what was expected where it holds others."""
+    described, wanted = json.loads(reader.metadata["buckets"]), {bucket.index: bucket for bucket in buckets}
+    weights: dict[int, torch.Tensor] = {}
+    states: dict[int, dict[int, dict[str, torch.Tensor]]] = {index: {} for index in wanted}
+
+    def is_wanted(entry: TensorEntry) -> bool:
+        bucket = wanted.get(int(entry.name.split("/")[0]))
+        if bucket is not None:
+            _check_entry(entry, bucket)
+        return bucket is not None
+
+    for entry, tensor in reader.tensors(is_wanted):
+        index, *rest = entry.name.split("/")
+        if rest == ["weights"]:
+            weights[int(index)] = tensor
+        else:
+            states[int(index)].setdefault(int(rest[0]), {})[rest[1]] = tensor
+    return {index: _snapshot(index, described[str(index)], weights[index], state) for index, state in states.items()}
+
+
+def _check_entry(entry: TensorEntry, bucket: BucketSpec) -> None:
+    """Raises ValueError for a tensor that a bucket cannot have, before memory is taken for it."""
+    _, *rest = entry.name.split("/")
+    if rest == ["weights"]:
+        if entry.dtype != TORCH_DTYPES[bucket.dtype] or entry.shape != (bucket.numel,):
+            present = f"{entry.shape} {entry.dtype}"
+            raise ValueError(f"bucket {bucket.index}: expected {bucket.numel} x {bucket.dtype}, found {present}")
+        return
+    position, name = int(rest[0]), rest[1]
+    if not _STATE_NAME.fullmatch(name) or not 0 <= position < len(bucket.slices):
+        raise ValueError(f"bucket {bucket.index} has no optimizer state {'/'.join(rest)[:80]!r}")
+    if not entry.dtype.is_floating_point or entry.shape not in ((), (1,), (bucket.slices[position].length,)):
+        raise ValueError(f"{entry.name}: shape {entry.shape} and type {entry.dtype} fit no optimizer state")
+
+
+def _snapshot(
+    index: int, described: Mapping[str, Any], weights: torch.Tensor, state: Mapping[int, Mapping[str, torch.Tensor]]
+) -> BucketSnapshot:
     version, clocks = described["version"], {int(rank): clock for rank, clock in described["clocks"].items()}
     if any(type(number) is not int or number < 0 for number in (version, *clocks, *clocks.values())):
-        raise ValueError(f"bucket {bucket.index}: versions and clocks are numbers from 0")
-    weights = file.get_tensor(f"{bucket.index}/weights")
-    dtype = TORCH_DTYPES[bucket.dtype]
-    if weights.dtype != dtype or weights.shape != (bucket.numel,):
-        present = f"{tuple(weights.shape)} {weights.dtype}"
-        raise ValueError(f"bucket {bucket.index}: expected {bucket.numel} x {bucket.dtype}, found {present}")
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for key in file.keys():  # noqa: SIM118 (not a mapping)
-        index, *rest = key.split("/")
-        if index != str(bucket.index) or rest == ["weights"]:
-            continue
-        position, name = int(rest[0]), rest[1]
-        if not _STATE_NAME.fullmatch(name) or not 0 <= position < len(bucket.slices):
-            raise ValueError(f"bucket {bucket.index} has no optimizer state {'/'.join(rest)[:80]!r}")
-        tensor = file.get_tensor(key)
-        if not tensor.is_floating_point() or tensor.shape not in ((), (1,), (bucket.slices[position].length,)):
-            raise ValueError(f"{key}: shape {tuple(tensor.shape)} and type {tensor.dtype} fit no optimizer state")
-        state.setdefault(position, {})[name] = tensor
+        raise ValueError(f"bucket {index}: versions and clocks are numbers from 0")
     groups = {int(group): _hyper_parameters(values) for group, values in described["groups"].items()}
-    return BucketSnapshot(bucket.index, version, clocks, weights, state, groups, _committed(described.get("data", {})))
+    return BucketSnapshot(index, version, clocks, weights, state, groups, _committed(described.get("data", {})))
 
 
 def _committed(described: Mapping[str, Any]) -> Committed:

@@ -1,0 +1,159 @@
+"""Files of tensors, in the format of safetensors, written and read as a stream.
+
+    8 bytes   the length of the header, little-endian
+    header    JSON: tensor's name -> {dtype, shape, data_offsets}; "__metadata__" -> texts by name
+    data      the tensors, one after the other without a gap
+
+A file is read once, from its begin to its end: each tensor goes straight to where it is wanted, and the checksum of all
+is there at the end. So a shard of many gigabytes needs no second copy of any of them. Other programs read these files
+with the library of that name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import torch
+
+from ps_protocol.framing import Buffer
+from ps_protocol.tensors import bytes_of
+
+MAX_HEADER_BYTES = 100_000_000  # the library reads no longer one
+_ALIGNMENT = 8
+_READ_BYTES = 2**20
+_CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """What a header says of one tensor. `nbytes`: in the data."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def file_chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Iterator[Buffer]:
+    """Yields what a file of tensors holds. Copies none of them. Raises ValueError for more than a header can name."""
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # so that each is aligned
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, tensor in ordered:
+        end = offset + tensor.nbytes
+        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"its header would have {len(text)} bytes, {MAX_HEADER_BYTES} are allowed: use larger buckets")
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in ordered:
+        if tensor.numel():
+            yield bytes_of(tensor.contiguous().reshape(-1))
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+class TensorReader:
+    """Reads a file of tensors from its begin to its end. Methods raise OSError, and ValueError for other content.
+
+    size: of the file, in bytes
+    told: called with the bytes that were read, now and then
+    """
+
+    def __init__(self, file: BinaryIO, size: int, told: Callable[[int], object] = lambda count: None) -> None:
+        self._file, self._told = file, told
+        self._digest = hashlib.sha256()
+        length = int.from_bytes(self._bytes(8), "little")
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"a header of {length} bytes is longer than a file of {size} can have")
+        header = _header(self._bytes(length))
+        self.metadata: dict[str, str] = dict(header.pop("__metadata__", {}))
+        self.entries = _entries(header, size - 8 - length)
+
+    def tensors(self, wanted: Callable[[TensorEntry], bool]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        """Yields the tensors that are wanted, in the order of the data, and passes over the others. To be used up."""
+        passed_over = bytearray(_READ_BYTES)
+        for entry in self.entries:
+            if wanted(entry):
+                tensor = torch.empty(entry.shape, dtype=entry.dtype)
+                if entry.nbytes:
+                    self._fill(bytes_of(tensor.reshape(-1)))
+                yield entry, tensor
+                continue
+            left = entry.nbytes
+            while left:
+                part = min(left, _READ_BYTES)
+                self._fill(memoryview(passed_over)[:part])
+                left -= part
+
+    def sha256(self) -> str:
+        """Returns the checksum of what was read."""
+        return self._digest.hexdigest()
+
+    def _bytes(self, count: int) -> bytes:
+        data = bytearray(count)
+        self._fill(memoryview(data))
+        return bytes(data)
+
+    def _fill(self, view: memoryview) -> None:
+        for start in range(0, len(view), _READ_BYTES):
+            piece = view[start : start + _READ_BYTES]
+            position = 0
+            while position < len(piece):
+                count = self._file.readinto(piece[position:])  # type: ignore[attr-defined]
+                if not count:
+                    raise ValueError("it ends too early")
+                position += count
+            self._digest.update(piece)
+            self._told(len(piece))
+
+
+def _header(text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    if not isinstance(header, dict):
+        raise ValueError("its header is no dictionary")
+    return header
+
+
+def _entries(header: Mapping[str, Any], data_bytes: int) -> list[TensorEntry]:
+    """Returns the tensors in the order of the data, which they fill."""
+    entries: list[TensorEntry] = []
+    end = 0
+    for name, described in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+        start, stop = described["data_offsets"]
+        dtype, shape = _DTYPES.get(described["dtype"]), tuple(described["shape"])
+        if dtype is None or any(type(number) is not int or number < 0 for number in (start, stop, *shape)):
+            raise ValueError(f"{name[:80]!r}: expected a type out of {', '.join(_DTYPES)}, and sizes from 0")
+        numel = 1
+        for length in shape:
+            numel *= length
+        if start != end or stop - start != numel * dtype.itemsize:
+            raise ValueError(f"{name[:80]!r} does not lie where its neighbours leave room for it")
+        entries.append(TensorEntry(name, dtype, shape, stop - start))
+        end = stop
+    if end != data_bytes:
+        raise ValueError(f"it has {data_bytes} bytes of tensors, and its header describes {end}")
+    return entries

@@ -1,0 +1,119 @@
+"""All files of checkpoints, and the coordinator's own, go through one object; tensors lie as safetensors has them."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from ps_protocol.errors import CheckpointFailed
+from ps_protocol.framing import Buffer
+from ps_server.coordinator.state_file import FILE, StateFile
+from ps_server.core.snapshot import BucketSnapshot
+from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.disk import Disk
+from ps_server.storage.tensor_file import TensorReader, file_chunks
+
+TENSORS = {
+    "weights": torch.arange(7, dtype=torch.float32),
+    "half": torch.ones(3, dtype=torch.bfloat16),
+    "wide": torch.full((2,), 0.1, dtype=torch.float64),
+    "flags": torch.tensor([True, False, True]),
+    "count": torch.tensor(5, dtype=torch.int64),
+    "nothing": torch.zeros(0),
+}
+
+
+class FullDisk(Disk):
+    """Takes `room` more bytes."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def write(self, path: Path, chunks: Iterable[Buffer], mode: int = 0o600) -> None:
+        def limited() -> Iterable[Buffer]:
+            for chunk in chunks:
+                self.room -= len(chunk)
+                if self.room < 0:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                yield chunk
+
+        super().write(path, limited(), mode)
+
+
+def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    Disk().write(path, file_chunks(tensors, {"format": "2"}))
+
+
+def test_the_library_reads_what_is_written_here_and_the_other_way_round(tmp_path: Path) -> None:
+    write_file(tmp_path / "here", TENSORS)
+    safetensors.torch.save_file(TENSORS, tmp_path / "library", {"format": "2"})
+    read = safetensors.torch.load_file(tmp_path / "here")
+    assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
+    for name in ("here", "library"):
+        path = tmp_path / name
+        with Disk().open(path) as file:
+            reader = TensorReader(file, path.stat().st_size)
+            read = {entry.name: tensor for entry, tensor in reader.tensors(lambda entry: entry.name != "wide")}
+        assert reader.metadata == {"format": "2"}
+        assert read.keys() == TENSORS.keys() - {"wide"}
+        assert all(torch.equal(read[name], TENSORS[name]) for name in read)
+        assert all(read[name].dtype == TENSORS[name].dtype for name in read)
+
+
+HEADERS = {
+    "a list": [],
+    "no offsets": {"w": {"dtype": "F32", "shape": [1]}},
+    "a gap": {"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
+    "too long": {"w": {"dtype": "F32", "shape": [100], "data_offsets": [0, 400]}},
+    "of another size": {"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}},
+    "over another": {
+        "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+        "v": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+    },
+    "a negative size": {"w": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}},
+    "an unknown type": {"w": {"dtype": "X", "shape": [2], "data_offsets": [0, 8]}},
+    "a text for a size": {"w": {"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]}},
+}
+
+
+@pytest.mark.parametrize("header", [*HEADERS, "nested", "short", "no JSON"])
+def test_a_file_of_other_content_is_refused_in_words(header: str, tmp_path: Path) -> None:
+    texts = {"nested": b"[" * 100_000, "short": b"{", "no JSON": b"\0\1"}
+    text = texts.get(header) or json.dumps(HEADERS[header]).encode()
+    length = 2**60 if header == "short" else len(text)
+    content = length.to_bytes(8, "little") + text + bytes(8)
+    (tmp_path / "file").write_bytes(content)
+    with (
+        Disk().open(tmp_path / "file") as file,
+        pytest.raises((ValueError, KeyError, TypeError)),  # what the store makes CheckpointDamaged of
+    ):
+        TensorReader(file, len(content))
+
+
+def test_a_store_on_a_full_disk_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    disk = FullDisk(10_000)
+    store = CheckpointStore(tmp_path, disk)
+    snapshot = BucketSnapshot(0, 1, {0: 1}, torch.zeros(1000))
+    store.write_shard("job", "000001", 0, [snapshot])
+    with pytest.raises(CheckpointFailed, match=r"000002.*No space left on device"):
+        store.write_shard("job", "000002", 0, [snapshot, replace(snapshot, index=1)])
+    assert list((tmp_path / "job" / "000002").iterdir()) == []
+
+
+def test_a_coordinator_on_a_full_disk_keeps_the_file_that_it_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = FullDisk(200)
+    StateFile(tmp_path, disk).save(dict)
+    before = (tmp_path / FILE).read_bytes()
+    disk.room = 0
+    StateFile(tmp_path, disk).save(dict)
+    assert "No space left on device" in caplog.text
+    assert (tmp_path / FILE).read_bytes() == before
