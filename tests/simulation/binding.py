@@ -1,4 +1,4 @@
-"""Puts the simulated threads, time, chance and disk in the place of the real ones in the servers' modules.
+"""Puts the simulated threads, time and chance in the place of the real ones in the servers' modules.
 
 The real code asks a module by a name: `threading.Lock()`, `secrets.token_bytes(16)`, `failpoint("worker-half-added")`.
 Inside `bound` these names stand for what the world has. So the real locks, condition waits and background threads run
@@ -20,9 +20,7 @@ from typing import Any
 import ps_server.coordinator.coordinator
 import ps_server.shard.shard  # noqa: F401
 from ps_server import failpoints
-from ps_server.storage import checkpoints
 from tests.simulation import threads
-from tests.simulation.disk import on_disk
 from tests.simulation.world import Killed, World
 
 ROOMS = ("ps_server.coordinator.", "ps_server.shard.", "ps_server.storage.", "ps_server.core.")
@@ -87,8 +85,6 @@ def bound(world: World, pace: dict[str, float]) -> Iterator[None]:
         (failpoints.failpoint, simulated_failpoint(world, pace)),
         (concurrent.futures.ThreadPoolExecutor, partial(threads.ThreadPoolExecutor, world)),
         (concurrent.futures.Future, partial(threads.Future, world)),
-        (checkpoints.replace_file, on_disk(world, checkpoints.replace_file)),
-        (checkpoints._part, on_disk(world, checkpoints._part)),
     ]
     before: list[tuple[dict[str, Any], str, Any]] = []
     for name, module in list(sys.modules.items()):

@@ -19,7 +19,7 @@ from ps_protocol.errors import Fenced, PSError
 from ps_server.coordinator.policy import CheckpointPolicy
 from tests.chaos.oracle import Life, Violation
 from tests.simulation.binding import bound
-from tests.simulation.disk import Disk
+from tests.simulation.disk import SimulatedDisk
 from tests.simulation.faults import Faults
 from tests.simulation.network import Network
 from tests.simulation.processes import Host
@@ -54,7 +54,7 @@ class Cluster:
         self.placement: list[int] = []
         self.faults = Faults(self)
         self.promises = Promises(self)
-        self.disks: list[Disk] = []
+        self.disks: list[SimulatedDisk] = []
         draw = self.world.random
         self._processes = 0
         self._life = 0
@@ -205,7 +205,7 @@ class Cluster:
     def run(self) -> list[Violation]:
         """Runs the cluster. Returns the promises that were broken."""
         with tempfile.TemporaryDirectory(dir=TEMPORARY) as directory, bound(self.world, self.pace):
-            self.disks = [Disk(self.world, Path(directory)) for _ in range(1 + SHARDS)]
+            self.disks = [SimulatedDisk(self.world, Path(directory)) for _ in range(1 + SHARDS)]
             try:
                 for phase in self._course():
                     if self.violations:

@@ -1,45 +1,73 @@
 """The disks of simulated processes: real files below one directory, on a disk that can be full or slow.
 
-What is durable is what the real code writes there. A process that comes back may find its file as it was earlier, or
-none, as after a restore from a backup or on another machine.
+What is durable is what the real code writes there. A coordinator that comes back may find its file as it was some
+writes ago, or none, as after a restore from a backup or on another machine.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+from ps_protocol.framing import Buffer
 from ps_server.coordinator.state_file import FILE
+from ps_server.storage.disk import Disk, pieces
 from tests.simulation.world import World
 
 
-class Disk:
-    """The disk of one machine; its files are those of all, as on a network file system."""
+class SimulatedDisk(Disk):
+    """The disk of one machine; its files are those of all, as on a network file system.
+
+    full_until: when there is room again
+    slow:       the mean seconds of a write
+    """
 
     def __init__(self, world: World, directory: Path) -> None:
         self._world, self.directory = world, directory
         self.full_until, self.slow = 0.0, 0.0
         self._earlier: list[bytes] = []  # what the coordinator's file has held
 
-    def pass_write(self, path: Path) -> None:
-        """Takes the time of a write, or raises what a full disk does."""
-        task = self._world.current
-        if task is not None:
-            task.host.check_alive()
-        if self.full_until > self._world.now:
-            self._world.trace(f"{task.host.name if task else ''}: the disk is full: {path.name} is not written")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        if self.slow and task is not None:
-            self._world.sleep(self._world.random.expovariate(1 / self.slow))
-            if self.full_until > self._world.now:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    def write(self, path: Path, chunks: Iterable[Buffer], mode: int = 0o600) -> None:
+        """Writes a file, in place of one that is there."""
+        self._pass(path)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb", buffering=0) as file:
+            for piece in pieces(chunks):
+                self._pass(path)
+                file.write(piece)
 
-    def wrote(self, path: Path, data: bytes) -> None:
-        """Remembers what the coordinator's file holds."""
-        if path.name == FILE:
-            self._earlier.append(data)
+    def rename(self, path: Path, new: Path) -> None:
+        """Gives a file another name."""
+        self._check_alive()
+        if new.name == FILE:
+            self._earlier.append(path.read_bytes())
+        path.replace(new)
+
+    def remove(self, path: Path) -> None:
+        """Removes a file."""
+        self._check_alive()
+        super().remove(path)
+
+    def remove_tree(self, path: Path) -> None:
+        """Removes a directory."""
+        self._check_alive()
+        super().remove_tree(path)
+
+    def _check_alive(self) -> None:
+        if self._world.current is not None:
+            self._world.current.host.check_alive()
+
+    def _pass(self, path: Path) -> None:
+        """Takes the time of a write, or raises what a full disk does."""
+        self._check_alive()
+        if self.slow and self._world.current is not None:
+            self._world.sleep(self._world.random.expovariate(1 / self.slow))
+        if self.full_until > self._world.now:
+            self._world.trace(f"the disk is full: {path.name} is not written")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    # -- what is done to the coordinator's file ----------------------------------------------------------------------
 
     def lose_state_file(self) -> None:
         """Removes the coordinator's file."""
@@ -51,19 +79,3 @@ class Disk:
             return False
         (self.directory / FILE).write_bytes(self._earlier[-1 - back])
         return True
-
-
-def on_disk(world: World, real: Any) -> Any:
-    """Returns a function that writes as `real`, on the disk of the process that calls it; a path comes first."""
-
-    def write(path: Path, *arguments: Any, **named: Any) -> Any:
-        task = world.current
-        disk = task.host.disk if task is not None else None
-        if disk is not None:
-            disk.pass_write(path)
-        result = real(path, *arguments, **named)
-        if disk is not None and arguments and isinstance(arguments[0], bytes):
-            disk.wrote(path, arguments[0])
-        return result
-
-    return write

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.simulation.world import Killed, Task, World
-
-if TYPE_CHECKING:
-    from tests.simulation.disk import Disk
 
 Serve = Callable[..., Any]
 
@@ -18,17 +15,15 @@ class Host:
 
     address:   where it is called; empty: nowhere
     methods:   what can be called there, by name; a call is answered with what the method returns or raises
-    disk:      what its files are written to
     dies_at:   by the name of a failpoint, how often it passes that until it dies there
     """
 
     def __init__(self, world: World, name: str, address: str = "") -> None:
         self.world, self.name, self.address = world, name, address
         self.alive, self.stopped_until = True, 0.0
-        self.since = world.now
+        self.since, self.died = world.now, 0.0
         self.methods: dict[str, Serve] = {}
         self.tasks: list[Task] = []
-        self.disk: Disk | None = None
         self.dies_at: dict[str, int] = {}
         self.on_death: list[Callable[[], object]] = []
         world.hosts.append(self)
@@ -49,7 +44,7 @@ class Host:
         """kill -9. The thread that calls this, if it is one of this process, ends at its next step."""
         if not self.alive:
             return
-        self.alive = False
+        self.alive, self.died = False, self.world.now
         self.methods = {}
         self.world.trace(f"{self.name} is killed{why}")
         self.world.at(0.0, self.unwind)

@@ -25,7 +25,7 @@ from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.checkpoints import CheckpointStore
-from tests.simulation.disk import Disk
+from tests.simulation.disk import SimulatedDisk
 from tests.simulation.network import Network
 from tests.simulation.processes import Host
 from tests.simulation.threads import ThreadPoolExecutor
@@ -69,10 +69,10 @@ class CoordinatorProcess:
     """A process that is the coordinator."""
 
     def __init__(
-        self, network: Network, disk: Disk, shards: int, lease: float, policy: CheckpointPolicy | None
+        self, network: Network, disk: SimulatedDisk, shards: int, lease: float, policy: CheckpointPolicy | None
     ) -> None:
         self.host = Host(network.world, "coordinator", COORDINATOR)
-        self.host.disk = disk
+        self._disk = disk
         self.coordinator: Coordinator | None = None
         self._network, self._shards, self._lease, self._policy = network, shards, lease, policy
         network.listen(self.host)
@@ -91,6 +91,7 @@ class CoordinatorProcess:
             policy=self._policy,
             clock=WorldClock(world),
             make_executor=partial(ThreadPoolExecutor, world),  # type: ignore[arg-type]
+            disk=self._disk,
         )
         coordinator.start()
         self.coordinator = coordinator
@@ -124,10 +125,10 @@ class ShardProcess:
     """A process that is a shard. process: the number that no other process of a shard has."""
 
     def __init__(
-        self, network: Network, disk: Disk, index: int, address: str, process: int, store: Path | None
+        self, network: Network, disk: SimulatedDisk, index: int, address: str, process: int, store: Path | None
     ) -> None:
         self.host = Host(network.world, f"shard {index}", address)
-        self.host.disk = disk
+        self._disk = disk
         self.index, self.process = index, process
         self.known = False
         self.shard: Shard | None = None
@@ -141,7 +142,7 @@ class ShardProcess:
             ShardMetrics(CollectorRegistry()),
             OwnThreads(1),
             lambda: world.now,
-            checkpoints=CheckpointStore(self._store) if self._store else None,
+            checkpoints=CheckpointStore(self._store, self._disk) if self._store else None,
             index=self.index,
         )
         self.host.methods = {name: getattr(shard, name) for name in (*ASKED_OF_SHARDS, "statistics", "push", "pull")}
