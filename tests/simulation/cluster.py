@@ -58,7 +58,8 @@ class Cluster:
         draw = self.world.random
         self._processes = 0
         self._life = 0
-        self._step_mean = draw.choice([0.1, 0.3])
+        self._step_mean = draw.choice([0.15, 0.4])
+        self.world.preemption = draw.choice([0.0, 0.0, 0.001, 0.01])
         self.pace = {
             "contribution-added": draw.choice([0.0, 0.01]),
             "update-stepped": draw.choice([0.001, 0.05]),
@@ -69,7 +70,7 @@ class Cluster:
             "worker-half-added": draw.choice([0.0, 0.05]),
         }
         self._keeps = draw.random() < 0.9  # checkpoints, and what a coordinator needs to come back
-        self._steps, self._seconds = draw.choice([(3, None), (10, None), (None, 1.0), (None, 3.0)])
+        self._steps, self._seconds = draw.choice([(5, None), (20, None), (None, 2.0), (None, 5.0)])
 
     # -- what its user does ------------------------------------------------------------------------------------------
 
@@ -195,7 +196,8 @@ class Cluster:
         run.over = True
         self.world.trace(f"run {run.number} is lost: {why}")
         for worker in run.everybody:  # its launcher ends them all; one that hangs somewhere may wake up much later
-            if worker.host.alive and not (worker.host.stopped and self.world.random.random() < 0.7):
+            is_left = worker.host.stopped and worker.places and self.world.random.random() < 0.7
+            if worker.host.alive and not is_left:
                 worker.host.kill()
         if len(self.runs) < RUNS and run is self.this_run:
             self.world.at(self.world.random.uniform(0.0, 3.0), self.begin_run)

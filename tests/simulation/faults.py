@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
 MEAN_SECONDS = 1.5  # between two faults
+OLD_FILES = 0  # how often a coordinator comes back with an old file, against the others: no promise covers it
 AT_SHARDS = (
     *("shard-file-half-written", "shard-file-written", "restore-read", "contribution-added", "update-stepped"),
     *("push-checked", "push-staged", "pull-half-sent"),
@@ -42,6 +43,7 @@ class Faults:
             "fill a disk": (1, self._fill_disk),
             "slow a disk": (1, self._slow_disk),
             "lose the coordinator's file": (1, self._lose_file),
+            "bring back an old file": (OLD_FILES, self._bring_back_old_file),
         }
         self._kinds = {name: (weight * draw.choice([0, 0, 1, 3]), do) for name, (weight, do) in kinds.items()}
         self._on = False
@@ -151,7 +153,7 @@ class Faults:
         self._prepare_death_of_the_coordinator()
         self._cluster.coordinator.host.kill()
 
-    def _prepare_death_of_the_coordinator(self, lose_file: bool = False) -> None:
+    def _prepare_death_of_the_coordinator(self, lose_file: bool = False, back: int = 0) -> None:
         cluster, host = self._cluster, self._cluster.coordinator.host
 
         def died() -> None:
@@ -162,6 +164,8 @@ class Faults:
             if lose_file:
                 self._world.trace("its file is lost")
                 cluster.disks[0].lose_state_file()
+            if back and cluster.disks[0].bring_back_state_file(back):
+                self._world.trace(f"its file is the one of {back} writes ago")
             self._world.at(self._world.random.uniform(0.3, cluster.lease), cluster.start_coordinator)
 
         if host.alive and not any(getattr(notice, "__name__", "") == "died" for notice in host.on_death):
@@ -171,6 +175,10 @@ class Faults:
         if self._world.random.random() < 0.3:
             self._prepare_death_of_the_coordinator(lose_file=True)
             self._cluster.coordinator.host.kill()
+
+    def _bring_back_old_file(self) -> None:
+        self._prepare_death_of_the_coordinator(back=self._world.random.choice([1, 2, 5]))
+        self._cluster.coordinator.host.kill()
 
     def _stop_coordinator(self) -> None:
         host = self._cluster.coordinator.host

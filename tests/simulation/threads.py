@@ -1,7 +1,8 @@
 """What the real code takes from `threading` and `concurrent.futures`, in virtual time.
 
-A lock that is free costs nothing: only what has to wait hands control to another simulated thread. Who gets a lock that
-several wait for is drawn by the seed, as the operating system promises no order either.
+A lock that is free costs nothing: only what has to wait hands control to another simulated thread. But now and then a
+thread is held up before it takes one, as the operating system may do at any time. Which thread gets a lock that several
+wait for is drawn by the seed, too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from types import TracebackType
 from typing import Any
 
 from tests.simulation.world import Killed, Task, World
+
+PREEMPTED_SECONDS = 0.03  # on average, where a thread is held up
 
 
 class RLock:
@@ -27,7 +30,9 @@ class RLock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Takes the lock; waits for it if need be."""
-        task = self._world.current
+        world, task = self._world, self._world.current
+        if world.preemption and task is not None and world.random.random() < world.preemption:
+            world.sleep(world.random.expovariate(1 / PREEMPTED_SECONDS))
         if not self._depth:
             self._owner, self._depth = task, 1
             return True
@@ -152,8 +157,9 @@ class Event:
     """threading.Event."""
 
     def __init__(self, world: World) -> None:
-        self._changed = Condition(world)
+        self._world = world
         self._set = False
+        self._waiting: list[Task] = []
 
     def is_set(self) -> bool:
         """Whether it is set."""
@@ -162,7 +168,9 @@ class Event:
     def set(self) -> None:
         """Sets it."""
         self._set = True
-        self._changed.notify_all()
+        waiting, self._waiting = self._waiting, []
+        for task in waiting:
+            self._world.wake(task)
 
     def clear(self) -> None:
         """Takes it back."""
@@ -170,8 +178,13 @@ class Event:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until it is set."""
-        with self._changed:
-            self._changed.wait_for(self.is_set, timeout)
+        if not self._set:
+            task = self._world.current
+            assert task is not None
+            self._waiting.append(task)
+            self._world.block(timeout)
+            if task in self._waiting:
+                self._waiting.remove(task)
         return self._set
 
 

@@ -87,6 +87,7 @@ class World:
         self.numbers = itertools.count(1)
         self.hosts: list[Host] = []
         self.dead_threads: list[tuple[Host, str, Exception]] = []  # those that an exception ended, in a living process
+        self.preemption = 0.0  # the chance that a thread is held up before it takes a lock
         self.tracing = tracing
         self.events: list[str] = []
         self._heap: list[tuple[float, int, Host | None, Callable[[], object]]] = []
