@@ -32,7 +32,8 @@ from tests.simulation.world import World
 MODES = ("sync", "ssp:0", "ssp:2", "async")
 SHARDS = 2
 LEASE = 3.0
-FAULTY_SECONDS, SETTLE_SECONDS = 16.0, 120.0
+FAULTY_SECONDS, SETTLE_SECONDS = 14.0, 120.0
+AGREE_SECONDS = 30.0  # within which the servers must know who lives, once all hold
 QUIET_SECONDS = 5.0  # after the last fault, before all are told to finish
 GONE_FOR_GOOD = 0.2  # of the workers that die; the others are started again
 LAST_STEPS = 5
@@ -256,6 +257,7 @@ class Cluster:
             run = self.this_run
             if self.violations or not self._waits(lambda run=run: self.this_run is not run, until):  # type: ignore[misc]
                 return  # there were as many runs as there can be
+        self._waits(self.promises.all_agree, self.world.now + AGREE_SECONDS)
         self._let_pass(1.0)
         if not self.violations:
             self.promises.check_finished(self.this_run)

@@ -111,19 +111,36 @@ class Promises:
 
     def shards_count_those_that_live(self) -> None:
         """Each shard, and the coordinator, counts the workers that live, and no other."""
-        run, job = self._cluster.this_run, self.job()
-        living = {rank: worker.place.incarnation for rank, worker in run.workers.items() if worker.is_there}
-        if job is None:
+        if self.job() is None:
             self._broken("no job", "the coordinator knows no job, and its workers train")
             return
-        members = {member.rank: member.incarnation for member in job.members._membership.members.values()}
+        living, members = self._living(), self._members()
         if members != living:
             self._broken("wrong members", f"the coordinator has {members}, and {living} live")
+        for name, roster in self._rosters().items():
+            if roster != living:
+                self._broken("wrong roster", f"{name} counts {roster}, and {living} live")
+
+    def all_agree(self) -> bool:
+        """Whether the coordinator and the shards count the workers that live."""
+        return all(counted == self._living() for counted in [self._members(), *self._rosters().values()])
+
+    def _living(self) -> dict[int, int]:
+        workers = self._cluster.this_run.workers
+        return {rank: worker.place.incarnation for rank, worker in workers.items() if worker.is_there}
+
+    def _members(self) -> dict[int, int]:
+        job = self.job()
+        members = job.members._membership.members.values() if job is not None else ()
+        return {member.rank: member.incarnation for member in members}
+
+    def _rosters(self) -> dict[str, dict[int, int]]:
+        rosters = {}
         for process in self._cluster.shards:
             hosted = process.shard._jobs.get("cells") if process.shard is not None else None
-            roster = {rank: live.incarnation for rank, live in hosted.state.roster.items()} if hosted else {}
-            if roster != living:
-                self._broken("wrong roster", f"{process.host.name} counts {roster}, and {living} live")
+            roster = hosted.state.roster if hosted is not None else {}
+            rosters[process.host.name] = {rank: live.incarnation for rank, live in roster.items()}
+        return rosters
 
     # -- looks -------------------------------------------------------------------------------------------------------
 
