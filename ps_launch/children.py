@@ -21,6 +21,8 @@ from types import FrameType
 from ps_launch.output import Output, Stream
 
 _PR_SET_PDEATHSIG = 1
+_KILL_SECONDS = 5.0  # for which a killed child is waited for: the kernel may be busy with what it held
+CANNOT_START = 126  # the exit code of a child that the system could not start again: no memory, no process left
 
 
 class Stopped(Exception):
@@ -82,9 +84,9 @@ class Children:
         """Whether any child runs, or waits to be started again."""
         return bool(self._running or self._due)
 
-    def start(self, number: int, after: float = 0.0) -> None:
-        """Starts a child, now or when so many seconds are over."""
-        if after > 0:
+    def start(self, number: int, after: float | None = None) -> None:
+        """Starts a child: now, which raises OSError if it cannot be; or in `wait`, when so many seconds are over."""
+        if after is not None:
             self._due[number] = time.monotonic() + after
             return
         program = self._program(number)
@@ -102,6 +104,8 @@ class Children:
         )
         self._running[number] = process
         self._streams[number] = []
+        if process.stdin is not None:
+            os.set_blocking(process.stdin.fileno(), False)
         for source, output in ((process.stdout, program.out), (process.stderr, program.err)):
             if source is not None and output is not None:
                 stream = Stream(source, output)
@@ -113,18 +117,29 @@ class Children:
         return time.monotonic() - self._begun[number]
 
     def tell(self, number: int, line: str) -> None:
-        """Writes a line to a child's standard input; nothing happens if it has ended."""
+        """Writes a short line to a child's standard input, and waits for nothing.
+
+        Nothing happens if the child has ended, or does not read and its pipe is full.
+        """
         process = self._running.get(number)
         if process is not None and process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(line.encode() + b"\n")
-                process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError, BlockingIOError):
+                os.write(process.stdin.fileno(), line.encode() + b"\n")  # a pipe takes so little as a whole or not
 
     def wait(self, until: float | None = None) -> list[tuple[int, int]]:
-        """Waits for a moment, and no longer than `until`; returns the numbers and exit codes of those that ended."""
+        """Waits for a moment, and no longer than `until`; returns the numbers and exit codes of those that ended.
+
+        A child whose pause is over and that cannot be started has ended with CANNOT_START.
+        """
+        ended = []
         for number in [number for number, when in self._due.items() if when <= time.monotonic()]:
             del self._due[number]
-            self.start(number)
+            try:
+                self.start(number)
+            except OSError:
+                ended.append((number, CANNOT_START))
+        if ended:
+            return ended
         deadline = min((when for when in (until, *self._due.values()) if when is not None), default=None)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         for key, _ in self._selector.select(left):
@@ -136,24 +151,29 @@ class Children:
         return self._take_ended()
 
     def stop(self, seconds: float, numbers: Collection[int] | None = None) -> None:
-        """Asks children to end (all by default), passes on what they write meanwhile, and kills the late ones."""
-        deadline = time.monotonic() + seconds
+        """Asks children to end (all by default), passes on what they write meanwhile, and kills the late ones.
+
+        None is started again from now on.
+        """
+        self._due.clear()
         wanted = set(self._running if numbers is None else numbers)
-        self._due = {number: when for number, when in self._due.items() if numbers is not None and number not in wanted}
         for number in wanted & self._running.keys():
             self._running[number].terminate()
-        while wanted & self._running.keys() and time.monotonic() < deadline:
-            self.wait(deadline)
-        for number in wanted & self._running.keys():
-            self._running[number].kill()
-            self._running[number].wait()
-        self._take_ended()
+        self._await_end(wanted, seconds)
+        if wanted & self._running.keys():
+            self.kill(*wanted)
+            self._await_end(wanted, _KILL_SECONDS)
 
     def kill(self, *numbers: int) -> None:
         """Kills children, all by default."""
         for number in numbers or tuple(self._running):
             if number in self._running:
                 self._running[number].kill()
+
+    def _await_end(self, numbers: set[int], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while numbers & self._running.keys() and time.monotonic() < deadline:
+            self.wait(deadline)
 
     def _take_ended(self) -> list[tuple[int, int]]:
         """Takes those that have ended off the running ones; all that they wrote is passed on first."""
@@ -168,8 +188,7 @@ class Children:
                     self._selector.unregister(stream.source)
                 stream.finish()
             if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.close()
+                process.stdin.close()
             ended.append((number, code))
         return ended
 

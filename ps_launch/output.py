@@ -72,9 +72,13 @@ class Lines:
 
 
 class Console:
-    """The launcher's own stdout and stderr. Training needs no reader: what cannot be written is dropped."""
+    """A command's own stdout and stderr. Its work needs no reader: what cannot be written is dropped.
 
-    def __init__(self) -> None:
+    program: the name that stands before what the command itself says
+    """
+
+    def __init__(self, program: str) -> None:
+        self._program = program
         self._closed: set[int] = set()
         # From then on nothing is waited for: a reader that stands still keeps no end off.
         self.until: float | None = None
@@ -94,8 +98,12 @@ class Console:
                 self._closed.add(descriptor)
 
     def say(self, text: str) -> None:
-        """Writes a line of the launcher's own."""
-        self.write(sys.stderr.fileno(), f"ps-worker: {text}\n".encode(errors="replace"))
+        """Writes a line of the command's own to its stderr."""
+        self.write(sys.stderr.fileno(), f"{self._program}: {text}\n".encode(errors="replace"))
+
+    def tell(self, text: str) -> None:
+        """Writes a line of the command's own to its stdout."""
+        self.write(sys.stdout.fileno(), f"{self._program}: {text}\n".encode(errors="replace"))
 
 
 class Output(Protocol):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 FIRST_SECONDS, LONGEST_SECONDS = 0.5, 30.0
 # A child that ran for longer than any pause was well: its next failure is another one.
 WELL_SECONDS = 2 * LONGEST_SECONDS
-# How often a shard may end in so many seconds.
-MOST_ENDS, RECENT_SECONDS = 5, 60.0
+# The same of shards: workers wait for one, so it comes back at once, and later sooner than a worker.
+SHARD_LONGEST_SECONDS = 10.0
+SHARD_WELL_SECONDS = 3 * SHARD_LONGEST_SECONDS
 
 
 @dataclass
@@ -35,20 +34,24 @@ class Restarts:
 
 
 @dataclass
-class RareRestarts:
-    """The restarts of a shard: at once, but for one that ends again and again."""
+class ShardRestarts:
+    """The restarts of a shard: at once, and after pauses that grow with each end in a row.
 
-    _ends: deque[float] = field(default_factory=deque)
+    most:     how many there may be in a row: a shard that was well for a while has all of them again. None: no end
+    count:    how many there were, over the whole run
+    in_a_row: how many there were since it was well
+    """
 
-    @property
-    def recent_ends(self) -> int:
-        """How often the shard has ended lately."""
-        return len(self._ends)
+    most: int | None = None
+    count: int = 0
+    in_a_row: int = 0
 
-    def is_allowed(self) -> bool:
-        """Returns whether a shard that has just ended starts again; counts its end."""
-        now = time.monotonic()
-        self._ends.append(now)
-        while now - self._ends[0] >= RECENT_SECONDS:
-            self._ends.popleft()
-        return self.recent_ends <= MOST_ENDS
+    def after(self, seconds: float) -> float | None:
+        """Returns the pause before a shard that was ready for so long starts again; None where it may not."""
+        if seconds >= SHARD_WELL_SECONDS:
+            self.in_a_row = 0
+        if self.most is not None and self.in_a_row >= self.most:
+            return None
+        self.count += 1
+        self.in_a_row += 1
+        return 0.0 if self.in_a_row == 1 else float(min(2.0 ** min(self.in_a_row - 2, 9), SHARD_LONGEST_SECONDS))

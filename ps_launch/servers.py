@@ -3,30 +3,56 @@
 A shard prints on its standard output when it is ready, as one line of JSON. Its standard input tells it where the
 coordinator is, and is its lifeline: when it closes, the parent is gone, and the shard stops. So nothing is left behind
 even if the parent is killed.
+
+The parent waits for ready lines and ends of all shards together, and for none of them alone. A shard that ends is
+started again, and so is one that is not ready in time; the others go on meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import signal
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from typing import IO
+from dataclasses import dataclass, field
 
-from ps_launch.children import Children, Program, Stopped, on_signals, stop_on_signals
-from ps_launch.restarts import RECENT_SECONDS, RareRestarts
+from ps_launch.children import CANNOT_START, Children, Program, Stopped, on_signals, stop_on_signals
+from ps_launch.output import Console
+from ps_launch.restarts import ShardRestarts
 from ps_protocol.errors import PSError
 
-START_SECONDS = 60.0
-STOP_SECONDS = 30.0
+# All of a stop. What is left of it when the coordinator has made its last checkpoints is the shards', and no less than
+# theirs.
+STOP_SECONDS, SHARDS_STOP_SECONDS = 28.0, 8.0
+STOP_UNREADY_SECONDS = 2.0  # of a cluster that was never ready: it has nothing to finish
+MOST_DOUBLINGS = 4  # of the time for a start
+SAY_SECONDS = 1.0  # for which a line of the log waits for its reader
 COORDINATOR = 0  # the shard that is the coordinator too
+# How a shard ends that another process ended. Any other end before it was ready for the first time is its own refusal.
+FROM_OUTSIDE = frozenset({0, -signal.SIGKILL, -signal.SIGTERM})
+NEVER = math.inf
 
 
-def up(environment: Mapping[str, str]) -> int:
+@dataclass(frozen=True)
+class Supervision:
+    """How a cluster is kept up.
+
+    shards:        how many there are
+    start_timeout: seconds after which a shard that is not ready is killed, and started again; twice as long each time,
+                   so that a machine which is slower than that comes up too
+    most_restarts: how often a shard is started again without having been well in between; None: without end
+    """
+
+    shards: int
+    start_timeout: float
+    most_restarts: int | None = None
+
+
+def up(supervision: Supervision, environment: Mapping[str, str]) -> int:
     """Runs the cluster until SIGTERM or SIGINT, and starts shards that end again. Returns the exit code.
 
     environment: of the shards, with every setting of theirs as a variable. Ports of shard i are PS_PORT + i and
@@ -34,7 +60,7 @@ def up(environment: Mapping[str, str]) -> int:
     """
     code = 0
     with contextlib.ExitStack() as stack:
-        shards = _Shards(environment, stack)
+        shards = _Shards(supervision, environment, stack)
 
         def stop_now(number: int, frame: object) -> None:
             shards.children.kill()
@@ -42,12 +68,11 @@ def up(environment: Mapping[str, str]) -> int:
 
         stop_on_signals()
         try:
-            shards.start()
-            shards.keep_up()
+            shards.run()
         except Stopped:
             pass
         except PSError as error:
-            print(f"ps-server: {error}", file=sys.stderr)
+            shards.say(str(error))
             code = 1
         finally:
             on_signals(stop_now)  # a second signal ends all at once
@@ -55,126 +80,166 @@ def up(environment: Mapping[str, str]) -> int:
     return code
 
 
-class _Ready:
-    """Takes a shard's first line, which says that it is ready, from its standard output."""
+@dataclass
+class _Shard:
+    """One shard of the cluster.
 
-    def __init__(self, tell: Callable[[dict[str, str]], None]) -> None:
+    place:   where it was when it was ready for the first time; it comes back there
+    started: when its process was started; NEVER: it has none, or one that was killed
+    ready:   since when it is ready; NEVER: it is not
+    late:    how often in a row it was not ready in time
+    """
+
+    restarts: ShardRestarts
+    place: Mapping[str, str] = field(default_factory=dict)
+    started: float = NEVER
+    ready: float = NEVER
+    late: int = 0
+
+
+class _Ready:
+    """Takes a shard's standard output: the line which says that it is ready. Anything else is passed on."""
+
+    def __init__(self, tell: Callable[[dict[str, str]], None], console: Console) -> None:
         self._tell = tell
+        self._console = console
         self._told = False
 
     def take(self, data: bytes, lines: list[bytes]) -> None:
-        """Takes the first line."""
-        if lines and not self._told:
-            self._told = True
-            self._tell(json.loads(lines[0]))
+        """Takes what came, as whole lines."""
+        for line in lines:
+            if not self._told and line.startswith(b'{"address"'):
+                self._told = True
+                self._tell(json.loads(line))
+            else:
+                self._console.write(sys.stderr.fileno(), line + b"\n")
 
 
 class _Shards:
     """The shards of one cluster, by index."""
 
-    def __init__(self, environment: Mapping[str, str], stack: contextlib.ExitStack) -> None:
+    def __init__(self, supervision: Supervision, environment: Mapping[str, str], stack: contextlib.ExitStack) -> None:
         self.children = Children(self._program, stack)
+        self._start_timeout = supervision.start_timeout
         self._environment = environment
-        self._count = int(environment["PS_SHARDS"])
-        self._restarts = [RareRestarts() for _ in range(self._count)]
-        self._ready: dict[int, dict[str, str]] = {}  # the addresses of those that are ready
-        self._before: dict[int, dict[str, str]] = {}  # where each was when it was ready for the first time
-        self._ended: deque[tuple[int, int]] = deque()  # indices and codes of those that are to be started again
+        self._console = Console("ps-server")
+        self._shards = [_Shard(ShardRestarts(supervision.most_restarts)) for _ in range(supervision.shards)]
+        self._was_ready = False  # all of them, at one time
 
-    def start(self) -> None:
-        """Starts all shards, and prints where they are. Raises PSError if one does not start."""
-        for index in range(self._count):
-            self.children.start(index)
-        for index in range(self._count):
-            code = self._await_ready(index)
-            if code is not None:
-                raise PSError(f"shard {index} did not start (exit code {code})")
-            if index == COORDINATOR:
-                for other in range(1, self._count):
-                    self.children.tell(other, self._ready[COORDINATOR]["address"])
-        self._before = dict(self._ready)
-        shards = "1 shard" if self._count == 1 else f"{self._count} shards"
-        print(f"ps-server: ready at {self._ready[COORDINATOR]['address']} ({shards})", flush=True)
-        scheme = "https" if self._environment.get("PS_TLS_CERT") else "http"
-        for index in range(self._count):
-            print(f"ps-server: metrics at {scheme}://{self._ready[index]['metrics']}/metrics", flush=True)
+    def run(self) -> None:
+        """Starts all shards, prints where they are, and starts those that end again, at the same ports.
 
-    def keep_up(self) -> None:
-        """Starts shards that end again, at the same ports. Raises PSError for one that ends again and again."""
+        Raises PSError if one cannot start, or ended more often than it may.
+        """
+        for index in range(len(self._shards)):
+            self.children.start(index, after=0.0)
         while True:
-            while not self._ended:
-                self._ended += self.children.wait()
-            self._bring_back(*self._ended.popleft())
+            next_late = min(map(self._late_at, range(len(self._shards))))
+            for index, code in self.children.wait(None if next_late == NEVER else next_late):
+                self._has_ended(index, code)
+            self._kill_late()
+            if not self._was_ready and all(shard.ready < NEVER for shard in self._shards):
+                self._was_ready = True
+                self._announce()
 
     def stop(self) -> None:
         """Stops the coordinator, and when it has made its last checkpoints with the shards' help, the shards."""
-        self.children.stop(STOP_SECONDS, [COORDINATOR])
-        self.children.stop(STOP_SECONDS)
+        if not self._was_ready:
+            self.children.stop(STOP_UNREADY_SECONDS)
+            return
+        deadline = time.monotonic() + STOP_SECONDS
+        self.children.stop(STOP_SECONDS - SHARDS_STOP_SECONDS, [COORDINATOR])
+        self.children.stop(max(SHARDS_STOP_SECONDS, deadline - time.monotonic()))
 
-    def _bring_back(self, index: int, code: int | None) -> None:
-        while code is not None:
-            restarts = self._restarts[index]
-            text = f"shard {index} ended with code {code}"
-            if not restarts.is_allowed():
-                raise PSError(f"{text} for the {restarts.recent_ends}th time in {RECENT_SECONDS:g} s; stopping")
-            print(f"ps-server: {text}; starting it again", file=sys.stderr, flush=True)
-            self.children.start(index)
-            self.children.tell(index, self._before[COORDINATOR]["address"])
-            # It may end before it is ready: if another process' outgoing connection has its port for a moment, say.
-            code = self._await_ready(index)
-        if self._ready[index] != self._before[index]:
-            raise PSError(f"shard {index} came back at another address")
-        print(f"ps-server: shard {index} is back", file=sys.stderr, flush=True)
+    def say(self, text: str) -> None:
+        """Writes a line of the log. A reader that stands still, or is gone, does not hold up the cluster."""
+        self._console.until = time.monotonic() + SAY_SECONDS
+        self._console.say(text)
 
-    def _await_ready(self, index: int) -> int | None:
-        """Waits until a shard is ready; returns its exit code if it ends first, or takes too long and is killed."""
-        deadline = time.monotonic() + START_SECONDS
-        while index not in self._ready:
-            for number, code in self._ended:
-                if number == index:
-                    self._ended.remove((number, code))
-                    return code
-            if time.monotonic() >= deadline:
+    def _announce(self) -> None:
+        self._console.until = time.monotonic() + SAY_SECONDS
+        shards = "1 shard" if len(self._shards) == 1 else f"{len(self._shards)} shards"
+        self._console.tell(f"ready at {self._shards[COORDINATOR].place['address']} ({shards})")
+        scheme = "https" if self._environment.get("PS_TLS_CERT") else "http"
+        for shard in self._shards:
+            self._console.tell(f"metrics at {scheme}://{shard.place['metrics']}/metrics")
+
+    # -- what happens to a shard ------------------------------------------------------------------------------------
+
+    def _is_ready(self, index: int, place: Mapping[str, str]) -> None:
+        shard = self._shards[index]
+        shard.ready, shard.late = time.monotonic(), 0
+        if shard.restarts.count:
+            self.say(f"shard {index} is back (restart {shard.restarts.count})")
+        if shard.place:
+            return
+        shard.place = place
+        if index == COORDINATOR:  # those that are started from now on have it in their environment
+            for other in range(1, len(self._shards)):
+                self.children.tell(other, place["address"])
+
+    def _has_ended(self, index: int, code: int) -> None:
+        """Has a shard that ended start again, after a pause. Raises PSError if it may not."""
+        shard = self._shards[index]
+        if not shard.place and code not in FROM_OUTSIDE:
+            raise PSError(f"shard {index} did not start (exit code {code})")
+        text = f"shard {index} " + ("could not be started" if code == CANNOT_START else f"ended with code {code}")
+        pause = shard.restarts.after(max(0.0, time.monotonic() - shard.ready))
+        shard.started = shard.ready = NEVER
+        if pause is None:
+            times = f"{shard.restarts.in_a_row} restarts in a row"
+            raise PSError(f"{text} after {times}, which is all that --max-shard-restarts allows; stopping")
+        when = f" in {pause:g} s" if pause else ""
+        self.say(f"{text}; starting it again{when} (restart {shard.restarts.count})")
+        self.children.start(index, after=pause)
+
+    def _late_at(self, index: int) -> float:
+        """Returns when a shard that starts has taken too long; NEVER for one that does not.
+
+        A shard is ready when the coordinator knows it: its time begins anew when the coordinator is back.
+        """
+        shard, coordinator = self._shards[index], self._shards[COORDINATOR]
+        if shard.ready < NEVER:
+            return NEVER
+        begun = shard.started if index == COORDINATOR else max(shard.started, coordinator.ready)
+        return begun + self._patience(shard)
+
+    def _patience(self, shard: _Shard) -> float:
+        return self._start_timeout * 2.0 ** min(shard.late, MOST_DOUBLINGS)
+
+    def _kill_late(self) -> None:
+        for index, shard in enumerate(self._shards):
+            if self._late_at(index) <= time.monotonic():
+                self.say(f"shard {index} is not ready after {self._patience(shard):g} s: killing it")
                 self.children.kill(index)
-            self._ended += self.children.wait(None if time.monotonic() >= deadline else deadline)
-        return None
+                shard.started = NEVER
+                shard.late += 1
+
+    # -- what a shard runs ------------------------------------------------------------------------------------------
 
     def _program(self, index: int) -> Program:
         """Returns what a shard runs. One that comes back has the ports that it had."""
-        self._ready.pop(index, None)
-
-        def ready(addresses: dict[str, str]) -> None:
-            self._ready[index] = addresses
-
+        shard = self._shards[index]
+        shard.started = time.monotonic()
         # The index is a flag, so that a list of processes shows which shard is which.
         arguments = ["-m", "ps_server", "shard", "--supervised", "--index", str(index)]
+        arguments += ["--restart-count", str(shard.restarts.count)]
         arguments += ["--with-coordinator"] * (index == COORDINATOR)
-        environment = dict(self._environment)
-        before = self._before.get(index)
+        out = _Ready(lambda place: self._is_ready(index, place), self._console)
+        return Program(arguments, self._shard_environment(index), out=out, is_told=True)
+
+    def _shard_environment(self, index: int) -> dict[str, str]:
+        shard, environment = self._shards[index], dict(self._environment)
         for variable, address in (("PS_PORT", "address"), ("PS_METRICS_PORT", "metrics")):
             port = int(environment[variable])
-            environment[variable] = before[address].rpartition(":")[2] if before else str(port and port + index)
-        if before is not None:
+            environment[variable] = (
+                shard.place[address].rpartition(":")[2] if shard.place else str(port and port + index)
+            )
+        if index != COORDINATOR:
+            environment["PS_COORDINATOR"] = self._shards[COORDINATOR].place.get("address", "")
+        if shard.place:
             # A coordinator that comes back resumes what ran, if there are checkpoints: in the place of one that died.
             environment["PS_RESUME"] = "1" if environment.get("PS_CHECKPOINT_DIR") else environment["PS_RESUME"]
+        if shard.restarts.count:
             environment["PS_FAILPOINTS"] = ""
-        return Program(arguments, environment, out=_Ready(ready), is_told=True)
-
-
-# -- in a shard ------------------------------------------------------------------------------------------------------
-
-
-def await_coordinator(stdin: IO[str]) -> str:
-    """Returns the coordinator's address, which the parent tells this shard."""
-    return stdin.readline().strip()
-
-
-def watch_lifeline(stdin: IO[str], stop: threading.Event) -> None:
-    """Sets `stop` when the parent of this shard is gone."""
-
-    def watch() -> None:
-        while stdin.read(1):
-            pass
-        stop.set()
-
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+        return environment

@@ -83,7 +83,7 @@ class _Workers:
         self._meeting = rendezvous(plan)
         # The launch of this process, if it is a worker itself, is not that of our workers.
         self._launch_id = (not is_launched() and os.environ.get(LAUNCH_ID)) or new_launch_id()
-        self._console = Console()
+        self._console = Console("ps-worker")
         self._restarts = {local: Restarts(plan.max_restarts) for local in range(plan.workers)}
         self._logs = _open_logs(plan, stack)
         self._started = Path(stack.enter_context(_directory())) / "started"

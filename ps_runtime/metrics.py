@@ -9,6 +9,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -17,7 +18,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ps_protocol.errors import InvalidRequest
-from ps_runtime.credentials import Tls
+from ps_runtime.background import errors
+from ps_runtime.credentials import Tls, certificate_expiry
 from ps_runtime.reloading import ReloadingFiles
 
 # How long stopping may take; serve_forever looks at its flag this often.
@@ -153,7 +155,21 @@ def process_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
+    name, text = "ps_background_errors_total", "Exceptions in background threads, which went on."
+    registry.register(
+        Gauges(errors, [(name, text, ("thread",), lambda counts: [((k,), v) for k, v in counts.items()])])
+    )
     return registry
+
+
+def certificate_gauges(tls: Tls) -> Gauges[dict[Path, float]]:
+    """Returns the gauge of when the certificates end that this process shows, and verifies others by."""
+
+    def samples(ends: dict[Path, float]) -> Iterable[Sample]:
+        return [((str(path),), end) for path, end in ends.items()]
+
+    text = "When the certificate in a file ends, in seconds since 1970."
+    return Gauges(certificate_expiry(tls), [("ps_certificate_expiry_timestamp_seconds", text, ("file",), samples)])
 
 
 def serve_metrics(
@@ -166,8 +182,11 @@ def serve_metrics(
     """Serves /metrics from a registry, and `pages` of JSON by path. Returns the port and a function that stops serving.
 
     port: 0 lets the system choose. tls: with it /metrics is https, and with its CA a scraper must show a certificate of
-    that CA; the files may change while it is served. Raises InvalidRequest if the port cannot be bound.
+    that CA; the files may change while it is served, and /metrics tells when they end. Raises InvalidRequest if the
+    port cannot be bound.
     """
+    if tls is not None:
+        registry.register(certificate_gauges(tls))
     metrics = make_wsgi_app(registry)
     known = dict(pages or {})
 

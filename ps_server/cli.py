@@ -10,16 +10,41 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from ps_protocol.errors import PSError
 from ps_runtime.channel import DEFAULT_PORT
 from ps_runtime.command_line import CommandLine, version
-from ps_runtime.settings import Setting, access_settings, as_variables, count, environment, host_port, unknown_variables
+from ps_runtime.settings import (
+    Setting,
+    access_settings,
+    as_variables,
+    count,
+    environment,
+    host_port,
+    index,
+    seconds,
+    unknown_variables,
+)
 from ps_server import failpoints
-from ps_server.config import ADVERTISE, CHECKPOINTS, COORDINATOR, INDEX, LIMITS, PROCESS, SETTINGS, SHARDS, config_of
+from ps_server.config import (
+    ADVERTISE,
+    CHECKPOINTS,
+    COORDINATOR,
+    INDEX,
+    LIMITS,
+    MAX_SHARD_RESTARTS,
+    PROCESS,
+    SETTINGS,
+    SHARD_START_TIMEOUT,
+    SHARDS,
+    config_of,
+)
 from ps_server.ops.glibc import share_memory_pool, streaming
 
 SWITCH_SECONDS = 0.0005
@@ -44,12 +69,14 @@ def parser() -> CommandLine:
         command.add_settings(*settings)
         return command
 
-    up = add("up", "start a coordinator and shards on this machine", SHARDS)
+    up = add("up", "start a coordinator and shards on this machine", SHARDS, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT)
     coordinator = add("coordinator", "start the coordinator alone", SHARDS, ADVERTISE)
     shard = add("shard", "start one shard", INDEX, COORDINATOR, words="--index I [options]")
     shard.add_argument("--with-coordinator", action="store_true", help="be the coordinator too (needs --shards)")
     shard.add_settings(replace(SHARDS, text="how many shards the cluster has, with --with-coordinator"), ADVERTISE)
+    # What `up` tells its shards.
     shard.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+    shard.add_argument("--restart-count", type=index, default=0, help=argparse.SUPPRESS)
     for command in (up, coordinator, shard):
         _add_serving(command)
 
@@ -66,12 +93,14 @@ def parser() -> CommandLine:
     export.add_argument("--checkpoint", metavar="NAME", help="which checkpoint [default: the last that is whole]")
     export.add_argument("output", metavar="OUT", help="directory that gets model.safetensors and the optimizer's state")
 
-    certs = add("dev-certs", "make a small CA with certificates for servers and clients", words="[options] DIR")
-    files = "gets ca.pem, server.pem, client.pem, reader.pem, keys, and roles"
+    certs = add("dev-certs", "make a small CA and certificates, or renew those that end soon", words="[options] DIR")
+    files = "gets ca.pem and ca.key; server, worker, reader and admin .pem and .key; and roles"
     certs.add_argument("directory", metavar="DIR", help=files)
     certs.add_argument("--host", action="append", default=[], metavar="NAME", help="a server's name; may be repeated")
-    certs.add_argument("--split", action="store_true", help="into server/, client/ and reader/: no other's key in any")
+    certs.add_argument("--split", action="store_true", help="a folder for each server and role: no other's key in any")
     certs.add_argument("--days", type=count, default=365, help="for which they are valid [default 365]")
+    certs.add_argument("--new-ca", action="store_true", help="make a new CA, and everything anew")
+    certs.add_argument("--every", type=seconds, metavar="SECONDS", help="stay, and look again this often")
     return root
 
 
@@ -115,12 +144,26 @@ def _run(arguments: argparse.Namespace) -> int:
         print(export(arguments.checkpoint_dir, arguments.job, arguments.checkpoint, Path(arguments.output)))
         return 0
     if arguments.command == "dev-certs":
-        from ps_server.ops.dev_certs import write
-
-        made = write(Path(arguments.directory), arguments.host, arguments.days, arguments.split)
-        print(f"ps-server: {arguments.directory} {'has certificates now' if made else 'has certificates already'}")
-        return 0
+        return _make_certificates(arguments)
     return _ask(arguments)
+
+
+def _make_certificates(arguments: argparse.Namespace) -> int:
+    """Makes what is missing and renews what ends soon: once, or until it is told to stop."""
+    from ps_server.ops.dev_certs import write
+
+    stop = threading.Event()
+    if arguments.every is not None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+    directory, life, new_ca = Path(arguments.directory), timedelta(days=arguments.days), arguments.new_ca
+    while True:
+        made = write(directory, arguments.host, life, arguments.split, new_ca)
+        new_ca = False  # asked for once, not at each look
+        said = f"made {', '.join(made)}" if made else "all certificates are there, and none ends soon"
+        print(f"ps-server: {directory}: {said}", flush=True)
+        if arguments.every is None or stop.wait(arguments.every):
+            return 0
 
 
 def _ask(arguments: argparse.Namespace) -> int:
@@ -144,37 +187,48 @@ def _ask(arguments: argparse.Namespace) -> int:
 
 def _up(arguments: argparse.Namespace) -> int:
     """Runs a cluster: its shards are told all settings by variables, and nothing else by the parent's environment."""
-    from ps_launch.servers import up
+    from ps_launch.servers import Supervision, up
 
     failpoints.check()  # an error in them is said once here, rather than by each shard
+    config = config_of(arguments, arguments.shards, index=0, coordinator=None)  # and so is what every shard refuses
+    config.is_exposed()
+    config.checkpoint_policy()
     inherited = streaming(environment())
     foreign = {setting.variable: "" for setting in (COORDINATOR, ADVERTISE)}
-    return up({**inherited, **as_variables((SHARDS, *SETTINGS), arguments), **foreign})
+    supervision = Supervision(arguments.shards, arguments.shard_start_timeout, arguments.max_shard_restarts)
+    return up(supervision, {**inherited, **as_variables((SHARDS, *SETTINGS), arguments), **foreign})
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     """Runs one server process until it is told to stop."""
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):  # before the imports: they take seconds, in which it may be told to
-        signal.signal(number, lambda *_: stop.set())
+    stop, begun = threading.Event(), threading.Event()
+
+    def end(*_: object) -> None:
+        """Before it serves it has nothing to finish: it ends at once, even amid its imports, which take seconds."""
+        if not begun.is_set():
+            os._exit(0)
+        stop.set()
+
+    _on_signals(end)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     alone = arguments.command == "coordinator"
     supervised = not alone and arguments.supervised
     coordinates = alone or arguments.with_coordinator
     failpoints.arm(None if alone else arguments.index)
     share_memory_pool()
-    from ps_launch.servers import await_coordinator, watch_lifeline
+    coordinator = None if coordinates else arguments.coordinator
+    from ps_launch.lifeline import Lifeline
+
+    lifeline = Lifeline(sys.stdin.fileno(), end) if supervised else None
     from ps_server.server import Server
 
-    coordinator = None if coordinates else arguments.coordinator
-    if supervised:
-        if not coordinates and not coordinator:
-            coordinator = await_coordinator(sys.stdin)
-        watch_lifeline(sys.stdin, stop)
+    if lifeline is not None and not coordinates and not coordinator:
+        coordinator = lifeline.line()
     if not coordinates and not coordinator:
         raise PSError("a shard needs --coordinator HOST:PORT (or --with-coordinator, to be it)")
-    index = None if alone else arguments.index
-    server = Server(config_of(arguments, arguments.shards if coordinates else None, index, coordinator))
+    begun.set()
+    shard = None if alone else arguments.index
+    server = Server(config_of(arguments, arguments.shards if coordinates else None, shard, coordinator))
     _tune_interpreter()
     while not stop.is_set() and not server.wait_ready(0.2):
         pass
@@ -182,18 +236,22 @@ def _serve(arguments: argparse.Namespace) -> int:
         if supervised:
             print(json.dumps({"address": server.address, "metrics": server.metrics_address}), flush=True)
         else:
-            role = "coordinator" if alone else f"shard {index}"
+            role = "coordinator" if alone else f"shard {shard}"
             print(f"ps-server: {role} ready at {server.address}", flush=True)
             scheme = "https" if arguments.tls_cert else "http"
             print(f"ps-server: metrics at {scheme}://{server.metrics_address}/metrics", flush=True)
     stop.wait()
     # Told once, it finishes what it has; told again, it ends at once.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: os._exit(128 + number))
+    _on_signals(lambda number, _: os._exit(128 + number))
     if coordinates or not supervised:  # the parent stops the coordinator first, which has seen to it
         server.drain(DRAIN_SECONDS)
     server.stop()
     return 0
+
+
+def _on_signals(action: Callable[[int, FrameType | None], object]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, action)
 
 
 def _tune_interpreter() -> None:

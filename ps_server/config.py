@@ -11,7 +11,7 @@ from typing import Any
 
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.channel import DEFAULT_PORT
-from ps_runtime.credentials import Tls, tls
+from ps_runtime.credentials import Tls, require_encryption, tls
 from ps_runtime.settings import (
     DEFAULT_SHARED_DIRECTORY,
     Setting,
@@ -26,7 +26,7 @@ from ps_runtime.settings import (
     whole_number,
 )
 from ps_server.coordinator.policy import CheckpointPolicy
-from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_TIMING, Timing
+from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_SERVER_CALL_SECONDS, DEFAULT_TIMING, Timing
 from ps_server.core.limits import DEFAULTS, Limits
 
 DEFAULT_METRICS_PORT = 9100
@@ -42,8 +42,10 @@ class ServerConfig:
     host, port:  where to listen; port 0 lets the system choose
     advertise:   HOST:PORT under which the others reach this process; None: where it listens
     lease:       seconds for which a worker counts as live without a heartbeat
+    server_call_seconds: for which a call between servers waits for its answer
+    job_timeout: seconds after which a job ends whose workers are all gone
     apply_threads: threads that apply updates
-    shared_directory: where workers on this host leave segments that are files
+    shared_directory: where workers on this host hand over the memory that they share
     tls:         certificates to serve with, and to call the other servers with; None: plaintext, on loopback
     tokens:      file that says which caller may do what; None: every caller may do everything
     insecure:    plaintext may be served beyond this machine; metrics_insecure: metrics may
@@ -54,6 +56,7 @@ class ServerConfig:
     restore:     jobs continue from their checkpoints in checkpoint_dir
     resume:      the coordinator resumes the jobs that ran when the one before it ended
     timing:      how often the coordinator looks, and how long it waits for what
+    restart_count: how often `ps-server up` has started this shard again
     """
 
     shard_count: int | None = None
@@ -65,6 +68,8 @@ class ServerConfig:
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
     lease: float = DEFAULT_LEASE_SECONDS
+    server_call_seconds: float = DEFAULT_SERVER_CALL_SECONDS
+    job_timeout: float = DEFAULT_TIMING.deserted
     apply_threads: int = 1
     shared_directory: Path = DEFAULT_SHARED_DIRECTORY
     tls: Tls | None = None
@@ -78,6 +83,17 @@ class ServerConfig:
     restore: bool = False
     resume: bool = False
     timing: Timing = DEFAULT_TIMING
+    restart_count: int = 0
+
+    def is_exposed(self) -> bool:
+        """Returns whether calls travel in plaintext beyond this machine.
+
+        Raises InvalidRequest where they would, or metrics would, and that is not allowed.
+        """
+        encrypted, metrics_insecure = self.tls is not None, self.metrics_insecure or self.insecure
+        exposed = require_encryption(self.host, encrypted, self.insecure, "this server", "--insecure")
+        require_encryption(self.metrics_host, encrypted, metrics_insecure, "metrics", "--metrics-insecure")
+        return exposed
 
     def checkpoint_policy(self) -> CheckpointPolicy | None:
         """Returns when the coordinator makes checkpoints; None if it makes none. Raises InvalidRequest if it cannot."""
@@ -112,6 +128,16 @@ def every(text: str) -> str:
 # -- settings: those of a cluster, of a process, of its checkpoints; and limits --------------------------------------
 
 SHARDS = Setting("shards", "how many shards the cluster has", count, 2, "N")
+MAX_SHARD_RESTARTS = Setting(
+    "max_shard_restarts",
+    "how often a shard may end in a row and be started again; not given: for ever",
+    index,
+    None,
+    "N",
+)
+SHARD_START_TIMEOUT = Setting(
+    "shard_start_timeout", "seconds until a shard that is not ready is killed and started again", seconds, 60.0
+)
 INDEX = Setting("index", "which shard this is, from 0", index, metavar="I", required=True)
 COORDINATOR = Setting("coordinator", "where the coordinator is", host_port, metavar="HOST:PORT")
 ADVERTISE = Setting("advertise", "how others reach this process", host_port, metavar="HOST:PORT")
@@ -122,7 +148,16 @@ PROCESS = (
     Setting("metrics_host", "address to serve metrics on", default=ServerConfig.metrics_host),
     Setting("metrics_port", "port of /metrics, likewise", port_number, DEFAULT_METRICS_PORT),
     Setting("lease", "seconds for which a silent worker counts as live", seconds, ServerConfig.lease),
-    Setting("shared_directory", "where workers on this host may share memory as files", Path, DEFAULT_SHARED_DIRECTORY),
+    Setting(
+        "server_call_seconds",
+        "seconds for which a call between servers waits for its answer",
+        seconds,
+        ServerConfig.server_call_seconds,
+    ),
+    Setting(
+        "job_timeout", "seconds after which a job ends whose workers are all gone", seconds, ServerConfig.job_timeout
+    ),
+    Setting("shared_directory", "where workers on this host hand over shared memory", Path, DEFAULT_SHARED_DIRECTORY),
     Setting("apply_threads", "threads that a shard applies updates with", count, ServerConfig.apply_threads),
     *access_settings(serves=True),
     Setting("tokens", "what callers may do: lines ROLE[:JOB] TOKEN and cn:NAME ROLE[:JOB]", path, metavar="FILE"),

@@ -13,6 +13,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Protocol
 
 import grpc
@@ -21,12 +22,18 @@ import torch
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_runtime.channel import server_options
-from ps_runtime.credentials import Access, Tls, require_encryption, server_credentials
+from ps_runtime.credentials import Access, Tls, server_credentials
 from ps_runtime.metrics import process_registry, serve_metrics
 from ps_runtime.retry import Peer
 from ps_server.config import ServerConfig
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.ops.gauges import coordinator_gauges, security_gauges, service_discovery, shard_gauges
+from ps_server.ops.gauges import (
+    coordinator_gauges,
+    restart_gauges,
+    security_gauges,
+    service_discovery,
+    shard_gauges,
+)
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CALL_THREADS, CallLimits, grpc_options
 from ps_server.rpc.cluster_service import ClusterService, add_health
@@ -72,7 +79,7 @@ class Server:
         torch.set_num_threads(1)  # the apply threads are the parallelism; more would fight over the same cores
         self._config = config
         self._process = secrets.randbits(63)  # another number: another process, which has forgotten what this one had
-        exposed = require_encryption(config.host, config.tls is not None, config.insecure, "this server", "--insecure")
+        exposed = config.is_exposed()
         _allow_many_files(config.limits.connections)
         authenticator = Authenticator(config.tokens)
         token = authenticator.cluster_token if authenticator.is_required else None
@@ -107,7 +114,8 @@ class Server:
             address = config.coordinator or f"{_reachable(config.host)}:{port}"
             coordinator = Peer("coordinator", address, self._access)
             self._registration = Registration(
-                coordinator, config.index, self.address, self.metrics_address, self._process
+                *(coordinator, config.index, self.address, self.metrics_address, self._process),
+                restart_count=config.restart_count,
             )
 
     def wait_ready(self, timeout: float) -> bool:
@@ -144,18 +152,16 @@ class Server:
         assert config.shard_count is not None
 
         def connect(index: int, address: str) -> ShardClient:
-            return ShardClient(index, address, self._access)
+            return ShardClient(index, address, self._access, config.server_call_seconds)
 
-        policy = config.checkpoint_policy()
-        coordinator = Coordinator(config.shard_count, connect, config.lease, config.limits, policy, config.timing)
+        policy, timing = config.checkpoint_policy(), replace(config.timing, deserted=config.job_timeout)
+        coordinator = Coordinator(config.shard_count, connect, config.lease, config.limits, policy, timing)
         coordinator.start()
         return coordinator
 
     def _serve_metrics(self, config: ServerConfig) -> str:
         coordinator = self.coordinator
         pages = {} if coordinator is None else {"/sd": lambda: service_discovery(coordinator, config.tls is not None)}
-        allowed = config.metrics_insecure or config.insecure
-        require_encryption(config.metrics_host, config.tls is not None, allowed, "metrics", "--metrics-insecure")
         port, stop = serve_metrics(config.metrics_host, config.metrics_port, self._registry, pages, config.tls)
         self._stops.append(stop)
         host = self.address.rpartition(":")[0] if config.advertise else _reachable(config.metrics_host)
@@ -193,6 +199,7 @@ class Server:
         control = ShardService(shard, self._config.limits)
         control.register(self._grpc)
         self._registry.register(shard_gauges(shard))
+        self._registry.register(restart_gauges(self._config.restart_count))
         self._stops += [shard.stop, data.stop]
         return [data.NAME, control.NAME]
 

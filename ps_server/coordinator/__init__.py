@@ -4,18 +4,20 @@ coordinator.py  The coordinator: its jobs, and where each begins and ends
 new_jobs.py     Making a job on all shards: a new one, or as the last checkpoint of its name has it
 job.py          A job, as its coordinator knows it: all that happens to it is a method of it
 members.py      The live workers of one job, and which of them each shard counts
+removals.py     Workers that are gone, and that shards may still count
+lifecycle.py    What a job is in the middle of, and whether it is over
+watchers.py     The workers that watch the roster of one job
 data.py         The leased data of one job: the rules of core.data_leases with a lock, and the shards to ask
 rounds.py       The rounds of one job: the rules of core.rounds with a lock, and the streams of the workers that wait
 checkpoints.py  The checkpoints of one job: when one is made, which is asked for, and what the last one has
 checkpoint_attempt.py One checkpoint of a job under way: its clock, the shards' parts, the workers' states
 recovery.py     Rolling a job back to its last checkpoint, after a shard lost what it held
 shards.py       The shards as the coordinator knows them: what it asks of one, and which process serves which
-refusals.py     The error that a launch gets when workers of another launch hold the ranks it asks for
+refusals.py     What a process is told that cannot join now, and which workers of another launch are in its way
 cluster.py      What all jobs of a coordinator share: the shards, the limits, the checkpoints, and the time
 runs.py         The identity of each run of a job
 policy.py       When checkpoints are made, where they go, and how many are kept
 saved_job.py    A job as a coordinator saves it, and as the next one resumes it
 state_file.py   What a coordinator needs to come back after its death, in one small file beside the checkpoints
 timing.py       The clock that a coordinator goes by, and how long it waits for what
-background.py   The threads of a coordinator, all started there
 """

@@ -28,7 +28,7 @@ from ps_protocol.convert import job_spec_data
 from ps_protocol.errors import CheckpointFailed, NotFound, OutOfOrder, PSError, TryLater
 from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.members import JobMembers
-from ps_server.coordinator.shards import call_all
+from ps_server.coordinator.shards import answers_of
 from ps_server.core.placement import PlacedJob
 from ps_server.core.snapshot import ShardSnapshot, VersionRange, union
 from ps_server.core.statistics import CheckpointStatistics
@@ -257,7 +257,8 @@ class CheckpointAttempt:
 
     def _begin_on_shards(self) -> None:
         job, name, clock, run = self._spec.name, self._name, self._clock, self._job.placed.run
-        call_all(self._job.pool, self._shards.all(), lambda shard: shard.api.begin_snapshot(job, name, clock, run))
+        pool, shards = self._job.pool, self._shards.all()
+        answers_of([pool.submit(shard.api.begin_snapshot, job, name, clock, run) for shard in shards])
 
     # -- 2. wait for parts and states --------------------------------------------------------------------------------
 

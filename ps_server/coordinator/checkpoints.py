@@ -11,7 +11,8 @@ import itertools
 import logging
 import threading
 
-from ps_protocol.errors import PSError, TryLater
+from ps_protocol.errors import CheckpointFailed, PSError, TryLater
+from ps_runtime.background import note_error
 from ps_server.coordinator.checkpoint_attempt import (
     CheckpointAttempt,
     CheckpointedJob,
@@ -102,8 +103,12 @@ class JobCheckpoints:
                 continue
             except PSError as failure:
                 error = failure
-                self._progress.failed += 1
                 log.warning("job %s: no checkpoint: %s", self._spec.name, failure)
+            except Exception:
+                error = CheckpointFailed("the coordinator met an error; its log says more")
+                note_error("checkpoints")
+            if error is not None:
+                self._progress.failed += 1
                 yield from self._requests.pause(self._clock.now, self._timing.checkpoint_look * 4)
             with self._changed:
                 self._requests.answer(asked, error)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
 
 from ps_server.coordinator.policy import CheckpointPolicy
-from ps_server.coordinator.shards import Shards
+from ps_server.coordinator.shards import MakeExecutor, Shards
 from ps_server.coordinator.timing import Clock, Timing
 from ps_server.core.limits import Limits
 from ps_server.storage.checkpoints import CheckpointStore
-
-# Makes what calls to shards run in, from a number of threads and a name: ThreadPoolExecutor, or one that runs each call
-# at once.
-MakeExecutor = Callable[[int, str], Executor]
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,10 @@ class Registry(Protocol):
     """What a job tells its coordinator."""
 
     def save(self) -> None:
-        """Keeps all jobs on disk, as they are now."""
+        """Keeps all jobs on disk, as they are now; soon, where the disk does not take it."""
+
+    def save_ahead(self) -> None:
+        """Keeps all jobs on disk before something is done. Raises TryLater where the disk does not take it."""
 
     def forget(self, name: str, why: str) -> None:
         """Drops a job that has ended, and frees its name. why: in words; empty where its workers have left."""

@@ -15,20 +15,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from ps_protocol.convert import job_spec_from_data
-from ps_protocol.errors import JobMismatch, LimitExceeded, NotFound, PSError, RunEnded, TryLater
+from ps_protocol.errors import JobMismatch, NotFound, PSError, RunEnded, TryLater
 from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference
-from ps_server.coordinator.background import Background
-from ps_server.coordinator.cluster import Checkpointing, Cluster, MakeExecutor
+from ps_runtime.background import Background, guarded
+from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.new_jobs import NewJobs
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.saved_job import resumed, saved
-from ps_server.coordinator.shards import Connect, RegisteredShard, Shards
+from ps_server.coordinator.shards import Connect, MakeExecutor, RegisteredShard, Shards
 from ps_server.coordinator.state_file import StateFile
 from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_TIMING, Clock, Timing
 from ps_server.core.bucket_sizes import sized
@@ -69,8 +70,7 @@ class Coordinator:
     ) -> None:
         self.shard_count, self.lease = shard_count, lease
         clock = clock or Clock()
-        self._pool: Executor = make_executor(max(4, shard_count), "shards")
-        shards = Shards(shard_count, connect, self._pool, timing, clock)
+        shards = Shards(shard_count, connect, make_executor, timing, clock)
         checkpointing = Checkpointing(CheckpointStore(policy.directory, disk), policy) if policy is not None else None
         self._cluster = Cluster(shards, lease, limits, checkpointing, timing, clock, make_executor)
         self._recovery = Recovery(checkpointing, shards) if checkpointing is not None else None
@@ -78,7 +78,6 @@ class Coordinator:
         self._state_file = StateFile(policy.directory, disk) if policy is not None else None
         self._jobs: dict[str, CoordinatedJob] = {}
         self._lock = threading.Lock()
-        self._registering = threading.Lock()
         self._why_ended: dict[str, str] = {}  # of the last jobs that ended otherwise than by their workers' leaving
         self._draining = False
         self._background = Background()
@@ -95,6 +94,7 @@ class Coordinator:
         self._background.repeat("recovery", timing.recovery_look, self.recover_jobs)
         self._background.repeat("rounds", timing.round_look, self.look_at_rounds)
         self._background.repeat("orphans", timing.orphans_look, self.drop_orphaned_jobs)
+        self._background.repeat("state", timing.save_again, self.save_again)
         for job in self.jobs().values():
             self._run_checkpoints(job)
 
@@ -103,7 +103,6 @@ class Coordinator:
         self._background.stop()
         for job in self.jobs().values():
             job.stop()
-        self._pool.shutdown(wait=True)
         self._cluster.shards.close()
 
     @property
@@ -117,19 +116,23 @@ class Coordinator:
 
     def expire_workers(self) -> None:
         """Takes off workers whose lease ran out, so that no worker waits for them."""
-        for job in self.jobs().values():
-            job.expire()
+        for name, job in self.jobs().items():
+            guarded("leases", job.expire)
+            limit = self._cluster.timing.deserted if job.members.ever_joined() else self._cluster.timing.unjoined
+            if job.deserted_for() > limit:
+                self._background.apart("deserted", name, job.desert)
 
     def recover_jobs(self) -> None:
-        """Rolls back the jobs of which a shard lost its part, as soon as all shards are there."""
-        if len(self.shards()) == self.shard_count:
-            for job in self.jobs().values():
-                job.recover(self._recovery)
+        """Rolls back the jobs of which a shard lost its part, each beside the others."""
+        for name, job in self.jobs().items():
+            if job.lost():
+                self._background.apart("recovery", name, partial(job.recover, self._recovery))
 
     def look_at_rounds(self) -> None:
         """Tells workers in rounds which others these wait for."""
-        for job in self.jobs().values():
-            job.look_at_rounds()
+        for name, job in self.jobs().items():
+            if job.rounds.waiting():
+                self._background.apart("rounds", name, job.look_at_rounds)
 
     def drop_orphaned_jobs(self) -> None:
         """Drops jobs that shards hold and that are none of these."""
@@ -148,9 +151,11 @@ class Coordinator:
 
     # -- shards ------------------------------------------------------------------------------------------------------
 
-    def register_shard(self, index: int, address: str, metrics_address: str, pid: int, process: int) -> None:
+    def register_shard(
+        self, index: int, address: str, metrics_address: str, pid: int, process: int, restart_count: int = 0
+    ) -> None:
         """Makes a shard known, or renews it."""
-        self._cluster.shards.register(index, address, metrics_address, pid, process)
+        self._cluster.shards.register(index, address, metrics_address, pid, process, restart_count)
 
     def shards(self) -> dict[int, RegisteredShard]:
         """Returns the shards that have called in, by index."""
@@ -194,21 +199,28 @@ class Coordinator:
         shards.all()  # or it is too early
         chosen = sized(spec, shards.on_one_machine(), limits.buckets)
         self._check_not_draining()
-        with self._registering:
+        with self._lock:
             known = self._jobs.get(spec.name)
-            if known is not None:
-                spec = spec if spec.bucket_bytes else replace(spec, bucket_bytes=known.spec.bucket_bytes)
-                differs = difference(known.spec, spec)
-                if differs is not None:
-                    raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
-                return known, False
-            if len(self._jobs) >= limits.jobs:
-                raise LimitExceeded(f"there are {limits.jobs} jobs already: that is the limit max-jobs")
+            if known is None:
+                self._new_jobs.begin(spec.name, limits.jobs - len(self._jobs))
+        if known is not None:
+            spec = spec if spec.bucket_bytes else replace(spec, bucket_bytes=known.spec.bucket_bytes)
+            differs = difference(known.spec, spec)
+            if differs is not None:
+                raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
+            return known, False
+        try:
             job = self._new_jobs.make(spec, chosen)
             with self._lock:
                 self._jobs[spec.name] = job
-            self._why_ended.pop(spec.name, None)
-            self.save()
+                self._why_ended.pop(spec.name, None)
+        finally:
+            self._new_jobs.done(spec.name)
+        try:
+            self.save_ahead()
+        except PSError as error:
+            job.end(str(error))
+            raise
         self._run_checkpoints(job)
         size, buckets = job.placed.nbytes, len(job.placed.placement)
         log.info("job %s: %s, %d bytes in %d buckets", spec.name, spec.consistency, size, buckets)
@@ -242,19 +254,31 @@ class Coordinator:
 
     # -- what jobs tell it: coordinator.cluster.Registry -------------------------------------------------------------
 
-    def save(self) -> None:
-        """Keeps what a coordinator after this one needs."""
+    def save_ahead(self) -> None:
+        """Keeps what a coordinator after this one needs. Raises TryLater where the disk does not take it."""
         if self._state_file is not None:
             self._state_file.save(lambda: {name: saved(job) for name, job in self.jobs().items()})
 
+    def save(self) -> None:
+        """Does as `save_ahead`; where the disk does not take it, `save_again` does so later."""
+        try:
+            self.save_ahead()
+        except PSError as error:
+            log.error("%s; trying again", error)
+
+    def save_again(self) -> None:
+        """Keeps on disk what the disk did not take before."""
+        if self._state_file is not None and self._state_file.is_behind:
+            self.save()
+
     def forget(self, name: str, why: str) -> None:
         """Drops a job that has ended, and frees its name."""
-        if why:
-            self._why_ended[name] = why
-            while len(self._why_ended) > REASONS_KEPT:
-                del self._why_ended[next(iter(self._why_ended))]
         with self._lock:
             self._jobs.pop(name, None)
+            if why:
+                self._why_ended[name] = why
+                while len(self._why_ended) > REASONS_KEPT:
+                    del self._why_ended[next(iter(self._why_ended))]
         self.save()
 
     # -- workers -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from ps_protocol.data import BatchLease, LeaseReport, LeaseRequest
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, TryLater
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.members import JobMembers
+from ps_server.coordinator.refusals import try_soon
 from ps_server.core.data_commits import MAX_LOADERS, Committed
 from ps_server.core.data_leases import DataLeases, Progress, WorkerId
 from ps_server.core.limits import Limits
@@ -25,7 +26,8 @@ class JobData:
         self._members, self._shards, self._limits = members, cluster.shards, cluster.limits
         self._lock = threading.Lock()
         self._loaders: dict[int, DataLeases] = {}
-        self._looks = 0  # begun so far
+        self._looking: list[DataLeases] = []  # those of which the shards are being asked
+        self._rollbacks = 0
 
     def lease(self, worker: WorkerId, key: bytes, request: LeaseRequest) -> BatchLease:
         """Gives a live worker batches; see DataLeases.lease. Raises InvalidRequest for a job with a world size."""
@@ -34,22 +36,29 @@ class JobData:
                 f"job {self._spec.name!r} has a world size: its workers divide the data by their ranks"
             )
         _check(request, self._limits)
-        looks = self._looks
+        with self._lock:
+            self._members.check(*worker, key)
+            leases = self._loader(request)
+            wanted = leases.stale or bool(self._settled(leases))
+        if wanted:
+            self._look(leases)
+        lease = self._give(worker, key, leases, request.pass_number, request.count, request.report)
+        # Nothing is left: the shards know best what is done.
+        if request.count and not lease.ranges and not lease.complete:
+            self._look(leases)
+            leased = LeaseReport(leased=request.report.leased)
+            lease = self._give(worker, key, leases, request.pass_number, request.count, leased)
+        return lease
+
+    def _give(
+        self, worker: WorkerId, key: bytes, leases: DataLeases, number: int, count: int, report: LeaseReport
+    ) -> BatchLease:
         with self._lock:
             # Checked in here, so that no worker is given anything once `gone` was called for it.
             workers = self._members.check(*worker, key)
-            leases = self._loader(request)
-            settled = self._settled(leases)
-            if leases.stale or settled:
-                self._look(leases, settled)
-            lease = leases.lease(worker, request.pass_number, request.count, workers, request.report)
-            # Nothing is left: the shards know best what is done. A look that another call began since will do.
-            if request.count and not lease.ranges and not lease.complete:
-                if self._looks == looks:
-                    self._look(leases, self._settled(leases))
-                leased = LeaseReport(leased=request.report.leased)
-                lease = leases.lease(worker, request.pass_number, request.count, workers, leased)
-            return lease
+            if leases.stale:
+                raise try_soon(f"job {self._spec.name!r}: the shards are being asked which data is committed")
+            return leases.lease(worker, number, count, workers, report)
 
     def _loader(self, request: LeaseRequest) -> DataLeases:
         spec = request.loader
@@ -61,7 +70,8 @@ class JobData:
 
     def _settled(self, leases: DataLeases) -> set[WorkerId]:
         """Returns the workers that are gone, that had leased something, and from which no shard accepts anything."""
-        return leases.doubtful - self._members.half_gone()
+        half_gone = {(rank, incarnation) for _, rank, incarnation in self._members.removals.pending()}
+        return leases.doubtful - half_gone
 
     def _committed(self) -> list[Committed]:
         """Returns what every shard has committed. Raises PSError if one does not answer."""
@@ -72,16 +82,26 @@ class JobData:
             raise TryLater(f"a shard was started anew: job {name!r} is being rolled back to a checkpoint") from None
         return [committed for committed in answers if committed is not None]
 
-    def _look(self, leases: DataLeases, gone: set[WorkerId]) -> None:
-        self._looks += 1
+    def _look(self, leases: DataLeases) -> None:
+        """Asks the shards what is committed, unless another call does so at this moment. No lock is held meanwhile."""
+        with self._lock:
+            if leases in self._looking:
+                return
+            self._looking.append(leases)
+            # Chosen before the shards are asked: nothing more of these workers can be committed.
+            gone, rollbacks = self._settled(leases), self._rollbacks
         try:
             committed = self._committed()
+            with self._lock:
+                if rollbacks == self._rollbacks:  # otherwise that was before one of them
+                    leases.settle(committed, gone)
         except PSError as error:
             if leases.stale:
                 raise
             log.info("job %s: the committed data is not known yet: %s", self._spec.name, error)
-        else:
-            leases.settle(committed, gone)
+        finally:
+            with self._lock:
+                self._looking.remove(leases)
 
     def gone(self, rank: int, incarnation: int) -> None:
         """Notes that a worker takes no part any more, nor does any older one of its rank."""
@@ -92,6 +112,7 @@ class JobData:
     def rolled_back(self) -> None:
         """Has the shards asked before anything else is given out: some were rolled back to a checkpoint."""
         with self._lock:
+            self._rollbacks += 1
             for leases in self._loaders.values():
                 leases.stale = True
 

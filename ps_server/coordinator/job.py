@@ -1,4 +1,4 @@
-"""A job, as its coordinator knows it. All that happens to it is a method here, under the job's own lock.
+"""A job, as its coordinator knows it. All that happens to it is a method here.
 
     workers come and go:        join, leave, expire
     while they train:           members.heartbeat, data.lease, rounds.gather_values, look_at_rounds, save_worker_state
@@ -6,27 +6,31 @@
     a shard loses its part:     lost, recover
     the job ends:               end
 
-A job is made of parts, each an object that guards itself: members, leased data, rounds, checkpoints. The job's lock
-serialises what takes round trips to the shards: joins, departures and rollbacks. Heartbeats, leases and rounds do not
-wait for it. Locks are taken in this order: the job's, its data's or its rounds', its members'.
+A job is made of parts, each an object that guards itself: members, leased data, rounds, checkpoints. No lock is held
+over a call to a shard, and the job's is not held while a file is written. What takes such calls is done in three steps:
+decide under the lock; call; book under the lock as much as was done, if nothing has made it void meanwhile. A rollback
+and the job's end are phases (lifecycle.py): during one, no worker joins, and no second one begins. Locks are taken in
+this order: the job's, its data's or its rounds', its members', its removals'.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 
-from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, NotFound, PSError, TryLater
+from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, PSError, TryLater
 from ps_protocol.job import JobSpec
 from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.cluster import Cluster, Registry
 from ps_server.coordinator.data import JobData
-from ps_server.coordinator.members import JobMembers, Removal, Reservation, Roster
+from ps_server.coordinator.lifecycle import Lifecycle, Phase
+from ps_server.coordinator.members import JobMembers, Reservation
 from ps_server.coordinator.recovery import Recovery, Restored
+from ps_server.coordinator.removals import Removal
 from ps_server.coordinator.rounds import JobRounds
 from ps_server.coordinator.shards import RegisteredShard
+from ps_server.coordinator.watchers import Watchers
 from ps_server.core.accounting import StepAccounting
 from ps_server.core.membership import JoinRequest, JoinResult, Member, Membership
 from ps_server.core.placement import PlacedJob
@@ -35,13 +39,11 @@ from ps_server.storage.checkpoints import Manifest
 
 log = logging.getLogger("ps_server")
 
-Watcher = Callable[[Roster | None], None]
-
 
 class CoordinatedJob:
     """One job. Methods may be called from any thread and raise PSError; so may those of its parts.
 
-    members, data, rounds, accounting: its parts
+    members, data, rounds, accounting, watchers: its parts
     checkpoints: what makes them; None where there are none
     placed:    the job, and which shard holds which bucket
     shard_processes: by shard, the process that holds the job's part: where another one serves the shard now, it is lost
@@ -72,14 +74,13 @@ class CoordinatedJob:
         )
         self.accounting = accounting or StepAccounting(spec.consistency.aggregate)
         self.data = JobData(placed, self.members, cluster)
-        self.rounds = JobRounds(self.members, cluster, registry.save)
+        self.rounds = JobRounds(self.members, cluster, registry.save_ahead)
         checkpointing = cluster.checkpointing
         self.checkpoints = (
             JobCheckpoints(placed, self.members, cluster, checkpointing) if checkpointing is not None else None
         )
-        self._lock = threading.RLock()
-        self._watchers: list[Watcher] = []
-        self._ended: NotFound | None = None
+        self.watchers = Watchers(self.members.roster)
+        self._life = Lifecycle(spec.name, cluster.clock)
 
     # -- looks -------------------------------------------------------------------------------------------------------
 
@@ -93,9 +94,9 @@ class CoordinatedJob:
         """By shard, the process that holds the job's part."""
         return self._shard_processes
 
-    def lost(self) -> list[int]:
+    def lost(self, shards: Mapping[int, RegisteredShard] | None = None) -> list[int]:
         """Returns the shards that are served by another process than the one that held their part of the job."""
-        shards = self._cluster.shards.known()
+        shards = self._cluster.shards.known() if shards is None else shards
         return [index for index, shard in shards.items() if self._shard_processes.get(index) != shard.process]
 
     def statistics(self) -> JobStatistics:
@@ -120,82 +121,52 @@ class CoordinatedJob:
             run=self.placed.run,
         )
 
-    def watch(self, watcher: Watcher) -> Callable[[], None]:
-        """Calls back with the roster now and after every change, and with None at the end. Returns how to stop it."""
-        with self._lock:
-            self._check_not_ended()
-            self._watchers.append(watcher)
-            watcher(self.members.roster())
-
-        def stop() -> None:
-            with self._lock:
-                if watcher in self._watchers:
-                    self._watchers.remove(watcher)
-
-        return stop
-
     def _announce(self) -> None:
         """Tells the watchers, and the workers in a round, which workers are live now."""
-        for watcher in self._watchers:
-            watcher(self.members.roster())
+        self.watchers.tell()
         self.rounds.changed()
-
-    def _check_not_ended(self) -> None:
-        if self._ended is not None:
-            raise NotFound(str(self._ended))  # a new one: an error that is raised holds on to its frames
 
     # -- workers come and go -----------------------------------------------------------------------------------------
 
     def join(self, rank: int | None, request: JoinRequest) -> JoinResult:
         """Makes the caller a live worker; returns its place and the clock it starts from.
 
-        Raises JobInUse where live workers of another launch are in the way, TryLater while it is not clear whether they
-        are still live; see Membership.rivals.
+        Raises JobInUse where live workers of another launch are in the way; TryLater while it is not clear whether they
+        are still live, see Membership.rivals, where a shard does not answer, and where the disk does not take the
+        coordinator's file: a coordinator that came back would not know of the worker that the shards count.
         """
-        with self._lock:
-            self._check_not_ended()
-            lost = self.lost()
-            if lost:
-                raise TryLater(
-                    f"job {self.spec.name!r} is being rolled back to a checkpoint: shard {lost[0]} was started anew"
-                )
+        with self._life.deciding():
+            self._life.check_open(self.lost())
             repeated = self.members.repeated(request)
             if repeated is not None:
                 return self._result(repeated)
             reservation = self.members.reserve(rank, request)
-            self._registry.save()
-            member = self._add(reservation, request)
-            before = None if request.previous is None else request.clock
-            self.accounting.joined(member.rank, member.clock, before)
-            self._registry.save()
-            self._announce()
-        self._log_join(member, reservation.older, request)
-        return self._result(member)
-
-    def _add(self, reservation: Reservation, request: JoinRequest) -> Member:
         try:
-            member = self.members.add(reservation, request)
+            self._registry.save_ahead()
         except PSError:
-            self.members.abort_join(reservation)
-            self.data.gone(reservation.rank, reservation.incarnation)
-            self._registry.save()
-            if reservation.older is not None:
-                self._announce()
+            self.members.release(reservation)
+            raise
+        try:
+            clock = self.members.count(reservation)
+            with self._life.deciding():
+                self._life.check_open(self.lost())
+                member = self.members.admit(reservation, request, clock)
+                self.accounting.joined(member.rank, clock, None if request.previous is None else request.clock)
+        except BaseException:
+            self._abort_join(reservation)
             raise
         self.data.gone(member.rank, member.incarnation - 1)
-        return member
+        self._registry.save()
+        self._announce()
+        _log_join(self.spec.name, member, reservation.older, request)
+        return self._result(member)
 
-    def _log_join(self, member: Member, older: Member | None, request: JoinRequest) -> None:
-        name, rank = self.spec.name, member.rank
-        if older is not None and request.take_over and older.launch != request.launch:
-            log.warning(
-                "job %s: worker %d (pid %d on %s) is replaced: another launch takes over",
-                *(name, rank, older.pid, older.host),
-            )
-        log.info(
-            "job %s: worker %d joins at clock %d (incarnation %d), metrics at %s",
-            *(name, rank, member.clock, member.incarnation, request.metrics_address or "no address"),
-        )
+    def _abort_join(self, reservation: Reservation) -> None:
+        fenced = self.members.abort(reservation)
+        self.data.gone(reservation.rank, reservation.incarnation)
+        self._registry.save()
+        if fenced:
+            self._announce()
 
     def _result(self, member: Member) -> JoinResult:
         state = self.checkpoints.state_of(member.rank) if self.checkpoints is not None else None
@@ -204,51 +175,69 @@ class CoordinatedJob:
 
     def leave(self, rank: int, incarnation: int, key: bytes) -> bool:
         """Takes a worker off. Returns True when it was the last one and the job ended."""
-        with self._lock:
-            if not self.members.leave(rank, incarnation, key):
-                return self._ended is not None
-            log.info("job %s: worker %d leaves", self.spec.name, rank)
-            if self.members.empty():
-                if self.checkpoints is not None:
-                    self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
-                self.end()
-                return True
-            self._remove(rank, incarnation)
-            self._registry.save()
+        if not self.members.leave(rank, incarnation, key):
+            return self._life.has_ended
+        log.info("job %s: worker %d leaves", self.spec.name, rank)
+        if self._finish():
+            return True
+        self._remove(rank, incarnation)
+        self.members.removals.tell()
+        self._registry.save()
         return False
 
+    def _finish(self) -> bool:
+        """Ends the job if its last worker has left; returns whether it has. A rollback ends first, and calls this."""
+        with self._life.deciding():
+            if not self.members.finished() or not self._life.is_running:
+                return False
+            self._life.begin(Phase.ENDING)
+        if self.checkpoints is not None:
+            self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
+        self.end()
+        return True
+
     def _remove(self, rank: int, incarnation: int) -> None:
-        self.members.remove(rank, incarnation)
+        self.members.removals.add((rank, incarnation))
         self.data.gone(rank, incarnation)
         self._announce()
 
     def expire(self) -> None:
         """Takes off the workers whose lease ran out, and stops waiting for those that did not come back in time.
 
-        Does nothing in the middle of a join: one job must not keep the others waiting.
+        Ends the job if it has had no worker for too long.
         """
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            late = self.members.stop_waiting()
-            if late:
-                log.warning("job %s: continues without workers %s, which did not come back", self.spec.name, late)
-                for rank in late:
-                    self.accounting.give_up(rank)
-                self._announce()
-            expired = self.members.take_expired()
-            for member in expired:
-                log.warning(
-                    "job %s: worker %d (pid %d on %s) is gone: no sign of life for %g s",
-                    *(self.spec.name, member.rank, member.pid, member.host, self._cluster.lease),
-                )
-                self._remove(member.rank, member.incarnation)
-            if expired:
-                self._registry.save()
-            else:
-                self.members.retry_removals()
-        finally:
-            self._lock.release()
+        late = self.members.stop_waiting()
+        if late:
+            log.warning("job %s: continues without workers %s, which did not come back", self.spec.name, late)
+            for rank in late:
+                self.accounting.give_up(rank)
+            self._announce()
+        expired = self.members.take_expired()
+        for member in expired:
+            log.warning(
+                "job %s: worker %d (pid %d on %s) is gone: no sign of life for %g s",
+                *(self.spec.name, member.rank, member.pid, member.host, self._cluster.lease),
+            )
+            self._remove(member.rank, member.incarnation)
+        if expired:
+            # Before a shard hears of it: a coordinator that comes back must not take for live what a shard has removed.
+            self._registry.save()
+        self.members.removals.tell()
+
+    def deserted_for(self) -> float:
+        """Returns for how many seconds the job has had no worker; 0 while it has one."""
+        return self._life.deserted_for(self.members.empty())
+
+    def desert(self) -> None:
+        """Ends the job because its workers are gone, after a last checkpoint; not if one comes."""
+        seconds = self.deserted_for()
+        with self._life.deciding():
+            if not self.members.empty() or not self._life.is_running:
+                return
+            self._life.begin(Phase.ENDING)
+        if self.checkpoints is not None and self.members.ever_joined():
+            self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
+        self.end(f"it had no worker for {seconds:.0f} s")
 
     # -- while they train --------------------------------------------------------------------------------------------
 
@@ -287,55 +276,66 @@ class CoordinatedJob:
 
     def recover(self, recovery: Recovery | None) -> None:
         """Rolls the job back to its last checkpoint if a shard lost its part of it, and ends it if there is none."""
-        if not self.lost():
-            return
-        with self._lock:
-            lost = self.lost()
-            if not lost or self._ended is not None:
+        with self._life.deciding():
+            shards = self._cluster.shards.known()
+            lost = self.lost(shards)
+            if not lost or not self._life.is_running:
                 return
-            try:
-                if recovery is None:
-                    raise NoCheckpoints("these servers were started without --checkpoint-dir")
-                self._rollback(recovery, lost)
-            except (NoCheckpoints, JobMismatch) as error:
-                names = ", ".join(map(str, lost))
-                self.end(f"shard {names} was started anew and lost its part of the job; {error}")
-            except PSError as error:
-                log.warning("job %s: not rolled back yet: %s", self.spec.name, error)
-            else:
-                self.members.retry_removals()
-                self._registry.save()
-                self._announce()
+            if self.spec.consistency.aggregate and len(shards) < self._cluster.shards.count:
+                return  # all are rolled back, and one has not called in yet
+            self._life.begin(Phase.ROLLING_BACK)
+        reason = ""
+        try:
+            if recovery is None:
+                raise NoCheckpoints("these servers were started without --checkpoint-dir")
+            self._rollback(recovery, shards, lost)
+        except (NoCheckpoints, JobMismatch) as error:
+            names = ", ".join(map(str, lost))
+            reason = f"shard {names} was started anew and lost its part of the job; {error}"
+        except PSError as error:
+            log.warning("job %s: not rolled back yet: %s", self.spec.name, error)
+        finally:
+            self._life.done()
+        if reason:
+            self.end(reason)
+        else:
+            self._finish()
 
-    def _rollback(self, recovery: Recovery, lost: list[int]) -> None:
+    def _rollback(self, recovery: Recovery, shards: Mapping[int, RegisteredShard], lost: list[int]) -> None:
         """Changes nothing for workers if it raises, or all are fenced: the same call may be made again."""
         if self.checkpoints is not None:
             self.checkpoints.abandon()
-        everywhere, shards = self.spec.consistency.aggregate, self._cluster.shards.known()
-        keep = [] if everywhere else [shard for index, shard in shards.items() if index not in lost]
-        heard = self._heard(keep)
-        back = [shard for shard in shards.values() if shard not in keep]
+        everywhere = self.spec.consistency.aggregate
+        back = [shard for index, shard in shards.items() if everywhere or index in lost]
+        heard = self._heard([shard for shard in shards.values() if shard not in back])
         restored = recovery.restore(self.placed, back, self.members.last_incarnation())
         members = self.members.rollback(everywhere, restored.last_incarnation)
         self.accounting.rolled_back(restored.reached, heard)
-        self.continue_from(restored, shards)
+        self.continue_from(restored, back)
         log.warning(
             "job %s: rolled back to checkpoint %s, clock %d; %d workers are to join again",
             *(self.spec.name, restored.manifest.name, restored.manifest.clock, len(members)),
         )
+        self.members.removals.tell()
+        self._registry.save()
+        self._announce()
 
     def _heard(self, shards: list[RegisteredShard]) -> dict[int, int]:
         """Returns, by rank, how far each live worker is: as it said last, or as shards that keep theirs know better."""
-        heard = {member.rank: member.clock for member in self.members.all()}
-        for shard in shards:
+
+        def clocks_of(shard: RegisteredShard) -> Mapping[int, int]:
             with contextlib.suppress(PSError):
-                clocks = shard.api.statistics().clocks(self.spec.name)
-                heard = {rank: max(clock, clocks.get(rank, 0)) for rank, clock in heard.items()}
+                return shard.api.statistics().clocks(self.spec.name)
+            return {}
+
+        heard = {member.rank: member.clock for member in self.members.all()}
+        for clocks in self._cluster.shards.call(shards, clocks_of):
+            heard = {rank: max(clock, clocks.get(rank, 0)) for rank, clock in heard.items()}
         return heard
 
-    def continue_from(self, restored: Restored, shards: Mapping[int, RegisteredShard]) -> None:
-        """Notes that shards hold the job as a checkpoint has it."""
-        self._shard_processes = {index: shard.process for index, shard in shards.items()}
+    def continue_from(self, restored: Restored, shards: Iterable[RegisteredShard]) -> None:
+        """Notes that these shards hold the job as a checkpoint has it."""
+        self._shard_processes |= {shard.index: shard.process for shard in shards}
         self.data.rolled_back()
         if self.checkpoints is not None:
             self.checkpoints.rolled_back(restored.manifest, restored.states)
@@ -343,29 +343,40 @@ class CoordinatedJob:
     # -- the job ends ------------------------------------------------------------------------------------------------
 
     def end(self, why: str = "") -> None:
-        """Ends the job, also if workers take part, and gives its memory back on every shard."""
-        name = self.spec.name
-        reason = f": {why}" if why else ""
-        with self._lock:
-            if self._ended is not None:
-                return
-            self._ended = NotFound(f"job {name!r} ended{reason}")
-            if self.checkpoints is not None:
-                self.checkpoints.stop()
-            try:
-                self._cluster.shards.call_all(lambda shard: shard.api.drop_job(name, self.placed.run))
-            except PSError as error:
-                log.warning("job %s: ended, but not everywhere: %s", name, error)
-            self._registry.forget(name, why)
-            for watcher in self._watchers:
-                watcher(None)
-            self.rounds.end(self._ended)
-        log.info("job %s: ended%s", name, reason)
+        """Ends the job, also if workers take part, and gives its memory back on every shard that answers.
+
+        A shard that does not answer drops it later: no other run of the job's name waits for that.
+        """
+        name, run = self.spec.name, self.placed.run
+        ended = self._life.end(why)
+        if ended is None:
+            return
+        if self.checkpoints is not None:
+            self.checkpoints.stop()
+        self._registry.forget(name, why)
+        try:
+            self._cluster.shards.call_all(lambda shard: shard.api.drop_job(name, run))
+        except PSError as error:
+            log.warning("job %s: ended, but not everywhere: %s", name, error)
+        self.watchers.end()
+        self.rounds.end(ended)
+        log.info("%s", ended)
 
     def stop(self) -> None:
         """Ends the streams of workers: the coordinator stops, and the job goes on."""
         if self.checkpoints is not None:
             self.checkpoints.stop()
-        for watcher in list(self._watchers):
-            watcher(None)
+        self.watchers.end()
         self.rounds.end(TryLater("the coordinator stops"))
+
+
+def _log_join(name: str, member: Member, older: Member | None, request: JoinRequest) -> None:
+    if older is not None and request.take_over and older.launch != request.launch:
+        log.warning(
+            "job %s: worker %d (pid %d on %s) is replaced: another launch takes over",
+            *(name, older.rank, older.pid, older.host),
+        )
+    log.info(
+        "job %s: worker %d joins at clock %d (incarnation %d), metrics at %s",
+        *(name, member.rank, member.clock, member.incarnation, request.metrics_address or "no address"),
+    )

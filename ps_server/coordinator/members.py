@@ -6,7 +6,10 @@ A join takes two rounds over the shards, so that each counts the worker from the
    that would need the worker;
 2. the highest frontier becomes the clock at which the worker starts, everywhere.
 
-A worker that is gone stays a pending removal until every shard has heard of it: others would wait for it for ever.
+A worker that is gone stays a pending removal until every shard has heard of it (removals.py).
+
+No lock is held over a call. What a join has decided is a reservation; it is booked when all shards count the worker, if
+nothing has made it void meanwhile: a later join of the same rank, or a rollback.
 """
 
 from __future__ import annotations
@@ -17,11 +20,11 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ps_protocol.errors import LimitExceeded, NotFound, PSError, TryLater
+from ps_protocol.errors import Fenced, LimitExceeded, NotFound, TryLater
 from ps_server.coordinator.cluster import Cluster
-from ps_server.coordinator.refusals import refusal
+from ps_server.coordinator.refusals import refusal, try_soon
+from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.shards import RegisteredShard
-from ps_server.core.data_leases import WorkerId
 from ps_server.core.membership import JoinRequest, Member, Membership, check_key
 from ps_server.failpoints import failpoint
 
@@ -30,23 +33,23 @@ log = logging.getLogger("ps_server")
 LEASE_KEY_BYTES = 16
 
 Roster = tuple[list[int], int, bool]
-Removal = tuple[int, int, int]  # shard, rank, incarnation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reservation:
     """What a worker that may join is going to be. older: the live worker that it replaces."""
 
     rank: int
     incarnation: int
+    attempt: int
     key: bytes
     older: Member | None
 
 
 class JobMembers:
-    """The workers of one job. Looks and heartbeats may come from any thread, and never wait for a join.
+    """The workers of one job. Methods may be called from any thread.
 
-    What takes round trips to the shards (`add`, `remove`, `retry_removals`) is called by one thread at a time.
+    removals:      of workers that are gone, from the shards
     restore_count: how many times the whole job was rolled back to a checkpoint
     """
 
@@ -63,8 +66,9 @@ class JobMembers:
         self._name, self._run, self._membership = name, run, membership
         self._shards, self._limits, self._clock = cluster.shards, cluster.limits, cluster.clock
         self._lock = threading.Lock()  # held for the moment of a look or a change
-        self._pending_removals = set(pending_removals)
-        self._joining: tuple[int, int] | None = None  # rank and incarnation of the worker that joins at this moment
+        self.removals = Removals(name, run, cluster.shards, pending_removals)
+        self._joining: dict[int, Reservation] = {}  # by rank
+        self._last_left = False  # no worker has joined since one left
 
     # -- looks -------------------------------------------------------------------------------------------------------
 
@@ -95,19 +99,24 @@ class JobMembers:
             return self._membership.last_incarnation
 
     def empty(self) -> bool:
-        """Whether no worker is live, and none is expected to join again."""
+        """Whether no worker is live, none joins at this moment, and none is expected to join again."""
         with self._lock:
-            return not self._membership.members and not self._membership.rejoining
+            return not self._membership.members and not self._membership.rejoining and not self._joining
+
+    def finished(self) -> bool:
+        """Whether the job is empty because its last worker has left."""
+        return self._last_left and self.empty()
 
     def pending_removals(self) -> set[Removal]:
-        """Returns what shards may still count: workers that are gone, and the one that joins at this moment."""
-        worker = self._joining  # read once: a join may end meanwhile
-        joining = {(shard, *worker) for shard in range(self._shards.count)} if worker else set()
-        return self._pending_removals | joining
+        """Returns what shards may still count: workers that are gone, and those that join at this moment."""
+        with self._lock:
+            joining = [(reservation.rank, reservation.incarnation) for reservation in self._joining.values()]
+        return self.removals.pending() | self.removals.everywhere(joining)
 
-    def half_gone(self) -> set[WorkerId]:
-        """Returns the workers that are gone, and of which a shard may still accept something."""
-        return {(rank, incarnation) for _, rank, incarnation in set(self._pending_removals)}
+    def ever_joined(self) -> bool:
+        """Whether any worker has been live since this coordinator coordinates the job."""
+        with self._lock:
+            return self._membership.ever_joined
 
     def check(self, rank: int, incarnation: int, key: bytes) -> int:
         """Returns how many workers are live. Raises UnknownWorker, Fenced or Forbidden unless the caller is one."""
@@ -118,8 +127,14 @@ class JobMembers:
     # -- a worker comes ----------------------------------------------------------------------------------------------
 
     def repeated(self, request: JoinRequest) -> Member | None:
-        """Returns the worker that this request made live already: the answer was lost, or is on its way."""
+        """Returns the worker that this request made live already: the answer was lost.
+
+        Raises TryLater while the first call of this request is being carried out.
+        """
         with self._lock:
+            for reservation in self._joining.values():
+                if request.attempt and reservation.attempt == request.attempt:
+                    raise try_soon(f"worker {reservation.rank} is joining job {self._name!r} at this moment")
             return self._membership.repeated(request.attempt, self._clock.now())
 
     def reserve(self, rank: int | None, request: JoinRequest) -> Reservation:
@@ -129,7 +144,7 @@ class JobMembers:
         """
         with self._lock:
             membership = self._membership
-            rank = membership.claim(rank, request)
+            rank = membership.claim(rank, request, self._joining.keys())
             rivals = membership.rivals(rank, request, self._clock.now())
             if rivals is not None:
                 raise refusal(self._name, rivals, request, membership.lease)
@@ -137,34 +152,21 @@ class JobMembers:
             if rank >= self._limits.workers:
                 raise LimitExceeded(f"a rank must be below max-workers, {self._limits.workers}, got {rank}")
             key, older = secrets.token_bytes(LEASE_KEY_BYTES), membership.members.get(rank)
-            reservation = Reservation(rank, membership.next_incarnation(), key, older)
-        self._joining = rank, reservation.incarnation
-        return reservation
+            before = self._joining.get(rank)
+            if before is not None:  # what that join has told the shards by now is to be taken back
+                self.removals.add((before.rank, before.incarnation))
+            reservation = Reservation(rank, membership.next_incarnation(), request.attempt, key, older)
+            self._joining[rank] = reservation
+            return reservation
 
-    def add(self, reservation: Reservation, request: JoinRequest) -> Member:
-        """Has every shard count a worker, and makes it live. Raises PSError if a shard does not answer."""
-        rank, incarnation, key = reservation.rank, reservation.incarnation, reservation.key
-        clock = self._add_on_shards(rank, incarnation, key)
-        member = Member(
-            rank=rank,
-            incarnation=incarnation,
-            expires=self._clock.now() + self._membership.lease,
-            clock=clock,
-            pid=request.pid,
-            host=request.host,
-            metrics_address=request.metrics_address,
-            key=key,
-            attempt=request.attempt,
-            launch=request.launch,
-            since=self._clock.since_1970(),
-        )
+    def release(self, reservation: Reservation) -> None:
+        """Takes back a reservation of which no shard has heard."""
         with self._lock:
-            self._membership.join(member)
-        self._joining = None
-        return member
+            self._forget(reservation)
 
-    def _add_on_shards(self, rank: int, incarnation: int, key: bytes) -> int:
-        """Returns the clock from which on all shards count a worker."""
+    def count(self, reservation: Reservation) -> int:
+        """Has every shard count a worker; returns the clock from which on all do. Raises PSError if one is silent."""
+        rank, incarnation, key = reservation.rank, reservation.incarnation, reservation.key
 
         def count(shard: RegisteredShard, clock: int | None) -> int:
             frontier = shard.api.add_worker(self._name, rank, incarnation, clock, key, self._run)
@@ -179,14 +181,54 @@ class JobMembers:
             raise TryLater(f"job {self._name!r}: {error}") from None
         return clock
 
-    def abort_join(self, reservation: Reservation) -> None:
-        """Takes back a join that failed half way. On some shards it has fenced the older worker: that one is gone."""
-        self._joining = None
+    def admit(self, reservation: Reservation, request: JoinRequest, clock: int) -> Member:
+        """Makes a worker live that all shards count. Raises Fenced if another process took the rank meanwhile, TryLater
+        if the job was rolled back.
+        """
+        rank = reservation.rank
+        with self._lock:
+            current = self._joining.get(rank)
+            if current is None:
+                raise TryLater(f"job {self._name!r} was rolled back while worker {rank} joined")
+            if current is not reservation:
+                raise Fenced(f"worker {rank} was replaced by another process while it joined")
+            del self._joining[rank]
+            self._last_left = False
+            self._membership.join(
+                Member(
+                    rank=rank,
+                    incarnation=reservation.incarnation,
+                    expires=self._clock.now() + self._membership.lease,
+                    clock=clock,
+                    pid=request.pid,
+                    host=request.host,
+                    metrics_address=request.metrics_address,
+                    key=reservation.key,
+                    attempt=request.attempt,
+                    launch=request.launch,
+                    since=self._clock.since_1970(),
+                )
+            )
+            return self._membership.members[rank]
+
+    def abort(self, reservation: Reservation) -> bool:
+        """Takes back a join that failed half way. On some shards it has fenced the older worker: that one is gone too.
+
+        Returns whether the older worker was live until now.
+        """
         older = reservation.older
-        if older is not None:
-            with self._lock:
-                self._membership.leave(older.rank, older.incarnation)
-        self.remove(reservation.rank, reservation.incarnation)
+        with self._lock:
+            self._forget(reservation)
+            fenced = older is not None and self._membership.leave(older.rank, older.incarnation)
+        self.removals.add((reservation.rank, reservation.incarnation))
+        if older is not None and fenced:
+            self.removals.add((older.rank, older.incarnation))
+        self.removals.tell()
+        return fenced
+
+    def _forget(self, reservation: Reservation) -> None:
+        if self._joining.get(reservation.rank) is reservation:
+            del self._joining[reservation.rank]
 
     def heartbeat(self, rank: int, incarnation: int, clock: int, key: bytes) -> int:
         """Renews a lease; returns the number of live workers."""
@@ -202,7 +244,9 @@ class JobMembers:
             member = self._membership.members.get(rank)
             if member is not None and member.incarnation == incarnation:
                 check_key(rank, key, member.key)
-            return self._membership.leave(rank, incarnation)
+            left = self._membership.leave(rank, incarnation)
+            self._last_left = left or self._last_left
+            return left
 
     def take_expired(self) -> list[Member]:
         """Takes off the workers whose lease has run out, and returns them."""
@@ -217,39 +261,20 @@ class JobMembers:
         with self._lock:
             return self._membership.stop_waiting(self._clock.now())
 
-    def remove(self, rank: int, incarnation: int) -> None:
-        """Has every shard stop counting a worker."""
-        self._pending_removals |= {(index, rank, incarnation) for index in self._shards.known()}
-        self.retry_removals()
-
-    def retry_removals(self) -> None:
-        """Tells the shards which workers to stop counting, until each has heard it."""
-        shards = self._shards.known()
-        for removal in sorted(self._pending_removals):
-            index, rank, incarnation = removal
-            try:
-                if index in shards:
-                    shards[index].api.remove_worker(self._name, rank, incarnation, self._run)
-            except NotFound:
-                pass  # a new process, which has never heard of the worker
-            except PSError as error:
-                log.warning("job %s: worker %d is not removed from shard %d yet: %s", self._name, rank, index, error)
-                continue
-            if index in shards:
-                self._pending_removals.discard(removal)
-
     def rollback(self, everywhere: bool, last_incarnation: int) -> list[Member]:
-        """Takes all workers off, and expects them to join again. Returns them.
+        """Takes all workers off, and expects them to join again. Makes void what joins at this moment. Returns them.
 
         everywhere: every shard was rolled back, and counts none of them any more
         """
         with self._lock:
             members = self._membership.rollback(self._clock.now())
-            self._membership.last_incarnation = last_incarnation
-        if everywhere:
-            self.restore_count += 1
-            self._pending_removals.clear()
-        else:  # the shards that kept theirs still count them
-            shards = self._shards.known()
-            self._pending_removals |= {(i, member.rank, member.incarnation) for i in shards for member in members}
+            self._membership.last_incarnation = max(last_incarnation, self._membership.last_incarnation)
+            gone = [(member.rank, member.incarnation) for member in members]
+            gone += [(joining.rank, joining.incarnation) for joining in self._joining.values()]
+            self._joining.clear()
+            if everywhere:
+                self.restore_count += 1
+                self.removals.clear()
+            else:  # the shards that kept theirs still count them
+                self.removals.add(*gone)
         return members

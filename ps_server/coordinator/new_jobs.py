@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from dataclasses import replace
 
-from ps_protocol.errors import PSError, RunEnded
+from ps_protocol.errors import LimitExceeded, PSError, RunEnded
 from ps_protocol.job import JobSpec
 from ps_server.coordinator.cluster import Cluster, Registry
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.recovery import Recovery
+from ps_server.coordinator.refusals import try_soon
 from ps_server.coordinator.runs import Runs
 from ps_server.core.membership import Membership
 from ps_server.core.placement import place_job
@@ -28,7 +30,28 @@ class NewJobs:
 
     def __init__(self, cluster: Cluster, registry: Registry, recovery: Recovery | None) -> None:
         self._cluster, self._registry, self._recovery = cluster, registry, recovery
+        self._names: set[str] = set()  # of the jobs that are being made
+        self._lock = threading.Lock()
         self.runs = Runs(cluster.clock)
+
+    def begin(self, name: str, room: int) -> None:
+        """Notes that a job is going to be made, until `done`. room: how many more jobs there may be
+
+        Raises TryLater while one of that name is being made, LimitExceeded if there is no room.
+        """
+        with self._lock:
+            if name in self._names:
+                raise try_soon(f"job {name!r} is being registered at this moment")
+            if len(self._names) >= room:
+                limit = self._cluster.limits.jobs
+                raise LimitExceeded(f"there are {limit} jobs already: that is the limit max-jobs")
+            self._names.add(name)
+
+    def done(self, name: str) -> None:
+        """Notes that a job is made, or will not be."""
+        with self._lock:
+            self._names.discard(name)
+        self.runs.made(name)
 
     def make(self, spec: JobSpec, chosen: JobSpec) -> CoordinatedJob:
         """Returns a job that all shards hold. chosen: the same with a size of buckets.
@@ -50,14 +73,14 @@ class NewJobs:
         placed = place_job(spec, shards.count, self.runs.new())
         processes = {index: shard.process for index, shard in shards.known().items()}
         job = CoordinatedJob(placed, processes, self._cluster, self._registry)
-        with self.runs.making(spec.name, placed.run):
-            try:
-                shards.call_all(lambda shard: shard.api.create_job(spec, placed.buckets_of(shard.index), placed.run))
-            except PSError:
-                # All or none: what some shards made room for would belong to no job.
-                with contextlib.suppress(PSError):
-                    shards.call_all(lambda shard: shard.api.drop_job(spec.name, placed.run))
-                raise
+        self.runs.making(spec.name, placed.run)
+        try:
+            shards.call_all(lambda shard: shard.api.create_job(spec, placed.buckets_of(shard.index), placed.run))
+        except PSError:
+            # All or none: what some shards made room for would belong to no job.
+            with contextlib.suppress(PSError):
+                shards.call_all(lambda shard: shard.api.drop_job(spec.name, placed.run))
+            raise
         return job
 
     def _restored(self, recovery: Recovery, spec: JobSpec, chosen: JobSpec) -> CoordinatedJob:
@@ -66,8 +89,8 @@ class NewJobs:
             check_job_spec(spec, self._cluster.limits)
         shards = self._cluster.shards.known()
         placed = place_job(spec, self._cluster.shards.count, self.runs.new())
-        with self.runs.making(spec.name, placed.run):
-            restored = recovery.restore(placed, list(shards.values()), last_incarnation=0, any_run=True)
+        self.runs.making(spec.name, placed.run)
+        restored = recovery.restore(placed, list(shards.values()), last_incarnation=0, any_run=True)
         manifest = restored.manifest
         membership = Membership(spec.world_size, self._cluster.lease, last_incarnation=restored.last_incarnation)
         job = CoordinatedJob(
@@ -78,6 +101,6 @@ class NewJobs:
             membership,
             restore_count=manifest.restore_count + 1,
         )
-        job.continue_from(restored, shards)
+        job.continue_from(restored, shards.values())
         log.warning("job %s: continues from checkpoint %s, clock %d", spec.name, manifest.name, manifest.clock)
         return job

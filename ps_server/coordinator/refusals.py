@@ -1,4 +1,4 @@
-"""The error that a launch gets when workers of another launch hold the ranks it asks for."""
+"""What a process is told that cannot join now: to come back soon, or which workers of another launch are in its way."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ HOSTS_NAMED = 4
 PIDS_NAMED = 4
 ASK_AGAIN_PER_LEASE = 16  # four times as often as a heartbeat comes
 LONGEST_ASK_AGAIN_SECONDS = 1.0
+SOON_SECONDS = 0.05
+
+
+def try_soon(text: str) -> TryLater:
+    """Returns a TryLater whose cause is over in a moment."""
+    later = TryLater(text)
+    later.retry_after = SOON_SECONDS
+    return later
 
 
 def refusal(job: str, rivals: Rivals, request: JoinRequest, lease: float) -> PSError:

@@ -6,6 +6,7 @@ sync and ssp a worker may be in a step that cannot go on without the step of ano
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,7 +72,7 @@ class _Waiter:
 class JobRounds:
     """All rounds of one job. Methods may be called from any thread.
 
-    save: keeps a complete round on disk, before any worker is told
+    save: keeps a complete round on disk, before any worker is told; raises TryLater where the disk does not take it
     """
 
     def __init__(self, members: JobMembers, cluster: Cluster, save: Callable[[], object]) -> None:
@@ -82,6 +83,7 @@ class JobRounds:
         self._done: tuple[int, tuple[Round, ...]] = (0, ())  # the last complete round, and those kept
         self._over: NotFound | TryLater | None = None
         self._looked = 0.0
+        self._unsaved: Round | None = None  # complete, and not on disk yet
 
     def resume(self, completed: int, kept: Sequence[Round]) -> None:
         """Continues from what an earlier coordinator had kept."""
@@ -114,7 +116,7 @@ class JobRounds:
                 self._waiters.append(waiter)
                 listener.tell(Standing(request.number, waiting_for=self._missing(live)))
                 return lambda: self._drop(waiter)
-            if self._rounds.completed > before:
+            if self._rounds.completed > before or self._unsaved is not None:
                 self._publish(complete)
             listener.tell(Standing(complete.number, complete))
             return _nothing
@@ -129,7 +131,8 @@ class JobRounds:
                 waiter.listener.fail(UnknownWorker(f"worker {waiter.rank} lost its place in the job: join again"))
             complete = self._rounds.settle(live, started)
             if complete is not None:
-                self._publish(complete)
+                with contextlib.suppress(TryLater):  # `look` tries again
+                    self._publish(complete)
 
     def end(self, error: NotFound | TryLater) -> None:
         """Ends all rounds with an error, because the job is over or the coordinator stops."""
@@ -159,6 +162,10 @@ class JobRounds:
         waits: of workers on shards
         """
         with self._lock:
+            if self._unsaved is not None:
+                with contextlib.suppress(TryLater):
+                    self._publish(self._unsaved)
+                return
             live, _ = self._members.live()
             missing, now = self._missing(live), self._clock.now()
             number = self._rounds.completed + 1
@@ -182,8 +189,10 @@ class JobRounds:
         return tuple(sorted(ranks - self._rounds.given.keys()))
 
     def _publish(self, complete: Round) -> None:
-        self._done = self._rounds.completed, self._rounds.kept
+        """Keeps a complete round on disk, and tells all that wait. Raises TryLater where the disk does not take it."""
+        self._done, self._unsaved = (self._rounds.completed, self._rounds.kept), complete
         self._save()
+        self._unsaved = None
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter.listener.tell(Standing(complete.number, complete))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 
 from ps_server.coordinator.timing import Clock
 
@@ -16,7 +14,7 @@ class Runs:
         self._clock = clock
         self._lock = threading.Lock()
         self._last = 0
-        self._being_made: set[tuple[str, str]] = set()
+        self._being_made: dict[str, str] = {}
 
     def new(self) -> str:
         """Returns a run later than all that this coordinator, or one whose clock was behind this one's, has made."""
@@ -29,18 +27,17 @@ class Runs:
         with self._lock:
             self._last = max(self._last, run)
 
-    @contextlib.contextmanager
-    def making(self, name: str, run: str) -> Iterator[None]:
-        """Has a job count as one that there is, while it is made."""
+    def making(self, name: str, run: str) -> None:
+        """Has a job count as one that there is, until it is `made`."""
         with self._lock:
-            self._being_made.add((name, run))
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._being_made.discard((name, run))
+            self._being_made[name] = run
+
+    def made(self, name: str) -> None:
+        """Notes that a job is made, or will not be."""
+        with self._lock:
+            self._being_made.pop(name, None)
 
     def being_made(self) -> set[tuple[str, str]]:
         """Returns the names and runs of the jobs that are being made."""
         with self._lock:
-            return set(self._being_made)
+            return set(self._being_made.items())

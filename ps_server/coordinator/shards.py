@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Executor
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from ps_protocol.errors import InvalidRequest, PSError, TryLater
 from ps_protocol.job import JobSpec
+from ps_runtime.background import guarded
 from ps_runtime.credentials import is_loopback
 from ps_server.coordinator.timing import DEFAULT_TIMING, Clock, Timing
 from ps_server.core.data_commits import Committed
@@ -28,6 +29,7 @@ log = logging.getLogger("ps_server")
 T = TypeVar("T")
 
 SHARD_CALL_SECONDS = 2.0  # a shard calls in so often
+THREADS_OF_A_SHARD = 64  # that call it; they are made when they are needed
 
 
 class ShardApi(Protocol):
@@ -66,13 +68,21 @@ class ShardApi(Protocol):
         """Closes the connection."""
 
 
+# Makes what calls run in, from a number of threads and a name: ThreadPoolExecutor, or one that runs each call at once.
+MakeExecutor = Callable[[int, str], Executor]
+
 # Makes the ShardApi of a shard from its index and address.
 Connect = Callable[[int, str], ShardApi]
 
 
 @dataclass(frozen=True)
 class RegisteredShard:
-    """A shard that has called in. `process` is a number that no other process of a shard has; `seen`: when, last."""
+    """A shard that has called in.
+
+    process:       a number that no other process of a shard has
+    seen:          when it called in last
+    restart_count: how often its supervisor has started it again, as it says
+    """
 
     index: int
     address: str
@@ -81,24 +91,34 @@ class RegisteredShard:
     pid: int
     process: int
     seen: float
+    restart_count: int
 
 
 class Shards:
     """The shards that have called in. Methods may be called from any thread.
 
-    pool: what calls to several shards run in
+    Calls to one shard run in threads of its own: where one hangs, calls to the others do not queue behind its.
     """
 
     def __init__(
-        self, count: int, connect: Connect, pool: Executor, timing: Timing = DEFAULT_TIMING, clock: Clock | None = None
+        self,
+        count: int,
+        connect: Connect,
+        make_executor: MakeExecutor,
+        timing: Timing = DEFAULT_TIMING,
+        clock: Clock | None = None,
     ) -> None:
         self.count = count
-        self._connect, self._pool = connect, pool
+        self._connect = connect
+        self._lanes = [make_executor(THREADS_OF_A_SHARD, f"shard-{index}") for index in range(count)]
         self._lost_after, self._clock = timing.shard_lost, clock or Clock()
         self._known: dict[int, RegisteredShard] = {}
+        self._replaced: set[int] = set()  # processes that served a shard before another one did
         self._lock = threading.Lock()
 
-    def register(self, index: int, address: str, metrics_address: str, pid: int, process: int) -> None:
+    def register(
+        self, index: int, address: str, metrics_address: str, pid: int, process: int, restart_count: int = 0
+    ) -> None:
         """Makes a shard known, or renews it. Raises TryLater while another process has its index."""
         if not 0 <= index < self.count:
             raise InvalidRequest(f"shard index must be below {self.count}, got {index}")
@@ -108,15 +128,21 @@ class Shards:
         now = self._clock.now()
         with self._lock:
             known = self._known.get(index)
+            if process in self._replaced:  # its call was late: what it held is lost
+                raise TryLater(f"shard {index}: process {pid} at {address} was replaced by another one")
             if known is not None and known.process == process:
                 address, api = known.address, known.api
             else:
                 # Only one process can listen at an address: at the same one it is the shard, started again.
                 if known is not None and known.address != address and now - known.seen < self._lost_after:
                     raise TryLater(f"shard {index} is already served by process {known.pid} at {known.address}")
+                if known is not None:
+                    self._replaced.add(known.process)
                 log.info("shard %d at %s", index, address)
                 api = self._connect(index, address)
-            self._known[index] = RegisteredShard(index, address, api, metrics_address, pid, process, now)
+            self._known[index] = RegisteredShard(
+                *(index, address, api, metrics_address, pid, process), seen=now, restart_count=restart_count
+            )
 
     def known(self) -> dict[int, RegisteredShard]:
         """Returns the shards that have called in, by index."""
@@ -136,12 +162,16 @@ class Shards:
         return all(is_loopback(shard.address.rpartition(":")[0]) for shard in self.known().values())
 
     def call_all(self, call: Callable[[RegisteredShard], T]) -> list[T]:
-        """Calls every shard of the cluster, as the function `call_all`. Raises TryLater while one is missing."""
-        return call_all(self._pool, self.all(), call)
+        """Calls every shard of the cluster, as `call` does. Raises TryLater while one is missing."""
+        return self.call(self.all(), call)
 
     def call(self, shards: Iterable[RegisteredShard], call: Callable[[RegisteredShard], T]) -> list[T]:
-        """Calls some shards, as the function `call_all`."""
-        return call_all(self._pool, shards, call)
+        """Calls shards at the same time, and returns their answers. Raises the first error after all have answered."""
+        return answers_of([self._lanes[shard.index].submit(call, shard) for shard in shards])
+
+    def beside(self, index: int, work: Callable[[], object]) -> None:
+        """Has a thread of a shard's own do what calls it, however long it takes."""
+        self._lanes[index].submit(guarded, f"shard-{index}", work)
 
     def drop_orphaned_jobs(self, known: Callable[[], Collection[tuple[str, str]]]) -> None:
         """Drops jobs that a shard holds and no coordinator knows: a CreateJob may arrive after the DropJob behind it.
@@ -161,14 +191,15 @@ class Shards:
         return [int(shard.jobs[job].run or "0", 16) if job in shard.jobs else 0 for shard in answers]
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Ends the threads after what they are doing, and closes the connections."""
+        for lane in self._lanes:
+            lane.shutdown(wait=True)
         for shard in self.known().values():
             shard.api.close()
 
 
-def call_all(pool: Executor, shards: Iterable[RegisteredShard], call: Callable[[RegisteredShard], T]) -> list[T]:
-    """Calls shards at the same time, and returns their answers. Raises the first error after all have answered."""
-    futures = [pool.submit(call, shard) for shard in shards]
+def answers_of(futures: Sequence[Future[T]]) -> list[T]:
+    """Returns the results of calls. Raises the first error after all have ended."""
     errors = [error for error in (future.exception() for future in futures) if error is not None]
     if errors:
         raise errors[0]

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ps_protocol.errors import TryLater
 from ps_server.coordinator.saved_job import SavedJob
 from ps_server.core.membership import Member
 from ps_server.core.rounds import Round
@@ -35,17 +36,20 @@ class StateFile:
 
     def __init__(self, directory: Path, disk: Disk | None = None) -> None:
         self.path, self._disk = directory / FILE, disk or Disk()
+        self.is_behind = False
         self._lock = threading.Lock()
 
     def save(self, jobs: Callable[[], Mapping[str, SavedJob]]) -> None:
-        """Replaces the file by what `jobs` returns. Logs an error if the disk does not take it."""
+        """Replaces the file by what `jobs` returns. Raises TryLater if the disk does not take it."""
         with self._lock:  # while they are listed, too: what is written last is the newest
             data = {"format": FORMAT, "jobs": {name: _data(job) for name, job in jobs().items()}}
             content = json.dumps({**data, "seal": seal(data)}).encode()
             try:
                 replace_file(self._disk, self.path, content, lambda place: failpoint(f"coordinator-file-{place}"))
             except OSError as error:
-                log.error("%s cannot be written: %s", self.path, error.strerror)
+                self.is_behind = True
+                raise TryLater(f"{self.path} cannot be written: {error.strerror}") from None
+            self.is_behind = False
 
     def load(self) -> dict[str, SavedJob]:
         """Returns the jobs that ran; none where there is no file, or, with a warning, one that was not written so."""

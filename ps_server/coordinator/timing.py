@@ -30,6 +30,9 @@ class Timing:
 
     recovery_look:   between looks for shards that lost their part of a job
     orphans_look:    between looks for jobs that a shard holds and no coordinator knows
+    save_again:      between attempts to write the coordinator's file, where the disk did not take it
+    deserted:        after so long without a worker a job ends that had some
+    unjoined:        the same for a job that no worker ever joined
     shard_lost:      after so long without a call, a shard may be replaced by a process at another address
     round_look:      between looks at the workers that wait in a round
     round_notice:    between notices to such a worker that say which ranks it waits for
@@ -46,6 +49,9 @@ class Timing:
 
     recovery_look: float = 0.25
     orphans_look: float = 5.0
+    save_again: float = 1.0
+    deserted: float = 3600.0
+    unjoined: float = 300.0
     shard_lost: float = 10.0
     round_look: float = 0.25
     round_notice: float = 2.0
@@ -61,3 +67,4 @@ class Timing:
 
 DEFAULT_TIMING = Timing()
 DEFAULT_LEASE_SECONDS = 10.0  # for which a worker counts as live without a heartbeat
+DEFAULT_SERVER_CALL_SECONDS = 10.0  # for which a call between servers waits for its answer

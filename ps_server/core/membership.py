@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, UnknownWorker
@@ -131,9 +132,10 @@ class Membership:
     rejoining: dict[int, float] = field(default_factory=dict)
     away: dict[int, Member] = field(default_factory=dict)
 
-    def claim(self, rank: int | None, request: JoinRequest = UNKNOWN) -> int:
+    def claim(self, rank: int | None, request: JoinRequest = UNKNOWN, reserved: Iterable[int] = ()) -> int:
         """Returns the rank that a worker gets: the one asked for, or the lowest free one. Changes nothing.
 
+        reserved: the ranks of workers that are joining at this moment
         Raises Fenced for a worker that comes back to a rank that another process holds now.
         """
         live = self.members.get(rank) if rank is not None else None
@@ -145,7 +147,7 @@ class Membership:
                 f"{_other_launch(live) if _strangers(live.launch, request.launch) else ''}"
             )
         if rank is None:
-            taken = self.members.keys() | self.rejoining.keys()
+            taken = self.members.keys() | self.rejoining.keys() | set(reserved)
             rank = next(r for r in range(len(taken) + 1) if r not in taken)
         if self.world_size and rank >= self.world_size:
             raise InvalidRequest(f"rank must be below the job's world_size {self.world_size}, got {rank}")

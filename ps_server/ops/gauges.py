@@ -138,6 +138,12 @@ def security_gauges(call_limits: CallLimits, exposed: bool, encrypted: bool, ask
     )
 
 
+def restart_gauges(count: int) -> Gauges[int]:
+    """Returns the gauge of how often this shard was started again."""
+    text = "How often `ps-server up` has started this shard again."
+    return Gauges(lambda: count, [("ps_shard_restarts_total", text, (), lambda count: [((), count)])])
+
+
 def service_discovery(coordinator: Coordinator, encrypted: bool = False) -> bytes:
     """Returns every live shard and worker that serves metrics, in the JSON of Prometheus' http_sd_configs."""
     scheme = {"__scheme__": "https"} if encrypted else {}

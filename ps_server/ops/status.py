@@ -55,10 +55,11 @@ def waits(status: dict[str, Any], job: str) -> dict[int, list[dict[str, Any]]]:
 
 def table(status: dict[str, Any]) -> str:
     """Returns the state as a table for a person."""
-    rows = [("ROLE", "INDEX", "PID", "ADDRESS", "METRICS", "JOB", "CLOCK", "VERSION", "BYTES", "WAITS FOR")]
+    columns = ("ROLE", "INDEX", "PID", "ADDRESS", "METRICS", "RESTARTS", "JOB", "CLOCK", "VERSION", "BYTES")
+    rows: list[tuple[str, ...]] = [(*columns, "WAITS FOR")]
     rows.append((*_process("coordinator", 0, status["coordinator"]), "-", "-", "-", "-", "-"))
     for shard in status["shards"]:
-        head = _process("shard", shard["index"], shard)
+        head = _process("shard", shard["index"], shard, str(shard["restart_count"]))
         if not shard["reachable"]:
             rows.append((*head, "-", "-", "-", "-", "does not answer"))
             continue
@@ -76,8 +77,8 @@ def table(status: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _process(role: str, index: int, process: dict[str, Any]) -> tuple[str, str, str, str, str]:
-    return role, str(index), str(process["pid"]), process["address"], process["metrics_address"]
+def _process(role: str, index: int, process: dict[str, Any], restarts: str = "-") -> tuple[str, ...]:
+    return role, str(index), str(process["pid"]), process["address"], process["metrics_address"], restarts
 
 
 def _shard_columns(job: dict[str, Any]) -> tuple[str, str, str, str, str]:

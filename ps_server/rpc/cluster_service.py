@@ -38,7 +38,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
     def RegisterShard(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_shard_version(request.protocol_version)
         self._coordinator.register_shard(
-            request.index, request.address, request.metrics_address, request.pid, request.process
+            *(request.index, request.address, request.metrics_address, request.pid, request.process),
+            restart_count=request.restart_count,
         )
         return cluster_pb2.RegisterShardResponse(
             shard_count=self._coordinator.shard_count, stopping=self._coordinator.stopping
@@ -76,6 +77,7 @@ def _shard_status(shard: RegisteredShard, statistics: ShardStatistics | None) ->
         metrics_address=shard.metrics_address,
         pid=shard.pid,
         reachable=statistics is not None,
+        restart_count=shard.restart_count,
         jobs=[convert.shard_job_status(name, job) for name, job in sorted(jobs.items()) if may_see(name)],
     )
 

@@ -51,7 +51,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
                 response = membership_pb2.WatchResponse(ranks=ranks, world_size=world_size, started=started)
                 outbox.put(lambda: response)
 
-        outbox.on_close(self._coordinator.job(request.job).watch(changed))
+        outbox.on_close(self._coordinator.job(request.job).watchers.add(changed))
 
     def Heartbeat(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker = request.worker

@@ -9,6 +9,7 @@ import threading
 from ps_protocol.errors import PSError
 from ps_protocol.v1 import cluster_pb2
 from ps_protocol.versions import VERSION
+from ps_runtime.background import guarded
 from ps_runtime.retry import Peer
 from ps_server.coordinator.shards import SHARD_CALL_SECONDS
 from ps_server.rpc.coordinator_client import CoordinatorClient
@@ -19,11 +20,20 @@ log = logging.getLogger("ps_server")
 class Registration:
     """Tells the coordinator every few seconds that this shard is here, for as long as it is.
 
-    process: the number that this process chose when it started
-    known:   is set when the coordinator has answered
+    process:       the number that this process chose when it started
+    restart_count: how often its supervisor has started it again
+    known:         is set when the coordinator has answered
     """
 
-    def __init__(self, coordinator: Peer, index: int, address: str, metrics_address: str, process: int) -> None:
+    def __init__(
+        self,
+        coordinator: Peer,
+        index: int,
+        address: str,
+        metrics_address: str,
+        process: int,
+        restart_count: int = 0,
+    ) -> None:
         self.known = threading.Event()
         self._coordinator = coordinator
         self._shard = cluster_pb2.RegisterShardRequest(
@@ -33,7 +43,9 @@ class Registration:
             pid=os.getpid(),
             process=process,
             protocol_version=VERSION,
+            restart_count=restart_count,
         )
+        self._logged: type[PSError] | None = None  # each kind of trouble is logged once, not at every attempt
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
         self._thread.start()
@@ -52,15 +64,17 @@ class Registration:
                 log.warning("stopping without a last checkpoint: %s", error)
 
     def _run(self) -> None:
-        logged: type[PSError] | None = None  # each kind of trouble is logged once, not at every attempt
         with CoordinatorClient(self._coordinator) as coordinator:
             while not self._stopping.is_set():
-                try:
-                    coordinator.register_shard(self._shard, SHARD_CALL_SECONDS)
-                    self.known.set()
-                    logged = None
-                except PSError as error:
-                    if type(error) is not logged:
-                        log.warning("%s; trying again", error)
-                        logged = type(error)
+                guarded("registration", lambda: self._register(coordinator))
                 self._stopping.wait(SHARD_CALL_SECONDS)
+
+    def _register(self, coordinator: CoordinatorClient) -> None:
+        try:
+            coordinator.register_shard(self._shard, SHARD_CALL_SECONDS)
+            self.known.set()
+            self._logged = None
+        except PSError as error:
+            if type(error) is not self._logged:
+                log.warning("%s; trying again", error)
+                self._logged = type(error)

@@ -15,20 +15,26 @@ from ps_protocol.v1.types_pb2 import WorkerIdentity
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.status import error_from
+from ps_server.coordinator.timing import DEFAULT_SERVER_CALL_SECONDS
 from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import ShardSnapshot, VersionRange
 from ps_server.core.statistics import ShardStatistics
 from ps_server.rpc import convert
 
-CALL_SECONDS = 10.0
 STATUS_SECONDS = 2.0
 RESTORE_SECONDS = 300.0  # reading and checking a large shard's files takes a while
 
 
 class ShardClient:
-    """One shard over gRPC; see coordinator.shards.ShardApi."""
+    """One shard over gRPC; see coordinator.shards.ShardApi.
 
-    def __init__(self, index: int, address: str, access: Access = PLAINTEXT) -> None:
+    seconds: after which a call that was not answered raises TryLater
+    """
+
+    def __init__(
+        self, index: int, address: str, access: Access = PLAINTEXT, seconds: float = DEFAULT_SERVER_CALL_SECONDS
+    ) -> None:
+        self._seconds = seconds
         self.index = index
         self.address = address
         self._channel = open_channel(address, access)
@@ -57,7 +63,7 @@ class ShardClient:
     def committed(self, job: str, run: str) -> Committed | None:
         """Returns the leased data that every bucket that trains there has had; None if there is no such bucket."""
         request = shard_pb2.GetCommittedDataRequest(job=job, run=run)
-        return convert.committed(self._call(self._stub.GetCommittedData, request, STATUS_SECONDS))
+        return convert.committed(self._call(self._stub.GetCommittedData, request, min(STATUS_SECONDS, self._seconds)))
 
     def begin_snapshot(self, job: str, name: str, clock: int | None, run: str) -> None:
         """Has the shard take its part of a checkpoint."""
@@ -81,14 +87,16 @@ class ShardClient:
     def statistics(self) -> ShardStatistics:
         """Returns what the shard holds."""
         request = shard_pb2.GetShardStatusRequest()
-        return convert.shard_statistics(self._call(self._stub.GetShardStatus, request, STATUS_SECONDS))
+        return convert.shard_statistics(
+            self._call(self._stub.GetShardStatus, request, min(STATUS_SECONDS, self._seconds))
+        )
 
     def close(self) -> None:
         """Closes the connection."""
         self._channel.close()
 
-    def _call(self, method: Callable[..., Any], request: Any, seconds: float = CALL_SECONDS) -> Any:
+    def _call(self, method: Callable[..., Any], request: Any, seconds: float | None = None) -> Any:
         try:
-            return method(request, timeout=seconds)
+            return method(request, timeout=seconds or self._seconds)
         except grpc.RpcError as error:
             raise error_from(error, f"shard {self.index} at {self.address}") from None

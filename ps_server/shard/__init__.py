@@ -2,7 +2,6 @@
 
 apply.py      Applies what is staged: adds contributions and steps optimizers
 job.py        What a shard holds while it runs: the state of `core`, with locks, segments and waiting pulls beside it
-memory.py     How much memory this process may still take
 metrics.py    What a shard tells Prometheus
 pulls.py      Pulls: sent as soon as they are admitted; the others wait without a thread
 pushes.py     Pushes: each is checked, then staged, then its bucket is scheduled

@@ -85,6 +85,7 @@ class HostedJob:
             for index, bucket in state.buckets.items()
         }
         self.segments: dict[int, Attached] = {}
+        self.attaching: set[int] = set()  # ranks that are handing over a segment
         self.plan = segment_plan(spec, state.layout)
         self.narrowed = Narrowed()
         self.failure: PSError | None = None

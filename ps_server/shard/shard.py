@@ -32,6 +32,8 @@ from ps_protocol.errors import (
 )
 from ps_protocol.job import JobSpec, difference
 from ps_protocol.layout import bucket_layout
+from ps_protocol.segment_layout import SegmentOffer
+from ps_runtime.memory import free_bytes
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_server.core.budget import PrincipalBudget
 from ps_server.core.commands import AddWorker, RemoveWorker, RestoreSnapshot, Staged
@@ -43,7 +45,6 @@ from ps_server.core.statistics import ShardStatistics
 from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
 from ps_server.shard.job import HostedJob
-from ps_server.shard.memory import free_bytes
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes
@@ -60,7 +61,7 @@ class Shard:
 
     threads:     what applies updates, writes snapshots and ticks; NoThreads: the calling thread, see `tick`
     clock:       the time, in seconds from anywhere
-    shared_directory: where workers on this host leave segments that are files
+    shared_directory: where workers on this host hand over the memory that they share
     staged_limit: bytes of a job that may be staged; None: derived from its size
     checkpoints: where checkpoints are; None: there are none
     index:       of this shard: its part of a checkpoint is called after it
@@ -226,10 +227,10 @@ class Shard:
         self._roster_changed(job)
 
     def attach(
-        self, name: str, rank: int, incarnation: int, location: str, nonce: bytes, key: bytes = b"", run: str = ""
+        self, name: str, rank: int, incarnation: int, offer: SegmentOffer, key: bytes = b"", run: str = ""
     ) -> None:
-        """Maps the segment that a live worker made. Raises NotShared if it is not to be seen from here."""
-        self._pushes.attach(self._job(name, run), rank, incarnation, location, nonce, key)
+        """Maps the segment that a live worker offers. Raises NotShared if it cannot be had from here."""
+        self._pushes.attach(self._job(name, run), rank, incarnation, offer, key)
 
     def committed(self, name: str, run: str = "") -> tuple[Committed, bool]:
         """Returns the leased data that every bucket that trains here has had, and whether there is such a bucket."""

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from ps_runtime.background import guarded
+
 Task = Callable[[], None]
 
 
@@ -97,7 +99,7 @@ class OwnThreads(ApplyThreads):
 
         def run() -> None:
             while not self._stopping.wait(seconds):
-                task()
+                guarded("notices", task)
 
         self._repeating.append(threading.Thread(target=run, name="notices", daemon=True))
         self._repeating[-1].start()

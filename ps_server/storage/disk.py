@@ -21,8 +21,9 @@ class Disk:
     """The file system of this machine. Methods raise OSError and may be called from any thread; no file is a link."""
 
     def make_directory(self, path: Path) -> None:
-        """Makes a directory, and those above it, where they are missing."""
-        path.mkdir(parents=True, exist_ok=True)
+        """Makes a directory, and those above it, where they are missing: open to this user alone."""
+        for each in (*(above for above in reversed(path.parents) if not above.exists()), path):
+            each.mkdir(mode=0o700, exist_ok=True)
 
     def directories(self, path: Path) -> list[str]:
         """Returns the names of the directories in a directory, sorted; none where it is missing."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, UnknownWorker
+from ps_runtime.background import guarded
 from ps_worker.cluster.coordinator import CoordinatorClient, Watch
 from ps_worker.cluster.options import JobOptions
 from ps_worker.values import JoinResult, Roster
@@ -164,30 +165,30 @@ class Membership:
         return self._coordinator.join(self._options, run, self._metrics_address, before, clock)
 
     def _beat(self, lease: float) -> None:
-        pause = lease / HEARTBEATS_PER_LEASE
-        closing = self._coordinator.closing
-        while not closing.is_set():
+        pause, closing = lease / HEARTBEATS_PER_LEASE, self._coordinator.closing
+        while not closing.is_set() and self._error is None:
             self._doubted.wait(pause)
             self._doubted.clear()
-            place = self.place
-            assert place is not None
-            if closing.is_set():
-                return
+            if not closing.is_set():
+                guarded("heartbeat", lambda: self._beat_once(pause))
+
+    def _beat_once(self, timeout: float) -> None:
+        place = self.place
+        assert place is not None
+        try:
             try:
-                try:
-                    self._coordinator.heartbeat(place.identity, self._finished(place), pause)
-                except Fenced:
-                    raise
-                except UnknownWorker:
-                    self._join_again(place)
-            except PSError as error:
-                if error.retryable or closing.is_set():
-                    continue  # the coordinator may come back; training does not need it
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                self._moved(None)
-                return
+                self._coordinator.heartbeat(place.identity, self._finished(place), timeout)
+            except Fenced:
+                raise
+            except UnknownWorker:
+                self._join_again(place)
+        except PSError as error:
+            if error.retryable or self._coordinator.closing.is_set():
+                return  # the coordinator may come back; training does not need it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+            self._moved(None)
 
     def _join_again(self, lost: JoinResult) -> None:
         """Takes a place anew. Raises Fenced if the rank is another process's by now."""
@@ -209,18 +210,21 @@ class Membership:
     def _watch(self) -> None:
         while not self._coordinator.closing.is_set():
             place = self.place
-            watching = self._coordinator.watch(self._options.job)
-            with self._changed:
-                self._watching = watching
-                current = self.place is place
-            if current:
-                for roster in watching:
-                    with self._changed:
-                        self.roster, self._roster_of = roster, place
-                        self._changed.notify_all()
-            watching.stop()
+            guarded("watch", lambda: self._watch_once(place))  # noqa: B023 (called at once)
             if self.place is place:
                 self._coordinator.closing.wait(NOTICE_SECONDS)
+
+    def _watch_once(self, place: JoinResult | None) -> None:
+        watching = self._coordinator.watch(self._options.job)
+        with self._changed:
+            self._watching = watching
+            current = self.place is place
+        if current:
+            for roster in watching:
+                with self._changed:
+                    self.roster, self._roster_of = roster, place
+                    self._changed.notify_all()
+        watching.stop()
 
 
 def ranges(ranks: list[int]) -> str:

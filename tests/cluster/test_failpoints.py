@@ -341,6 +341,6 @@ def test_what_up_starts_in_place_of_a_shard_that_died_has_no_points(
     assert len(warned) == 1, "by shard 1, in its first life"
     assert [line for line in lines if line.startswith(("failpoint ", "ps-server: shard"))] == [
         "failpoint push-staged: this process kills itself",
-        "ps-server: shard 1 ended with code -9; starting it again",
-        "ps-server: shard 1 is back",
+        "ps-server: shard 1 ended with code -9; starting it again (restart 1)",
+        "ps-server: shard 1 is back (restart 1)",
     ]

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from ps_protocol.errors import PSError, TryLater
-from ps_server.coordinator.background import Background
+from ps_runtime.background import Background
 from ps_server.shard import threads as shard_threads
 from tests.simulation.binding import bound
 from tests.simulation.network import Network, Weather

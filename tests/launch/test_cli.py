@@ -134,46 +134,6 @@ def test_a_cluster_that_is_killed_leaves_no_process_behind(start: Start) -> None
     assert_quiet(command)
 
 
-def test_a_shard_that_dies_is_started_again_at_the_same_address(start: Start) -> None:
-    """Where its port is taken, as one that the system gave may be for a moment, it is started until that is free."""
-    command, address = start_up(start, shards=2)
-    before = shards_of(address)
-    os.kill(before[1]["pid"], signal.SIGKILL)
-    until(lambda: "ps-server: shard 1 is back\n" in command.err, "the shard's return")
-    assert "ps-server: shard 1 ended with code -9; starting it again\n" in command.err
-    os.kill(before[0]["pid"], signal.SIGKILL)  # the coordinator too
-    until(lambda: "shard 0 ended with code -9; starting it again" in command.err, "its end")
-    with closing(socket.create_server(("127.0.0.1", int(address.rpartition(":")[2])))):
-        until(lambda: "shard 0 ended with code 1; starting it again" in command.err, "a start in vain")
-    until(lambda: "ps-server: shard 0 is back\n" in command.err, "the coordinator's return")
-    after = until(lambda: len(found := shards_of(address)) == 2 and found, "both shards in the status")
-    for index in (0, 1):
-        assert after[index]["address"] == before[index]["address"]
-        assert after[index]["pid"] != before[index]["pid"]
-    assert command.end(signal.SIGINT) == 0
-
-
-def test_a_shard_that_dies_again_and_again_is_given_up(start: Start) -> None:
-    command, _ = start_up(start)
-    killed: set[int] = set()
-    for _ in range(6):
-        [shard] = until(lambda: [child for child in command.family() if child.pid not in killed], "its next start")
-        shard.kill()
-        killed.add(shard.pid)
-    assert command.process.wait(END_SECONDS) == 1
-    assert "ps-server: shard 0 ended with code -9 for the 6th time in 60 s; stopping" in command.err
-
-
-def test_a_port_in_use_ends_up_with_one_clear_line(start: Start) -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        port = taken.getsockname()[1]
-        command = start("-m", "ps_server", "up", "--shards", "1", "--port", str(port), "--metrics-port", "0")
-        assert command.process.wait(60) == 1
-    assert f"ps-server: cannot listen on 127.0.0.1:{port}: the port is in use" in command.err
-    assert "Traceback" not in command.err
-    assert "ready" not in command.out
-
-
 # -- looking in ------------------------------------------------------------------------------------------------------
 
 
@@ -250,7 +210,11 @@ def test_help_explains_every_flag_and_names_its_variable(
         assert len(words.split()) >= 3, f"{flag} is not explained"
         if flag not in ("-h,", "-m,", "--json", "--with-coordinator", "--help-limits"):
             assert f"[PS_{flag[2:].replace('-', '_').upper()}" in entry, entry
-    limits = [entry for entry in flags if entry.startswith("--max-") and not entry.startswith("--max-restarts")]
+    limits = [
+        entry
+        for entry in flags
+        if entry.startswith("--max-") and not entry.startswith(("--max-restarts", "--max-shard-restarts"))
+    ]
     assert len(limits) == (21 if command[2] == "--help-limits" else 0)
 
 

@@ -7,6 +7,7 @@ import math
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,7 @@ from tests.tools.cluster import Cluster, until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ["--steps=6", "--batch-size=2", "--layers=1", "--heads=2", "--width=16", "--block=8"]
+DEMO_SECONDS = 120.0  # for its start, and for its end: six processes import torch
 
 
 char_gpt = launching.load(EXAMPLES / "char_gpt.py")
@@ -114,12 +116,20 @@ def test_demo_fails_if_the_model_did_not_learn(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_the_demo_and_all_that_it_started(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "demo.py"), f"--out={tmp_path}", *TINY, "--steps=1000000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
-        until(lambda: "joins" in read(tmp_path / "server.log"), "a worker's joining")
-        started = psutil.Process(demo.pid).children(recursive=True)
-        assert len(started) >= 6  # two commands, two shards, two workers
-        demo.send_signal(signal.SIGINT)
-        _, errors = demo.communicate(timeout=60)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # A shell that starts the tests in the background has them, and all they start, ignore SIGINT.
+    at_terminal = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, text=True, preexec_fn=at_terminal, **pipes) as demo:
+        try:
+            until(lambda: "joins" in read(tmp_path / "server.log"), "a worker's joining", DEMO_SECONDS)
+            started = psutil.Process(demo.pid).children(recursive=True)
+            assert len(started) >= 6  # two commands, two shards, two workers
+            demo.send_signal(signal.SIGINT)
+            _, errors = demo.communicate(timeout=DEMO_SECONDS)
+        finally:
+            if demo.poll() is None:  # a failed test must not wait for a demo that trains for ever
+                for process in (*psutil.Process(demo.pid).children(recursive=True), demo):
+                    process.kill()
     assert demo.returncode == 130
     assert "Traceback" not in errors
     assert not [process for process in started if process.is_running()]

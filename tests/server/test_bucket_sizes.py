@@ -99,12 +99,11 @@ def test_what_large_buckets_would_fit_into_a_servers_limit_is_never_refused(
     ],
 )
 def test_shards_are_on_one_machine_if_all_their_addresses_are_loopback(addresses: list[str], one_machine: bool) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        shards = Shards(len(addresses), ShardClient, pool)
-        for index, address in enumerate(addresses):
-            shards.register(index, address, "", 1, 1)
-        assert shards.on_one_machine() is one_machine
-        shards.close()
+    shards = Shards(len(addresses), ShardClient, ThreadPoolExecutor)
+    for index, address in enumerate(addresses):
+        shards.register(index, address, "", 1, 1)
+    assert shards.on_one_machine() is one_machine
+    shards.close()
 
 
 def open_job(server: str, spec: JobSpec) -> int:

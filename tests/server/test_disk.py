@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +96,18 @@ def test_a_file_of_other_content_is_refused_in_words(header: str, tmp_path: Path
         pytest.raises((ValueError, KeyError, TypeError)),  # what the store makes CheckpointDamaged of
     ):
         TensorReader(file, len(content))
+
+
+def test_directories_and_files_are_open_to_their_owner_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        Disk().make_directory(tmp_path / "checkpoints" / "job" / "000001")
+        write_file(tmp_path / "checkpoints" / "job" / "000001" / "shard", TENSORS)
+    finally:
+        os.umask(before)
+    made = list((tmp_path / "checkpoints").rglob("*"))
+    assert len(made) == 3
+    assert {path.stat().st_mode & 0o077 for path in (tmp_path / "checkpoints", *made)} == {0}
 
 
 def test_a_store_on_a_full_disk_says_so_and_leaves_nothing(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import LimitExceeded
 from ps_protocol.v1 import jobs_pb2
-from ps_server.shard.memory import free_bytes
+from ps_runtime.memory import free_bytes
 from tests.tools.cluster import Cluster
 from tests.tools.raw_worker import RawWorker, vector_job
 
@@ -36,10 +36,18 @@ def system(root: Path, groups: dict[str, tuple[str, str, str]], group: str = "/"
         ({}, "/", 1_024_000),
         ({"": ("max\n", "5000\n", "file 100\n")}, "/", 1_024_000),
         ({"": ("500000\n", "300000\n", "anon 1\nfile 50000\n")}, "/", 250_000),
+        ({"": ("500000\n", "300000\n", "file 50000\nshmem 20000\n")}, "/", 230_000),
         ({"": ("9000000\n", "0\n", ""), "a/b": ("max\n", "7\n", ""), "a": ("4000\n", "1000\n", "")}, "/a/b", 3000),
         ({"": ("1000\n", "3000\n", "")}, "/", 0),
     ],
-    ids=["no groups", "no limit", "a limit, and files that can go", "the limit of a group above", "over the limit"],
+    ids=[
+        "no groups",
+        "no limit",
+        "a limit, and files that can go",
+        "files of which some are memory",
+        "the limit of a group above",
+        "over the limit",
+    ],
 )
 def test_the_least_that_machine_and_control_groups_leave_is_free(
     tmp_path: Path, groups: dict[str, tuple[str, str, str]], group: str, free: int

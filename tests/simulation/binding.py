@@ -19,11 +19,12 @@ from typing import Any
 
 import ps_server.coordinator.coordinator
 import ps_server.shard.shard  # noqa: F401
+from ps_runtime import background
 from ps_server import failpoints
 from tests.simulation import threads
 from tests.simulation.world import Killed, World
 
-ROOMS = ("ps_server.coordinator.", "ps_server.shard.", "ps_server.storage.", "ps_server.core.")
+ROOMS = ("ps_server.coordinator.", "ps_server.shard.", "ps_server.storage.", "ps_server.core.", "ps_runtime.background")
 
 
 def simulated_threading(world: World) -> SimpleNamespace:
@@ -82,6 +83,7 @@ def bound(world: World, pace: dict[str, float]) -> Iterator[None]:
         (threading, simulated_threading(world)),
         (secrets, simulated_secrets(world)),
         (sys.modules["time"], simulated_time(world)),
+        (background.note_error, world.round_failed),
         (failpoints.failpoint, simulated_failpoint(world, pace)),
         (concurrent.futures.ThreadPoolExecutor, partial(threads.ThreadPoolExecutor, world)),
         (concurrent.futures.Future, partial(threads.Future, world)),

@@ -22,7 +22,6 @@ from tests.simulation.world import Task, World
 SILENT = 0.2  # of the processes that die: their machine dies too. Otherwise both ends of a connection hear of it
 KEEPALIVE_SECONDS = 30.0  # after which a connection to a machine that says nothing breaks: ps_runtime.channel
 LATE = 0.5  # of the calls that arrive after their caller has given up; they are carried out all the same
-STRAY_SECONDS = 1.0  # after so long, nothing of a dead process arrives
 END = object()
 
 
@@ -203,8 +202,7 @@ class Network:
     # -- the server's side -------------------------------------------------------------------------------------------
 
     def _arrive(self, server: Host, call: Call, method: str, arguments: tuple[Any, ...]) -> None:
-        is_stray = not call.caller.alive and call.caller.died < self.world.now - STRAY_SECONDS
-        if is_stray or (call.over and self.world.random.random() >= LATE):
+        if call.over and self.world.random.random() >= LATE:
             return
         if method not in server.methods:
             self._answer(server, call, None, TryLater(f"{call.name}: connection refused"))

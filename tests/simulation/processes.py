@@ -21,7 +21,7 @@ class Host:
     def __init__(self, world: World, name: str, address: str = "") -> None:
         self.world, self.name, self.address = world, name, address
         self.alive, self.stopped_until = True, 0.0
-        self.since, self.died = world.now, 0.0
+        self.since = world.now
         self.methods: dict[str, Serve] = {}
         self.tasks: list[Task] = []
         self.dies_at: dict[str, int] = {}
@@ -44,7 +44,7 @@ class Host:
         """kill -9. The thread that calls this, if it is one of this process, ends at its next step."""
         if not self.alive:
             return
-        self.alive, self.died = False, self.world.now
+        self.alive = False
         self.methods = {}
         self.world.trace(f"{self.name} is killed{why}")
         self.world.at(0.0, self.unwind)

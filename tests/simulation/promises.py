@@ -43,9 +43,11 @@ class Promises:
     # -- at any time -------------------------------------------------------------------------------------------------
 
     def no_thread_dies(self) -> None:
-        """A thread of a server runs until it is told to end."""
+        """A thread of a server runs until it is told to end, and each round of a background thread gets to its end."""
         for host, name, error in self._world.dead_threads:
             self._broken("thread died", f"{host.name}: {name}: {type(error).__name__}: {error}")
+        for host, name, error in self._world.failed_rounds:
+            self._broken("round failed", f"{host.name}: {name}: {type(error).__name__}: {error}")
 
     def no_call_fails_unexpectedly(self) -> None:
         """A call ends with an answer or an error that is meant."""

@@ -16,10 +16,10 @@ from ps_protocol.errors import PSError
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.shards import SHARD_CALL_SECONDS
-from ps_server.coordinator.timing import Clock
+from ps_server.coordinator.timing import DEFAULT_SERVER_CALL_SECONDS, Clock
 from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import ShardSnapshot
-from ps_server.rpc.shard_client import CALL_SECONDS, RESTORE_SECONDS, STATUS_SECONDS
+from ps_server.rpc.shard_client import RESTORE_SECONDS, STATUS_SECONDS
 from ps_server.rpc.shard_service import AWAIT_SECONDS
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -58,7 +58,7 @@ class RemoteShard:
         self._network, self._address = network, address
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        seconds = SECONDS.get(method, CALL_SECONDS)
+        seconds = SECONDS.get(method, DEFAULT_SERVER_CALL_SECONDS)
         return partial(self._network.call, self._address, method, seconds=seconds, repeats=False)
 
     def close(self) -> None:

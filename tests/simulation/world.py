@@ -12,6 +12,7 @@ import heapq
 import itertools
 import logging
 import random
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,7 @@ class World:
         self.numbers = itertools.count(1)
         self.hosts: list[Host] = []
         self.dead_threads: list[tuple[Host, str, Exception]] = []  # those that an exception ended, in a living process
+        self.failed_rounds: list[tuple[Host, str, Exception]] = []  # of background threads, which go on
         self.preemption = 0.0  # the chance that a thread is held up before it takes a lock
         self.tracing = tracing
         self.events: list[str] = []
@@ -169,6 +171,14 @@ class World:
         """Notes that an exception has ended a thread of a process that lives on."""
         self.dead_threads.append((task.host, task.name, error))
         self.trace(f"{task.host.name}: thread {task.name} ends with {type(error).__name__}: {error}")
+
+    def round_failed(self, name: str) -> None:
+        """Notes the exception that a background thread is handling: it goes on, and should not have met it."""
+        assert self.current is not None
+        error = sys.exc_info()[1]
+        assert isinstance(error, Exception)
+        self.failed_rounds.append((self.current.host, name, error))
+        self.trace(f"{self.current.host.name}: a round of {name} fails: {type(error).__name__}: {error}")
 
     def end(self) -> None:
         """Ends all processes."""

@@ -15,6 +15,7 @@ import psutil
 from tests.tools.cluster import until
 
 ROOT = Path(__file__).parents[2]
+START_SECONDS = 120.0  # a command that imports torch takes so long on a machine that has much other work
 END_SECONDS = 30.0
 
 
@@ -82,7 +83,7 @@ class Command:
     def err(self) -> str:
         return self._err.read_text()
 
-    def says(self, pattern: str, count: int = 1) -> list[str]:
+    def says(self, pattern: str, count: int = 1, seconds: float = START_SECONDS) -> list[str]:
         """Waits until it has printed a line like this `count` times; what the pattern's group caught."""
 
         def found() -> list[str]:
@@ -90,7 +91,7 @@ class Command:
             matches = re.findall(pattern, self.out)
             return matches if len(matches) >= count else []
 
-        return until(found, f"{pattern!r} in the output")
+        return until(found, f"{pattern!r} in the output", seconds)
 
     def family(self) -> list[psutil.Process]:
         """The processes it has started, and theirs."""

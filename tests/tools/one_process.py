@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -28,6 +28,7 @@ from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
 from ps_server.shard.waiting import Answer, PulledBucket
 from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.disk import Disk
 
 
 class AtOnce(Executor):
@@ -89,8 +90,9 @@ class DirectShard:
 class OneProcess:
     """A coordinator and its shards, without threads."""
 
-    def __init__(self, directory: Path, shards: int = 2, lease: float = 10.0) -> None:
+    def __init__(self, directory: Path, shards: int = 2, lease: float = 10.0, disk: Disk | None = None) -> None:
         self._store, self._processes = CheckpointStore(directory), 0
+        self._disk = disk
         self._count, self._lease = shards, lease
         self._at: dict[str, Shard] = {}  # every shard there ever was, by its address
         self.shards: dict[int, Shard] = {}
@@ -99,9 +101,18 @@ class OneProcess:
         for index in range(shards):
             self.start_shard(index)
 
-    def start_coordinator(self, policy: CheckpointPolicy | None) -> None:
-        """Starts a coordinator, in place of one that died. The shards that are there call in."""
-        self.clock.seconds += 60
+    def address_of(self, shard: int) -> str:
+        return next(address for address, other in self._at.items() if other is self.shards[shard])
+
+    def process_of(self, shard: int) -> int:
+        return int(self.address_of(shard).rpartition(":")[2])
+
+    def start_coordinator(self, policy: CheckpointPolicy | None, calling: Sequence[int] | None = None) -> None:
+        """Starts a coordinator, in place of one that died.
+
+        calling: the shards that call in; None: all that are there
+        """
+        self.clock.seconds += 1
         self.coordinator = Coordinator(
             self._count,
             lambda index, address: DirectShard(self._at[address]),
@@ -109,10 +120,10 @@ class OneProcess:
             policy=policy,
             clock=self.clock,
             make_executor=AtOnce,
+            disk=self._disk,
         )
-        for index, shard in self.shards.items():
-            address = next(address for address, other in self._at.items() if other is shard)
-            self.coordinator.register_shard(index, address, "", 1, int(address.rpartition(":")[2]))
+        for index in self.shards if calling is None else calling:
+            self.coordinator.register_shard(index, self.address_of(index), "", 1, self.process_of(index))
 
     def start_shard(self, index: int) -> None:
         """Starts a shard, in place of one that died."""

@@ -1,0 +1,42 @@
+"""A supervised process' standard input: it brings one line, and is open for as long as the parent is there."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+_READ_BYTES = 4096
+
+
+class Lifeline:
+    """Reads the standard input of this process to its end, in a thread of its own.
+
+    descriptor: of the standard input. It is read without Python's buffer, whose lock a thread that waits for input
+                would hold when the process ends
+    when_cut:   called when it closes: the parent is gone
+    """
+
+    def __init__(self, descriptor: int, when_cut: Callable[[], object]) -> None:
+        self._descriptor = descriptor
+        self._when_cut = when_cut
+        self._line: str | None = None
+        self._answered = threading.Event()  # the line is there, or will never be
+        threading.Thread(target=self._read, name="lifeline", daemon=True).start()
+
+    def line(self) -> str | None:
+        """Waits for the line, and returns it; None if the parent has gone without it. Signals are handled meanwhile."""
+        self._answered.wait()
+        return self._line
+
+    def _read(self) -> None:
+        text = b""
+        while data := os.read(self._descriptor, _READ_BYTES):
+            if self._line is None:
+                text += data
+                line, end, _ = text.partition(b"\n")
+                if end:
+                    self._line = line.decode().strip()
+                    self._answered.set()
+        self._when_cut()
+        self._answered.set()

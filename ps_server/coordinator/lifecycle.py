@@ -1,0 +1,83 @@
+"""What a job is in the middle of, and whether it is over."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+from collections.abc import Iterator, Sequence
+
+from ps_protocol.errors import NotFound, TryLater
+from ps_server.coordinator.refusals import try_soon
+from ps_server.coordinator.timing import Clock
+
+
+class Phase(enum.Enum):
+    """What is being done to a job that takes calls to shards, and that nothing else may interfere with."""
+
+    RUNNING = enum.auto()
+    ROLLING_BACK = enum.auto()
+    ENDING = enum.auto()
+
+
+class Lifecycle:
+    """One job's phase and end. Thread-safe; what has to hold for a moment is decided in `deciding`."""
+
+    def __init__(self, name: str, clock: Clock) -> None:
+        self._name, self._clock = name, clock
+        self._lock = threading.Lock()
+        self._phase = Phase.RUNNING
+        self._ended: NotFound | None = None
+        self._deserted = clock.now()
+
+    @contextlib.contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Has the phase stay as it is, for a moment: no call is made, and no file is written."""
+        with self._lock:
+            yield
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the job is in the middle of nothing."""
+        return self._phase is Phase.RUNNING and self._ended is None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job is over."""
+        return self._ended is not None
+
+    def begin(self, phase: Phase) -> None:
+        """Begins a phase, until `done`. The caller decides this while the job is running."""
+        assert self.is_running
+        self._phase = phase
+
+    def done(self) -> None:
+        """Notes that a phase is over."""
+        with self._lock:
+            self._phase = Phase.RUNNING
+
+    def end(self, why: str) -> NotFound | None:
+        """Ends the job, for a reason in words or none; returns what callers are told. None: it had ended before."""
+        with self._lock:
+            if self._ended is not None:
+                return None
+            self._ended = NotFound(f"job {self._name!r} ended{f': {why}' if why else ''}")
+            return self._ended
+
+    def check_open(self, lost: Sequence[int]) -> None:
+        """Raises NotFound or TryLater, saying why, where no worker can join. lost: the shards that lost their part"""
+        if self._ended is not None:
+            raise NotFound(str(self._ended))  # a new one: an error that is raised holds on to its frames
+        if self._phase is Phase.ENDING:
+            raise try_soon(f"job {self._name!r} ends at this moment")
+        if lost or self._phase is Phase.ROLLING_BACK:
+            shards = f"shard {lost[0]} was started anew" if lost else "a shard was started anew"
+            raise TryLater(f"job {self._name!r} is being rolled back to a checkpoint: {shards}")
+
+    def deserted_for(self, empty: bool) -> float:
+        """Returns for how many seconds the job has had no worker. empty: it has none now"""
+        now = self._clock.now()
+        with self._lock:
+            if not empty or not self.is_running:
+                self._deserted = now
+            return now - self._deserted

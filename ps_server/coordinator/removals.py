@@ -1,0 +1,92 @@
+"""Workers that are gone, and that shards may still count: others would wait for them for ever.
+
+Each shard is told by a thread of its own, again and again until it has heard: one that hangs delays only what waits for
+it anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from functools import partial
+
+from ps_protocol.errors import NotFound, PSError
+from ps_server.coordinator.shards import Shards
+from ps_server.core.data_leases import WorkerId
+
+log = logging.getLogger("ps_server")
+
+Removal = tuple[int, int, int]  # shard, rank, incarnation
+
+
+class Removals:
+    """The pending removals of one run of a job. Methods may be called from any thread, and wait for no shard."""
+
+    def __init__(self, name: str, run: str, shards: Shards, pending: Iterable[Removal] = ()) -> None:
+        self._name, self._run, self._shards = name, run, shards
+        self._lock = threading.Lock()
+        self._pending = set(pending)
+        self._telling: set[int] = set()  # the shards that are being told at this moment
+
+    def everywhere(self, workers: Iterable[WorkerId]) -> set[Removal]:
+        """Returns workers as removals on every shard of the cluster, also on those that have not called in yet."""
+        return {(shard, *worker) for worker in workers for shard in range(self._shards.count)}
+
+    def add(self, *workers: WorkerId) -> None:
+        """Has every shard stop counting workers, when it is told."""
+        with self._lock:
+            self._pending |= self.everywhere(workers)
+
+    def clear(self) -> None:
+        """Notes that no shard counts any of them."""
+        with self._lock:
+            self._pending.clear()
+
+    def pending(self) -> set[Removal]:
+        """Returns what the shards have not heard yet."""
+        with self._lock:
+            return set(self._pending)
+
+    def tell(self) -> None:
+        """Has each shard told what it has not heard yet, beside the caller."""
+        for index in self._shards.known():
+            with self._lock:
+                due = index not in self._telling and any(shard == index for shard, _, _ in self._pending)
+                if due:
+                    self._telling.add(index)
+            if due:
+                self._shards.beside(index, partial(self._tell_all, index))
+
+    def _tell_all(self, index: int) -> None:
+        """Tells one shard, until it has heard all or does not answer."""
+        told = False
+        try:
+            while (removal := self._next(index)) is not None:
+                if not self._tell(*removal):
+                    return
+            told = True
+        finally:
+            if not told:
+                with self._lock:
+                    self._telling.discard(index)
+
+    def _next(self, index: int) -> Removal | None:
+        """Returns what a shard is to hear next. Where there is nothing, it is not being told any more."""
+        with self._lock:
+            removal = min((removal for removal in self._pending if removal[0] == index), default=None)
+            if removal is None:
+                self._telling.discard(index)
+            return removal
+
+    def _tell(self, index: int, rank: int, incarnation: int) -> bool:
+        try:
+            self._shards.known()[index].api.remove_worker(self._name, rank, incarnation, self._run)
+        except NotFound:
+            pass  # a new process, which has never heard of the worker
+        except PSError as error:
+            log.warning("job %s: worker %d is not removed from shard %d yet: %s", self._name, rank, index, error)
+            return False
+        with self._lock:
+            self._pending.discard((index, rank, incarnation))
+        return True

@@ -1,0 +1,308 @@
+"""`ps-server up` with real processes: it brings back whatever dies or hangs, and ends at once when it cannot start."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ps_protocol.errors import PSError
+from ps_server.ops import status
+from tests.tools.cluster import scrape, until
+from tests.tools.launching import END_SECONDS, START_SECONDS, Command, Commands, environment
+
+# A start in vain may come before the one that brings a shard back.
+RETURN_SECONDS = 2 * START_SECONDS
+# For an end at once; less than the grace of a cluster that served.
+PROMPT_SECONDS = 15.0
+
+Start = Callable[..., Command]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts clusters that end with the test: start("--shards=3")."""
+    with closing(Commands(tmp_path)) as commands:
+        yield lambda *flags, **variables: commands.start("-m", "ps_server", "up", *flags, **variables)
+
+
+@pytest.fixture
+def up(start: Start) -> Start:
+    """The same, at ports that the system chooses."""
+    return lambda *flags, **variables: start("--port=0", "--metrics-port=0", *flags, **variables)
+
+
+def ready(command: Command) -> str:
+    """The cluster's address, once all shards are ready."""
+    [address] = command.says(r"ps-server: ready at (\S+) \(\d shards?\)\n")
+    return address
+
+
+def process(command: Command, index: int, *not_these: int) -> psutil.Process:
+    """The process of a shard, once there is one that is none of these."""
+
+    def look() -> psutil.Process | None:
+        for child in command.family():
+            with suppress(psutil.Error):
+                words = child.cmdline()
+                if (
+                    child.pid not in not_these
+                    and "--index" in words
+                    and words[words.index("--index") + 1] == str(index)
+                ):
+                    return child
+        return None
+
+    found = until(look, f"a process of shard {index}", RETURN_SECONDS)
+    assert found is not None
+    return found
+
+
+def shards_of(address: str) -> dict[int, dict[str, Any]]:
+    """The shards that answer, by index; none while the coordinator does not."""
+    with suppress(PSError):
+        return {shard["index"]: shard for shard in status.fetch(address)["shards"] if shard["reachable"]}
+    return {}
+
+
+def await_return(address: str, before: dict[int, dict[str, Any]], *indices: int) -> dict[int, dict[str, Any]]:
+    """Waits until all shards answer, these from new processes, each where it was; what the status says of each."""
+
+    def back() -> dict[int, dict[str, Any]] | None:
+        now = shards_of(address)
+        if now.keys() == before.keys() and all(now[index]["pid"] != before[index]["pid"] for index in indices):
+            return now
+        return None
+
+    after = until(back, f"the return of shards {indices}", RETURN_SECONDS)
+    assert after is not None
+    for index, shard in before.items():
+        assert (after[index]["address"], after[index]["metrics_address"]) == (
+            shard["address"],
+            shard["metrics_address"],
+        )
+    return after
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def has_imported_torch(shard: psutil.Process) -> bool:
+    """Whether a shard's process is that far in its start; it handles signals from before that on."""
+    return any("libtorch" in mapped.path for mapped in shard.memory_maps())
+
+
+# -- what died comes back --------------------------------------------------------------------------------------------
+
+
+def test_the_coordinator_dies_while_another_shard_is_being_brought_back(up: Start) -> None:
+    """The shard that starts waits for a coordinator that is gone, and the supervisor waits for neither of them."""
+    command = up("--shards=2")
+    address = ready(command)
+    before = shards_of(address)
+    kill(before[1]["pid"])
+    process(command, 1, before[1]["pid"])
+    kill(before[0]["pid"])
+    await_return(address, before, 0, 1)
+    assert command.end(signal.SIGTERM) == 0
+
+
+def test_all_shards_die_at_once_and_the_log_and_the_status_say_how_often(up: Start) -> None:
+    command = up("--shards=3")
+    address = ready(command)
+    before = shards_of(address)
+    assert [shard["restart_count"] for shard in before.values()] == [0, 0, 0]
+    for shard in before.values():
+        kill(shard["pid"])
+    after = await_return(address, before, 0, 1, 2)
+    assert [shard["restart_count"] for shard in after.values()] == [1, 1, 1]
+    kill(after[2]["pid"])
+    last = await_return(address, after, 2)
+    assert [shard["restart_count"] for shard in last.values()] == [1, 1, 2]
+    assert [scrape(shard["metrics_address"])["ps_shard_restarts_total"] for shard in last.values()] == [1, 1, 2]
+    head, coordinator, *rows = [row.split() for row in status.table(status.fetch(address)).splitlines()]
+    column = head.index("RESTARTS")
+    assert [row[column] for row in (coordinator, *rows)] == ["-", "1", "1", "2"]
+
+    def said(text: str) -> list[str]:
+        return [line for line in command.err.splitlines() if line.startswith("ps-server:") and text in line]
+
+    until(lambda: len(said("is back")) == 4, "a line for each return", START_SECONDS)
+    for index in range(3):
+        assert said(f"shard {index} ended")[0] == (
+            f"ps-server: shard {index} ended with code -9; starting it again (restart 1)"
+        )
+        assert said(f"shard {index} is")[0] == f"ps-server: shard {index} is back (restart 1)"
+    assert said("shard 2 ended")[1:] == ["ps-server: shard 2 ended with code -9; starting it again in 1 s (restart 2)"]
+    assert said("shard 2 is")[1:] == ["ps-server: shard 2 is back (restart 2)"]
+    assert command.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize(("hung", "other"), [(1, 0), (0, 1)])
+def test_a_shard_that_hangs_in_its_start_is_killed_and_the_others_come_back_meanwhile(
+    up: Start, hung: int, other: int
+) -> None:
+    """A shard that waits for a coordinator which hangs is not late: its time begins when the coordinator is back."""
+    command = up("--shards=2", "--shard-start-timeout=15")
+    address = ready(command)
+    before = shards_of(address)
+    kill(before[hung]["pid"])
+    process(command, hung, before[hung]["pid"]).suspend()
+    kill(before[other]["pid"])
+    await_return(address, before, 0, 1)
+    killed = re.search(rf"shard {hung} is not ready after \d+ s: killing it\n", command.err)
+    assert killed
+    if hung:
+        assert command.err.index("shard 0 is back") < killed.start()
+    else:
+        assert "shard 1 is not ready" not in command.err
+    assert command.end(signal.SIGTERM) == 0
+
+
+def test_a_shard_whose_port_is_taken_for_a_moment_is_started_until_it_is_free(up: Start) -> None:
+    """The system may give an outgoing connection of another process that port."""
+    command = up("--shards=1")
+    address = ready(command)
+    before = shards_of(address)
+    kill(before[0]["pid"])
+    until(lambda: "shard 0 ended with code -9; starting it again" in command.err, "its end", START_SECONDS)
+    with closing(socket.create_server(("127.0.0.1", int(address.rpartition(":")[2])))):
+        until(
+            lambda: "shard 0 ended with code 1; starting it again in 1 s (restart 2)" in command.err,
+            "a start in vain",
+            START_SECONDS,
+        )
+    await_return(address, before, 0)
+    assert command.end(signal.SIGINT) == 0
+
+
+def test_a_shard_is_brought_back_though_the_reader_of_the_log_is_gone(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "ps_server", "up", "--shards=1", "--port=0", "--metrics-port=0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, env=environment(PYTHONUNBUFFERED="1"), text=True, **pipes) as command:
+        try:
+            assert command.stdout is not None
+            assert command.stderr is not None
+            address = command.stdout.readline().split()[3]
+            command.stdout.close()
+            command.stderr.close()
+            before = shards_of(address)
+            kill(before[0]["pid"])
+            await_return(address, before, 0)
+            command.send_signal(signal.SIGTERM)
+            assert command.wait(END_SECONDS) == 0
+        finally:
+            command.kill()
+
+
+# -- and is given up only as often as was said ----------------------------------------------------------------------
+
+
+def test_a_shard_that_dies_in_a_row_is_given_up_after_as_many_restarts_as_were_asked_for(up: Start) -> None:
+    command = up("--shards=2", "--max-shard-restarts=2")
+    ready(command)
+    killed: list[int] = []
+    for _ in range(3):
+        shard = process(command, 1, *killed)
+        killed.append(shard.pid)
+        shard.kill()
+    assert command.process.wait(RETURN_SECONDS) == 1
+    said = [line for line in command.err.splitlines() if line.startswith("ps-server:")]
+    assert said == [
+        "ps-server: shard 1 ended with code -9; starting it again (restart 1)",
+        "ps-server: shard 1 ended with code -9; starting it again in 1 s (restart 2)",
+        "ps-server: shard 1 ended with code -9 after 2 restarts in a row, which is all that --max-shard-restarts "
+        "allows; stopping",
+    ]
+
+
+# -- a start that cannot be, and the end ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_port_in_use_ends_up_at_once_with_one_clear_line(start: Start, which: int) -> None:
+    """The other shard waits for the coordinator then, or serves already."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = start("--shards=2", f"--port={port - which}", "--metrics-port=0")
+        line = f"ps-server: cannot listen on 127.0.0.1:{port}: the port is in use"
+        until(lambda: line in command.err, "the reason", RETURN_SECONDS)
+        assert command.process.wait(PROMPT_SECONDS) == 1
+    assert f"ps-server: shard {which} did not start (exit code 1)\n" in command.err
+    assert "Traceback" not in command.err
+    assert "ready" not in command.out
+
+
+def test_what_every_shard_would_refuse_is_said_once_and_starts_none(start: Start, tmp_path: Path) -> None:
+    for flags, reason in (
+        (["--host=0.0.0.0"], "this server on 0.0.0.0 would be open to the network in plaintext: "),
+        (["--metrics-host=0.0.0.0"], "metrics on 0.0.0.0 would be open to the network in plaintext: "),
+        (["--restore"], "--checkpoint-every, --restore and --resume need --checkpoint-dir"),
+    ):
+        command = start("--shards=2", *flags)
+        assert command.process.wait(END_SECONDS) == 1
+        assert command.err.startswith(f"ps-server: {reason}")
+        assert command.err.count("\n") == 1
+
+
+def test_a_checkpoint_directory_that_cannot_be_made_ends_up_at_once(up: Start, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    command = up("--shards=2", f"--checkpoint-dir={tmp_path}/file")
+    until(lambda: "file cannot be made: File exists" in command.err, "the reason", RETURN_SECONDS)
+    assert command.process.wait(PROMPT_SECONDS) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_start_ends_up_at_once(up: Start, number: int) -> None:
+    """Shard 1 waits to be told where the coordinator is, and the coordinator stands still."""
+    command = up("--shards=2")
+    process(command, 0).suspend()
+    shard = process(command, 1)
+    until(lambda: has_imported_torch(shard), "its imports", RETURN_SECONDS)
+    family = command.family()
+    command.process.send_signal(number)
+    assert command.process.wait(PROMPT_SECONDS) == 0
+    _, left = psutil.wait_procs(family, timeout=END_SECONDS)
+    assert not left
+    assert "Traceback" not in command.err
+
+
+@pytest.mark.parametrize("how", ["told", "its parent is gone"])
+def test_a_supervised_shard_that_waits_for_its_line_ends(how: str) -> None:
+    words = [sys.executable, "-m", "ps_server", "shard", "--supervised", "--index=1", "--port=0", "--metrics-port=0"]
+    with subprocess.Popen(words, env=environment(), stdin=subprocess.PIPE) as shard:
+        try:
+            assert shard.stdin is not None
+            until(lambda: has_imported_torch(psutil.Process(shard.pid)), "its imports", RETURN_SECONDS)
+            if how == "told":
+                shard.terminate()
+            else:
+                shard.stdin.close()
+            assert shard.wait(PROMPT_SECONDS) == 0
+        finally:
+            shard.kill()
+
+
+def test_shards_that_stand_still_are_killed_when_the_grace_is_over(tmp_path: Path) -> None:
+    """One grace for all of them, and not one for each in turn."""
+    hurried = "import ps_launch.servers as s; s.STOP_SECONDS, s.SHARDS_STOP_SECONDS = 4, 2"
+    run = f"{hurried}; import ps_server.cli as c; c.main()"
+    command = Command(tmp_path, "-c", run, "up", "--shards=3", "--port=0", "--metrics-port=0")
+    try:
+        ready(command)
+        for index in range(3):
+            process(command, index).suspend()
+        assert command.end(signal.SIGTERM) == 0
+    finally:
+        command.clean_up()
