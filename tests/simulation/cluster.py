@@ -281,6 +281,8 @@ class Cluster:
 
     def _start_all(self, run: Run) -> None:
         job = self.promises.job()
+        if run.over:
+            return
         if job is None or not job.members._membership.started:  # then every declared worker is needed
             for rank in sorted(run.gone):
                 self.start_worker(run, rank, f"process {self._life}")

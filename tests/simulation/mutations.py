@@ -52,8 +52,12 @@ class Mutation:
         for seed in seeds:
             for mode in self.modes:
                 kinds = {violation.kind for violation in Cluster(mode, seed).run()} & self.kinds
-                if kinds:
+                if not kinds:
+                    continue
+                patch.undo()
+                if not Cluster(mode, seed).run():  # otherwise something else is wrong there
                     return mode, seed, min(kinds)
+                self.breaks(patch)
         return None
 
 
