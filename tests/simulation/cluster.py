@@ -338,7 +338,7 @@ class Cluster:
         """Returns the weights as the shards have them: [buckets, rows, 1 + columns]."""
         view = torch.zeros(SHAPE.buckets, SHAPE.rows, 1 + SHAPE.columns)
         for process in self.shards:
-            job = process.shard._jobs.get("cells") if process.shard is not None else None
+            job = process.hosted("cells")
             for bucket in job.buckets.values() if job is not None else ():
                 view[bucket.spec.index] = bucket.weights.flat[: view[0].numel()].view(view[0].shape)
         return view

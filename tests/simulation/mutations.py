@@ -23,7 +23,7 @@ from ps_server.core.consistency import ADMITTED, UpdateRule
 from ps_server.core.data_leases import WorkerId
 from ps_server.core.membership import Membership, Rivals
 from ps_server.core.partition import JobPartition
-from ps_server.shard.shard import Shard
+from ps_server.shard.hosted import HostedJobs
 from tests.simulation.cluster import Cluster
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -171,14 +171,14 @@ def rolls_back_what_ends(patch: pytest.MonkeyPatch) -> None:
 
 def keeps_the_job_of_an_earlier_run(patch: pytest.MonkeyPatch) -> None:
     """A shard takes a run for another one of the same name."""
-    create_job = Shard.create_job
+    create = HostedJobs.create
 
-    def keeping(self: Shard, spec: JobSpec, buckets: Sequence[int], run: str = "") -> None:
+    def keeping(self: HostedJobs, spec: JobSpec, buckets: Sequence[int], run: str) -> None:
         if spec.name in self._jobs:
             self._jobs[spec.name].run = run
-        create_job(self, spec, buckets, run)
+        create(self, spec, buckets, run)
 
-    patch.setattr(Shard, "create_job", keeping)
+    patch.setattr(HostedJobs, "create", keeping)
 
 
 def takes_workers_of_an_earlier_run(patch: pytest.MonkeyPatch) -> None:

@@ -54,9 +54,9 @@ class Promises:
         for call, error in self._cluster.network.unexpected:
             self._broken("internal error", f"{call}: {type(error).__name__}: {error}")
         for process in self._cluster.shards:
-            for job in process.shard._jobs.values() if process.shard is not None else ():
-                if job.failure is not None:
-                    self._broken("internal error", f"{process.host.name}: {job.failure}")
+            job = process.hosted("cells")
+            if job is not None and job.failure is not None:
+                self._broken("internal error", f"{process.host.name}: {job.failure}")
 
     def the_dead_are_waited_for_no_longer_than_a_lease(self) -> None:
         """A worker that is dead is off each healthy shard soon after its lease, also while another shard hangs."""
@@ -66,7 +66,7 @@ class Promises:
             self._dead_since = {}
             return
         for process in cluster.shards:
-            job = process.shard._jobs.get("cells") if process.shard is not None else None
+            job = process.hosted("cells")
             if job is None or not self._is_healthy(process.host, 3.0) or self.job() is None:
                 continue
             for rank, live in job.state.roster.items():
@@ -139,7 +139,7 @@ class Promises:
     def _rosters(self) -> dict[str, dict[int, int]]:
         rosters = {}
         for process in self._cluster.shards:
-            hosted = process.shard._jobs.get("cells") if process.shard is not None else None
+            hosted = process.hosted("cells")
             roster = hosted.state.roster if hosted is not None else {}
             rosters[process.host.name] = {rank: live.incarnation for rank, live in roster.items()}
         return rosters

@@ -19,8 +19,9 @@ from ps_server.coordinator.shards import SHARD_CALL_SECONDS
 from ps_server.coordinator.timing import DEFAULT_SERVER_CALL_SECONDS, Clock
 from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import ShardSnapshot
-from ps_server.rpc.shard_client import RESTORE_SECONDS, STATUS_SECONDS
-from ps_server.rpc.shard_service import AWAIT_SECONDS
+from ps_server.rpc.shard_client import STATUS_SECONDS
+from ps_server.rpc.shard_service import AWAIT_SECONDS, RESTORE_SECONDS
+from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import OwnThreads
@@ -32,8 +33,8 @@ from tests.simulation.threads import ThreadPoolExecutor
 from tests.simulation.world import World
 
 COORDINATOR = "10.0.0.1:7000"
-SECONDS = {"restore_job": RESTORE_SECONDS, "statistics": STATUS_SECONDS, "committed": STATUS_SECONDS}
-ASKED_OF_SHARDS = ("create_job", "drop_job", "add_worker", "remove_worker", "begin_snapshot", "restore_job")
+SECONDS = {"statistics": STATUS_SECONDS, "committed": STATUS_SECONDS}
+ASKED_OF_SHARDS = ("create_job", "drop_job", "add_worker", "remove_worker", "begin_snapshot")
 
 
 class WorldClock(Clock):
@@ -147,7 +148,12 @@ class ShardProcess:
         )
         self.host.methods = {name: getattr(shard, name) for name in (*ASKED_OF_SHARDS, "statistics", "push", "pull")}
         self.host.methods |= {"await_snapshot": self._await_snapshot, "committed": self._committed}
+        self.host.methods["restore_job"] = lambda *wanted: shard.restore_job(*wanted, RESTORE_SECONDS)
         self.host.spawn("registration", self._register)
+
+    def hosted(self, name: str) -> HostedJob | None:
+        """Returns the job of this name that the shard holds, as it is at this moment: no lock is taken."""
+        return self.shard._hosted._jobs.get(name) if self.shard is not None else None
 
     def _await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
         assert self.shard is not None
