@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ps_protocol.framing import Buffer
 from ps_server.coordinator.state_file import FILE
 from ps_server.storage.disk import Disk, pieces
+from tests.simulation.processes import Host
 from tests.simulation.world import World
 
 
@@ -27,7 +28,22 @@ class SimulatedDisk(Disk):
     def __init__(self, world: World, directory: Path) -> None:
         self._world, self.directory = world, directory
         self.full_until, self.slow = 0.0, 0.0
+        self._locked: dict[Path, Host] = {}
         self._earlier: list[bytes] = []  # what the coordinator's file has held
+
+    def lock(self, path: Path, holder: bytes) -> Callable[[], None]:
+        """Locks a file, until its process has ended or lets go of it."""
+        task = self._world.current
+        assert task is not None
+        owner = self._locked.get(path)
+        if owner is not None and owner.alive:
+            raise BlockingIOError(errno.EAGAIN, owner.name)
+        self._locked[path] = task.host
+
+        def let_go() -> None:
+            self._locked.pop(path, None)
+
+        return let_go
 
     def write(self, path: Path, chunks: Iterable[Buffer], mode: int = 0o600) -> None:
         """Writes a file, in place of one that is there."""
