@@ -160,7 +160,7 @@ class CheckpointedJob:
     def look(self) -> int:
         """Returns the highest version in sync, otherwise the highest clock, on any shard that answers."""
         spec, highest = self.placed.spec, 0
-        for shard in self.cluster.shards.all():
+        for shard in self.cluster.shards.known().values():
             with contextlib.suppress(PSError):
                 highest = max(highest, shard.api.statistics().progress(spec.name, spec.consistency.aggregate))
         return highest
