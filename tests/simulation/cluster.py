@@ -7,7 +7,9 @@ get on, and all that was acknowledged has to be in the weights exactly once.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -207,7 +209,8 @@ class Cluster:
 
     def run(self) -> list[Violation]:
         """Runs the cluster. Returns the promises that were broken."""
-        with tempfile.TemporaryDirectory(dir=TEMPORARY) as directory, bound(self.world, self.pace):
+        quiet = contextlib.nullcontext() if self.world.tracing else _silence()
+        with quiet, tempfile.TemporaryDirectory(dir=TEMPORARY) as directory, bound(self.world, self.pace):
             self.disks = [SimulatedDisk(self.world, Path(directory)) for _ in range(1 + SHARDS)]
             try:
                 for phase in self._course():
@@ -342,3 +345,15 @@ class Cluster:
             for bucket in job.buckets.values() if job is not None else ():
                 view[bucket.spec.index] = bucket.weights.flat[: view[0].numel()].view(view[0].shape)
         return view
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Has the servers log nothing: errors are what is simulated here."""
+    log = logging.getLogger("ps_server")
+    before = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
