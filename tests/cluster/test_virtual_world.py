@@ -39,7 +39,7 @@ def test_a_lock_lets_one_in_and_time_passes_for_the_others_alone() -> None:
     def hold(name: str) -> None:
         with lock:
             said.append((name, "in", world.now - 1000))
-            world.sleep(2.0)
+            world.let_pass(2.0)
         said.append((name, "out", world.now - 1000))
 
     in_threads(world, partial(hold, "a"), partial(hold, "b"))
@@ -53,7 +53,7 @@ def test_a_lock_is_waited_for_no_longer_than_its_timeout_and_an_rlock_lets_its_o
 
     def owner() -> None:
         with lock:
-            world.sleep(5.0)
+            world.let_pass(5.0)
         with again, again:
             found.append("twice")
 
@@ -76,7 +76,7 @@ def test_a_condition_wakes_those_that_wait_and_its_wait_ends_in_time() -> None:
             found.append((changed.wait_for(lambda: state["there"], seconds), world.now - 1000))
 
     def tell() -> None:
-        world.sleep(3.0)
+        world.let_pass(3.0)
         with changed:
             state["there"] = True
             changed.notify_all()
@@ -123,7 +123,7 @@ def test_the_real_background_threads_run_in_virtual_time_and_only_while_they_are
         background = Background()
         background.start()
         background.repeat("leases", 10.0, lambda: calls.append(world.now - 1000))
-        world.sleep(35.0)
+        world.let_pass(35.0)
         background.stop()
 
     with bound(world, {}):
@@ -143,7 +143,7 @@ def test_a_process_that_is_killed_does_nothing_more_not_even_in_its_finally() ->
     def main() -> None:
         try:
             with lock:
-                world.sleep(10.0)
+                world.let_pass(10.0)
         finally:
             said.append("finally")
             network.call(SERVER, "say", 1, seconds=1.0)

@@ -14,5 +14,4 @@ faults.py       What goes wrong
 promises.py     What must hold
 mutations.py    Clusters that are broken on purpose
 simulator.py    Shards alone, without clock or socket: seeded random interleavings of calls
-__main__.py     make simulate
 """

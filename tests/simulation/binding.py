@@ -71,7 +71,7 @@ def simulated_failpoint(world: World, pace: dict[str, float]) -> Callable[..., N
                 raise Killed
         seconds = pace.get(name, 0.0)
         if seconds:
-            world.sleep(world.random.expovariate(1 / seconds))
+            world.let_pass(world.random.expovariate(1 / seconds))
 
     return failpoint
 

@@ -78,7 +78,7 @@ class SimulatedDisk(Disk):
         """Takes the time of a write, or raises what a full disk does."""
         self._check_alive()
         if self.slow and self._world.current is not None:
-            self._world.sleep(self._world.random.expovariate(1 / self.slow))
+            self._world.let_pass(self._world.random.expovariate(1 / self.slow))
         if self.full_until > self._world.now:
             self._world.trace(f"the disk is full: {path.name} is not written")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

@@ -128,7 +128,7 @@ class Network:
         while ready and not self._is_served(address, method):
             if self.world.now >= until:
                 raise TryLater(f"{address} does not answer (DEADLINE_EXCEEDED)")
-            self.world.sleep(0.1)
+            self.world.let_pass(0.1)
         call = self._begin(address, method, arguments, False, repeats)
         return call.take(until)
 

@@ -174,4 +174,4 @@ class ShardProcess:
                 self.known = True
             except PSError as error:
                 world.trace(f"{self.host.name}: {error}; trying again")
-            world.sleep(SHARD_CALL_SECONDS)
+            world.let_pass(SHARD_CALL_SECONDS)

@@ -32,7 +32,7 @@ class RLock:
         """Takes the lock; waits for it if need be."""
         world, task = self._world, self._world.current
         if world.preemption and task is not None and world.random.random() < world.preemption:
-            world.sleep(world.random.expovariate(1 / PREEMPTED_SECONDS))
+            world.let_pass(world.random.expovariate(1 / PREEMPTED_SECONDS))
         if not self._depth:
             self._owner, self._depth = task, 1
             return True

@@ -128,11 +128,11 @@ class Worker:
                     raise
                 if error.retry_after is not None:
                     since, pause = self.world.now, FIRST_PAUSE
-                    self.world.sleep(error.retry_after * self.world.random.uniform(1.0, 1.5))
+                    self.world.let_pass(error.retry_after * self.world.random.uniform(1.0, 1.5))
                     continue
                 if self.world.now - since >= CONNECT_SECONDS:
                     raise Unreachable(f"gave up after {CONNECT_SECONDS:g} s: {error}") from None
-            self.world.sleep(pause * self.world.random.uniform(0.5, 1.0))
+            self.world.let_pass(pause * self.world.random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
@@ -190,7 +190,7 @@ class Worker:
         """Keeps the place, as ps_worker.cluster.membership does."""
         pause = self.cluster.lease / HEARTBEATS_PER_LEASE
         while not self.leaving:
-            self.world.sleep(pause)
+            self.world.let_pass(pause)
             place = self.place
             if self.leaving:
                 return
@@ -239,7 +239,7 @@ class Worker:
             self._connect(self.place)
             step = 0
             while not self.leaving:
-                self.world.sleep(self.cluster.step_seconds())
+                self.world.let_pass(self.cluster.step_seconds())
                 self.holds = self._is_to_hold()
                 if self.holds:
                     continue
@@ -300,7 +300,7 @@ class Worker:
                     return
             except PSError as error:
                 raise PlaceLost from error
-            self.world.sleep(LOOK_SECONDS)
+            self.world.let_pass(LOOK_SECONDS)
             if self.error is not None:
                 raise self.error
         raise PlaceLost

@@ -145,7 +145,7 @@ class World:
             raise Killed
         return woken
 
-    def sleep(self, seconds: float) -> None:
+    def let_pass(self, seconds: float) -> None:
         """Suspends the running thread for so long."""
         task = self.current
         assert task is not None
