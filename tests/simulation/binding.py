@@ -50,7 +50,7 @@ def simulated_time(world: World) -> SimpleNamespace:
         monotonic=lambda: world.now,
         time=lambda: world.now + 1.7e9,
         time_ns=lambda: int((world.now + 1.7e9) * 1e9),
-        sleep=world.sleep,
+        sleep=world.let_pass,
     )
 
 
