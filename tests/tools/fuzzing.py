@@ -20,6 +20,7 @@ from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry
 
+from ps_protocol.convert import job_spec_data
 from ps_protocol.errors import PSError
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
@@ -109,12 +110,13 @@ class Target:
         self._make(SPEC, b"another key of 1")
         self.shard.add_worker(JOB, 1, 2, 0, KEY)
         self._make(replace(SPEC, name=KEPT), KEY)
+        assert self.store.begin(KEPT, CHECKPOINT)
         self.shard.begin_snapshot(KEPT, CHECKPOINT, None)
         part = self.shard.await_snapshot(KEPT, CHECKPOINT, 0.0).part
         self.shard.drop_job(KEPT)
         manifest = Manifest(
             name=CHECKPOINT,
-            job={},
+            job=job_spec_data(replace(SPEC, name=KEPT)),
             run="run",
             mode="sync",
             clock=0,
