@@ -36,6 +36,10 @@ class Disk:
         """Returns the bytes of a file."""
         return _size_of_file(os.lstat(path), path)
 
+    def modified(self, path: Path) -> float:
+        """Returns when a file was written last, in seconds since 1970."""
+        return os.lstat(path).st_mtime
+
     def is_file(self, path: Path) -> bool:
         """Whether there is a file."""
         try:
