@@ -209,7 +209,7 @@ class CheckpointAttempt:
         yield from self._make_standing()
 
     def _stands_still(self) -> bool:
-        """Whether no worker can be in a step: there is none, or training has not begun. One that evaluates will come."""
+        """Whether no worker can be in a step: there is none, or training has not begun. One that evaluates comes."""
         return self._job.members.empty() or not self._job.members.roster()[2]
 
     def _make_standing(self) -> Steps[None]:
@@ -235,7 +235,9 @@ class CheckpointAttempt:
 
     def _begin(self) -> Steps[None]:
         """Names a clock that all shards can still meet; in ssp and async there is none to name."""
-        ahead, progress = 1, self._job.progress
+        ahead = 1
+        if self._aggregate and self._job.requests.open:
+            self._look()  # a clock that is needlessly far ahead costs a step, however long that takes
         self._rename(ahead)
         while True:
             self._check_void()
@@ -246,13 +248,17 @@ class CheckpointAttempt:
                 return
             except OutOfOrder:
                 ahead *= 2  # further at each try, because training goes on meanwhile
-                reached = self._job.look()
-                with self._committing:
-                    self._check_void()  # otherwise that was before a rollback
-                    progress.reached = max(progress.reached, reached)
+                self._look()
                 self._rename(ahead)
             except (TryLater, NotFound):  # no weights yet, or a shard is away
                 yield from self._job.requests.pause(self._now, self._timing.checkpoint_begin)
+
+    def _look(self) -> None:
+        """Asks the shards how far the job is."""
+        reached, progress = self._job.look(), self._job.progress
+        with self._committing:
+            self._check_void()  # otherwise that was before a rollback
+            progress.reached = max(progress.reached, reached)
 
     def _rename(self, ahead: int) -> None:
         """Chooses another name, and a clock that lies so many steps, or multiples of the policy's, ahead."""
