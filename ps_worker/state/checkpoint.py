@@ -172,21 +172,22 @@ class WorkerCheckpoint:
         except PSError as error:
             log.warning("this worker's state at clock %d is not in the checkpoint: %s", clock, error)
 
-    def last_state(self, clock: int, counts: bool) -> bytes:
+    def last_state(self, clock: int, counts: bool, cut_short: bool = True) -> bytes:
         """Returns the state of a worker that stops here, maybe in the middle of a step.
 
-        clock:  of its last step that counts
-        counts: the batches since the step before are those of that step; otherwise they are to come again
+        clock:     of its last step that counts
+        counts:    the batches since the step before are those of that step; otherwise they are to come again
+        cut_short: the script does not come to its end: the loop that it is in, or has just left, is under way
         """
         if self._target is not None:
             return encode(self._target)  # it stops before it has gone on from there
         script = self.script_state()
         feeding = self._fed if counts or self._trained is None else self._trained
         back = self._taken if feeding == self._fed and not counts else 0
-        loaders = [
-            _rewound(state, back) if index == feeding else _before_pass(state)
-            for index, state in enumerate(script.loaders)
-        ]
+        loaders = [_before_pass(state) for state in script.loaders]
+        if feeding is not None:
+            position, is_last = self.loaders[feeding], feeding == self._fed
+            loaders[feeding] = _rewound(position.state_within() if cut_short and is_last else position.state(), back)
         tensors = {index: tensor.copy() for index, tensor in self._frozen.items() if tensor.changed()}
         return encode(WorkerState(clock, replace(script, loaders=loaders), feeding, self._per_step, tensors))
 

@@ -46,6 +46,7 @@ from ps_worker.model.optimizer import ParameterStates, ServerOptimizer
 from ps_worker.model.optimizer_state import StateCollector, States, check_states, tensors_of
 from ps_worker.model.step import StepMaker
 from ps_worker.state.checkpoint import BesideCheckpoint, WorkerCheckpoint
+from ps_worker.state.ending import is_cut_short
 from ps_worker.state.sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups, added_name
 from ps_worker.strategies.assignments import Assignments
@@ -299,7 +300,8 @@ class JobTraining:
             clock -= 1
             if len(failed) < len(pushed):
                 log.warning("this worker stops in step %d, of which a part may count", clock + 1)
-        return SavedState(clock, self.checkpoint.last_state(clock, counts=bool(pushed) and not failed))
+        counts = bool(pushed) and not failed
+        return SavedState(clock, self.checkpoint.last_state(clock, counts, cut_short=is_cut_short()))
 
     @property
     def clock(self) -> int:

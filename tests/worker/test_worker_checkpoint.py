@@ -391,17 +391,15 @@ def test_a_process_that_stops_within_a_step_loses_no_batch_and_repeats_none(at: 
         for _ in range(PASSES):
             for batch in worker.loader:
                 if len(seen) == stop:
-                    worker.kept = Kept(at + counts, {}, {}, worker.checkpoint.last_state(at + counts, counts))
-                    return seen
+                    return seen  # what an exception does, too: the loop is left
                 seen.append(int(batch[0, 0]))
                 worker.step(worker.model(batch).square().mean())
         return seen
 
     first, later = Worker(), Worker()
     before = samples(first, at)
-    assert first.kept is not None
-    later.clock = first.kept.clock
-    later.checkpoint.rollback(first.kept.state, later.clock, later.clock)
+    later.clock = at + counts
+    later.checkpoint.rollback(first.checkpoint.last_state(later.clock, counts), later.clock, later.clock)
     whole = samples(Worker())
     assert before == whole[:at]
     assert samples(later) == whole[at + counts :]
@@ -429,6 +427,24 @@ def test_a_process_that_stops_while_it_evaluates_evaluates_again() -> None:
     evaluated.clear()
     script(later, dies=False)
     assert evaluated == [BATCHES] * BATCHES + [2 * BATCHES] * BATCHES
+
+
+def test_a_script_that_has_left_its_loop_goes_on_behind_it() -> None:
+    def script(worker: Worker, passes: int) -> list[int]:
+        seen = []
+        for _ in range(passes):
+            for number, batch in enumerate(worker.loader):
+                if number == 2:
+                    break
+                seen.append(int(batch[0, 0]))
+                worker.step(worker.model(batch).square().mean())
+        return seen
+
+    first, later = Worker(), Worker()
+    before = script(first, 2)
+    later.clock = 4
+    later.checkpoint.rollback(first.checkpoint.last_state(4, counts=False, cut_short=False), 4, 4)
+    assert before + script(later, 4) == script(Worker(), 4)
 
 
 def test_a_process_that_stops_before_it_has_gone_on_leaves_what_it_was_given(state: bytes) -> None:
