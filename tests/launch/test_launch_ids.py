@@ -303,7 +303,8 @@ def test_who_is_replaced_by_another_launch_is_told_of_it_and_cannot_take_over_in
 def test_a_launch_is_known_after_the_coordinators_restart(
     make_cluster: Callable[..., Cluster], tmp_path: Path, launched: Callable[..., Session]
 ) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path, lease=LEASE)
+    timing = Timing(asked_checkpoint=0.1)  # no worker steps meanwhile
+    cluster = make_cluster(checkpoint_dir=tmp_path, lease=LEASE, timing=timing)
     with launched(cluster, "a") as session:
         model, optimizer = prepared(session)
         step(model, optimizer)
