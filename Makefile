@@ -16,13 +16,24 @@ IN_VENV := .venv/bin
 PIP := $(IN_VENV)/python -m pip -qq --disable-pip-version-check
 PIP_PROTO := .venv-proto/bin/python -m pip -qq --disable-pip-version-check
 RELEASED := proto/released.binpb
+# Versions that belong together on every Python from 3.10 on, as markers say.
+LOCK := $(IN_VENV)/python -m tests.tools.requirements lock
+RESOLVE := .venv-lock/bin/uv pip compile --quiet --no-header --universal --python-version 3.10 --generate-hashes \
+	--constraint constraints.txt --output-file
+# What depends on the libraries' versions most: the wire, errors, TLS, metrics, checkpoints, optimizers, one cluster.
+RANGE_TESTS := tests/protocol tests/project/test_supply_chain.py tests/security/test_tls.py tests/cluster/test_push_pull.py
 FRAMEWORK_TESTS := tests/frameworks
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 4)
+
+# A .pth file that lets in the packages beside torch, after an environment's own.
+PRINT_OUTER := $(HAS_TORCH); import pathlib; print("import site; site.addsitedir(%r)" % \
+	str(pathlib.Path(torch.__file__).parents[1]))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-frameworks test-docker bench simulate fuzz lint format proto proto-release reference clean
+.PHONY: help demo test test-frameworks test-docker test-floors test-newest audit bench simulate fuzz lint format lock \
+	proto proto-release reference clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +50,15 @@ test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning and
 
 test-docker: .venv/dev.stamp ## run the tests that build and start the containers; needs a Docker engine
 	@$(IN_VENV)/python -m pytest -q -m docker $(ARGS)
+
+test-floors: .venv-floors/stamp ## a part of the tests, with the oldest versions that pyproject.toml allows
+	@.venv-floors/bin/python -m pytest -q $(RANGE_TESTS) $(ARGS)
+
+test-newest: .venv-newest/stamp ## the same part, with the newest versions that there are
+	@.venv-newest/bin/python -m pytest -q $(RANGE_TESTS) $(ARGS)
+
+audit: .venv-audit/stamp ## look for known vulnerabilities in what is locked
+	@.venv-audit/bin/python -m tests.tools.audit requirements.lock requirements-dev.lock
 
 bench: .venv/dev.stamp ## a short form of every benchmark; writes docs/benchmarks.md
 	@$(IN_VENV)/python -m bench all --short $(ARGS)
@@ -64,6 +84,10 @@ format: .venv/dev.stamp ## put the code into its format, and mend what ruff can 
 	$(IN_VENV)/python -m ruff format .
 	$(IN_VENV)/python -m tests.tools.buf format --write
 
+lock: .venv/dev.stamp .venv-lock/stamp ## write the locks anew: every version of constraints.txt and below, with hashes
+	@$(LOCK) demo | $(RESOLVE) requirements.lock -
+	@$(LOCK) dev | $(RESOLVE) requirements-dev.lock -
+
 proto: .venv-proto/stamp ## generate ps_protocol/v1 from proto/
 	@.venv-proto/bin/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. \
 		proto/ps_protocol/v1/*.proto
@@ -75,7 +99,7 @@ reference: .venv/dev.stamp ## write docs/reference.md from the docstrings
 	@$(IN_VENV)/python docs/make_reference.py
 
 clean: ## remove what make made, except runs/
-	rm -rf .venv .venv-proto build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # --- setting up ---
 
@@ -86,19 +110,46 @@ $(IN_VENV)/python:
 		+ sys.version.split()[0] + "; name another: make PYTHON=python3.11 ...")'
 	@echo "setting up .venv: a minute or a few, once"
 	@$(PYTHON) -m venv .venv
-	@$(PYTHON) -c '$(HAS_TORCH); import pathlib; print("import site; site.addsitedir(%r)" \
-		% str(pathlib.Path(torch.__file__).parents[1]))' > .venv/outer.pth 2>/dev/null \
+	@$(PYTHON) -c '$(PRINT_OUTER)' > .venv/outer.pth 2>/dev/null \
 		&& mv .venv/outer.pth .venv/lib/python*/site-packages/ || rm .venv/outer.pth
 
-.venv/%.stamp: $(IN_VENV)/python pyproject.toml constraints.txt
+# What is locked is checked by its hash. Extras that no lock has (frameworks, fuzz) are held by the constraints.
+.venv/%.stamp: $(IN_VENV)/python pyproject.toml constraints.txt requirements.lock requirements-dev.lock
 	@$(IN_VENV)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(PIP) install '$(TORCH)'; }
 	@echo "installing this project, with its extra '$*'"
-	@$(PIP) install --constraint constraints.txt --editable '.[$*]'
+	@$(PIP) install --require-hashes --requirement $(if $(filter dev,$*),requirements-dev.lock,requirements.lock)
+	@$(PIP) install --no-build-isolation --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 
-# As old as the oldest protobuf and grpcio that pyproject.toml allows: generated code runs with what generated it and
-# with what came later. Its setuptools is the last kind that has pkg_resources, which grpc_tools needs.
+# Environments with the oldest and the newest versions. torch is large: that of .venv is taken, whatever its version is,
+# unless one is named, as `make test-floors RANGE_TORCH=torch==2.4.0` does.
+RANGE_TORCH ?=
+INSTALL_RANGE = $(if $(RANGE_TORCH),$(1)/bin/python -m pip -qq install '$(RANGE_TORCH)',\
+		$(IN_VENV)/python -c '$(PRINT_OUTER)' > $(1)/outer.pth && mv $(1)/outer.pth $(1)/lib/python*/site-packages/) \
+	&& $(1)/bin/python -m pip -qq --disable-pip-version-check install $(2) --editable '.[dev]' && touch $(1)/stamp
+
+.venv-floors/stamp: .venv/dev.stamp
+	@$(IN_VENV)/python -m venv --clear .venv-floors
+	@$(IN_VENV)/python -m tests.tools.requirements floors | grep -v '^torch==' > .venv-floors/floors.txt
+	@$(call INSTALL_RANGE,.venv-floors,--constraint .venv-floors/floors.txt)
+
+.venv-newest/stamp: .venv/dev.stamp
+	@$(IN_VENV)/python -m venv --clear .venv-newest
+	@$(call INSTALL_RANGE,.venv-newest,--upgrade)
+
+.venv-audit/stamp: Makefile
+	@$(PYTHON) -m venv --clear .venv-audit
+	@.venv-audit/bin/python -m pip -qq --disable-pip-version-check install 'pip-audit==2.10.1'
+	@touch $@
+
+.venv-lock/stamp: Makefile
+	@$(PYTHON) -m venv --clear .venv-lock
+	@.venv-lock/bin/python -m pip -qq --disable-pip-version-check install 'uv==0.13.8'
+	@touch $@
+
+# As old as the oldest protobuf and grpcio that pyproject.toml allows: protobuf promises that generated code runs with
+# the version that generated it, with later ones of the same major version, and with the next major version.
 .venv-proto/stamp: Makefile
-	@$(PYTHON) -m venv .venv-proto
-	@$(PIP_PROTO) install 'grpcio-tools==1.64.3' 'setuptools<81'
+	@$(PYTHON) -m venv --clear .venv-proto
+	@$(PIP_PROTO) install 'grpcio-tools==1.84.0'
 	@touch $@

@@ -6,12 +6,14 @@
 
 Both ends compute the same places from the job, so no message can name a wrong one. The worker writes gradients and
 reads weights; a shard reads the gradients and writes the weights of its own buckets, and touches nothing else.
+
+The worker hands the memory file over at a unix socket: see AttachSegmentRequest in proto/ps_protocol/v1/data.proto.
 """
 
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,8 +23,23 @@ from ps_protocol.layout import BucketSpec, Layout
 
 NONCE_BYTES = 32
 PAGE_BYTES = 4096
-NAME_PREFIX = "ps-torch-"
-MEMORY_FILE = "/memfd:ps-torch "  # how /proc shows a memory file of that name, before "(deleted)"
+SOCKET_PREFIX = "ps-torch-"  # of a socket's name, before 32 hexadecimal digits
+HANDED_OVER = b"\0"  # what travels with the descriptor
+HANDOVER_SECONDS = 10.0  # that either end waits for the other at the socket
+
+
+@dataclass(frozen=True)
+class SegmentOffer:
+    """Where a worker hands its segment over.
+
+    location:     the socket's name in the shared directory
+    socket_inode: the number of that file
+    nonce:        what a shard proves itself with there, and what the segment begins with
+    """
+
+    location: str
+    socket_inode: int
+    nonce: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ channel.py        Channels and servers: the options that both ends must hold in 
 command_line.py   The parser of a command, with short errors
 credentials.py    TLS and tokens: what a process shows to its peers, and what it checks of them
 launch_id.py      Which launch a process belongs to, and what it tells its launcher
+local_sockets.py  Unix sockets in a directory that other processes write into, too
+memory.py         How much memory this process may still take
 metrics.py        /metrics and pages of JSON over HTTP(S)
 rank.py           Which worker a process is: its rank, the number of workers, and its place on its host
 reloading.py      Values that are read from files, and read again when they change

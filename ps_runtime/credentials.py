@@ -210,6 +210,22 @@ def server_credentials(files: Tls) -> grpc.ServerCredentials:
     )
 
 
+def certificate_expiry(files: Tls) -> Callable[[], dict[Path, float]]:
+    """Returns a function that tells when the first certificate of each file ends, in seconds since 1970.
+
+    It follows the files as the ports do: one that cannot be used, and so is not, does not count.
+    """
+    paths = [path for path in (files.cert, files.ca) if path is not None]
+
+    def load() -> dict[Path, float]:
+        material = files.load()
+        contents = {files.cert: material.cert, files.ca: material.ca}
+        ends = {path: _certificates(contents[path] or b"", path) for path in paths}
+        return {path: min(each.not_valid_after_utc for each in held).timestamp() for path, held in ends.items()}
+
+    return ReloadingFiles(files.paths(), load).get
+
+
 def channel_credentials(material: Material) -> grpc.ChannelCredentials:
     """Returns a client's credentials. Without a CA, a server's own certificate file is the one that it trusts."""
     return grpc.ssl_channel_credentials(material.ca or material.cert, material.key, material.cert)

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import socketserver
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_wsgi_app
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.background import errors
-from ps_runtime.credentials import Tls
+from ps_runtime.credentials import Tls, certificate_expiry
 from ps_runtime.reloading import ReloadingFiles
 
 # How long stopping may take; serve_forever looks at its flag this often.
@@ -27,6 +36,9 @@ _POLL_SECONDS = 0.05
 CONNECTION_SECONDS = 10.0
 MAX_CONNECTIONS = 64
 MAX_CONNECTIONS_OF_A_HOST = 16  # so that no single host keeps the scraper out
+
+# How many times as long as it takes to make a page nobody gets a new one: scrapers in a loop take a tenth of a core.
+PAUSES_PER_PAGE = 10
 
 # Half a millisecond doubling up to half a minute: a bucket's apply is at one end, a wait for a straggler at the other.
 LATENCY_BUCKETS = tuple(0.0005 * 2**k for k in range(17))
@@ -126,6 +138,28 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
         """Ignores clients that disconnect during a scrape."""
 
 
+class _Page:
+    """A page that is made once for all that wait for it, and never older than the request that it answers."""
+
+    def __init__(self, make: Callable[[], bytes]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._page = b""
+        self._begun = self._next = -math.inf  # when it was made, and when it may be made again
+
+    def get(self) -> bytes:
+        """Returns the page, after a pause if it was made just now."""
+        asked = time.monotonic()
+        with self._lock:
+            if self._begun < asked:
+                time.sleep(max(0.0, self._next - time.monotonic()))
+                self._begun = time.monotonic()
+                self._page = self._make()
+                ended = time.monotonic()
+                self._next = ended + PAUSES_PER_PAGE * (ended - self._begun)
+            return self._page
+
+
 class _Silent(WSGIRequestHandler):
     timeout = CONNECTION_SECONDS
 
@@ -161,6 +195,16 @@ def process_registry() -> CollectorRegistry:
     return registry
 
 
+def certificate_gauges(tls: Tls) -> Gauges[dict[Path, float]]:
+    """Returns the gauge of when the certificates end that this process shows, and verifies others by."""
+
+    def samples(ends: dict[Path, float]) -> Iterable[Sample]:
+        return [((str(path),), end) for path, end in ends.items()]
+
+    text = "When the certificate in a file ends, in seconds since 1970."
+    return Gauges(certificate_expiry(tls), [("ps_certificate_expiry_timestamp_seconds", text, ("file",), samples)])
+
+
 def serve_metrics(
     host: str,
     port: int,
@@ -171,21 +215,22 @@ def serve_metrics(
     """Serves /metrics from a registry, and `pages` of JSON by path. Returns the port and a function that stops serving.
 
     port: 0 lets the system choose. tls: with it /metrics is https, and with its CA a scraper must show a certificate of
-    that CA; the files may change while it is served. Raises InvalidRequest if the port cannot be bound.
+    that CA; the files may change while it is served, and /metrics tells when they end. Raises InvalidRequest if the
+    port cannot be bound.
     """
-    metrics = make_wsgi_app(registry)
-    known = dict(pages or {})
+    if tls is not None:
+        registry.register(certificate_gauges(tls))
+    known = {path: ("application/json", _Page(make)) for path, make in (pages or {}).items()}
+    known["/metrics"] = CONTENT_TYPE_LATEST, _Page(lambda: generate_latest(registry))
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")
         if path in known:
-            start_response("200 OK", [("Content-Type", "application/json")])
-            return [known[path]()]
-        if path == "/metrics":
-            page: Iterable[bytes] = metrics(environ, start_response)
-            return page
+            kind, page = known[path]
+            start_response("200 OK", [("Content-Type", kind)])
+            return [page.get()]
         start_response("404 Not Found", [("Content-Type", "text/plain")])
-        return [f"here are {', '.join(['/metrics', *known])}\n".encode()]
+        return [f"here are {', '.join(sorted(known))}\n".encode()]
 
     try:
         server = make_server(host, port, app, _ThreadingServer, handler_class=_Silent)

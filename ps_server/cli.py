@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -27,6 +28,7 @@ from ps_runtime.settings import (
     environment,
     host_port,
     index,
+    seconds,
     unknown_variables,
 )
 from ps_server import failpoints
@@ -90,12 +92,14 @@ def parser() -> CommandLine:
     export.add_argument("--checkpoint", metavar="NAME", help="which checkpoint [default: the last that is whole]")
     export.add_argument("output", metavar="OUT", help="directory that gets model.safetensors and the optimizer's state")
 
-    certs = add("dev-certs", "make a small CA with certificates for servers and clients", words="[options] DIR")
-    files = "gets ca.pem, server.pem, client.pem, reader.pem, keys, and roles"
+    certs = add("dev-certs", "make a small CA and certificates, or renew those that end soon", words="[options] DIR")
+    files = "gets ca.pem and ca.key; server, worker, reader and admin .pem and .key; and roles"
     certs.add_argument("directory", metavar="DIR", help=files)
     certs.add_argument("--host", action="append", default=[], metavar="NAME", help="a server's name; may be repeated")
-    certs.add_argument("--split", action="store_true", help="into server/, client/ and reader/: no other's key in any")
+    certs.add_argument("--split", action="store_true", help="a folder for each server and role: no other's key in any")
     certs.add_argument("--days", type=count, default=365, help="for which they are valid [default 365]")
+    certs.add_argument("--new-ca", action="store_true", help="make a new CA, and everything anew")
+    certs.add_argument("--every", type=seconds, metavar="SECONDS", help="stay, and look again this often")
     return root
 
 
@@ -139,12 +143,26 @@ def _run(arguments: argparse.Namespace) -> int:
         print(export(arguments.checkpoint_dir, arguments.job, arguments.checkpoint, Path(arguments.output)))
         return 0
     if arguments.command == "dev-certs":
-        from ps_server.ops.dev_certs import write
-
-        made = write(Path(arguments.directory), arguments.host, arguments.days, arguments.split)
-        print(f"ps-server: {arguments.directory} {'has certificates now' if made else 'has certificates already'}")
-        return 0
+        return _make_certificates(arguments)
     return _ask(arguments)
+
+
+def _make_certificates(arguments: argparse.Namespace) -> int:
+    """Makes what is missing and renews what ends soon: once, or until it is told to stop."""
+    from ps_server.ops.dev_certs import write
+
+    stop = threading.Event()
+    if arguments.every is not None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+    directory, life, new_ca = Path(arguments.directory), timedelta(days=arguments.days), arguments.new_ca
+    while True:
+        made = write(directory, arguments.host, life, arguments.split, new_ca)
+        new_ca = False  # asked for once, not at each look
+        said = f"made {', '.join(made)}" if made else "all certificates are there, and none ends soon"
+        print(f"ps-server: {directory}: {said}", flush=True)
+        if arguments.every is None or stop.wait(arguments.every):
+            return 0
 
 
 def _ask(arguments: argparse.Namespace) -> int:

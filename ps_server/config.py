@@ -51,7 +51,7 @@ class ServerConfig:
     server_call_seconds: for which a call between servers waits for its answer
     job_timeout: seconds after which a job ends whose workers are all gone
     apply_threads: threads that apply updates
-    shared_directory: where workers on this host leave segments that are files
+    shared_directory: where workers on this host hand over the memory that they share
     tls:         certificates to serve with, and to call the other servers with; None: plaintext, on loopback
     tokens:      file that says which caller may do what; None: every caller may do everything
     insecure:    plaintext may be served beyond this machine; metrics_insecure: metrics may
@@ -103,11 +103,14 @@ class ServerConfig:
         require_encryption(self.metrics_host, encrypted, metrics_insecure, "metrics", "--metrics-insecure")
         return exposed
 
-    def checkpoint_policy(self) -> CheckpointPolicy | None:
-        """Returns when the coordinator makes checkpoints; None if it makes none. Raises InvalidRequest if it cannot."""
+    def checkpoint_policy(self, address: str = "") -> CheckpointPolicy | None:
+        """Returns when the coordinator makes checkpoints; None if it makes none. Raises InvalidRequest if it cannot.
+
+        address: of the coordinator
+        """
         if self.checkpoint_dir is not None:
             steps, every = parse_every(self.checkpoint_every) if self.checkpoint_every else (None, None)
-            return CheckpointPolicy(self.checkpoint_dir, steps, every, self.keep, self.restore, self.resume)
+            return CheckpointPolicy(self.checkpoint_dir, steps, every, self.keep, self.restore, self.resume, address)
         if self.checkpoint_every or self.restore or self.resume:
             raise InvalidRequest("--checkpoint-every, --restore and --resume need --checkpoint-dir")
         return None
@@ -165,7 +168,7 @@ PROCESS = (
     Setting(
         "job_timeout", "seconds after which a job ends whose workers are all gone", seconds, ServerConfig.job_timeout
     ),
-    Setting("shared_directory", "where workers on this host may share memory as files", Path, DEFAULT_SHARED_DIRECTORY),
+    Setting("shared_directory", "where workers on this host hand over shared memory", Path, DEFAULT_SHARED_DIRECTORY),
     Setting("apply_threads", "threads that a shard applies updates with", count, ServerConfig.apply_threads),
     *access_settings(serves=True),
     Setting("tokens", "what callers may do: lines ROLE[:JOB] TOKEN and cn:NAME ROLE[:JOB]", path, metavar="FILE"),

@@ -52,7 +52,7 @@ SETTINGS = (
     Setting(
         "transport", "auto, shm or grpc: shared memory with shards on this host", one_of(*TRANSPORTS), TRANSPORTS[0]
     ),
-    Setting("shared_directory", "where memory is shared as files if it must be", Path, DEFAULT_SHARED_DIRECTORY),
+    Setting("shared_directory", "where shared memory is handed over to shards", Path, DEFAULT_SHARED_DIRECTORY),
     *access_settings(),
     Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),
     Setting("take_over", "replace the live workers of another launch that train this job", bool),

@@ -88,7 +88,7 @@ def connect(
     metrics_host, metrics_port: where to serve /metrics (PS_METRICS_HOST, PS_METRICS_PORT); any free port
     transport:       how buckets travel (PS_TRANSPORT): "grpc"; "shm", through memory shared with shards on this host;
                      "auto", shared memory with those shards that can see it
-    shared_directory: where that memory is a file if it must be, between containers (PS_SHARED_DIRECTORY), /dev/shm
+    shared_directory: where shards take that memory over, the same as theirs (PS_SHARED_DIRECTORY), /dev/shm
     tls_ca:          file of the CA that servers are verified by (PS_TLS_CA); without it they are called in plaintext
     tls_cert, tls_key: this worker's own certificate and its key (PS_TLS_CERT, PS_TLS_KEY), where servers ask for one
     token_file:      file with this worker's bearer token (PS_TOKEN_FILE), where servers ask for one

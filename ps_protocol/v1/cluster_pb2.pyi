@@ -1,3 +1,5 @@
+import datetime
+
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from ps_protocol.v1 import job_pb2 as _job_pb2
@@ -6,7 +8,8 @@ from ps_protocol.v1 import shard_pb2 as _shard_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -38,7 +41,7 @@ class ShardStatus(_message.Message):
     reachable: bool
     jobs: _containers.RepeatedCompositeFieldContainer[_shard_pb2.ShardJobStatus]
     restart_count: int
-    def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., reachable: bool = ..., jobs: _Optional[_Iterable[_Union[_shard_pb2.ShardJobStatus, _Mapping]]] = ..., restart_count: _Optional[int] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., reachable: _Optional[bool] = ..., jobs: _Optional[_Iterable[_Union[_shard_pb2.ShardJobStatus, _Mapping]]] = ..., restart_count: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
     __slots__ = ("name", "consistency", "world_size", "started", "parameter_bytes", "bucket_count", "imbalance", "workers", "restore_count", "lost_step_count", "redone_step_count", "last_checkpoint", "rejoining_ranks", "loaders", "run")
@@ -72,7 +75,7 @@ class JobStatus(_message.Message):
     rejoining_ranks: _containers.RepeatedScalarFieldContainer[int]
     loaders: _containers.RepeatedCompositeFieldContainer[LoaderStatus]
     run: str
-    def __init__(self, name: _Optional[str] = ..., consistency: _Optional[_Union[_job_pb2.Consistency, _Mapping]] = ..., world_size: _Optional[int] = ..., started: bool = ..., parameter_bytes: _Optional[int] = ..., bucket_count: _Optional[int] = ..., imbalance: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., restore_count: _Optional[int] = ..., lost_step_count: _Optional[int] = ..., redone_step_count: _Optional[int] = ..., last_checkpoint: _Optional[_Union[_jobs_pb2.Checkpoint, _Mapping]] = ..., rejoining_ranks: _Optional[_Iterable[int]] = ..., loaders: _Optional[_Iterable[_Union[LoaderStatus, _Mapping]]] = ..., run: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., consistency: _Optional[_Union[_job_pb2.Consistency, _Mapping]] = ..., world_size: _Optional[int] = ..., started: _Optional[bool] = ..., parameter_bytes: _Optional[int] = ..., bucket_count: _Optional[int] = ..., imbalance: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., restore_count: _Optional[int] = ..., lost_step_count: _Optional[int] = ..., redone_step_count: _Optional[int] = ..., last_checkpoint: _Optional[_Union[_jobs_pb2.Checkpoint, _Mapping]] = ..., rejoining_ranks: _Optional[_Iterable[int]] = ..., loaders: _Optional[_Iterable[_Union[LoaderStatus, _Mapping]]] = ..., run: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("rank", "incarnation", "clock", "pid", "host", "metrics_address", "lease_duration", "launch", "join_time")
@@ -94,7 +97,7 @@ class WorkerStatus(_message.Message):
     lease_duration: _duration_pb2.Duration
     launch: str
     join_time: _timestamp_pb2.Timestamp
-    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., metrics_address: _Optional[str] = ..., lease_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., launch: _Optional[str] = ..., join_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., metrics_address: _Optional[str] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., launch: _Optional[str] = ..., join_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class LoaderStatus(_message.Message):
     __slots__ = ("loader", "pass_number", "sample_count", "committed_count", "leased_count", "returned_count")
@@ -136,7 +139,7 @@ class RegisterShardResponse(_message.Message):
     STOPPING_FIELD_NUMBER: _ClassVar[int]
     shard_count: int
     stopping: bool
-    def __init__(self, shard_count: _Optional[int] = ..., stopping: bool = ...) -> None: ...
+    def __init__(self, shard_count: _Optional[int] = ..., stopping: _Optional[bool] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

@@ -5,10 +5,8 @@ import warnings
 
 from ps_protocol.v1 import cluster_pb2 as ps__protocol_dot_v1_dot_cluster__pb2
 
-GRPC_GENERATED_VERSION = '1.64.3'
+GRPC_GENERATED_VERSION = '1.84.0'
 GRPC_VERSION = grpc.__version__
-EXPECTED_ERROR_RELEASE = '1.65.0'
-SCHEDULED_RELEASE_DATE = 'June 25, 2024'
 _version_not_supported = False
 
 try:
@@ -18,19 +16,16 @@ except ImportError:
     _version_not_supported = True
 
 if _version_not_supported:
-    warnings.warn(
+    raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in ps_protocol/v1/cluster_pb2_grpc.py depends on'
+        + ' but the generated code in ps_protocol/v1/cluster_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
-        + f' This warning will become an error in {EXPECTED_ERROR_RELEASE},'
-        + f' scheduled for release on {SCHEDULED_RELEASE_DATE}.',
-        RuntimeWarning
     )
 
 
-class ClusterServiceStub(object):
+class ClusterServiceStub:
     """Knows shards, and tells operators what runs. The coordinator serves it.
     """
 
@@ -52,7 +47,7 @@ class ClusterServiceStub(object):
                 _registered_method=True)
 
 
-class ClusterServiceServicer(object):
+class ClusterServiceServicer:
     """Knows shards, and tells operators what runs. The coordinator serves it.
     """
 
@@ -93,7 +88,7 @@ def add_ClusterServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class ClusterService(object):
+class ClusterService:
     """Knows shards, and tells operators what runs. The coordinator serves it.
     """
 

@@ -1,3 +1,5 @@
+import datetime
+
 from google.protobuf import duration_pb2 as _duration_pb2
 from ps_protocol.v1 import job_pb2 as _job_pb2
 from ps_protocol.v1 import types_pb2 as _types_pb2
@@ -5,7 +7,8 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -46,7 +49,7 @@ class BucketPush(_message.Message):
     finite: bool
     state: str
     wire_format: _types_pb2.WireFormat
-    def __init__(self, bucket: _Optional[int] = ..., kind: _Optional[_Union[PushKind, str]] = ..., absent_slices: _Optional[_Iterable[int]] = ..., finite: bool = ..., state: _Optional[str] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ...) -> None: ...
+    def __init__(self, bucket: _Optional[int] = ..., kind: _Optional[_Union[PushKind, str]] = ..., absent_slices: _Optional[_Iterable[int]] = ..., finite: _Optional[bool] = ..., state: _Optional[str] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
     __slots__ = ("worker", "clock", "buckets", "groups", "ranges")
@@ -106,7 +109,7 @@ class PulledBucket(_message.Message):
     wait_duration: _duration_pb2.Duration
     state_wanted: bool
     wire_format: _types_pb2.WireFormat
-    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., wait_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., state_wanted: bool = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ...) -> None: ...
+    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state_wanted: _Optional[bool] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ...) -> None: ...
 
 class WaitNotice(_message.Message):
     __slots__ = ("bucket", "awaited_ranks", "reason")
@@ -160,7 +163,7 @@ class ExchangeResponse(_message.Message):
     in_segment: InSegment
     payload: bytes
     staged_duration: _duration_pb2.Duration
-    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., buckets: _Optional[_Iterable[_Union[PulledBucket, _Mapping]]] = ..., waiting: _Optional[_Union[WaitNotice, _Mapping]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., payload: _Optional[bytes] = ..., staged_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., buckets: _Optional[_Iterable[_Union[PulledBucket, _Mapping]]] = ..., waiting: _Optional[_Union[WaitNotice, _Mapping]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., payload: _Optional[bytes] = ..., staged_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class PullStateRequest(_message.Message):
     __slots__ = ("worker", "buckets")
@@ -193,14 +196,16 @@ class PullStateResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., state: _Optional[_Union[PulledState, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class AttachSegmentRequest(_message.Message):
-    __slots__ = ("worker", "location", "nonce")
+    __slots__ = ("worker", "location", "nonce", "socket_inode")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_INODE_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     location: str
     nonce: bytes
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., location: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+    socket_inode: int
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., location: _Optional[str] = ..., nonce: _Optional[bytes] = ..., socket_inode: _Optional[int] = ...) -> None: ...
 
 class AttachSegmentResponse(_message.Message):
     __slots__ = ("header",)

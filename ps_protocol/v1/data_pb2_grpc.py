@@ -5,10 +5,8 @@ import warnings
 
 from ps_protocol.v1 import data_pb2 as ps__protocol_dot_v1_dot_data__pb2
 
-GRPC_GENERATED_VERSION = '1.64.3'
+GRPC_GENERATED_VERSION = '1.84.0'
 GRPC_VERSION = grpc.__version__
-EXPECTED_ERROR_RELEASE = '1.65.0'
-SCHEDULED_RELEASE_DATE = 'June 25, 2024'
 _version_not_supported = False
 
 try:
@@ -18,19 +16,16 @@ except ImportError:
     _version_not_supported = True
 
 if _version_not_supported:
-    warnings.warn(
+    raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in ps_protocol/v1/data_pb2_grpc.py depends on'
+        + ' but the generated code in ps_protocol/v1/data_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
-        + f' This warning will become an error in {EXPECTED_ERROR_RELEASE},'
-        + f' scheduled for release on {SCHEDULED_RELEASE_DATE}.',
-        RuntimeWarning
     )
 
 
-class DataServiceStub(object):
+class DataServiceStub:
     """Moves gradients to a shard, and weights from it.
 
     Errors of every method: NOT_FOUND: this shard has no such job or bucket. FAILED_PRECONDITION, reason UNKNOWN_WORKER
@@ -70,7 +65,7 @@ class DataServiceStub(object):
                 _registered_method=True)
 
 
-class DataServiceServicer(object):
+class DataServiceServicer:
     """Moves gradients to a shard, and weights from it.
 
     Errors of every method: NOT_FOUND: this shard has no such job or bucket. FAILED_PRECONDITION, reason UNKNOWN_WORKER
@@ -116,10 +111,11 @@ class DataServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AttachSegment(self, request, context):
-        """Maps a memory segment that the worker made, if worker and shard share a host. Where the gradient and the weights of
-        each bucket lie in it follows from the job alone (ps_protocol/segment_layout.py), so no later message names an
-        offset. Safe to repeat.
-        FAILED_PRECONDITION, reason NOT_SHARED: this shard cannot see that memory; payloads have to travel in messages.
+        """Maps a memory segment that the worker made, if worker and shard share a host. AttachSegmentRequest says how the
+        worker hands it over, and where the gradient and the weights of each bucket lie in it: that follows from the job
+        alone, so no later message names an offset. Safe to repeat.
+        FAILED_PRECONDITION, reason NOT_SHARED: this shard cannot have that memory; payloads have to travel in messages.
+        UNAVAILABLE, reason TRY_LATER: the worker is handing over a segment to this shard already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,7 +157,7 @@ def add_DataServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class DataService(object):
+class DataService:
     """Moves gradients to a shard, and weights from it.
 
     Errors of every method: NOT_FOUND: this shard has no such job or bucket. FAILED_PRECONDITION, reason UNKNOWN_WORKER

@@ -3,7 +3,8 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -54,7 +55,7 @@ class ParameterSpec(_message.Message):
     data_type: _types_pb2.DataType
     group: int
     frozen: bool
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data_type: _Optional[_Union[_types_pb2.DataType, str]] = ..., group: _Optional[int] = ..., frozen: bool = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data_type: _Optional[_Union[_types_pb2.DataType, str]] = ..., group: _Optional[int] = ..., frozen: _Optional[bool] = ...) -> None: ...
 
 class ParameterGroup(_message.Message):
     __slots__ = ("hyper_parameters", "optimizer")
@@ -74,7 +75,7 @@ class HyperParameter(_message.Message):
     number: float
     flag: bool
     numbers: NumberList
-    def __init__(self, name: _Optional[str] = ..., number: _Optional[float] = ..., flag: bool = ..., numbers: _Optional[_Union[NumberList, _Mapping]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., number: _Optional[float] = ..., flag: _Optional[bool] = ..., numbers: _Optional[_Union[NumberList, _Mapping]] = ...) -> None: ...
 
 class NumberList(_message.Message):
     __slots__ = ("values",)
@@ -96,4 +97,4 @@ class Consistency(_message.Message):
     AGGREGATE_FIELD_NUMBER: _ClassVar[int]
     max_staleness: int
     aggregate: bool
-    def __init__(self, max_staleness: _Optional[int] = ..., aggregate: bool = ...) -> None: ...
+    def __init__(self, max_staleness: _Optional[int] = ..., aggregate: _Optional[bool] = ...) -> None: ...

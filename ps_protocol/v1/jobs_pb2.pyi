@@ -3,7 +3,8 @@ from ps_protocol.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -27,7 +28,7 @@ class RegisterJobRequest(_message.Message):
     spec: _job_pb2.JobSpec
     protocol_version: int
     layout_wanted: bool
-    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., protocol_version: _Optional[int] = ..., layout_wanted: bool = ...) -> None: ...
+    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., protocol_version: _Optional[int] = ..., layout_wanted: _Optional[bool] = ...) -> None: ...
 
 class RegisterJobResponse(_message.Message):
     __slots__ = ("shard_map", "created", "bucket_bytes", "run", "protocol_version", "layout", "segment_bytes")
@@ -45,7 +46,7 @@ class RegisterJobResponse(_message.Message):
     protocol_version: int
     layout: _containers.RepeatedCompositeFieldContainer[BucketLayout]
     segment_bytes: int
-    def __init__(self, shard_map: _Optional[_Union[_types_pb2.ShardMap, _Mapping]] = ..., created: bool = ..., bucket_bytes: _Optional[int] = ..., run: _Optional[str] = ..., protocol_version: _Optional[int] = ..., layout: _Optional[_Iterable[_Union[BucketLayout, _Mapping]]] = ..., segment_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard_map: _Optional[_Union[_types_pb2.ShardMap, _Mapping]] = ..., created: _Optional[bool] = ..., bucket_bytes: _Optional[int] = ..., run: _Optional[str] = ..., protocol_version: _Optional[int] = ..., layout: _Optional[_Iterable[_Union[BucketLayout, _Mapping]]] = ..., segment_bytes: _Optional[int] = ...) -> None: ...
 
 class BucketLayout(_message.Message):
     __slots__ = ("data_type", "element_count", "frozen", "slices", "gradient_offset", "weights_offset")
@@ -61,7 +62,7 @@ class BucketLayout(_message.Message):
     slices: _containers.RepeatedCompositeFieldContainer[SliceLayout]
     gradient_offset: int
     weights_offset: int
-    def __init__(self, data_type: _Optional[_Union[_types_pb2.DataType, str]] = ..., element_count: _Optional[int] = ..., frozen: bool = ..., slices: _Optional[_Iterable[_Union[SliceLayout, _Mapping]]] = ..., gradient_offset: _Optional[int] = ..., weights_offset: _Optional[int] = ...) -> None: ...
+    def __init__(self, data_type: _Optional[_Union[_types_pb2.DataType, str]] = ..., element_count: _Optional[int] = ..., frozen: _Optional[bool] = ..., slices: _Optional[_Iterable[_Union[SliceLayout, _Mapping]]] = ..., gradient_offset: _Optional[int] = ..., weights_offset: _Optional[int] = ...) -> None: ...
 
 class SliceLayout(_message.Message):
     __slots__ = ("parameter", "parameter_start", "bucket_start", "length")

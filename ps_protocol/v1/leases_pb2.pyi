@@ -2,7 +2,8 @@ from ps_protocol.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -18,7 +19,7 @@ class LoaderSpec(_message.Message):
     batch_size: int
     drop_last: bool
     seed: int
-    def __init__(self, loader: _Optional[int] = ..., sample_count: _Optional[int] = ..., batch_size: _Optional[int] = ..., drop_last: bool = ..., seed: _Optional[int] = ...) -> None: ...
+    def __init__(self, loader: _Optional[int] = ..., sample_count: _Optional[int] = ..., batch_size: _Optional[int] = ..., drop_last: _Optional[bool] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class LeaseDataRequest(_message.Message):
     __slots__ = ("worker", "loader", "pass_number", "batch_count", "leased", "committed", "returned")
@@ -44,4 +45,4 @@ class LeaseDataResponse(_message.Message):
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     ranges: _containers.RepeatedCompositeFieldContainer[_types_pb2.DataRange]
     complete: bool
-    def __init__(self, ranges: _Optional[_Iterable[_Union[_types_pb2.DataRange, _Mapping]]] = ..., complete: bool = ...) -> None: ...
+    def __init__(self, ranges: _Optional[_Iterable[_Union[_types_pb2.DataRange, _Mapping]]] = ..., complete: _Optional[bool] = ...) -> None: ...

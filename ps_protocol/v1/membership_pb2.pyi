@@ -1,9 +1,12 @@
+import datetime
+
 from google.protobuf import duration_pb2 as _duration_pb2
 from ps_protocol.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -17,7 +20,7 @@ class Launch(_message.Message):
     first_rank: int
     rank_count: int
     takeover: bool
-    def __init__(self, name: _Optional[str] = ..., first_rank: _Optional[int] = ..., rank_count: _Optional[int] = ..., takeover: bool = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., first_rank: _Optional[int] = ..., rank_count: _Optional[int] = ..., takeover: _Optional[bool] = ...) -> None: ...
 
 class WorkerState(_message.Message):
     __slots__ = ("clock", "content")
@@ -51,7 +54,7 @@ class JoinRequest(_message.Message):
     launch: Launch
     wait_duration: _duration_pb2.Duration
     run: str
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., previous_incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., request_id: _Optional[int] = ..., launch: _Optional[_Union[Launch, _Mapping]] = ..., wait_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., run: _Optional[str] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., previous_incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., request_id: _Optional[int] = ..., launch: _Optional[_Union[Launch, _Mapping]] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., run: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
     __slots__ = ("worker", "clock", "lease_duration", "shard_map", "restore_count", "worker_state")
@@ -67,7 +70,7 @@ class JoinResponse(_message.Message):
     shard_map: _types_pb2.ShardMap
     restore_count: int
     worker_state: WorkerState
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., lease_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., shard_map: _Optional[_Union[_types_pb2.ShardMap, _Mapping]] = ..., restore_count: _Optional[int] = ..., worker_state: _Optional[_Union[WorkerState, _Mapping]] = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., shard_map: _Optional[_Union[_types_pb2.ShardMap, _Mapping]] = ..., restore_count: _Optional[int] = ..., worker_state: _Optional[_Union[WorkerState, _Mapping]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("job",)
@@ -83,7 +86,7 @@ class WatchResponse(_message.Message):
     ranks: _containers.RepeatedScalarFieldContainer[int]
     world_size: int
     started: bool
-    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., world_size: _Optional[int] = ..., started: bool = ...) -> None: ...
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., world_size: _Optional[int] = ..., started: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("worker", "clock")
@@ -123,4 +126,4 @@ class LeaveResponse(_message.Message):
     __slots__ = ("ended",)
     ENDED_FIELD_NUMBER: _ClassVar[int]
     ended: bool
-    def __init__(self, ended: bool = ...) -> None: ...
+    def __init__(self, ended: _Optional[bool] = ...) -> None: ...

@@ -5,10 +5,8 @@ import warnings
 
 from ps_protocol.v1 import membership_pb2 as ps__protocol_dot_v1_dot_membership__pb2
 
-GRPC_GENERATED_VERSION = '1.64.3'
+GRPC_GENERATED_VERSION = '1.84.0'
 GRPC_VERSION = grpc.__version__
-EXPECTED_ERROR_RELEASE = '1.65.0'
-SCHEDULED_RELEASE_DATE = 'June 25, 2024'
 _version_not_supported = False
 
 try:
@@ -18,19 +16,16 @@ except ImportError:
     _version_not_supported = True
 
 if _version_not_supported:
-    warnings.warn(
+    raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in ps_protocol/v1/membership_pb2_grpc.py depends on'
+        + ' but the generated code in ps_protocol/v1/membership_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
-        + f' This warning will become an error in {EXPECTED_ERROR_RELEASE},'
-        + f' scheduled for release on {SCHEDULED_RELEASE_DATE}.',
-        RuntimeWarning
     )
 
 
-class MembershipServiceStub(object):
+class MembershipServiceStub:
     """Keeps the roster of each job. The coordinator serves it.
     """
 
@@ -67,7 +62,7 @@ class MembershipServiceStub(object):
                 _registered_method=True)
 
 
-class MembershipServiceServicer(object):
+class MembershipServiceServicer:
     """Keeps the roster of each job. The coordinator serves it.
     """
 
@@ -152,7 +147,7 @@ def add_MembershipServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class MembershipService(object):
+class MembershipService:
     """Keeps the roster of each job. The coordinator serves it.
     """
 

@@ -2,7 +2,8 @@ from ps_protocol.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -40,4 +41,4 @@ class GatherValuesResponse(_message.Message):
     refusal: str
     awaited_ranks: _containers.RepeatedScalarFieldContainer[int]
     step_wanted: bool
-    def __init__(self, round: _Optional[int] = ..., complete: bool = ..., values: _Optional[_Iterable[_Union[WorkerValue, _Mapping]]] = ..., refusal: _Optional[str] = ..., awaited_ranks: _Optional[_Iterable[int]] = ..., step_wanted: bool = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., complete: _Optional[bool] = ..., values: _Optional[_Iterable[_Union[WorkerValue, _Mapping]]] = ..., refusal: _Optional[str] = ..., awaited_ranks: _Optional[_Iterable[int]] = ..., step_wanted: _Optional[bool] = ...) -> None: ...

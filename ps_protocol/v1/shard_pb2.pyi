@@ -1,10 +1,13 @@
+import datetime
+
 from google.protobuf import duration_pb2 as _duration_pb2
 from ps_protocol.v1 import job_pb2 as _job_pb2
 from ps_protocol.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -49,7 +52,7 @@ class WaitStatus(_message.Message):
     awaited_ranks: _containers.RepeatedScalarFieldContainer[int]
     reason: str
     wait_duration: _duration_pb2.Duration
-    def __init__(self, rank: _Optional[int] = ..., clock: _Optional[int] = ..., bucket_count: _Optional[int] = ..., awaited_ranks: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., wait_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., clock: _Optional[int] = ..., bucket_count: _Optional[int] = ..., awaited_ranks: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ShardJobStatus(_message.Message):
     __slots__ = ("job", "bucket_count", "parameter_bytes", "optimizer_bytes", "staged_bytes", "versions", "waits", "run")
@@ -133,7 +136,7 @@ class BeginSnapshotRequest(_message.Message):
     clock: int
     run: str
     refusal_duration: _duration_pb2.Duration
-    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., clock: _Optional[int] = ..., run: _Optional[str] = ..., refusal_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., clock: _Optional[int] = ..., run: _Optional[str] = ..., refusal_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class BeginSnapshotResponse(_message.Message):
     __slots__ = ()
@@ -161,7 +164,7 @@ class AwaitSnapshotResponse(_message.Message):
     sha256: bytes
     versions: VersionRange
     stall_duration: _duration_pb2.Duration
-    def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., stall_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., stall_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class RestoreJobRequest(_message.Message):
     __slots__ = ("spec", "buckets", "checkpoint", "last_incarnation", "run")
@@ -178,10 +181,14 @@ class RestoreJobRequest(_message.Message):
     def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., checkpoint: _Optional[str] = ..., last_incarnation: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class RestoreJobResponse(_message.Message):
-    __slots__ = ("versions",)
+    __slots__ = ("versions", "done_bytes", "total_bytes")
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    DONE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     versions: VersionRange
-    def __init__(self, versions: _Optional[_Union[VersionRange, _Mapping]] = ...) -> None: ...
+    done_bytes: int
+    total_bytes: int
+    def __init__(self, versions: _Optional[_Union[VersionRange, _Mapping]] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
 
 class GetCommittedDataRequest(_message.Message):
     __slots__ = ("job", "run")
@@ -197,7 +204,7 @@ class GetCommittedDataResponse(_message.Message):
     TRAINS_BUCKETS_FIELD_NUMBER: _ClassVar[int]
     loaders: _containers.RepeatedCompositeFieldContainer[CommittedData]
     trains_buckets: bool
-    def __init__(self, loaders: _Optional[_Iterable[_Union[CommittedData, _Mapping]]] = ..., trains_buckets: bool = ...) -> None: ...
+    def __init__(self, loaders: _Optional[_Iterable[_Union[CommittedData, _Mapping]]] = ..., trains_buckets: _Optional[bool] = ...) -> None: ...
 
 class GetShardStatusRequest(_message.Message):
     __slots__ = ()

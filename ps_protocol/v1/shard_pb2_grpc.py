@@ -5,10 +5,8 @@ import warnings
 
 from ps_protocol.v1 import shard_pb2 as ps__protocol_dot_v1_dot_shard__pb2
 
-GRPC_GENERATED_VERSION = '1.64.3'
+GRPC_GENERATED_VERSION = '1.84.0'
 GRPC_VERSION = grpc.__version__
-EXPECTED_ERROR_RELEASE = '1.65.0'
-SCHEDULED_RELEASE_DATE = 'June 25, 2024'
 _version_not_supported = False
 
 try:
@@ -18,19 +16,16 @@ except ImportError:
     _version_not_supported = True
 
 if _version_not_supported:
-    warnings.warn(
+    raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in ps_protocol/v1/shard_pb2_grpc.py depends on'
+        + ' but the generated code in ps_protocol/v1/shard_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
-        + f' This warning will become an error in {EXPECTED_ERROR_RELEASE},'
-        + f' scheduled for release on {SCHEDULED_RELEASE_DATE}.',
-        RuntimeWarning
     )
 
 
-class ShardServiceStub(object):
+class ShardServiceStub:
     """Creates, changes and saves what a shard holds of each job. Every shard serves it, to the coordinator only.
     """
 
@@ -87,7 +82,7 @@ class ShardServiceStub(object):
                 _registered_method=True)
 
 
-class ShardServiceServicer(object):
+class ShardServiceServicer:
     """Creates, changes and saves what a shard holds of each job. Every shard serves it, to the coordinator only.
     """
 
@@ -145,8 +140,12 @@ class ShardServiceServicer(object):
     def RestoreJob(self, request, context):
         """Makes room for a job's buckets with the weights, optimizer state, versions and clocks that a checkpoint has for
         them, in place of all that this shard holds of the job. No worker is live afterwards, and every incarnation up to
-        the given one is fenced. It changes nothing if it fails.
-        DATA_LOSS, reason CHECKPOINT_DAMAGED: the files differ from what was written.
+        the given one is fenced. It begins the restore, and answers within a few seconds how far it is: the same call is
+        repeated until it is complete, and once more does no harm. The shard gives up what it held of the job before it
+        reads; if a restore fails, it holds nothing of it.
+        DATA_LOSS, reason CHECKPOINT_DAMAGED: the files differ from what was written. FAILED_PRECONDITION, reason
+        OUT_OF_ORDER: a call with a higher last_incarnation came before this one, or a worker with a higher incarnation did;
+        nothing is changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -222,7 +221,7 @@ def add_ShardServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class ShardService(object):
+class ShardService:
     """Creates, changes and saves what a shard holds of each job. Every shard serves it, to the coordinator only.
     """
 

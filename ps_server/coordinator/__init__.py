@@ -5,6 +5,7 @@ new_jobs.py     Making a job on all shards: a new one, or as the last checkpoint
 job.py          A job, as its coordinator knows it: all that happens to it is a method of it
 members.py      The live workers of one job, and which of them each shard counts
 removals.py     Workers that are gone, and that shards may still count
+expiry.py       Ends leases that have run out, and jobs that their workers have deserted
 lifecycle.py    What a job is in the middle of, and whether it is over
 watchers.py     The workers that watch the roster of one job
 data.py         The leased data of one job: the rules of core.data_leases with a lock, and the shards to ask

@@ -256,6 +256,11 @@ class JobMembers:
                 self._membership.leave(member.rank, member.incarnation)
             return expired
 
+    def postpone(self, seconds: float) -> None:
+        """Gives all workers more time for a sign of life."""
+        with self._lock:
+            self._membership.postpone(seconds)
+
     def stop_waiting(self) -> list[int]:
         """Drops the workers that did not rejoin in time after a rollback. Returns their ranks."""
         with self._lock:

@@ -239,6 +239,11 @@ class Membership:
         del self.members[rank]
         return True
 
+    def postpone(self, seconds: float) -> None:
+        """Has all leases, and all waits for workers to rejoin, end so much later."""
+        self.members = {rank: replace(m, expires=m.expires + seconds) for rank, m in self.members.items()}
+        self.rejoining = {rank: until + seconds for rank, until in self.rejoining.items()}
+
     def expired(self, now: float) -> list[Member]:
         """Returns the workers whose lease has run out."""
         return [member for member in self.members.values() if member.expires <= now]

@@ -1,4 +1,8 @@
-"""`ps-server dev-certs`: a small CA with a certificate each for servers, clients and readers, for trying things out."""
+"""`ps-server dev-certs`: a small CA, and a certificate for each kind of caller, made and renewed, to try things out.
+
+Servers, workers, readers and admins have a certificate each, and `roles` says what each may do. Running it again makes
+what is missing and renews what ends soon, with the same CA, so that all processes go on trusting one another.
+"""
 
 from __future__ import annotations
 
@@ -6,108 +10,226 @@ import datetime
 import ipaddress
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ps_protocol.errors import InvalidRequest
 
-SERVER_NAME, CLIENT_NAME, READER_NAME = "ps-server", "ps-client", "ps-reader"
-# In the first two certificates: what Prometheus may take for the server name of every process, at any address.
+SERVER, WORKER, READER, ADMIN, AUTHORITY = "server", "worker", "reader", "admin", "ca"
+# In servers' and workers' certificates: what Prometheus may take for the server name of every process, at any address.
 SCRAPE_NAME = "ps-torch"
-# Which holder needs which files: `--split` gives each a directory of its own.
-HOLDERS = {
-    "server": ("ca.pem", "server.pem", "server.key", "roles"),
-    "client": ("ca.pem", "client.pem", "client.key"),
-    "reader": ("ca.pem", "reader.pem", "reader.key"),
-}
-FILES = tuple(dict.fromkeys(name for names in HOLDERS.values() for name in names))
+LIFE = datetime.timedelta(days=365)
+# The CA lives this many times as long as the certificates that it signs: they are renewed, and it stays.
+CA_LIVES = 10
 _BACKDATED = datetime.timedelta(minutes=5)  # clocks of two machines are never quite the same
-
-_ROLES = f"""# What each caller may do, for --tokens: lines "cn:NAME ROLE[:JOB]" and "ROLE[:JOB] TOKEN".
-cn:{SERVER_NAME} cluster
-cn:{CLIENT_NAME} worker
-cn:{CLIENT_NAME} admin
-cn:{READER_NAME} reader
-"""
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+_LONGEST_NAME = 64  # of a common name, in X.509
+_PRIVATE = 0o600
 
 
-def write(directory: Path, hosts: Iterable[str] = (), days: int = 365, split: bool = False) -> bool:
-    """Writes ca.pem, a certificate and a key each for servers, clients and readers, and roles; False if all are there.
+@dataclass(frozen=True)
+class Holder:
+    """A process that gets a certificate of its own.
 
-    The CA's key is forgotten: no other certificate can be made that these would trust. `hosts`: names and addresses
-    of servers besides localhost and this machine's own. `split`: into server/, client/ and reader/, what each needs and
-    no other's key. Raises InvalidRequest if only some of the files are there.
+    file:   NAME of its NAME.pem and NAME.key, and its role; a server has the role `cluster`
+    name:   the common name in its certificate, by which `roles` knows it
+    folder: where its files are, under the directory; empty: in the directory itself
+    hosts:  the names and addresses at which others reach it
     """
-    wanted = [f"{holder}/{name}" for holder, names in HOLDERS.items() for name in names] if split else list(FILES)
-    there = [name for name in wanted if (directory / name).exists()]
-    if len(there) == len(wanted):
-        return False
-    if there:
-        raise InvalidRequest(f"{directory} holds {', '.join(there)} already; remove all of {', '.join(wanted)} first")
+
+    file: str
+    name: str
+    folder: str = ""
+    hosts: tuple[str, ...] = ()
+
+    def role_line(self) -> str:
+        """Returns what it may do, as a line of `roles`."""
+        return f"cn:{self.name} {'cluster' if self.file == SERVER else self.file}"
+
+
+def holders(hosts: Sequence[str] = (), split: bool = False) -> list[Holder]:
+    """Returns who gets a certificate: servers, workers, readers and admins.
+
+    hosts: names and addresses of servers, besides localhost and this machine's own. split: a folder for each holder,
+    with no other's key in any; each of `hosts` is a server with a certificate of its own, in a folder of its name.
+    Raises InvalidRequest for a host that cannot name a certificate and a folder.
+    """
+    if not split:
+        servers = [Holder(SERVER, "ps-server", "", (*_LOCAL, socket.gethostname(), *hosts))]
+    elif not hosts:
+        servers = [Holder(SERVER, "ps-server", SERVER, (*_LOCAL, socket.gethostname()))]
+    else:
+        servers = [Holder(SERVER, f"ps-server.{host}", host, (*_LOCAL, host)) for host in hosts]
+    callers = [Holder(role, f"ps-{role}", role if split else "") for role in (WORKER, READER, ADMIN)]
+    for server in servers:
+        taken = server.folder in (AUTHORITY, WORKER, READER, ADMIN, ".", "..") or "/" in server.folder
+        if taken or len(server.name) > _LONGEST_NAME:
+            raise InvalidRequest(f"--host {server.folder}: with --split, that cannot name a certificate and its folder")
+    return [*servers, *callers]
+
+
+def write(
+    directory: Path,
+    hosts: Sequence[str] = (),
+    life: datetime.timedelta = LIFE,
+    split: bool = False,
+    new_ca: bool = False,
+) -> list[str]:
+    """Makes the certificates that are missing and those that end within a third of their life. Returns their files.
+
+    A holder's folder has ca.pem and its certificate and key; a server's also `roles`, which is never overwritten. The
+    CA's key, ca.key, is in the directory, with `split` in ca/: who has it can make certificates that all processes
+    trust. The CA is kept until it ends within a third of `life`, or `new_ca`, which makes everything anew. `hosts` and
+    `split`: see `holders`. Raises InvalidRequest if there are files, but no CA that could have made them.
+    """
+    wanted = holders(hosts, split)
+    home = directory / AUTHORITY if split else directory
     try:
-        made = _make(["localhost", "127.0.0.1", "::1", socket.gethostname(), *hosts], days)
-        for path in (directory / name for name in wanted):
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _write(path, made[path.name], 0o644 if path.suffix == ".pem" else 0o600)
+        authority = None if new_ca else _Authority.read(home)
+        if authority is None and not new_ca:
+            _refuse_files_of_others(directory, wanted)
+        if authority is None or _remaining(authority.certificate) < life / 3:
+            authority = _Authority.make(home, life * CA_LIVES)
+            due = wanted
+        else:
+            due = [holder for holder in wanted if _is_due(directory, holder, authority.certificate, hosts)]
+        if due and authority.key is None:
+            names = ", ".join(_name(holder, f"{holder.file}.pem") for holder in due)
+            raise InvalidRequest(f"{home / 'ca.key'} is not there to sign {names}: bring it back, or give --new-ca")
+        for holder in due:
+            _issue(directory, holder, authority, life)
+        for folder in {directory / holder.folder for holder in wanted}:
+            _replace(folder / "ca.pem", _pem(authority.certificate), 0o644)
+        _add_roles(directory, wanted, due)
     except OSError as error:
         raise InvalidRequest(f"cannot write to {directory} ({error.strerror})") from None
-    return True
+    return [_name(holder, f"{holder.file}.pem") for holder in due]
 
 
-def _make(hosts: list[str], days: int) -> dict[str, bytes]:
-    authority, ca = _certificate("ps-torch development CA", days)
-    server_key, server = _certificate(SERVER_NAME, days, [SERVER_NAME, SCRAPE_NAME, *hosts], (authority, ca))
-    client_key, client = _certificate(CLIENT_NAME, days, [CLIENT_NAME, SCRAPE_NAME], (authority, ca))
-    reader_key, reader = _certificate(READER_NAME, days, [READER_NAME], (authority, ca))
-    pem = serialization.Encoding.PEM
-    return {
-        "ca.pem": ca.public_bytes(pem),
-        "server.pem": server.public_bytes(pem),
-        "server.key": _pem(server_key),
-        "client.pem": client.public_bytes(pem),
-        "client.key": _pem(client_key),
-        "reader.pem": reader.public_bytes(pem),
-        "reader.key": _pem(reader_key),
-        "roles": _ROLES.encode(),
-    }
+@dataclass(frozen=True)
+class _Authority:
+    """The CA; its key is None where it has been taken away."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey | None
+
+    @staticmethod
+    def read(home: Path) -> _Authority | None:
+        """Returns the CA that is in a folder, if there is one."""
+        certificate = _read_certificate(home / "ca.pem")
+        if certificate is None:
+            return None
+        key = _read_key(home / "ca.key")
+        if key is not None and key.public_key() != certificate.public_key():
+            raise InvalidRequest(f"the key {home / 'ca.key'} does not belong to {home / 'ca.pem'}")
+        return _Authority(certificate, key)
+
+    @staticmethod
+    def make(home: Path, life: datetime.timedelta) -> _Authority:
+        """Makes a CA, and writes it into a folder."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = _certificate("ps-torch development CA", key, life)
+        _replace(home / "ca.key", _key_pem(key), _PRIVATE)
+        _replace(home / "ca.pem", _pem(certificate), 0o644)
+        return _Authority(certificate, key)
+
+
+def _refuse_files_of_others(directory: Path, wanted: list[Holder]) -> None:
+    names = [_name(holder, f"{holder.file}{suffix}") for holder in wanted for suffix in (".pem", ".key")]
+    there = [name for name in names if (directory / name).exists()]
+    if there:
+        raise InvalidRequest(
+            f"{directory} holds {', '.join(there)} already, but no ca.pem: remove them, or replace them with --new-ca"
+        )
+
+
+def _is_due(directory: Path, holder: Holder, ca: x509.Certificate, hosts: Sequence[str]) -> bool:
+    """Returns whether a holder's certificate is missing, ends soon, is of another CA or lacks one of `hosts`."""
+    folder = directory / holder.folder
+    certificate, key = _read_certificate(folder / f"{holder.file}.pem"), _read_key(folder / f"{holder.file}.key")
+    if certificate is None or key is None or key.public_key() != certificate.public_key():
+        return True
+    try:
+        certificate.verify_directly_issued_by(ca)
+    except (ValueError, TypeError, InvalidSignature):
+        return True
+    life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
+    missing = {host for host in hosts if host in holder.hosts} - set(_hosts_of(certificate))
+    return _remaining(certificate) < life / 3 or bool(missing)
+
+
+def _issue(directory: Path, holder: Holder, authority: _Authority, life: datetime.timedelta) -> None:
+    """Writes a new key and certificate, which keeps the names that the last one had."""
+    folder = directory / holder.folder
+    before = _read_certificate(folder / f"{holder.file}.pem")
+    hosts = dict.fromkeys((holder.name, *holder.hosts, *(_hosts_of(before) if before is not None else ())))
+    if holder.file in (SERVER, WORKER):
+        hosts[SCRAPE_NAME] = None
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = _certificate(holder.name, key, life, list(hosts), authority)
+    _replace(folder / f"{holder.file}.key", _key_pem(key), _PRIVATE)
+    _replace(folder / f"{holder.file}.pem", _pem(certificate), 0o644)
+
+
+def _add_roles(directory: Path, wanted: list[Holder], made: list[Holder]) -> None:
+    """Writes `roles` beside each server's certificate; adds new holders to one that is there, and changes no line."""
+    for folder in {directory / holder.folder for holder in wanted if holder.file == SERVER}:
+        path = folder / "roles"
+        if not path.exists():
+            head = '# What each caller may do, for --tokens: lines "cn:NAME ROLE[:JOB]" and "ROLE[:JOB] TOKEN".'
+            _replace(path, "\n".join([head, *(holder.role_line() for holder in wanted), ""]).encode(), _PRIVATE)
+            continue
+        text = path.read_text("utf-8", "replace")
+        new = [holder.role_line() for holder in made if f"cn:{holder.name} " not in text]
+        if new:
+            _replace(path, "\n".join([text.rstrip("\n"), *new, ""]).encode(), _PRIVATE)
 
 
 def _certificate(
     name: str,
-    days: int,
-    hosts: list[str] | None = None,
-    issuer: tuple[ec.EllipticCurvePrivateKey, x509.Certificate] | None = None,
-) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """Returns a key and its certificate; without an issuer, a CA of its own."""
-    key = ec.generate_private_key(ec.SECP256R1())
+    key: ec.EllipticCurvePrivateKey,
+    life: datetime.timedelta,
+    hosts: Sequence[str] = (),
+    issuer: _Authority | None = None,
+) -> x509.Certificate:
+    """Returns a certificate for a key; without an issuer, a CA's own."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.timezone.utc)
-    signer, signed_by = (key, None) if issuer is None else issuer
+    end, signer, signed_by = now + life, key, subject
+    if issuer is not None:
+        assert issuer.key is not None
+        end, signer, signed_by = (
+            min(end, issuer.certificate.not_valid_after_utc),
+            issuer.key,
+            issuer.certificate.subject,
+        )
     builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
-        .issuer_name(subject if signed_by is None else signed_by.subject)
+        .issuer_name(signed_by)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _BACKDATED)
-        .not_valid_after(now + datetime.timedelta(days=days))
-        .add_extension(x509.BasicConstraints(ca=signed_by is None, path_length=None), critical=True)
+        .not_valid_after(end)
+        .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
-        .add_extension(_usage(signed_by is None), critical=True)
+        .add_extension(_usage(issuer is None), critical=True)
     )
-    if hosts is not None:
+    if issuer is not None:
         # Servers call each other, and workers serve metrics: both ends of both.
         both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        names = [_general_name(host) for host in dict.fromkeys(hosts)]
+        names = [_general_name(host) for host in hosts]
         builder = builder.add_extension(x509.ExtendedKeyUsage(both), critical=False)
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    return key, builder.sign(signer, hashes.SHA256())
+    return builder.sign(signer, hashes.SHA256())
 
 
 def _usage(authority: bool) -> x509.KeyUsage:
@@ -131,13 +253,58 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _hosts_of(certificate: x509.Certificate) -> list[str]:
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [str(name.value) for name in names]
+
+
+def _remaining(certificate: x509.Certificate) -> datetime.timedelta:
+    return certificate.not_valid_after_utc - datetime.datetime.now(datetime.timezone.utc)
+
+
+def _name(holder: Holder, file: str) -> str:
+    """Returns a file's path below the directory."""
+    return f"{holder.folder}/{file}" if holder.folder else file
+
+
+def _read_certificate(path: Path) -> x509.Certificate | None:
+    """Returns a certificate, or None if there is no such file, or another thing in it."""
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _read_key(path: Path) -> ec.EllipticCurvePrivateKey | None:
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+    return key if isinstance(key, ec.EllipticCurvePrivateKey) else None
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     form = serialization.PrivateFormat.PKCS8
     return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
 
 
-def _write(path: Path, content: bytes, mode: int) -> None:
-    """Writes a file that is never open to others, not even for the moment between making it and its chmod."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+def _replace(path: Path, content: bytes, mode: int) -> None:
+    """Writes a file at once or not at all, and never open to others, not even before its chmod; leaves an equal one."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if path.exists() and path.read_bytes() == content:
+        return
+    half = path.with_name(f".{path.name}.new")
+    half.unlink(missing_ok=True)
+    descriptor = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(half, path)

@@ -17,6 +17,7 @@ from ps_protocol.convert import (
 )
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import split_message, write_message
+from ps_protocol.segment_layout import SegmentOffer
 from ps_protocol.v1 import data_pb2, types_pb2
 from ps_server.core.commands import Staged
 from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
@@ -64,12 +65,12 @@ def pull_state(data: bytes) -> PullCall:
     return PullCall(*identity, 0, tuple(request.buckets), worker.lease_key, run=worker.run)
 
 
-def attach_request(data: bytes) -> tuple[str, int, int, str, bytes, bytes, str]:
-    """Returns job, rank, incarnation, location, nonce, lease key and run of an AttachSegmentRequest."""
+def attach_request(data: bytes) -> tuple[str, int, int, SegmentOffer, bytes, str]:
+    """Returns job, rank, incarnation, offer, lease key and run of an AttachSegmentRequest."""
     request = _parse(data_pb2.AttachSegmentRequest, data)
     worker = request.worker
-    identity = worker.job, worker.rank, worker.incarnation
-    return *identity, request.location, request.nonce, worker.lease_key, worker.run
+    offer = SegmentOffer(request.location, request.socket_inode, request.nonce)
+    return worker.job, worker.rank, worker.incarnation, offer, worker.lease_key, worker.run
 
 
 def _push(header: data_pb2.PushHeader, in_segment: bool, payload: memoryview | None) -> PushCall:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.errors import InvalidRequest, PSError, TryLater
 from ps_protocol.framing import Buffer
+from ps_protocol.segment_layout import SegmentOffer
 from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import Assign, BucketCommand, Commit, Draft, Stage, Staged
 from ps_server.core.requests import PullCall, Push, PushCall, PushedBucket, PushKind
@@ -57,14 +58,24 @@ class Pushes:
         finally:
             self._updates.lend(job, fresh)
 
-    def attach(self, job: HostedJob, rank: int, incarnation: int, location: str, nonce: bytes, key: bytes) -> None:
-        """Maps the segment that a live worker made. Raises NotShared if it is not to be seen from here."""
+    def attach(self, job: HostedJob, rank: int, incarnation: int, offer: SegmentOffer, key: bytes) -> None:
+        """Maps the segment that a live worker offers.
+
+        Raises NotShared if it cannot be had, TryLater while it is being had: a worker keeps one thread waiting at most.
+        """
         with job.lock:
             job.state.check_worker(rank, incarnation, key)
-        segment = attach(location, nonce, job.plan, self._shared_directory)
-        with job.lock:
-            job.state.check_worker(rank, incarnation, key)
-            job.segments[rank] = Attached(incarnation, segment)
+            if rank in job.attaching:
+                raise TryLater(f"worker {rank} is handing over a segment already")
+            job.attaching.add(rank)
+        try:
+            segment = attach(offer, job.plan, self._shared_directory)
+            with job.lock:
+                job.state.check_worker(rank, incarnation, key)
+                job.segments[rank] = Attached(incarnation, segment)
+        finally:
+            with job.lock:
+                job.attaching.discard(rank)
 
     def _stage_all(self, job: HostedJob, call: PushCall, principal: str, fresh: list[int]) -> list[Staged]:
         """Checks all, then stages each: one that is refused for what it holds leaves none behind.

@@ -1,4 +1,9 @@
-"""Mapping a worker's segment, without trusting what it says."""
+"""Mapping a worker's segment, without trusting what it says.
+
+The worker waits at a unix socket in the shared directory, whose name and inode it sends in a call. The shard connects
+there, proves by the nonce of that call that it is the one that was called, and receives a descriptor. So the shard
+listens nowhere, connects to nothing but sockets of its own user, and waits for one worker only as long as it says here.
+"""
 
 from __future__ import annotations
 
@@ -7,52 +12,51 @@ import hmac
 import mmap
 import os
 import re
-import stat
+import socket
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from ps_protocol.errors import NotShared
-from ps_protocol.segment_layout import MEMORY_FILE, NAME_PREFIX, NONCE_BYTES, SegmentMap, SegmentPlan
+from ps_protocol.segment_layout import (
+    HANDED_OVER,
+    HANDOVER_SECONDS,
+    NONCE_BYTES,
+    SOCKET_PREFIX,
+    SegmentMap,
+    SegmentOffer,
+    SegmentPlan,
+)
+from ps_runtime.local_sockets import connect, is_private_socket, opened, peer_of
 
-_MEMORY_FILE = re.compile(r"(\d{1,10})/(\d{1,10})")
-_NAME = re.compile(re.escape(NAME_PREFIX) + r"[0-9a-f]{32}")
+_NAME = re.compile(re.escape(SOCKET_PREFIX) + r"[0-9a-f]{32}")
 
 
-def attach(location: str, nonce: bytes, plan: SegmentPlan, directory: Path) -> SegmentMap:
-    """Maps the segment at a location, if it is the caller's, this user's alone, and as large as the job needs.
+def attach(offer: SegmentOffer, plan: SegmentPlan, directory: Path) -> SegmentMap:
+    """Maps the segment that a worker offers, if it can never shrink, and is as large as the job needs.
 
-    location: "PID/FD" or a bare file name in `directory`; anything else is refused, so that no peer can have another
-    file opened. Raises NotShared saying what was expected and what came.
+    directory: where workers make their sockets; only a bare name in it is looked for
+
+    Raises NotShared saying what was expected and what came, after HANDOVER_SECONDS at the latest.
     """
-    number = _MEMORY_FILE.fullmatch(location)
-    if number:
-        path = Path(f"/proc/{number[1]}/fd/{number[2]}")
-        flags = os.O_RDWR | os.O_NONBLOCK
-        _refuse_other_files(path, location)
-    elif _NAME.fullmatch(location):
-        path = directory / location
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
-    else:
-        raise NotShared(f"a segment is PID/FD or {NAME_PREFIX} and 32 hexadecimal digits, got {location[:80]!r}")
+    if not _NAME.fullmatch(offer.location):
+        raise NotShared(
+            f"a segment's location is {SOCKET_PREFIX} and 32 hexadecimal digits, got {offer.location[:80]!r}"
+        )
+    if len(offer.nonce) != NONCE_BYTES:
+        raise NotShared(f"a segment's nonce has {NONCE_BYTES} bytes, got {len(offer.nonce)}")
+    descriptor = _receive(offer, directory)
     try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC)
-    except OSError as error:
-        raise NotShared(f"the segment {location} cannot be opened here ({error.strerror})") from None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise NotShared(f"the segment {location} must be a file of this user alone (mode 0600)")
-        if status.st_size != plan.size:
-            raise NotShared(f"the segment {location} has {status.st_size} bytes where this job needs {plan.size}")
-        _refuse_shrinking(descriptor, location, bool(number))
+        _refuse_other_files(descriptor, plan.size)
         memory = mmap.mmap(descriptor, plan.size)
+    except OSError as error:
+        raise NotShared(f"the segment cannot be mapped for reading and writing ({error.strerror})") from None
     finally:
         os.close(descriptor)
-    if len(nonce) != NONCE_BYTES or not hmac.compare_digest(memory[:NONCE_BYTES], nonce):
+    if not hmac.compare_digest(memory[:NONCE_BYTES], offer.nonce):
         memory.close()
-        raise NotShared(f"the segment {location} is another one: its first {NONCE_BYTES} bytes differ")
+        raise NotShared(f"the segment is another one: its first {NONCE_BYTES} bytes are not the nonce")
     return SegmentMap(memory, plan)
 
 
@@ -67,17 +71,58 @@ def copy_out(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _refuse_other_files(path: Path, location: str) -> None:
-    """Raises NotShared for another kind of file: in another PID namespace the number may be of any process."""
+def _receive(offer: SegmentOffer, directory: Path) -> int:
+    """Returns the descriptor that the worker sends at its socket. Raises NotShared."""
+    where = f"the socket {offer.location} in {directory}"
     try:
-        target = path.readlink()
+        with opened(directory, offer.location) as file:
+            status = os.fstat(file)
+            if not is_private_socket(status):
+                raise NotShared(f"{where} must be a unix socket of this shard's user alone (mode 0600)")
+            if status.st_ino != offer.socket_inode:
+                raise NotShared(f"{where} is not the worker's: it has inode {status.st_ino}, not {offer.socket_inode}")
+            connection = connect(file, HANDOVER_SECONDS)
+        with connection:
+            if peer_of(connection).uid != os.geteuid():
+                raise NotShared(f"{where} is served by another user")
+            connection.sendall(offer.nonce)
+            return _one_descriptor(connection, where)
+    except TimeoutError:
+        raise NotShared(f"{where} gave nothing for {HANDOVER_SECONDS:g} s") from None
     except OSError as error:
-        raise NotShared(f"the segment {location} is not to be seen from here ({error.strerror})") from None
-    if not str(target).startswith(MEMORY_FILE):
-        raise NotShared(f"the segment {location} is no memory file of a worker")
+        raise NotShared(f"{where} cannot be reached from here ({error.strerror})") from None
 
 
-def _refuse_shrinking(descriptor: int, location: str, sealed: bool) -> None:
-    """Raises NotShared for a memory file that may shrink: reading beyond the end of a mapped file kills the reader."""
-    if sealed and not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise NotShared(f"the segment {location} must be sealed against shrinking")
+def _one_descriptor(connection: socket.socket, where: str) -> int:
+    """Returns the one descriptor that the next message holds. Raises NotShared, and keeps none, if it holds others."""
+    room = len(HANDED_OVER) + 1, 2  # for a byte and a descriptor too many
+    content, descriptors, flags, _ = socket.recv_fds(connection, *room, socket.MSG_CMSG_CLOEXEC)
+    if content == HANDED_OVER and len(descriptors) == 1 and not flags & socket.MSG_CTRUNC:
+        return descriptors[0]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    if not content:
+        raise NotShared(f"{where} was closed: it offers another segment")
+    raise NotShared(f"{where} must send a zero byte with one descriptor, got {content!r} with {len(descriptors)}")
+
+
+def _refuse_other_files(descriptor: int, size: int) -> None:
+    """Raises NotShared for what is no memory file of `size` bytes that has all its pages and keeps them.
+
+    Reading beyond the end of a mapped file kills the reader, and so does a huge page that is not there. The seals come
+    first: to ask for them never waits for whatever process is behind a file, as fstat may.
+    """
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        raise NotShared("the segment is no memory file (memfd_create)") from None
+    if not seals & fcntl.F_SEAL_SHRINK:  # nor can a file of a tmpfs have it
+        raise NotShared("the segment must be a memory file that is sealed against shrinking (F_SEAL_SHRINK)")
+    page = os.fstatvfs(descriptor).f_bsize
+    if page != mmap.PAGESIZE:
+        raise NotShared(f"the segment has pages of {page} bytes, and must have ordinary ones of {mmap.PAGESIZE}")
+    status = os.fstat(descriptor)
+    if status.st_size != size:
+        raise NotShared(f"the segment has {status.st_size} bytes where this job needs {size}")
+    if status.st_blocks * 512 < size:
+        raise NotShared(f"the segment has {status.st_blocks * 512} bytes of {size} in memory: allocate all (fallocate)")

@@ -6,6 +6,7 @@ connection.py     One incarnation of a worker in its job: its place, and the way
 transport.py      A transport is one way for buckets between a worker and one shard
 network.py        One way to a shard: buckets as gRPC messages
 shared_memory.py  The other way to a shard: buckets through memory that the worker shares with it
+segments.py       A segment: memory that the worker makes, and hands over to shards on its host
 calls.py          Calls to a shard: with bytes, through the one retry loop
 coordinator.py    Calls to the coordinator
 membership.py     A worker's place in its job: taken, kept by heartbeats, and taken again when it was lost

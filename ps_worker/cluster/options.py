@@ -21,7 +21,7 @@ class JobOptions:
     connect_timeout:  seconds without any progress after which a call gives up
     start_timeout:    seconds to wait until all declared workers have joined
     transport:        how buckets travel: "shm", "grpc", or "auto": shared memory with each shard that can see it
-    shared_directory: where that memory is a file if it must be
+    shared_directory: where shards on this host take that memory over
     access:           certificates and token that servers are called with
     launch:           what started this worker, and whether it takes over from another launch
     """

@@ -18,6 +18,7 @@ from ps_protocol.v1 import cluster_pb2, data_pb2, job_pb2, jobs_pb2, membership_
 from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
 from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
 from ps_protocol.v1.shard_pb2_grpc import ShardServiceStub
+from ps_protocol.versions import VERSION
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access
 from ps_server.config import ServerConfig
@@ -61,7 +62,8 @@ def joins(**fields: Any) -> membership_pb2.JoinRequest:
 
 
 def registers(metrics_address: str) -> cluster_pb2.RegisterShardRequest:
-    return cluster_pb2.RegisterShardRequest(index=0, address="127.0.0.1:1", metrics_address=metrics_address, process=1)
+    shard = {"index": 0, "address": "127.0.0.1:1", "process": 1, "protocol_version": VERSION}
+    return cluster_pb2.RegisterShardRequest(metrics_address=metrics_address, **shard)
 
 
 # By sentence: what its requests are refused with now.

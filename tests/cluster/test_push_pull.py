@@ -3,64 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import grpc
 import pytest
 import torch
 
 from ps_protocol.errors import InvalidRequest, NotFound, NotShared, OutOfOrder, PSError, UnknownWorker
-from ps_protocol.segment_layout import SegmentMap, segment_plan
-from ps_protocol.v1 import data_pb2
-from ps_protocol.v1.data_pb2_grpc import DataServiceStub
-from ps_runtime.channel import open_channel
-from ps_runtime.status import error_from
-from ps_worker.cluster.shared_memory import LocalSegment
 from tests.tools.cluster import Cluster, until
-from tests.tools.raw_worker import CALL_SECONDS, RawWorker, vector_job
+from tests.tools.sharing_worker import SharingWorker
 
 CELLS = 48  # three buckets, on one shard
-
-
-class Sharer:
-    """A worker by hand whose gradients and weights lie in a segment."""
-
-    def __init__(self, cluster: Cluster, job: str, rank: int = 0, world_size: int = 1) -> None:
-        self.raw = RawWorker(cluster.address, vector_job(job, "sync", CELLS, world_size), rank)
-        if rank == 0:
-            self.raw.initialise()
-        plan = segment_plan(self.raw.spec, self.raw.layout)
-        self._channel = open_channel(cluster.servers[0].address)
-        self._stub = DataServiceStub(self._channel)
-        segment = LocalSegment(plan.size, None)
-        self._stub.AttachSegment(
-            data_pb2.AttachSegmentRequest(worker=self.raw.identity(), location=segment.location, nonce=segment.nonce),
-            timeout=CALL_SECONDS,
-        )
-        segment.hide()
-        self.memory = SegmentMap(segment.memory, plan)
-
-    def exchange(self, clock: int, pushed: list[int], pulled: list[int], **other: Any) -> Any:
-        """Begins a call that pushes and pulls buckets; `other`: what it says of the worker."""
-        push = data_pb2.PushHeader(worker=self.raw.identity(**other), clock=clock)
-        for index in pushed:
-            push.buckets.add(bucket=index, kind=data_pb2.PUSH_KIND_GRADIENT)
-        request = data_pb2.ExchangeRequest(push=push, buckets=pulled, in_segment=data_pb2.InSegment())
-        return self._stub.Exchange(request, timeout=CALL_SECONDS)
-
-    def headers(self, call: Any) -> list[data_pb2.PulledBucket]:
-        """Of all buckets that the call brings. Raises the PSError that it ended with."""
-        try:
-            return [bucket for message in call for bucket in message.buckets]
-        except grpc.RpcError as error:
-            raise error_from(error, "shard") from None
-
-    def __enter__(self) -> Sharer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._channel.close()
-        self.raw.__exit__(None, None, None)
 
 
 @pytest.fixture(scope="module")
@@ -72,32 +23,35 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def alone(cluster: Cluster, job: str) -> Iterator[Sharer]:
-    with Sharer(cluster, job) as sharer:
+def alone(cluster: Cluster, job: str) -> Iterator[SharingWorker]:
+    with SharingWorker(cluster.address, job, CELLS) as sharer:
         yield sharer
 
 
 @pytest.fixture
-def both(cluster: Cluster, job: str) -> Iterator[list[Sharer]]:
-    with Sharer(cluster, job, 0, 2) as first, Sharer(cluster, job, 1, 2) as second:
+def both(cluster: Cluster, job: str) -> Iterator[list[SharingWorker]]:
+    with (
+        SharingWorker(cluster.address, job, CELLS, 0, 2) as first,
+        SharingWorker(cluster.address, job, CELLS, 1, 2) as second,
+    ):
         yield [first, second]
 
 
-def test_weights_come_with_the_update_of_the_same_call(alone: Sharer) -> None:
+def test_weights_come_with_the_update_of_the_same_call(alone: SharingWorker) -> None:
     alone.memory.gradients["float32"][:CELLS] = torch.arange(CELLS).float()
     found = alone.headers(alone.exchange(1, [0, 1, 2], [0, 1, 2]))
     assert [(header.bucket, header.version) for header in found] == [(0, 1), (1, 1), (2, 1)]
     assert torch.equal(alone.memory.weights["float32"][:CELLS], -torch.arange(CELLS).float())
 
 
-def test_a_repeat_is_not_applied_and_brings_the_weights_all_the_same(alone: Sharer) -> None:
+def test_a_repeat_is_not_applied_and_brings_the_weights_all_the_same(alone: SharingWorker) -> None:
     alone.memory.gradients["float32"][:CELLS] = 1.0
     for pushed in ([0, 1], [0, 1, 2], [0, 1, 2]):  # as if the answer to the first were lost
         alone.headers(alone.exchange(1, pushed, pushed))
     assert torch.equal(alone.memory.weights["float32"][:CELLS], torch.full((CELLS,), -1.0))
 
 
-def test_who_waits_for_others_is_told_that_its_pushes_are_staged_and_since_when(both: list[Sharer]) -> None:
+def test_who_waits_for_others_is_told_that_its_pushes_are_staged_and_since_when(both: list[SharingWorker]) -> None:
     first, second = both
     call = first.exchange(1, [0, 1, 2], [0, 1, 2])
     told = next(call)
@@ -125,7 +79,7 @@ def test_who_waits_for_others_is_told_that_its_pushes_are_staged_and_since_when(
     ],
 )
 def test_what_is_wrong_changes_nothing(
-    alone: Sharer, clock: int, pushed: list[int], pulled: list[int], other: dict[str, int], error: type[PSError]
+    alone: SharingWorker, clock: int, pushed: list[int], pulled: list[int], other: dict[str, int], error: type[PSError]
 ) -> None:
     alone.memory.gradients["float32"][:CELLS] = 1.0
     with pytest.raises(error):
@@ -134,14 +88,14 @@ def test_what_is_wrong_changes_nothing(
     assert torch.equal(alone.memory.weights["float32"][:CELLS], torch.full((CELLS,), -1.0))
 
 
-def test_without_a_segment_it_is_refused(alone: Sharer) -> None:
+def test_without_a_segment_it_is_refused(alone: SharingWorker) -> None:
     alone.raw.join()  # as a new incarnation, which has attached none
     with pytest.raises(NotShared):
         alone.headers(alone.exchange(1, [0], []))
 
 
 def test_a_worker_that_is_cut_off_while_it_waits_leaves_what_it_pushed(
-    cluster: Cluster, job: str, both: list[Sharer]
+    cluster: Cluster, job: str, both: list[SharingWorker]
 ) -> None:
     first, second = both
     first.memory.gradients["float32"][:CELLS] = 3.0

@@ -253,6 +253,22 @@ def test_in_an_elastic_job_a_worker_asks_for_the_rank_it_had(cluster: Cluster, c
 # -- who gives up ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_worker_that_one_shard_does_not_count_any_more_joins_again(
+    make_cluster: Callable[..., Cluster], mode: str
+) -> None:
+    """The coordinator died between telling a shard and writing that down: its successor takes the worker for live."""
+    cluster = make_cluster()
+    with cluster.connect(mode) as session:
+        worker = Worker(session)
+        worker.step()
+        incarnation = cluster.coordinator.job("default").members.all()[0].incarnation
+        cluster.shards[1].remove_worker("default", 0, incarnation)
+        for _ in range(3):
+            worker.step()
+        assert cluster.coordinator.job("default").members.all()[0].incarnation > incarnation
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_worker_whose_rank_another_process_took_gives_up(cluster: Cluster, cable: Cable, mode: str) -> None:
     with session_at(cable.address, mode, 0, world_size=1) as session:

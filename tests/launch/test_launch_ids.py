@@ -22,6 +22,7 @@ from ps_runtime import launch_id
 from ps_server.coordinator import state_file
 from ps_server.coordinator.saved_job import SavedJob
 from ps_server.coordinator.state_file import StateFile
+from ps_server.coordinator.timing import Timing
 from ps_server.core.membership import JoinRequest, Member
 from ps_server.ops import status
 from ps_server.storage.checkpoints import seal

@@ -30,7 +30,8 @@ COMPOSE = "docker-compose.yml"
 OVERLAYS = GPU, GRAFANA = ("docker-compose.gpu.yml", "docker-compose.grafana.yml")
 SHARDS = ("shard-0", "shard-1")
 SERVERS = ("coordinator", *SHARDS)
-UNPROBED = ("worker", "certs")
+UNPROBED = ("worker", "certs", "certs-renewal", "admin")
+ALL_OURS = (*SERVERS, *UNPROBED)
 DASHBOARD = ROOT / "deploy/grafana/dashboards/parameter-server.json"
 DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
 
@@ -55,6 +56,9 @@ SD = "https://coordinator:9100/sd"
 HEALTHY = {"condition": "service_healthy"}
 
 
+PRIVATE = "size=1m,mode=0700,uid=10001,gid=10001"
+
+
 def certificates(of: str) -> dict[str, str]:
     return {"PS_TLS_CERT": f"/certs/{of}.pem", "PS_TLS_KEY": f"/certs/{of}.key", "PS_TLS_CA": "/certs/ca.pem"}
 
@@ -70,15 +74,29 @@ PROMISES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     (COMPOSE, ("worker",), {"entrypoint": ["ps-worker"], "deploy": {"replicas": 2}, "container_name": None}),
     # One service builds the image, and none pulls it.
     (COMPOSE, ("coordinator",), {"build": {"dockerfile": "deploy/Dockerfile"}}),
-    (COMPOSE, (*SHARDS, "worker", "certs", "prometheus"), {"build": None}),
-    (COMPOSE, (*SERVERS, "worker", "certs"), {"pull_policy": "never", "image": "ps-torch:local"}),
+    (COMPOSE, (*SHARDS, *UNPROBED, "prometheus"), {"build": None}),
+    (COMPOSE, ALL_OURS, {"pull_policy": "never", "image": "ps-torch:local"}),
     # Each process sees its own certificates and no other's; shards and workers share memory.
     (COMPOSE, SERVERS, {"environment": {**certificates("server"), "PS_TOKENS": "/certs/roles"}}),
-    (COMPOSE, SERVERS, {"volumes": ["server-certs:/certs:ro"]}),
-    (COMPOSE, ("worker",), {"environment": {**certificates("client"), "PS_TOKENS": None}}),
-    (COMPOSE, ("worker",), {"volumes": ["client-certs:/certs:ro"]}),
+    *((COMPOSE, (name,), {"volumes": [f"{name}-certs:/certs:ro"]}) for name in SERVERS),
+    (COMPOSE, ("worker",), {"environment": {**certificates("worker"), "PS_TOKENS": None}}),
+    (COMPOSE, ("worker",), {"volumes": ["worker-certs:/certs:ro"]}),
+    # An admin's key is in no container that runs by itself.
+    (COMPOSE, ("admin",), {"environment": certificates("admin"), "profiles": ["admin"]}),
+    (COMPOSE, ("admin",), {"volumes": ["admin-certs:/certs:ro"]}),
+    # Certificates are renewed while the cluster runs, by containers without a network.
+    (COMPOSE, ("certs-renewal",), {"command": ["--every=43200"], "restart": "unless-stopped"}),
+    (COMPOSE, ("certs", "certs-renewal"), {"network_mode": "none", "networks": None}),
+    # Two networks: Grafana is out of the workers' reach. Connections are files.
+    (COMPOSE, (*SERVERS, "worker", "admin"), {"networks": ["data"]}),
+    (COMPOSE, ("prometheus",), {"networks": ["data", "monitoring"]}),
+    (GRAFANA, ("grafana",), {"networks": ["monitoring"]}),
+    (COMPOSE, (*SERVERS, "prometheus"), {"ulimits": {"nofile": {"hard": 16384}}}),
+    (PROMETHEUS, (), {"rule_files": ["alerts.yml"]}),
     (COMPOSE, ("prometheus",), {"volumes": ["reader-certs:/certs:ro"]}),
     (COMPOSE, (*SHARDS, "worker"), {"volumes": ["shared:/shared"], "environment": {"PS_SHARED_DIRECTORY": "/shared"}}),
+    # The shared directory is memory that only our user enters. It holds sockets: a file there could be cut short.
+    (COMPOSE, (), {"volumes": {"shared": {"driver_opts": {"type": "tmpfs", "o": PRIVATE}}}}),
     # The overlay for GPUs changes workers alone, and gives them an image of their own.
     (GPU, (), {"services": dict.fromkeys({*services()} - {"worker"})}),
     (GPU, ("worker",), {"image": "ps-torch:local-cuda", "build": {"args": {"TORCH": re.compile("torch.*")}}}),
@@ -109,6 +127,7 @@ LOCKED_DOWN = {
     "cap_add": None,
     "security_opt": ["no-new-privileges:true"],
     "mem_limit": re.compile(r"\d+[mg]"),
+    "logging": {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}},
     "privileged": None,
 }
 
@@ -135,6 +154,8 @@ def test_the_files_say_what_is_promised(file: str, names: tuple[str, ...], expec
 def test_every_container_is_locked_down_and_publishes_ports_on_this_machine_only(name: str) -> None:
     service = services()[name]
     assert {key for key, value in LOCKED_DOWN.items() if differs(service, {key: value})} == set()
+    assert service["pids_limit"] <= 2048
+    assert "cpus" in service or name not in services(), "limited, or a setting"
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
 
 
@@ -154,9 +175,43 @@ def test_the_image_runs_our_commands_as_a_user(text: str, pattern: str) -> None:
     assert re.search(pattern, text, re.MULTILINE)
 
 
-def test_certificates_are_made_for_every_server() -> None:
-    command = read(COMPOSE)["services"]["certs"]["command"]
-    assert [command[at + 1] for at, word in enumerate(command) if word == "--host"] == list(SERVERS)
+def held_by(name: str) -> set[str]:
+    """The volumes of certificates that a container sees."""
+    volumes = read(COMPOSE)["services"][name].get("volumes", [])
+    return {volume.split(":")[0] for volume in volumes if volume.split(":")[0] == "ca" or "-certs:" in volume}
+
+
+@pytest.mark.parametrize("name", ["certs", "certs-renewal"])
+def test_certificates_are_made_for_every_holder(name: str, tmp_path: Path) -> None:
+    from ps_server.cli import parser
+    from ps_server.ops import dev_certs
+
+    service = read(COMPOSE)["services"][name]
+    given = parser().parse_args(service["command"])
+    assert given.host == list(SERVERS)
+    dev_certs.write(tmp_path, given.host, split=given.split)
+    made = {path.name for path in tmp_path.iterdir()}
+    folders = {
+        volume.split(":")[1].removeprefix("/new-certs/") for volume in service["volumes"] if "new-certs" in volume
+    }
+    assert folders == made, "each in a volume of its own"
+    holders = {holder for holder in read(COMPOSE)["services"] if held_by(holder)} - {"certs", "certs-renewal"}
+    assert holders == {*SERVERS, "worker", "admin", "prometheus"}
+    for holder in holders:
+        assert len(held_by(holder)) == 1, f"{holder} sees its own key and no other"
+        assert "ca" not in held_by(holder), "the CA's key could make any certificate"
+    made_by_image = re.findall(r"/new-certs/([\w-]+)", DOCKERFILE.replace("shard-%g", "shard-0 /new-certs/shard-1"))
+    assert made <= set(made_by_image), "a volume takes its owner from the image"
+
+
+def test_an_alert_fires_a_week_before_a_certificate_ends() -> None:
+    [group] = read("deploy/prometheus/alerts.yml")["groups"][:1]
+    [rule] = [rule for rule in group["rules"] if rule["alert"] == "PsCertificateEndsSoon"]
+    metric, _, limit = rule["expr"].partition(" - time() < ")
+    registered = (ROOT / "ps_runtime/metrics.py").read_text()
+    assert f'"{metric}"' in registered
+    days, hours, seconds = (int(number) for number in limit.split(" * "))
+    assert days * hours * seconds == 7 * 86400
 
 
 def test_nothing_is_killed_while_it_stops() -> None:
@@ -246,6 +301,10 @@ def promtool() -> Callable[..., None]:
 
 def test_promtool_accepts_the_configuration(promtool: Callable[..., None]) -> None:
     promtool("config", "--syntax-only", ROOT / "deploy/prometheus/prometheus.yml")
+
+
+def test_promtool_accepts_the_alerts(promtool: Callable[..., None]) -> None:
+    promtool("rules", ROOT / "deploy/prometheus/alerts.yml")
 
 
 def test_promtool_parses_every_query_of_the_dashboard(promtool: Callable[..., None], tmp_path: Path) -> None:
@@ -400,7 +459,7 @@ class TestDeployment:
         assert eventually(healthy), deployment("ps")
         for name, container in deployment.containers():
             mounts = {it["Destination"]: it["RW"] for it in container["Mounts"]}
-            assert name == "certs" or mounts["/certs"] is False, "nobody else can change the certificates"
+            assert name.startswith("certs") or mounts["/certs"] is False, "only these can change the certificates"
             assert ("/shared" in mounts) == (name == "worker" or name.startswith("shard"))
         for name in (*SERVERS, "worker", "prometheus"):
             assert int(deployment("exec", "-T", name, "id", "-u")) > 0
@@ -415,12 +474,21 @@ class TestDeployment:
         assert eventually(lambda: len(deployment.series("ps_push_total{job='compose', role='shard'}")) >= 2)
         steps = "ps_worker_steps_total{job='compose', role='worker'}"
         assert eventually(lambda: {it["rank"] for it in deployment.series(steps)} == {"0", "1"})
+        ends = "ps_certificate_expiry_timestamp_seconds{file!='/certs/ca.pem'} > time() + 300 * 86400"
+        assert eventually(lambda: len(deployment.series(ends)) == len(everyone)), deployment.series(ends)
+
+    def test_a_workers_certificate_ends_no_job(self, deployment: Deployment) -> None:
+        end = ("ps-server", "end", "--server", "coordinator:50051", "--job", "compose")
+        deployment("exec", "-T", "worker", *end, check=False)
+        assert deployment.all_advance(), "the job goes on"
+        status = ("run", "--rm", "-T", "admin", "status", "--server", "coordinator:50051")
+        assert "compose" in deployment(*status), "an admin's certificate is known"
 
     def test_nobody_has_the_key_of_another(self, deployment: Deployment) -> None:
         for name, key in (
             ("coordinator", "server"),
             ("shard-1", "server"),
-            ("worker", "client"),
+            ("worker", "worker"),
             ("prometheus", "reader"),
         ):
             keys = [word for word in deployment("exec", "-T", name, "ls", "/certs").split() if word.endswith(".key")]

@@ -35,7 +35,7 @@ from tests.tools.cluster import Cluster
 ROOT = Path(__file__).parents[2]
 PROTOS = sorted((ROOT / "proto" / "ps_protocol").rglob("*.proto"))
 GENERATED = ROOT / "ps_protocol" / "v1"
-GENERATOR = "1.64.3"  # of grpcio-tools; as old as the oldest protobuf and grpcio that pyproject.toml allows
+GENERATOR = "1.84.0"  # of grpcio-tools; as old as the oldest protobuf and grpcio that pyproject.toml allows
 
 
 # -- the generated code ----------------------------------------------------------------------------------------------

@@ -164,12 +164,27 @@ def test_a_certificate_says_who_calls(make_cluster: MakeCluster, tmp_path: Path)
     cluster = make_cluster(
         tls=Tls(certs / "server.pem", certs / "server.key", certs / "ca.pem"), tokens=certs / "roles"
     )
-    files = {"tls_cert": certs / "client.pem", "tls_key": certs / "client.key", "tls_ca": certs / "ca.pem"}
+    files = {"tls_cert": certs / "worker.pem", "tls_key": certs / "worker.key", "tls_ca": certs / "ca.pem"}
     _train(cluster, "any", **files)
-    mine = access(certs / "client.pem", certs / "client.key", certs / "ca.pem")
-    with open_channel(cluster.address, mine) as channel, pytest.raises(grpc.RpcError) as caught:
+    worker, reader, admin = (
+        access(certs / f"{role}.pem", certs / f"{role}.key", certs / "ca.pem") for role in ("worker", "reader", "admin")
+    )
+    with open_channel(cluster.address, worker) as channel, pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary("/ps_protocol.v1.ShardService/DropJob")(b"", timeout=SECONDS)
     assert isinstance(error_from(caught.value, "it"), Forbidden)
+    for other in (worker, reader):
+        with pytest.raises(Forbidden):
+            status.end_job(cluster.address, "another's", other)
+        with pytest.raises(Forbidden):
+            status.checkpoint_job(cluster.address, "another's", other)
+    with pytest.raises(Forbidden):
+        status.fetch(cluster.address, worker)
+    for looks in (reader, admin):
+        assert status.fetch(cluster.address, looks)["shards"]
+    with pytest.raises(LookupError):
+        status.end_job(cluster.address, "another's", admin)
+    with pytest.raises(Forbidden):
+        _train(cluster, "more", **{key: Path(str(path).replace("worker", "admin")) for key, path in files.items()})
     (certs / "roles").write_text("cn:another admin\ncn:ps-server cluster\n")
 
 
@@ -245,7 +260,7 @@ def in_the_name_of(worker: types_pb2.WorkerIdentity) -> Iterator[tuple[str, Any]
     yield "MembershipService/Leave", membership_pb2.LeaveRequest(worker=worker)
     yield "MembershipService/SaveWorkerState", membership_pb2.SaveWorkerStateRequest(worker=worker)
     yield "RoundService/GatherValues", rounds_pb2.GatherValuesRequest(worker=worker, round=1)
-    segment = {"location": "1/1", "nonce": bytes(32)}
+    segment = {"location": "ps-torch-" + "0" * 32, "nonce": bytes(32), "socket_inode": 1}
     yield "DataService/AttachSegment", data_pb2.AttachSegmentRequest(worker=worker, **segment)
     for place in ({}, {"in_segment": here}):
         yield "DataService/Push", data_pb2.PushRequest(header=push, **place)

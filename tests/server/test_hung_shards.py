@@ -18,6 +18,7 @@ from ps_protocol.errors import NotFound, TryLater, UnknownWorker
 from ps_protocol.job import JobSpec
 from ps_runtime import background
 from ps_server.coordinator.coordinator import Coordinator
+from ps_server.coordinator.expiry import Expiry
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.timing import Timing
@@ -369,6 +370,22 @@ def test_an_error_in_one_job_is_counted_and_keeps_no_other_from_its_turn(
     cluster.coordinator.expire_workers()
     assert background.errors()["leases"] == before + 1
     assert not cluster.coordinator.job("b").members.all()
+
+
+def test_a_coordinator_that_stood_still_ends_no_lease_because_of_it(cluster: OneProcess) -> None:
+    worker = DirectWorker(cluster, vector_job("job", "async", CELLS, 0), 0)
+    members = cluster.coordinator.job("job").members
+    expiry = Expiry(cluster.coordinator.jobs, cluster.coordinator._cluster, background.Background())
+    expiry.look_regularly()
+    cluster.clock.seconds += 30  # of a lease of 10
+    expiry.look_regularly()
+    assert [member.rank for member in members.all()] == [0]
+    members.heartbeat(0, worker.place.member.incarnation, 0, worker.place.member.key)
+    for _ in range(10):
+        assert members.all()
+        cluster.clock.seconds += 1
+        expiry.look_regularly()
+    assert not members.all()
 
 
 def test_a_thread_goes_on_after_an_error() -> None:

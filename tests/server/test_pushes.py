@@ -12,10 +12,11 @@ import pytest
 from ps_protocol.errors import Backlogged, InvalidRequest, NonFiniteGradient, PSError
 from ps_protocol.layout import bucket_layout
 from ps_protocol.segment_layout import SegmentMap, segment_plan
+from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
 from ps_server.shard.shard import Shard
 from ps_server.shard.waiting import Answer, Notice
-from ps_worker.cluster.shared_memory import LocalSegment
+from ps_worker.cluster.segments import LocalSegment
 from tests.simulation.simulator import call_of, job_spec, payload, push
 from tests.tools.partitions import lone_shard
 
@@ -57,9 +58,9 @@ def lend_segment(shard: Shard) -> None:
     """Worker 1 attaches a segment with gradients of 3."""
     spec = job_spec("sync")
     plan = segment_plan(spec, bucket_layout(spec.parameters, spec.bucket_bytes))
-    segment = LocalSegment(plan.size, None)
+    segment = LocalSegment(plan.size, DEFAULT_SHARED_DIRECTORY)
     SegmentMap(segment.memory, plan).gradients["float32"][:] = 3.0
-    shard.attach("sums", 1, 2, segment.location, segment.nonce)
+    shard.attach("sums", 1, 2, segment.offer)
     segment.hide()
 
 

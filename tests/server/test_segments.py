@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import array
+import contextlib
+import errno
+import fcntl
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,16 +22,24 @@ from ps_protocol.errors import NonFiniteGradient, NotShared
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
-from ps_protocol.segment_layout import NAME_PREFIX, SegmentMap, SegmentPlan, segment_plan
+from ps_protocol.segment_layout import NONCE_BYTES, SOCKET_PREFIX, SegmentMap, SegmentOffer, SegmentPlan, segment_plan
+from ps_runtime import local_sockets
+from ps_runtime.memory import free_bytes
 from ps_server.core.requests import PullCall
+from ps_server.shard import segments
 from ps_server.shard.job import HostedJob
 from ps_server.shard.segments import attach
 from ps_server.shard.waiting import Outbox, Pull
 from ps_worker.cluster import shared_memory
-from ps_worker.cluster.shared_memory import LocalSegment, remove_leftovers
+from ps_worker.cluster.segments import LocalSegment
 from tests.tools.cluster import Cluster, until
 
 MakeCluster = Callable[..., Cluster]
+SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+NONCE = bytes(range(NONCE_BYTES))
+NAME = SOCKET_PREFIX + "0" * 32
+STRANGER = 65534  # a user that is not this one
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
 
 
 @pytest.fixture
@@ -36,108 +50,459 @@ def plan() -> SegmentPlan:
     return segment_plan(spec, bucket_layout(spec.parameters, spec.bucket_bytes))
 
 
-@pytest.mark.parametrize("as_file", [False, True], ids=["memory file", "file in a directory"])
-def test_both_ends_see_the_same_memory(plan: SegmentPlan, tmp_path: Path, as_file: bool) -> None:
-    segment = LocalSegment(plan.size, tmp_path if as_file else None)
-    there = attach(segment.location, segment.nonce, plan, tmp_path)
-    segment.hide()
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A shared directory whose path is longer than a socket's address may be."""
+    path = tmp_path / ("d" * 120)
+    path.mkdir()
+    return path
+
+
+def open_files() -> list[str]:
+    """What this process has open. Sockets left out: the threads of a hidden segment close theirs in a moment."""
+    files = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            files.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return sorted(file for file in files if not file.startswith("socket:"))
+
+
+def test_both_ends_see_the_same_memory_and_nothing_is_left_of_the_handover(plan: SegmentPlan, directory: Path) -> None:
+    before = open_files()
+    with LocalSegment(plan.size, directory) as segment:
+        there = attach(segment.offer, plan, directory)
     here = SegmentMap(segment.memory, plan)
     here.gradients["float32"][:1000] = 3.0
     there.weights["float32"][:1000] = there.gradients["float32"][:1000] + 1
     assert torch.equal(here.weights["float32"][:1000], torch.full((1000,), 4.0))
     assert torch.equal(there.gradients["float32"][:1000], torch.full((1000,), 3.0)), "they do not overlap"
-    assert segment.memory[: len(segment.nonce)] == segment.nonce
-    assert list(tmp_path.iterdir()) == []
+    assert segment.memory[:NONCE_BYTES] == segment.offer.nonce
+    assert list(directory.iterdir()) == []
+    assert open_files() == sorted([*before, *["/memfd:ps-torch (deleted)"] * 2]), "one in each mapping"
+
+
+def test_several_shards_attach_the_same_segment_at_once(plan: SegmentPlan, directory: Path) -> None:
+    with LocalSegment(plan.size, directory) as segment:
+        maps = [attach(segment.offer, plan, directory) for _ in range(3)]
+    maps[0].gradients["float32"][7] = 5.0
+    assert [each.gradients["float32"][7] for each in maps] == [5.0] * 3
 
 
 # -- what a shard refuses to map -------------------------------------------------------------------------------------
 
-Handed = tuple[str, bytes]  # location and nonce, as a worker sends them
-NAME = NAME_PREFIX + "0" * 32
+Give = Callable[[socket.socket, SegmentPlan, Path], None]
 
 
-def handed(segment: LocalSegment) -> Handed:
-    return segment.location, segment.nonce
+@contextlib.contextmanager
+def giver(directory: Path, plan: SegmentPlan, give: Give, backlog: int = 8) -> Iterator[SegmentOffer]:
+    """A socket at which one process is given something else than it should be."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        os.fchmod(listener.fileno(), 0o600)
+        folder = os.open(directory, os.O_PATH)
+        listener.bind(f"/proc/self/fd/{folder}/{NAME}")
+        os.close(folder)
+        listener.listen(backlog)
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):  # nobody came
+                connection, _ = listener.accept()
+                with connection:
+                    assert connection.recv(NONCE_BYTES, socket.MSG_WAITALL) == NONCE
+                    give(connection, plan, directory)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield SegmentOffer(NAME, (directory / NAME).lstat().st_ino, NONCE)
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
-def readable_by_others(plan: SegmentPlan, path: Path) -> Handed:
-    segment = LocalSegment(plan.size, path)
-    (path / segment.location).chmod(0o644)
-    return handed(segment)
+def send(connection: socket.socket, content: bytes, *descriptors: int) -> None:
+    """Sends them in one message, and closes them here."""
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    connection.sendmsg([content], ancillary)
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
-def link(plan: SegmentPlan, path: Path) -> Handed:
-    (path / NAME).symlink_to("/etc/passwd")
-    return NAME, bytes(32)
+def memory_file(size: int, seals: int = SEALED, nonce: bytes = NONCE, allocated: bool = True, flags: int = 0) -> int:
+    descriptor = os.memfd_create("ps-torch", os.MFD_ALLOW_SEALING | flags)
+    os.ftruncate(descriptor, size)
+    if allocated:
+        os.posix_fallocate(descriptor, 0, size)
+    if not flags:
+        os.pwrite(descriptor, nonce, 0)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
 
 
-def hidden(plan: SegmentPlan, path: Path) -> Handed:
-    segment = LocalSegment(plan.size, path)
-    segment.hide()
-    return handed(segment)
+def file_of(directory: Path, plan: SegmentPlan) -> int:
+    (directory / "file").write_bytes(NONCE + bytes(plan.size - NONCE_BYTES))
+    return os.open(directory / "file", os.O_RDWR)
 
 
-def of_a_dead_process(plan: SegmentPlan, path: Path) -> Handed:
-    script = "import os, sys; print(f'{os.getpid()}/{os.memfd_create(sys.argv[1])}')"
-    child = subprocess.run([sys.executable, "-c", script, "ps-torch"], stdout=subprocess.PIPE, text=True, check=True)
-    return child.stdout.strip(), bytes(32)
+def tmpfs_file(plan: SegmentPlan) -> int:
+    """As shared memory was once handed over: it can be cut short at any time."""
+    path = Path("/dev/shm") / (SOCKET_PREFIX + os.urandom(16).hex())
+    path.write_bytes(NONCE + bytes(plan.size - NONCE_BYTES))
+    try:
+        return os.open(path, os.O_RDWR)
+    finally:
+        path.unlink()
 
 
-def unsealed(plan: SegmentPlan, path: Path) -> Handed:
-    descriptor = os.memfd_create("ps-torch")
-    os.ftruncate(descriptor, plan.size)
-    os.fchmod(descriptor, 0o600)
-    return f"{os.getpid()}/{descriptor}", bytes(32)
+def read_only(plan: SegmentPlan) -> int:
+    descriptor = memory_file(plan.size)
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+    finally:
+        os.close(descriptor)
 
 
-def other_file_of_the_process(plan: SegmentPlan, path: Path) -> Handed:
-    (path / "secret").write_bytes(bytes(plan.size))
-    return f"{os.getpid()}/{os.open(path / 'secret', os.O_RDWR)}", bytes(32)
+GIVEN: dict[str, tuple[Give, str]] = {
+    "nothing": (lambda to, plan, path: None, "was closed"),
+    "garbage": (lambda to, plan, path: send(to, b"xx"), "zero byte with one descriptor, got b'xx' with 0"),
+    "no descriptor": (lambda to, plan, path: send(to, b"\0"), "zero byte with one descriptor, got .* with 0"),
+    "two descriptors": (
+        lambda to, plan, path: send(to, b"\0", memory_file(plan.size), memory_file(plan.size)),
+        "zero byte with one descriptor, got .* with 2",
+    ),
+    "a hundred descriptors": (
+        lambda to, plan, path: send(to, b"\0", *(memory_file(4096) for _ in range(100))),
+        "zero byte with one descriptor, got .* with 2",
+    ),
+    "another byte": (lambda to, plan, path: send(to, b"\1", memory_file(plan.size)), "zero byte with one descriptor"),
+    "more bytes": (lambda to, plan, path: send(to, b"\0\0", memory_file(plan.size)), "zero byte with one descriptor"),
+    "a file": (lambda to, plan, path: send(to, b"\0", file_of(path, plan)), "memory file"),
+    "a file of a tmpfs": (lambda to, plan, path: send(to, b"\0", tmpfs_file(plan)), "sealed against shrinking"),
+    "a directory": (lambda to, plan, path: send(to, b"\0", os.open(path, os.O_RDONLY)), "no memory file"),
+    "a pipe": (lambda to, plan, path: send(to, b"\0", os.open("/dev/zero", os.O_RDWR)), "no memory file"),
+    "one that may shrink": (
+        lambda to, plan, path: send(to, b"\0", memory_file(plan.size, fcntl.F_SEAL_GROW)),
+        "sealed against shrinking",
+    ),
+    "one that cannot be written": (lambda to, plan, path: send(to, b"\0", read_only(plan)), "reading and writing"),
+    "one sealed against writing": (
+        lambda to, plan, path: send(to, b"\0", memory_file(plan.size, SEALED | fcntl.F_SEAL_WRITE)),
+        "reading and writing",
+    ),
+    "a smaller one": (
+        lambda to, plan, path: send(to, b"\0", memory_file(plan.size - 4096)),
+        "has 8192 bytes where this job needs 12288",
+    ),
+    "a larger one": (
+        lambda to, plan, path: send(to, b"\0", memory_file(plan.size + 4096)),
+        "has 16384 bytes where this job needs 12288",
+    ),
+    "one with holes": (
+        lambda to, plan, path: send(to, b"\0", memory_file(plan.size, allocated=False)),
+        "allocate all",
+    ),
+    "another segment": (
+        lambda to, plan, path: send(to, b"\0", memory_file(plan.size, nonce=bytes(NONCE_BYTES))),
+        "are not the nonce",
+    ),
+    "huge pages": (
+        lambda to, plan, path: send(
+            to, b"\0", memory_file(2**21, fcntl.F_SEAL_SHRINK, allocated=False, flags=os.MFD_HUGETLB)
+        ),
+        "has pages of 2097152 bytes",
+    ),
+}
+
+
+def test_what_the_contract_says_byte_by_byte_is_taken(plan: SegmentPlan, directory: Path) -> None:
+    """Without a line of the worker's: see AttachSegmentRequest in data.proto."""
+    with giver(directory, plan, lambda to, plan, path: send(to, b"\0", memory_file(plan.size))) as offer:
+        segment = attach(offer, plan, directory)
+    assert torch.equal(segment.gradients["float32"][:1000], torch.zeros(1000))
+
+
+@pytest.mark.parametrize(("give", "says"), GIVEN.values(), ids=GIVEN.keys())
+def test_what_is_no_segment_of_this_job_is_refused_and_nothing_of_it_is_kept(
+    plan: SegmentPlan, directory: Path, give: Give, says: str
+) -> None:
+    before = open_files()
+    with giver(directory, plan, give) as offer, pytest.raises(NotShared, match=says):
+        attach(offer, plan, directory)
+    assert open_files() == before
+
+
+def test_a_worker_that_sends_nothing_is_not_waited_for(
+    plan: SegmentPlan, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "HANDOVER_SECONDS", 0.1)
+    given_up = threading.Event()
+    with giver(directory, plan, lambda *_: given_up.wait(30.0) and None) as offer:
+        with pytest.raises(NotShared, match=r"gave nothing for 0.1 s"):
+            attach(offer, plan, directory)
+        given_up.set()
+
+
+def test_a_socket_with_too_many_callers_is_refused_at_once(plan: SegmentPlan, directory: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as stack:
+        os.fchmod(listener.fileno(), 0o600)
+        monitored = os.open(directory, os.O_PATH)
+        listener.bind(f"/proc/self/fd/{monitored}/{NAME}")
+        os.close(monitored)
+        listener.listen(1)
+        file = stack.enter_context(local_sockets.opened(directory, NAME))
+        for _ in range(2):
+            stack.enter_context(local_sockets.connect(file, 1.0))
+        with pytest.raises(NotShared, match="temporarily unavailable"):
+            attach(SegmentOffer(NAME, os.fstat(file).st_ino, NONCE), plan, directory)
+
+
+# -- what a shard refuses to connect to ------------------------------------------------------------------------------
+
+
+def link(path: Path) -> None:
+    (path / "socket").touch()
+    (path / NAME).symlink_to(path / "socket")
+
+
+def bound(path: Path, mode: int = 0o600) -> None:
+    """A socket at which nobody listens."""
+    with socket.socket(socket.AF_UNIX) as dead:
+        folder = os.open(path, os.O_PATH)
+        dead.bind(f"/proc/self/fd/{folder}/{NAME}")
+        os.close(folder)
+    (path / NAME).chmod(mode)
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda plan, path: handed(LocalSegment(plan.size - 4096, path)), "bytes where this job needs"),
-        (lambda plan, path: (LocalSegment(plan.size, path).location, bytes(32)), "another one"),
-        (lambda plan, path: ("../" + NAME, bytes(32)), "PID/FD or"),
-        (readable_by_others, "mode 0600"),
-        (link, "cannot be opened"),
-        (hidden, "cannot be opened"),
-        (of_a_dead_process, "not to be seen"),
-        (unsealed, "sealed"),
-        (other_file_of_the_process, "no memory file"),
+        (lambda path: None, "No such file"),
+        (lambda path: (path / NAME).write_bytes(bytes(12288)), "must be a unix socket"),
+        (lambda path: (path / NAME).mkdir(mode=0o700), "must be a unix socket"),
+        (lambda path: os.mkfifo(path / NAME, 0o600), "must be a unix socket"),
+        (link, "must be a unix socket"),
+        (lambda path: bound(path, 0o666), "this shard's user alone"),
+        (bound, "Connection refused"),
     ],
+    ids=["nothing", "file", "directory", "pipe", "link", "one that others can reach", "one of a dead process"],
 )
-def test_what_is_no_segment_of_this_worker_is_refused(
-    plan: SegmentPlan, tmp_path: Path, make: Callable[[SegmentPlan, Path], Handed], says: str
+def test_a_shard_connects_to_nothing_but_sockets_of_its_user(
+    plan: SegmentPlan, directory: Path, make: Callable[[Path], None], says: str
 ) -> None:
+    make(directory)
+    inode = next((path.lstat().st_ino for path in directory.glob(NAME)), 0)
     with pytest.raises(NotShared, match=says):
-        attach(*make(plan, tmp_path), plan, tmp_path)
+        attach(SegmentOffer(NAME, inode, NONCE), plan, directory)
 
 
-def test_a_segment_cannot_shrink_under_a_shard_that_reads_it(plan: SegmentPlan, tmp_path: Path) -> None:
-    segment = LocalSegment(plan.size, None)
-    descriptor = os.open(f"/proc/{segment.location.replace('/', '/fd/')}", os.O_RDWR)
-    with pytest.raises(PermissionError):
-        os.ftruncate(descriptor, 0)
-    os.close(descriptor)
+@pytest.mark.parametrize("name", ["../" + NAME, "/" + NAME, "1/2", NAME + "\n", NAME.upper(), "", "x" * 5000])
+def test_a_location_is_a_bare_name(plan: SegmentPlan, directory: Path, name: str) -> None:
+    with pytest.raises(NotShared, match="32 hexadecimal digits"):
+        attach(SegmentOffer(name, 1, NONCE), plan, directory)
 
 
-def test_files_of_workers_that_were_killed_are_removed_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
-    script = (
-        "import sys, time; from pathlib import Path; from ps_worker.cluster.shared_memory import LocalSegment\n"
-        "segment = LocalSegment(8192, Path(sys.argv[1])); print(segment.location, flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        file = tmp_path / child.stdout.readline().strip()
-        remove_leftovers(tmp_path)
-        assert file.exists()
-        child.kill()
-        child.wait()
-    remove_leftovers(tmp_path)
-    assert not file.exists()
+@pytest.mark.parametrize("nonce", [b"", NONCE[1:], NONCE + b"0"])
+def test_a_nonce_has_32_bytes(plan: SegmentPlan, directory: Path, nonce: bytes) -> None:
+    with pytest.raises(NotShared, match="has 32 bytes"):
+        attach(SegmentOffer(NAME, 1, nonce), plan, directory)
+
+
+def test_a_socket_that_another_process_has_put_in_the_place_of_the_workers_learns_nothing(
+    plan: SegmentPlan, directory: Path
+) -> None:
+    with LocalSegment(plan.size, directory) as segment:
+        path = directory / segment.offer.location
+        path.rename(directory / "moved")
+        reached = threading.Event()
+        with giver(directory, plan, lambda *_: reached.set()):
+            (directory / NAME).rename(path)
+            with pytest.raises(NotShared, match="is not the worker's: it has inode"):
+                attach(segment.offer, plan, directory)
+        assert not reached.is_set()
+
+
+SERVER = """
+import os, socket, sys
+if len(sys.argv) > 2:
+    os.setgid(int(sys.argv[2]))
+    os.setuid(int(sys.argv[2]))
+listener = socket.socket(socket.AF_UNIX)
+os.fchmod(listener.fileno(), 0o600)
+listener.bind(sys.argv[1])
+listener.listen(1)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@root_only
+@pytest.mark.parametrize(
+    ("owner", "says"),
+    [(STRANGER, "this shard's user alone"), (os.geteuid(), "is served by another user")],
+    ids=["owned by them", "given to this user"],
+)
+def test_a_socket_that_another_user_serves_is_refused(plan: SegmentPlan, owner: int, says: str) -> None:
+    with open_directory() as directory:
+        path = directory / NAME
+        command = [sys.executable, "-c", SERVER, str(path), str(STRANGER)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "ready\n"
+            os.chown(path, owner, owner)
+            with pytest.raises(NotShared, match=says):
+                attach(SegmentOffer(NAME, path.lstat().st_ino, NONCE), plan, directory)
+            child.communicate()
+
+
+@contextlib.contextmanager
+def open_directory() -> Iterator[Path]:
+    """A directory like /dev/shm, into which every user may write."""
+    directory = Path("/dev/shm") / f"test-{os.urandom(8).hex()}"
+    directory.mkdir()
+    directory.chmod(0o1777)
+    try:
+        yield directory
+    finally:
+        for path in directory.iterdir():
+            path.unlink()
+        directory.rmdir()
+
+
+# -- what a worker hands over, and to which processes ----------------------------------------------------------------
+
+
+def ask(segment: LocalSegment, directory: Path, nonce: bytes) -> int:
+    """How many descriptors a process that shows this nonce is given."""
+    with local_sockets.opened(directory, segment.offer.location) as file, local_sockets.connect(file, 20.0) as peer:
+        peer.sendall(nonce)
+        peer.shutdown(socket.SHUT_WR)
+        try:
+            _, descriptors, _, _ = socket.recv_fds(peer, 1, 1)
+        except ConnectionResetError:  # not all was read
+            return 0
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return len(descriptors)
+
+
+def test_a_process_that_does_not_know_the_nonce_gets_nothing(plan: SegmentPlan, directory: Path) -> None:
+    with LocalSegment(plan.size, directory) as segment:
+        for nonce in (b"", bytes(NONCE_BYTES), segment.offer.nonce[:-1], b"x" + segment.offer.nonce):
+            assert ask(segment, directory, nonce) == 0
+        assert ask(segment, directory, segment.offer.nonce) == 1
+        with pytest.raises(NotShared, match="was closed"):
+            attach(SegmentOffer(segment.offer.location, segment.offer.socket_inode, NONCE), plan, directory)
+
+
+def test_processes_that_connect_and_say_nothing_keep_no_shard_out(plan: SegmentPlan, directory: Path) -> None:
+    with LocalSegment(plan.size, directory) as segment, contextlib.ExitStack() as stack:
+        file = stack.enter_context(local_sockets.opened(directory, segment.offer.location))
+        for _ in range(3):
+            stack.enter_context(local_sockets.connect(file, 1.0))
+        assert isinstance(attach(segment.offer, plan, directory), SegmentMap)
+
+
+def test_a_hidden_segment_is_handed_to_no_process(plan: SegmentPlan, directory: Path) -> None:
+    segment = LocalSegment(plan.size, directory)
+    with local_sockets.opened(directory, segment.offer.location) as file, local_sockets.connect(file, 20.0) as peer:
+        segment.hide()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            peer.sendall(segment.offer.nonce)
+            assert socket.recv_fds(peer, 1, 1)[:2] == (b"", [])
+        with pytest.raises(ConnectionRefusedError):
+            local_sockets.connect(file, 1.0)
+
+
+def test_the_memory_is_there_at_once_and_can_neither_shrink_nor_grow(plan: SegmentPlan, directory: Path) -> None:
+    with LocalSegment(plan.size, directory) as segment:
+        descriptor = segment._descriptor
+        assert os.fstat(descriptor).st_blocks * 512 == plan.size
+        for size in (0, plan.size - 4096, plan.size + 4096):
+            with pytest.raises(PermissionError):
+                os.ftruncate(descriptor, size)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+@root_only
+def test_another_user_cannot_connect_to_a_workers_socket_nor_take_its_name(plan: SegmentPlan) -> None:
+    script = """
+import os, socket, sys
+path, user = sys.argv[1], int(sys.argv[2])
+os.setgid(user)
+os.setuid(user)
+for act in (socket.socket(socket.AF_UNIX).connect, os.unlink, lambda path: os.rename(path, path + "x")):
+    try:
+        act(path)
+    except PermissionError:
+        print("refused")
+"""
+    with open_directory() as directory, LocalSegment(plan.size, directory) as segment:
+        command = [sys.executable, "-c", script, str(directory / segment.offer.location), str(STRANGER)]
+        ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        assert ran.stdout.split() == ["refused"] * 3
+        assert isinstance(attach(segment.offer, plan, directory), SegmentMap)
+
+
+def test_a_directory_without_room_for_a_socket_is_named(plan: SegmentPlan, directory: Path) -> None:
+    with pytest.raises(NotShared, match=r"no socket can be made in .*/missing \(No such file"):
+        LocalSegment(plan.size, directory / "missing")
+    assert list(directory.iterdir()) == []
+
+
+def test_a_segment_larger_than_memory_is_refused_before_the_kernel_kills_for_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if free_bytes() is None:
+        pytest.skip("this system does not say how much memory is free")
+    # Should the check be gone, the test fails here and the machine lives.
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("more than there is was asked for"))
+    with pytest.raises(NotShared, match=rf"no room for a memory file of {2**50} bytes: \d+ are free"):
+        LocalSegment(2**50, directory)
+    assert list(directory.iterdir()) == []
+
+
+def test_memory_that_the_kernel_refuses_is_no_error_of_the_script(
+    plan: SegmentPlan, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    before = open_files()
+    with pytest.raises(NotShared, match=r"no memory file of 12288 bytes can be made \(No space"):
+        LocalSegment(plan.size, directory)
+    assert open_files() == before
+
+
+def test_a_name_that_another_process_has_taken_is_noticed(directory: Path) -> None:
+    command = [sys.executable, "-c", SERVER, NAME]
+    with subprocess.Popen(command, cwd=directory, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        with pytest.raises(FileExistsError):
+            local_sockets._own_inode(directory, NAME)
+        with pytest.raises(OSError, match="in use") as refused:
+            local_sockets.listen(directory, NAME, 1)
+        assert refused.value.errno == errno.EADDRINUSE
+        child.communicate()
+    assert (directory / NAME).exists(), "it is another's"
+
+
+def test_sockets_of_workers_that_were_killed_are_removed_and_those_of_living_ones_are_not(
+    plan: SegmentPlan, directory: Path
+) -> None:
+    bound(directory)
+    recent, file = directory / (SOCKET_PREFIX + "1" * 32), directory / (SOCKET_PREFIX + "2" * 32)
+    (directory / NAME).rename(recent)
+    bound(directory)
+    file.touch(mode=0o600)
+    with LocalSegment(plan.size, directory) as living:
+        for path in (directory / NAME, file, directory / living.offer.location):
+            os.utime(path, (0, 0))
+        with LocalSegment(plan.size, directory) as newest:
+            names = {path.name for path in directory.iterdir()}
+            assert names == {recent.name, file.name, living.offer.location, newest.offer.location}
+            assert isinstance(attach(living.offer, plan, directory), SegmentMap)
 
 
 # -- training --------------------------------------------------------------------------------------------------------
@@ -223,10 +588,9 @@ def _lent(cluster: Cluster) -> set[int]:
 
 
 def test_where_shards_cannot_see_the_memory_shm_is_refused_and_auto_takes_the_network(
-    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    shared: Cluster, job: str, tmp_path: Path
 ) -> None:
-    # Another process' view: a PID that is not this one, and a directory that is not the shards'.
-    monkeypatch.setattr(os, "getpid", lambda: 2**22)
+    # As a worker on another host sees it: a directory that is not the shards'.
     model = nn.Linear(2, 2)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     place = {"job": job, "shared_directory": str(tmp_path)}

@@ -6,10 +6,12 @@ cable.py                A cable between one worker and the servers, which a test
 rpc_faults.py           Interceptors that lose, delay and repeat gRPC calls
 slow_client.py          A client that sends one byte at a time
 raw_worker.py           A worker without a session: a test sends every message by hand
+sharing_worker.py       The same, with a segment that it shares with the shard
 partitions.py           One job on one shard, without threads
 rollbacks.py            A job whose workers train, have checkpoints made, and join again after a rollback
 optimizers.py           Each optimizer of a shard, with hyper-parameters that are not the defaults
 small_models.py         Weights and data that follow from a seed, one step, and comparisons of weights
+unfinished.py           Calls whose request never ends
 counting.py             The counting oracle for data: each sample adds 1 to a cell of its own
 oracle_run.py           A job of the counting oracle in threads, to which something happens on the way
 launching.py            Commands as processes, to their end or while they run; scripts as modules
@@ -18,6 +20,8 @@ framework_processes.py  Workers of Lightning or Hugging Face, each in a process 
 fuzzing.py              One shard and one coordinator without a network, which take any bytes; their state as a hash
 fuzz_requests.py        Well-formed requests by method: what fuzzers start from
 buf.py                  buf, which lints the contract, wherever its package has put it
+requirements.py         What pyproject.toml asks for, to be locked, or the oldest version of each
+audit.py                pip-audit behind `make audit`, and what it means when it cannot ask
 fuzz.py                 The coverage-guided fuzzer behind `make fuzz`
 imports.py              Draws what imports what in the packages; the tests of layers read it
 """

@@ -83,7 +83,7 @@ class Command:
     def err(self) -> str:
         return self._err.read_text()
 
-    def says(self, pattern: str, count: int = 1) -> list[str]:
+    def says(self, pattern: str, count: int = 1, seconds: float = START_SECONDS) -> list[str]:
         """Waits until it has printed a line like this `count` times; what the pattern's group caught."""
 
         def found() -> list[str]:
@@ -91,7 +91,7 @@ class Command:
             matches = re.findall(pattern, self.out)
             return matches if len(matches) >= count else []
 
-        return until(found, f"{pattern!r} in the output", START_SECONDS)
+        return until(found, f"{pattern!r} in the output", seconds)
 
     def family(self) -> list[psutil.Process]:
         """The processes it has started, and theirs."""
@@ -113,6 +113,13 @@ class Command:
             for process in [*self.family(), psutil.Process(self.process.pid)]:
                 process.kill()
             self.process.wait()
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process' own memory."""
+    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1]) * 1024
 
 
 class Commands:

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: a job that is larger is refused, or the kernel would kill the shard."""
+"""How much memory this process may still take: beyond that the kernel would kill it, or another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 def free_bytes(root: Path = Path("/")) -> int | None:
     """Bytes that the machine has free, or the control group that this process is in, if that is less; None: unknown.
 
-    Memory that holds files counts as free: it is given up when it is needed. `root`: where /proc and /sys are.
+    Memory that holds files counts as free, because it is given up when it is needed; not so files of memory alone.
+    `root`: where /proc and /sys are.
     """
     return min(_free(root), default=None)
 
@@ -24,7 +25,8 @@ def _free(root: Path) -> Iterator[int]:
             taken = int((group / "memory.current").read_text())
         except (OSError, ValueError):
             continue
-        yield max(0, limit - taken + _numbers(group / "memory.stat").get("file", 0))
+        kinds = _numbers(group / "memory.stat")
+        yield max(0, limit - taken + kinds.get("file", 0) - kinds.get("shmem", 0))
 
 
 def _groups(root: Path) -> Iterator[Path]:

@@ -1,0 +1,98 @@
+"""Unix sockets in a directory that other processes write into, too.
+
+By the time that a path is used, it may lead elsewhere. So a name is opened once: what is looked at then is what is
+connected to. Both go by way of /proc/self/fd, whose paths fit into the 107 bytes of a socket's address, however long
+the directory's own is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """The process at the other end of a connection; `pid` is 0 if this process cannot see it."""
+
+    pid: int
+    uid: int
+
+
+def listen(directory: Path, name: str, backlog: int) -> tuple[socket.socket, int]:
+    """Returns a new socket that listens under a name, for this user alone (mode 0600), and its file's inode.
+
+    Raises OSError if there is such a name, or none can be made; nothing is left behind then.
+    """
+    folder = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # the file takes over the socket's mode as it is made
+        listener.bind(f"/proc/self/fd/{folder}/{name}")
+        try:
+            listener.listen(backlog)
+            return listener, _own_inode(directory, name)
+        except OSError:
+            os.unlink(name, dir_fd=folder)
+            raise
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def opened(directory: Path, name: str) -> Iterator[int]:
+    """Lends a descriptor of what is there under a name: to look at, and to connect to. No link is followed.
+
+    Raises OSError if there is nothing.
+    """
+    descriptor = os.open(directory / name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def is_private_socket(status: os.stat_result) -> bool:
+    """Returns whether a file is a socket of this user that no other user can connect to."""
+    return stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+def connect(descriptor: int, seconds: float) -> socket.socket:
+    """Returns a connection to a socket that was opened by name; each wait on it ends after so many seconds.
+
+    Raises OSError, at once, if no process listens there or too many others wait.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(seconds)
+        connection.connect(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def peer_of(connection: socket.socket) -> Credentials:
+    """Returns the process that listens at, or has connected to, the other end, as the kernel noted it then."""
+    noted = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(noted)
+    return Credentials(pid, uid)
+
+
+def _own_inode(directory: Path, name: str) -> int:
+    """Returns the inode of the socket that this process has made under a name. Raises OSError if another took it."""
+    with opened(directory, name) as file, connect(file, 1.0) as probe:
+        if peer_of(probe).pid != os.getpid():
+            raise FileExistsError(f"another process has taken the name {name}")
+        return os.fstat(file).st_ino

@@ -1,0 +1,130 @@
+"""A segment: memory that this worker makes, and hands over to shards on its host.
+
+memory    An anonymous memory file. It vanishes with the last process that holds it, however that process ends. All its
+          pages are taken at once, and then it is sealed: a shard that reads it never reads beyond its end.
+handover  While shards are asked to attach it, the worker listens at a unix socket in the shared directory. It sends the
+          file's descriptor to each process that knows the nonce, which shards learn in a call. So this works between
+          containers too, and other processes that see the directory get nothing. Should the worker be killed in that
+          moment, its socket is left, and the next worker removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import mmap
+import os
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+
+from ps_protocol.errors import NotShared
+from ps_protocol.segment_layout import HANDED_OVER, HANDOVER_SECONDS, NONCE_BYTES, SOCKET_PREFIX, SegmentOffer
+from ps_runtime.local_sockets import connect, is_private_socket, listen, opened
+from ps_runtime.memory import free_bytes
+
+_HANDING_THREADS = 4  # a process that connects and says nothing keeps one of them busy
+_BACKLOG = 64
+_LEFT_BEHIND_SECONDS = 60.0  # a socket begins to listen microseconds after it gets its name
+
+
+class LocalSegment:
+    """A new segment of `size` bytes, mapped here as `memory`, that shards can attach with `offer` until it is hidden.
+
+    directory: where shards find the socket
+
+    Raises NotShared if there is no room, or no socket can be made.
+    """
+
+    def __init__(self, size: int, directory: Path) -> None:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        name = SOCKET_PREFIX + secrets.token_hex(16)
+        self._descriptor, self.memory = _memory_file(size)
+        self.memory[:NONCE_BYTES] = nonce
+        try:
+            _remove_leftovers(directory)
+            self._listener, inode = listen(directory, name, _BACKLOG)
+        except OSError as error:
+            os.close(self._descriptor)
+            reason = error.strerror or error
+            raise NotShared(f"no socket can be made in the shared directory {directory} ({reason})") from None
+        self.offer = SegmentOffer(name, inode, nonce)
+        self._path = directory / name
+        self._lock = threading.Lock()
+        for _ in range(_HANDING_THREADS):
+            # Each has a descriptor of its own: one that is closed elsewhere may soon be another file's.
+            threading.Thread(target=self._serve, args=(self._listener.dup(),), name="segment", daemon=True).start()
+
+    def __enter__(self) -> LocalSegment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hide()
+
+    def hide(self) -> None:
+        """Removes the socket: from here on only processes that have mapped the segment hold it."""
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the threads that accept
+        self._listener.close()
+
+    def _serve(self, listener: socket.socket) -> None:
+        with listener, contextlib.suppress(OSError):  # raised once the segment is hidden
+            while True:
+                connection, _ = listener.accept()
+                with connection, contextlib.suppress(OSError):  # raised for this peer alone
+                    self._hand_over(connection)
+
+    def _hand_over(self, connection: socket.socket) -> None:
+        """Sends the descriptor to a process that knows the nonce; nothing to any other."""
+        deadline = time.monotonic() + HANDOVER_SECONDS
+        shown = b""
+        while len(shown) < NONCE_BYTES:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            received = connection.recv(NONCE_BYTES - len(shown))
+            if not received:
+                return
+            shown += received
+        with self._lock:
+            if self._descriptor >= 0 and hmac.compare_digest(shown, self.offer.nonce):
+                socket.send_fds(connection, [HANDED_OVER], [self._descriptor])
+
+
+def _memory_file(size: int) -> tuple[int, mmap.mmap]:
+    """Returns a sealed memory file of `size` bytes: its descriptor, and it mapped. Raises NotShared."""
+    free = free_bytes()
+    if free is not None and size > free:  # the kernel would not refuse it, but kill processes until there is room
+        raise NotShared(f"no room for a memory file of {size} bytes: {free} are free")
+    descriptor = -1
+    try:
+        descriptor = os.memfd_create("ps-torch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(descriptor, 0o600)
+        # Takes the pages now, from this process' memory: otherwise the end that first touches one would have to pay for
+        # it, and would be killed in the middle of a step if it could not.
+        os.posix_fallocate(descriptor, 0, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return descriptor, mmap.mmap(descriptor, size)
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise NotShared(f"no memory file of {size} bytes can be made ({error.strerror})") from None
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Removes sockets of this user's workers that were killed before they could: no process listens there."""
+    for path in directory.glob(SOCKET_PREFIX + "*"):
+        with contextlib.suppress(OSError), opened(directory, path.name) as file:
+            status = os.fstat(file)
+            if not is_private_socket(status) or time.time() - status.st_mtime < _LEFT_BEHIND_SECONDS:
+                continue
+            try:
+                connect(file, 1.0).close()
+            except ConnectionRefusedError:
+                path.unlink()

@@ -1,0 +1,60 @@
+"""What pyproject.toml asks for, as pip takes it: all but torch to be locked, or the oldest version of each.
+
+    python -m tests.tools.requirements lock demo dev    # for `make lock`
+    python -m tests.tools.requirements floors           # for `make test-floors`
+
+torch is in no lock: which build of it fits, for CPUs or for a CUDA version, only the machine knows (TORCH in the
+Makefile and in the Dockerfile). What torch itself needs on any machine is locked.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+PROJECT = "ps-torch"
+BUILD = "setuptools>=77"  # [build-system] of pyproject.toml: the project is built with what is locked, too
+
+
+def of(distribution: str, *extras: str) -> Iterator[Requirement]:
+    """What an installed distribution needs, with some of its extras; those of its own that they name as well."""
+    for text in metadata.requires(distribution) or ():
+        requirement = Requirement(text)
+        marker = requirement.marker
+        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            continue
+        if requirement.name == distribution:
+            yield from of(distribution, *requirement.extras)
+        else:
+            yield requirement
+
+
+def to_lock(*extras: str) -> list[str]:
+    """What `make lock` resolves: everything but torch, and what torch needs that is not a build for some device."""
+    asked = {str(each).partition(";")[0].strip() for each in of(PROJECT, *extras) if each.name != "torch"}
+    of_torch = {each.name for each in of("torch") if not each.name.startswith(("nvidia", "cuda", "triton"))}
+    return sorted(asked | of_torch | {BUILD})
+
+
+def floors() -> list[str]:
+    """The oldest version that is allowed of each dependency, pinned."""
+    oldest = {
+        each.name: specifier.version
+        for each in of(PROJECT)
+        for specifier in each.specifier
+        if specifier.operator == ">="
+    }
+    return [f"{name}=={version}" for name, version in oldest.items()]
+
+
+def main(words: list[str]) -> None:
+    """Prints one requirement a line."""
+    kind, *extras = words
+    print("\n".join(to_lock(*extras) if kind == "lock" else floors()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
