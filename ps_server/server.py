@@ -142,7 +142,7 @@ class Server:
         elif self.shard is not None and self._registration is not None:
             most = seconds + self._config.timing.fallback + ANSWER_SECONDS
             for name, job in self.shard.jobs().items():
-                job.refusal_seconds = most + self._config.timing.refusal
+                job.refusals.seconds = most + self._config.timing.refusal
                 self._registration.checkpoint(name, most)
 
     def stop(self) -> None:

@@ -24,7 +24,7 @@ from ps_server.core.partition import JobPartition
 from ps_server.core.room import Room
 from ps_server.core.snapshot import BucketSnapshot
 from ps_server.core.statistics import ShardJobStatistics, Wait
-from ps_server.shard.snapshots import Refusal, SnapshotTask
+from ps_server.shard.snapshots import Refusal, Refusals, SnapshotTask
 from ps_server.shard.waiting import Waiter
 
 NARROWED_BUCKETS = 4  # that a job keeps
@@ -92,8 +92,7 @@ class HostedJob:
         self._room = room
         self.failure: PSError | None = None
         self.snapshot_task: SnapshotTask | None = None  # the one under way, or the last
-        self.refusal: Refusal | None = None  # set if that is the last before the servers end
-        self.refusal_seconds = 0.0  # above 0 once this shard is to end: the next snapshot is the last here
+        self.refusals = Refusals()
 
     def check_run(self, run: str) -> None:
         """Raises RunEnded for an earlier run of the job, NotFound for a later one; an empty run is any."""
@@ -138,7 +137,7 @@ class HostedJob:
                 return
             for bucket in self.buckets.values():
                 task.check(bucket.spec, bucket.rule)
-            before, self.snapshot_task, self.refusal = self.snapshot_task, task, refusal
+            before, self.snapshot_task, self.refusals.current = self.snapshot_task, task, refusal
         if before is not None:
             before.abandon()
         task.begin()
@@ -149,7 +148,7 @@ class HostedJob:
     def look(self, bucket: HostedBucket) -> None:
         """Has a bucket copied for the snapshot that is under way, if its moment is now. The caller holds `tensors`."""
         with self.lock:
-            task, refusal = self.snapshot_task, self.refusal
+            task, refusal = self.snapshot_task, self.refusals.current
             settles = refusal is not None and refusal.clock is None
             due = not settles or bucket.rule.next() is None
         if task is not None and due:
@@ -157,7 +156,7 @@ class HostedJob:
 
     def check_taken(self, rank: int, bucket: int, clock: int) -> None:
         """Raises TryLater for a new push that would not be in the last snapshot. The caller holds `lock`."""
-        refusal = self.refusal
+        refusal = self.refusals.current
         if refusal is not None and refusal.covers(clock) and clock > self.buckets[bucket].rule.staged.get(rank, 0):
             later = TryLater(f"job {self.name!r}: the servers are stopping, and the last checkpoint is being made")
             later.retry_after = REFUSED_SECONDS

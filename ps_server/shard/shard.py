@@ -148,7 +148,7 @@ class Shard:
         job = self._hosted.get(name, run)
         with job.lock:
             frontier = job.state.execute(AddWorker(rank, incarnation, clock, key))
-            job.refusal = None  # its coordinator takes workers, and so does not end
+            job.refusals.current = None  # its coordinator takes workers, and so does not end
         job.detach(rank, incarnation)
         self._roster_changed(job)
         return frontier
@@ -217,7 +217,7 @@ class Shard:
 
         specs = [bucket.spec for bucket in job.buckets.values()]
         task = SnapshotTask(checkpoint, clock, specs, job.snapshot, write, self._threads, self._clock)
-        seconds = max(refusal, job.refusal_seconds)
+        seconds = max(refusal, job.refusals.seconds)
         job.begin_snapshot(task, Refusal(clock, self._clock() + seconds, self._clock) if seconds else None)
 
     def await_snapshot(self, name: str, checkpoint: str, seconds: float, run: str = "") -> ShardSnapshot:

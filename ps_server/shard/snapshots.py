@@ -45,6 +45,16 @@ class Refusal:
         return self.now() < self.until and (self.clock is None or clock > self.clock)
 
 
+@dataclass
+class Refusals:
+    """current: set if the last snapshot was the last before the servers end
+    seconds: above 0 once this shard is to end: for so long pushes are refused after the next snapshot
+    """
+
+    current: Refusal | None = None
+    seconds: float = 0.0
+
+
 class SnapshotTask:
     """One checkpoint of one job on this shard.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,14 @@ log = logging.getLogger("ps_worker")
 Save = Callable[[int, bytes], None]
 
 
+@dataclass(frozen=True)
+class LastStep:
+    """The last step that was made: the loader that fed it, and how many batches it took."""
+
+    fed_by: int | None = None
+    batches: int = 1
+
+
 class WorkerCheckpoint:
     """One worker's own state, captured when a checkpoint asks for it and restored when the job is rolled back.
 
@@ -57,9 +65,8 @@ class WorkerCheckpoint:
         self._stateful: list[Any] = []
         self._left_out: set[str] = set()
         self._fed: int | None = None  # the loader that yielded last
-        self._trained: int | None = None  # the one that had done so at the last step
         self._taken = 0  # batches since the last step
-        self._per_step = 1
+        self._step = LastStep()
         self._wanted: int | None = None  # the clock whose state is to be captured
         self._target: WorkerState | None = None  # the state to be restored
         self._leave_out = 0  # batches of steps that others made while this worker was away
@@ -105,7 +112,7 @@ class WorkerCheckpoint:
     def stepped(self) -> None:
         """Ends a step; captures its state if no loop will."""
         self.steps += 1
-        self._per_step, self._taken, self._trained = max(1, self._taken), 0, self._fed
+        self._step, self._taken = LastStep(self._fed, max(1, self._taken)), 0
         if not any(loader.going for loader in self.loaders):
             self.capture()
 
@@ -164,7 +171,7 @@ class WorkerCheckpoint:
             clock=clock,
             script=self.script_state(),
             feeding=self._fed if loader is None else loader,
-            per_step=self._per_step,
+            per_step=self._step.batches,
             tensors={index: tensor.copy() for index, tensor in self._frozen.items() if tensor.changed()},
         )
         try:
@@ -182,14 +189,14 @@ class WorkerCheckpoint:
         if self._target is not None:
             return encode(self._target)  # it stops before it has gone on from there
         script = self.script_state()
-        feeding = self._fed if counts or self._trained is None else self._trained
+        feeding = self._fed if counts or self._step.fed_by is None else self._step.fed_by
         back = self._taken if feeding == self._fed and not counts else 0
         loaders = [_before_pass(state) for state in script.loaders]
         if feeding is not None:
             position, is_last = self.loaders[feeding], feeding == self._fed
             loaders[feeding] = _rewound(position.state_within() if cut_short and is_last else position.state(), back)
         tensors = {index: tensor.copy() for index, tensor in self._frozen.items() if tensor.changed()}
-        return encode(WorkerState(clock, replace(script, loaders=loaders), feeding, self._per_step, tensors))
+        return encode(WorkerState(clock, replace(script, loaders=loaders), feeding, self._step.batches, tensors))
 
     def script_state(self) -> ScriptState:
         """Returns what the script has set, and where all its loops are."""

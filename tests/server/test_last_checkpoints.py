@@ -325,9 +325,9 @@ class HeldThreads(NoThreads):
 
 @pytest.fixture
 def shard(tmp_path: Path) -> Iterator[Shard]:
-    shard = Shard(
-        ShardMetrics(CollectorRegistry()), HeldThreads(), Seconds(), checkpoints=CheckpointStore(tmp_path), index=0
-    )
+    store = CheckpointStore(tmp_path)
+    assert all(store.begin("job", name) for name in ("000001", "000002"))
+    shard = Shard(ShardMetrics(CollectorRegistry()), HeldThreads(), Seconds(), checkpoints=store, index=0)
     yield shard
     shard.stop()
 
