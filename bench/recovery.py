@@ -122,9 +122,14 @@ def _killed(arguments: argparse.Namespace, task: Task, directory: Path) -> Resul
         _up(arguments, directory / "killed") as address,
         trainers(places, replace(task, server=address)) as group,
     ):
-        now = [sys.executable, "-m", "ps_server", "checkpoint", "--server", address]
-        subprocess.run(now, check=True, stdout=sys.stderr)
-        thread = threading.Thread(target=_kill_and_watch, args=(address, times), daemon=True)
+
+        def disturb() -> None:
+            """Has a checkpoint made, for which the workers have to step, and then a shard killed."""
+            now = [sys.executable, "-m", "ps_server", "checkpoint", "--server", address]
+            subprocess.run(now, check=True, stdout=sys.stderr)
+            _kill_and_watch(address, times)
+
+        thread = threading.Thread(target=disturb, daemon=True)
         began = time.perf_counter()
         thread.start()
         found = group.run(seconds=arguments.seconds + 20.0)

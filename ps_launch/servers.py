@@ -25,9 +25,9 @@ from ps_launch.output import Console
 from ps_launch.restarts import ShardRestarts
 from ps_protocol.errors import PSError
 
-# All of a stop. What is left of it when the coordinator has made its last checkpoints is the shards', and no less than
-# theirs.
-STOP_SECONDS, SHARDS_STOP_SECONDS = 28.0, 8.0
+# Of a stop, beside the time that workers have to come to the last checkpoints: for writing these, and for the shards.
+# What the coordinator leaves of its time is theirs too.
+WRITE_SECONDS, SHARDS_STOP_SECONDS = 5.0, 8.0
 STOP_UNREADY_SECONDS = 2.0  # of a cluster that was never ready: it has nothing to finish
 MOST_DOUBLINGS = 4  # of the time for a start
 SAY_SECONDS = 1.0  # for which a line of the log waits for its reader
@@ -44,11 +44,13 @@ class Supervision:
     shards:        how many there are
     start_timeout: seconds after which a shard that is not ready is killed, and started again; twice as long each time,
                    so that a machine which is slower than that comes up too
+    drain_seconds: that workers have to come to the last checkpoints, once the cluster is told to stop
     most_restarts: how often a shard is started again without having been well in between; None: without end
     """
 
     shards: int
     start_timeout: float
+    drain_seconds: float
     most_restarts: int | None = None
 
 
@@ -120,7 +122,7 @@ class _Shards:
 
     def __init__(self, supervision: Supervision, environment: Mapping[str, str], stack: contextlib.ExitStack) -> None:
         self.children = Children(self._program, stack)
-        self._start_timeout = supervision.start_timeout
+        self._start_timeout, self._drain_seconds = supervision.start_timeout, supervision.drain_seconds
         self._environment = environment
         self._console = Console("ps-server")
         self._shards = [_Shard(ShardRestarts(supervision.most_restarts)) for _ in range(supervision.shards)]
@@ -147,8 +149,9 @@ class _Shards:
         if not self._was_ready:
             self.children.stop(STOP_UNREADY_SECONDS)
             return
-        deadline = time.monotonic() + STOP_SECONDS
-        self.children.stop(STOP_SECONDS - SHARDS_STOP_SECONDS, [COORDINATOR])
+        seconds = self._drain_seconds + WRITE_SECONDS
+        deadline = time.monotonic() + seconds + SHARDS_STOP_SECONDS
+        self.children.stop(seconds, [COORDINATOR])
         self.children.stop(max(SHARDS_STOP_SECONDS, deadline - time.monotonic()))
 
     def say(self, text: str) -> None:

@@ -48,7 +48,6 @@ from ps_server.config import (
 from ps_server.ops.glibc import share_memory_pool, streaming
 
 SWITCH_SECONDS = 0.0005
-DRAIN_SECONDS = 15.0
 
 SERVER = Setting("server", "the coordinator", host_port, f"127.0.0.1:{DEFAULT_PORT}", "HOST:PORT")
 JOB = Setting("job", "the job", default="default", metavar="NAME")
@@ -195,7 +194,9 @@ def _up(arguments: argparse.Namespace) -> int:
     config.checkpoint_policy()
     inherited = streaming(environment())
     foreign = {setting.variable: "" for setting in (COORDINATOR, ADVERTISE)}
-    supervision = Supervision(arguments.shards, arguments.shard_start_timeout, arguments.max_shard_restarts)
+    supervision = Supervision(
+        arguments.shards, arguments.shard_start_timeout, arguments.drain_seconds, arguments.max_shard_restarts
+    )
     return up(supervision, {**inherited, **as_variables((SHARDS, *SETTINGS), arguments), **foreign})
 
 
@@ -244,7 +245,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     # Told once, it finishes what it has; told again, it ends at once.
     _on_signals(lambda number, _: os._exit(128 + number))
     if coordinates or not supervised:  # the parent stops the coordinator first, which has seen to it
-        server.drain(DRAIN_SECONDS)
+        server.drain(arguments.drain_seconds)
     server.stop()
     return 0
 

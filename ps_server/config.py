@@ -26,7 +26,13 @@ from ps_runtime.settings import (
     whole_number,
 )
 from ps_server.coordinator.policy import CheckpointPolicy
-from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_SERVER_CALL_SECONDS, DEFAULT_TIMING, Timing
+from ps_server.coordinator.timing import (
+    DEFAULT_DRAIN_SECONDS,
+    DEFAULT_LEASE_SECONDS,
+    DEFAULT_SERVER_CALL_SECONDS,
+    DEFAULT_TIMING,
+    Timing,
+)
 from ps_server.core.limits import DEFAULTS, Limits
 
 DEFAULT_METRICS_PORT = 9100
@@ -55,6 +61,7 @@ class ServerConfig:
     keep:        how many checkpoints of a job are kept
     restore:     jobs continue from their checkpoints in checkpoint_dir
     resume:      the coordinator resumes the jobs that ran when the one before it ended
+    drain_seconds: that workers have to come to the last checkpoint before the servers end
     timing:      how often the coordinator looks, and how long it waits for what
     restart_count: how often `ps-server up` has started this shard again
     """
@@ -82,6 +89,7 @@ class ServerConfig:
     keep: int = CheckpointPolicy.keep
     restore: bool = False
     resume: bool = False
+    drain_seconds: float = DEFAULT_DRAIN_SECONDS
     timing: Timing = DEFAULT_TIMING
     restart_count: int = 0
 
@@ -170,6 +178,12 @@ CHECKPOINTS = (
     Setting("checkpoint_dir", "where checkpoints are; one directory for all shards", path, metavar="DIR"),
     Setting("checkpoint_every", "how often to make one, as in 100steps or 60s", every, metavar="EVERY"),
     Setting("keep", "how many checkpoints of a job to keep", count, ServerConfig.keep, "N"),
+    Setting(
+        "drain_seconds",
+        "seconds that workers have to end their steps when the servers are told to stop",
+        seconds,
+        ServerConfig.drain_seconds,
+    ),
     Setting("restore", "start jobs from their last checkpoints", bool),
     Setting("resume", "resume the jobs that ran when the coordinator ended, and no others", bool),
 )

@@ -41,7 +41,7 @@ from ps_server.rpc.cluster_service import ClusterService, add_health
 from ps_server.rpc.data_messages import Answers
 from ps_server.rpc.data_service import DataService
 from ps_server.rpc.interceptor import CallInterceptor
-from ps_server.rpc.job_service import JobService
+from ps_server.rpc.job_service import ANSWER_SECONDS, JobService
 from ps_server.rpc.lease_service import DataLeaseService
 from ps_server.rpc.membership_service import MembershipService
 from ps_server.rpc.registration import Registration
@@ -130,14 +130,20 @@ class Server:
         return self._call_limits.statistics()["calls"]
 
     def drain(self, seconds: float) -> None:
-        """Lets no more workers join, and has last checkpoints made, if there are any: before a wanted stop."""
+        """Lets no more workers join, and has last checkpoints made, if there are any: before a wanted stop.
+
+        seconds: that workers have to come to the last checkpoint. What a shard acknowledges from its copy on would not
+                 be in it, so it acknowledges nothing more.
+        """
         if self._config.checkpoint_dir is None:
             return
         if self.coordinator is not None:
             self.coordinator.drain(seconds)
         elif self.shard is not None and self._registration is not None:
-            for job in self.shard.jobs():
-                self._registration.checkpoint(job, seconds)
+            most = seconds + self._config.timing.fallback + ANSWER_SECONDS
+            for name, job in self.shard.jobs().items():
+                job.refusals.seconds = most + self._config.timing.refusal
+                self._registration.checkpoint(name, most)
 
     def stop(self) -> None:
         """Stops admitting calls, finishes what is staged, and ends every thread."""

@@ -57,6 +57,14 @@ class ShardMap:
 
 
 @dataclass(frozen=True)
+class SavedState:
+    """A worker's own state. clock: of the checkpoint that has it, or the worker's own when it left"""
+
+    clock: int
+    content: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
 class JoinResult:
     """A worker's place in its job, as it got it when it joined.
 
@@ -72,7 +80,7 @@ class JoinResult:
     lease: float
     shard_map: ShardMap | None = None
     restore_count: int = 0
-    state: bytes | None = field(default=None, repr=False)
+    state: SavedState | None = None
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Checkpoint(_message.Message):
-    __slots__ = ("name", "clock", "size_bytes")
+    __slots__ = ("name", "clock", "size_bytes", "missing_ranks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MISSING_RANKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     clock: int
     size_bytes: int
-    def __init__(self, name: _Optional[str] = ..., clock: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    missing_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., clock: _Optional[int] = ..., size_bytes: _Optional[int] = ..., missing_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RegisterJobRequest(_message.Message):
     __slots__ = ("spec", "protocol_version", "layout_wanted")

@@ -115,10 +115,12 @@ class SaveWorkerStateResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("worker",)
+    __slots__ = ("worker", "state")
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ...) -> None: ...
+    state: WorkerState
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., state: _Optional[_Union[WorkerState, _Mapping]] = ...) -> None: ...
 
 class LeaveResponse(_message.Message):
     __slots__ = ("ended",)

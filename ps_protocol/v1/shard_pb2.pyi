@@ -125,16 +125,18 @@ class RemoveWorkerResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class BeginSnapshotRequest(_message.Message):
-    __slots__ = ("job", "checkpoint", "clock", "run")
+    __slots__ = ("job", "checkpoint", "clock", "run", "refusal_duration")
     JOB_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_DURATION_FIELD_NUMBER: _ClassVar[int]
     job: str
     checkpoint: str
     clock: int
     run: str
-    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., clock: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
+    refusal_duration: _duration_pb2.Duration
+    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., clock: _Optional[int] = ..., run: _Optional[str] = ..., refusal_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class BeginSnapshotResponse(_message.Message):
     __slots__ = ()

@@ -12,6 +12,7 @@ data.py         The leased data of one job: the rules of core.data_leases with a
 rounds.py       The rounds of one job: the rules of core.rounds with a lock, and the streams of the workers that wait
 checkpoints.py  The checkpoints of one job: when one is made, which is asked for, and what the last one has
 checkpoint_attempt.py One checkpoint of a job under way: its clock, the shards' parts, the workers' states
+worker_states.py The workers' own parts of a job's checkpoints
 recovery.py     Rolling a job back to its last checkpoint, after a shard lost what it held
 shards.py       The shards as the coordinator knows them: what it asks of one, and which process serves which
 refusals.py     What a process is told that cannot join now, and which workers of another launch are in its way

@@ -1,13 +1,14 @@
 """One checkpoint of a job under way: its clock, the shards' parts, the workers' states, and what it becomes.
 
 1. name a clock that lies ahead of all shards, and have each take its part there
-2. wait for the parts, and for the state of each live worker
+2. wait for the parts, and for the state of each live worker, however slow a step is: as long as the request may take
 3. write the workers' states and the manifest, and remove old checkpoints
 
 In sync every bucket of every shard, and every worker, is captured at one clock. It has to lie ahead of all of them when
 it is named: the shards are asked, and if one is past it already, a later one is named. In ssp and async there is no
 common clock: each shard copies its buckets at once, and the manifest says how far each was. Where no worker trains any
-more, buckets at one version are taken as they are.
+more, or the time of a request is over, buckets at one version are taken as they are. The manifest names the workers
+whose states are missing.
 
 The phases are generators, which yield the seconds that they wait for, or less if something changes meanwhile.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Executor, Future
@@ -25,10 +27,11 @@ from typing import TypeVar
 import torch
 
 from ps_protocol.convert import job_spec_data
-from ps_protocol.errors import CheckpointFailed, NotFound, OutOfOrder, PSError, TryLater
+from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, NotFound, OutOfOrder, PSError, TryLater
 from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.shards import answers_of
+from ps_server.coordinator.worker_states import States, WorkerStates
 from ps_server.core.placement import PlacedJob
 from ps_server.core.snapshot import ShardSnapshot, VersionRange, union
 from ps_server.core.statistics import CheckpointStatistics
@@ -40,8 +43,6 @@ log = logging.getLogger("ps_server")
 T = TypeVar("T")
 # What takes time: yields the seconds after which it looks again, or sooner if something changes.
 Steps = Generator[float, None, T]
-# By rank, the clock of a worker's state and the state.
-States = Mapping[int, tuple[int, bytes]]
 
 
 class Void(Exception):
@@ -49,11 +50,17 @@ class Void(Exception):
 
 
 class Requests:
-    """The checkpoints that were asked for, by number, and how the last one ended. standing: no worker trains."""
+    """The checkpoints that were asked for, by number, and how the last one ended.
+
+    standing: no worker trains
+    last:     the servers end after it
+    until:    so long live workers have to come to its clock
+    """
 
     def __init__(self) -> None:
         self.asked, self.answered = 0, 0
-        self.standing = False
+        self.standing = self.last = False
+        self.until = math.inf
         self.error: PSError | None = None
 
     @property
@@ -61,9 +68,11 @@ class Requests:
         """Whether a caller waits for one."""
         return self.asked > self.answered
 
-    def ask(self, standing: bool) -> int:
+    def ask(self, until: float, standing: bool, last: bool) -> int:
         """Returns the number of a new request."""
+        self.until = min(until, self.until) if self.open else until
         self.standing = standing
+        self.last = last or self.last  # what a shard that ends asks for after that is no less the last
         self.asked += 1
         return self.asked
 
@@ -82,22 +91,31 @@ class Progress:
     """How far the checkpoints of a job are.
 
     last:    the manifest of the last one; at: when it was complete
+    whole:   the name of the last one that has the states of all workers
     reached: the highest version or clock known of the job
     seconds, held_up: how long the last one took, and for how long it held up the shard that it held up most
     """
 
     def __init__(self, now: float) -> None:
         self.last: Manifest | None = None
+        self.whole: str | None = None
         self.at = now
         self.reached = 0
-        self.complete, self.failed = 0, 0
+        self.complete, self.failed, self.incomplete = 0, 0, 0
         self.seconds, self.held_up = 0.0, 0.0
 
     def committed(self, manifest: Manifest, held_up: float) -> None:
         """Notes a checkpoint that is complete."""
-        self.last, self.held_up = manifest, held_up
-        self.reached = max(self.reached, manifest.clock)
+        self.resumed(manifest)
+        self.held_up = held_up
         self.complete += 1
+        self.incomplete += bool(manifest.without)
+
+    def resumed(self, manifest: Manifest) -> None:
+        """Notes a checkpoint that is there."""
+        self.last = manifest
+        self.whole = self.whole if manifest.without else manifest.name
+        self.reached = max(self.reached, manifest.clock)
 
     def statistics(self, now: float) -> CheckpointStatistics:
         """Returns how many checkpoints there were, and what the last one is."""
@@ -105,36 +123,14 @@ class Progress:
         return CheckpointStatistics(
             complete=self.complete,
             failed=self.failed,
+            incomplete=self.incomplete,
             name=last.name if last is not None else None,
             clock=last.clock if last is not None else 0,
             seconds=self.seconds,
             held_up_seconds=self.held_up,
             age_seconds=now - self.at,
+            without=last.without if last is not None else (),
         )
-
-
-class WorkerStates:
-    """The workers' own parts. kept: those in the last checkpoint. Thread-safe."""
-
-    def __init__(self) -> None:
-        self.kept: States = {}
-        self._sent: dict[int, tuple[int, bytes]] = {}  # by rank, what came last
-        self._lock = threading.Lock()
-
-    def save(self, rank: int, clock: int, state: bytes) -> None:
-        """Takes what a worker sends."""
-        with self._lock:
-            self._sent[rank] = clock, state
-
-    def forget(self) -> None:
-        """Drops what workers have sent so far."""
-        with self._lock:
-            self._sent = {}
-
-    def at(self, clock: int | None) -> States:
-        """Returns the states that workers sent at a clock, or at any."""
-        with self._lock:
-            return {rank: state for rank, state in self._sent.items() if clock in (None, state[0])}
 
 
 @dataclass(frozen=True)
@@ -177,6 +173,7 @@ class CheckpointAttempt:
         self._clock: int | None = None
         self._parts: dict[int, ShardSnapshot] = {}
         self._awaited: dict[int, Future[ShardSnapshot]] = {}  # by shard, the call that waits for its part
+        self._last = False  # the servers end after it
         self._void = False
         self._committing = threading.Lock()  # held while a manifest is written: it is there, or never will be
 
@@ -191,31 +188,56 @@ class CheckpointAttempt:
 
     def make(self) -> Steps[None]:
         """Makes the checkpoint. Raises Void once it is abandoned, PSError where it fails."""
-        if self._job.requests.standing:
+        self._last = self._job.requests.last
+        if self._job.requests.standing or (self._job.requests.open and self._stands_still()):
             yield from self._make_standing()
             return
         yield from self._begin()
         if (yield from self._await_parts()):
-            states = yield from self._await_states()
-            self._commit(states)
-        else:
-            yield from self._make_standing()
+            self._commit((yield from self._await_states()))
+            return
+        last = self._job.progress.last
+        if last is not None and last.clock == self._job.look():
+            self._store.discard(self._spec.name, self._name)
+            log.warning(
+                "job %s: no live worker has come to clock %d in time; checkpoint %s has clock %d, which the job is at",
+                *(self._spec.name, self._clock, last.name, last.clock),
+            )
+            return
+        late = [member.rank for member in self._job.members.all()]
+        log.warning("job %s: workers %s did not come to clock %d in time", self._spec.name, late, self._clock)
+        yield from self._make_standing()
+
+    def _stands_still(self) -> bool:
+        """Whether no worker can be in a step: there is none, or training has not begun. One that evaluates comes."""
+        return self._job.members.empty() or not self._job.members.roster()[2]
 
     def _make_standing(self) -> Steps[None]:
-        """Takes each bucket as it is, which will do in sync if all are at one version: then training stands still."""
-        self._begin_standing()
-        yield from self._await_parts()
-        reached = self._reached()
-        if self._aggregate and reached.version_min != reached.version_max:
+        """Takes each bucket as it is. In sync that will do if all are at one version: then training stands still."""
+        until = self._job.requests.until + self._timing.fallback
+        while self._job.members.removals.pending() and self._now() < until:
+            self._check_void()
+            yield self._timing.checkpoint_begin  # a worker that has left may have brought what waits for it to be gone
+        while True:
+            self._begin_standing()
+            yield from self._await_parts()
+            reached = self._reached()
+            if not self._aggregate or reached.version_min == reached.version_max:
+                break
             self._store.discard(self._spec.name, self._name)
-            raise TryLater(f"the shards are between two clocks, {reached.version_min} and {reached.version_max}")
-        self._commit(self._job.states.at(reached.version_max if self._aggregate else None))
+            if self._now() >= until:
+                low, high = reached.version_min, reached.version_max
+                raise TryLater(f"the shards are between two clocks, {low} and {high}")
+            yield self._timing.checkpoint_begin
+        self._commit(self._states_now(reached.version_max if self._aggregate else None))
 
     # -- 1. name a clock ---------------------------------------------------------------------------------------------
 
     def _begin(self) -> Steps[None]:
         """Names a clock that all shards can still meet; in ssp and async there is none to name."""
-        ahead, progress = 1, self._job.progress
+        ahead = 1
+        if self._aggregate and self._job.requests.open:
+            self._look()  # a clock that is needlessly far ahead costs a step, however long that takes
         self._rename(ahead)
         while True:
             self._check_void()
@@ -226,14 +248,18 @@ class CheckpointAttempt:
                 return
             except OutOfOrder:
                 ahead *= 2  # further at each try, because training goes on meanwhile
-                reached = self._job.look()
-                with self._committing:
-                    self._check_void()  # otherwise that was before a rollback
-                    progress.reached = max(progress.reached, reached)
+                self._look()
                 self._store.discard(self._spec.name, self._name)
                 self._rename(ahead)
             except (TryLater, NotFound):  # no weights yet, or a shard is away
                 yield from self._job.requests.pause(self._now, self._timing.checkpoint_begin)
+
+    def _look(self) -> None:
+        """Asks the shards how far the job is."""
+        reached, progress = self._job.look(), self._job.progress
+        with self._committing:
+            self._check_void()  # otherwise that was before a rollback
+            progress.reached = max(progress.reached, reached)
 
     def _rename(self, ahead: int) -> None:
         """Chooses another name, and a clock that lies so many steps, or multiples of the policy's, ahead."""
@@ -263,14 +289,23 @@ class CheckpointAttempt:
     def _begin_on_shards(self) -> None:
         job, name, clock, run = self._spec.name, self._name, self._clock, self._job.placed.run
         pool, shards = self._job.pool, self._shards.all()
-        answers_of([pool.submit(shard.api.begin_snapshot, job, name, clock, run) for shard in shards])
+        refusal = self._refusal()
+        answers_of([pool.submit(shard.api.begin_snapshot, job, name, clock, run, refusal) for shard in shards])
+
+    def _refusal(self) -> float:
+        """Returns for how many seconds shards take no push that would not be in the checkpoint; 0: they take all."""
+        requests = self._job.requests
+        if not (self._last or requests.standing):
+            return 0.0
+        return max(0.0, requests.until - self._now()) + self._timing.refusal
 
     # -- 2. wait for parts and states --------------------------------------------------------------------------------
 
     def _await_parts(self) -> Steps[bool]:
-        """Waits for every shard's part. Returns False if the checkpoint was asked for, and training stands still."""
+        """Waits for every shard's part. Returns False if the checkpoint was asked for, and training stands still, or
+        the time is over in which live workers had to come to its clock."""
         requests, self._parts, self._awaited = self._job.requests, {}, {}
-        since, asked, wanted, reached = self._now(), requests.asked, requests.open, self._job.progress.reached
+        asked, wanted = requests.asked, requests.open
         while True:
             self._check_void()
             self._ask_shards()
@@ -279,12 +314,10 @@ class CheckpointAttempt:
             yield from self._take_answers()
             if len(self._parts) == self._shards.count:
                 return True
-            if requests.asked > asked and not wanted:
-                raise Void  # one is asked for now, and this one lies far ahead
-            if wanted and self._clock is not None and self._now() > since + self._timing.stall:
-                since, before, reached = self._now(), reached, self._job.look()
-                if reached == before < self._clock:
-                    return False
+            if requests.asked > asked and (not wanted or requests.last > self._last):
+                raise Void  # one is asked for now, and this one lies far ahead, or does not stop pushes
+            if wanted and self._clock is not None and (self._now() >= requests.until or self._stands_still()):
+                return False
 
     def _ask_shards(self) -> None:
         for shard in self._shards.all():
@@ -304,18 +337,45 @@ class CheckpointAttempt:
                 raise Void from None
 
     def _await_states(self) -> Steps[States]:
-        """Returns the states of the live workers; a worker that is gone, or sends nothing, is left out."""
-        until = self._now() + (self._timing.state if self._aggregate else self._timing.any_state)
+        """Returns the states of the workers; a live worker that sends nothing in time is left out."""
+        clock = self._reached().version_max if self._aggregate else None
+        until, requests = self._states_until(), self._job.requests
         while True:
             self._check_void()
-            states = self._job.states.at(self._clock)
-            late = sorted({member.rank for member in self._job.members.all()} - states.keys())
-            if not late or self._now() >= until:
-                break
+            late = {member.rank for member in self._job.members.all()} - self._job.states.at(clock).keys()
+            # One that was asked for meanwhile has its own time.
+            if not late or self._now() >= min(until, requests.until if requests.open else math.inf):
+                return self._states_now(clock)
             yield self._timing.checkpoint_look
-        if late:
-            log.warning("job %s: the checkpoint is without the state of workers %s", self._spec.name, late)
-        return states if self._aggregate else {**self._job.states.kept, **states}
+
+    def _states_until(self) -> float:
+        """Returns how long live workers have to send their states. In sync no other state will do."""
+        if not self._aggregate:  # where pushes are refused, no worker passes by any more
+            return self._now() + (0.0 if self._last else self._timing.any_state)
+        return math.inf if self._job.requests.open else self._now() + self._timing.state
+
+    def _states_now(self, clock: int | None) -> States:
+        """Returns the states that belong to a clock; without one, the newest of each worker."""
+        kept = self._job.states
+        if clock is not None:
+            return {**kept.left(clock), **kept.at(clock)}
+        left = kept.left(max(self._reached().clocks.values(), default=0))
+        return {**self._kept(), **left, **kept.at(None)}
+
+    def _kept(self) -> dict[int, tuple[int, bytes]]:
+        """Returns the states in the last checkpoint, without those that are damaged there."""
+        kept = {}
+        for rank in self._job.states.kept:
+            try:
+                kept[rank] = self._job.states.kept[rank]
+            except CheckpointDamaged as error:
+                log.error("job %s: the state of worker %d is lost: %s", self._spec.name, rank, error)
+        return kept
+
+    def _without(self, states: States) -> tuple[int, ...]:
+        """Returns the ranks of live workers, and of those that have left, whose states are missing."""
+        left = self._job.states.left_at()
+        return tuple(sorted(({member.rank for member in self._job.members.all()} | left.keys()) - states.keys()))
 
     def _reached(self) -> VersionRange:
         """Returns how far the buckets are in all parts together."""
@@ -331,7 +391,7 @@ class CheckpointAttempt:
                 rank: WorkerPart(store.write_worker(job, name, rank, state), clock)
                 for rank, (clock, state) in states.items()
             }
-            manifest = self._manifest(workers)
+            manifest = self._manifest(workers, self._without(states))
             failpoint("manifest-missing")
             with self._committing:
                 self._check_void()
@@ -341,10 +401,28 @@ class CheckpointAttempt:
         except CheckpointFailed:
             store.discard(job, name)
             raise
-        store.prune(job, self._job.checkpointing.policy.keep)
+        store.prune(job, self._job.checkpointing.policy.keep, self._job.progress.whole)
         log.info("job %s: checkpoint %s at clock %d, %d bytes", job, name, manifest.clock, manifest.bytes)
+        self._log_states(manifest)
 
-    def _manifest(self, workers: Mapping[int, WorkerPart]) -> Manifest:
+    def _log_states(self, manifest: Manifest) -> None:
+        """Says which workers' states are missing, or are older than the checkpoint's clock."""
+        job, left = self._spec.name, self._job.states.left_at()
+        if manifest.without:
+            log.warning(
+                "job %s: checkpoint %s is without the state of workers %s: after a return to it, they go on with their "
+                "data from where they are, and new processes from the beginning",
+                *(job, manifest.name, list(manifest.without)),
+            )
+        behind = {rank: clock for rank, clock in left.items() if clock is not None and clock < manifest.clock}
+        if behind and self._aggregate:
+            log.warning(
+                "job %s: checkpoint %s is of clock %d, and workers had left before, by rank at clock %s: they go on "
+                "with the data from there",
+                *(job, manifest.name, manifest.clock, behind),
+            )
+
+    def _manifest(self, workers: Mapping[int, WorkerPart], without: tuple[int, ...]) -> Manifest:
         reached = self._reached()
         return Manifest(
             name=self._name,
@@ -360,4 +438,5 @@ class CheckpointAttempt:
             last_incarnation=self._job.members.last_incarnation(),
             restore_count=self._job.members.restore_count,
             written_by={"torch": torch.__version__.split("+")[0]},
+            without=without,
         )

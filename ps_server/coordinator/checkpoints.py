@@ -7,24 +7,25 @@ simulation takes its steps by `advance`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
+from collections.abc import Iterator
 
-from ps_protocol.errors import CheckpointFailed, PSError, TryLater
+from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, PSError, TryLater
 from ps_runtime.background import note_error
 from ps_server.coordinator.checkpoint_attempt import (
     CheckpointAttempt,
     CheckpointedJob,
     Progress,
     Requests,
-    States,
     Steps,
     Void,
-    WorkerStates,
 )
 from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.members import JobMembers
+from ps_server.coordinator.worker_states import States, StatesOnDisk, WorkerStates
 from ps_server.core.placement import PlacedJob
 from ps_server.core.statistics import CheckpointStatistics
 from ps_server.storage.checkpoints import Manifest
@@ -142,9 +143,22 @@ class JobCheckpoints:
         self._states.save(rank, clock, state)
         self._notify()
 
+    def left(self, rank: int, state: tuple[int, bytes] | None) -> None:
+        """Notes that a worker has left. state: its clock then and its own part, where it has sent it"""
+        self._states.leave(rank, state)
+
+    def joined(self, rank: int) -> None:
+        """Notes that a worker of this rank is live."""
+        self._states.joined(rank)
+
     def state_of(self, rank: int) -> tuple[int, bytes] | None:
-        """Returns what the last checkpoint has of a worker: its clock then, and the state."""
-        return self._states.kept.get(rank)
+        """Returns what a new worker of a rank goes on from: what an earlier one has left behind, or what the last
+        checkpoint has of it."""
+        try:
+            return self._states.of(rank)
+        except CheckpointDamaged as error:
+            log.error("job %s: worker %d goes on without its state: %s", self._spec.name, rank, error)
+            return None
 
     def abandon(self) -> None:
         """Makes void what is being made: its manifest is written now or never."""
@@ -156,39 +170,94 @@ class JobCheckpoints:
         """Notes that the job continues from a checkpoint: what is being made is void, the next one comes in time."""
         with self._changed:  # no attempt begins in between: it would be named by a clock of before
             self.abandon()
-            self._states.forget()
-            self._states.kept = dict(states)
+            self._states.rolled_back(dict(states))
             self._progress.last, self._progress.reached = manifest, manifest.clock
+            self._progress.whole = self._whole(manifest)
             self._notify()
+        if manifest.without:
+            log.warning(
+                "job %s: checkpoint %s has no state of workers %s: they go on with their data from where they are, and "
+                "new processes from the beginning",
+                *(self._spec.name, manifest.name, list(manifest.without)),
+            )
+
+    def resume(self) -> None:
+        """Goes on from the last checkpoint of the run that is on disk, as the coordinator that made it would have."""
+        name, store = self._spec.name, self._job.checkpointing.store
+        for manifest in self._manifests():
+            with contextlib.suppress(CheckpointDamaged):
+                age = max(0.0, self._clock.since_1970() - store.made_at(name, manifest.name))
+                self._progress.resumed(manifest)
+                self._progress.at = self._clock.now() - age
+                self._progress.whole = self._whole(manifest)
+                self._states.kept = StatesOnDisk(store, manifest)
+                return
+
+    def _manifests(self, before: str | None = None) -> Iterator[Manifest]:
+        """Yields the checkpoints of this run that can be read, the last one first."""
+        name, store = self._spec.name, self._job.checkpointing.store
+        for checkpoint in reversed(store.names(name)):
+            if before is not None and checkpoint >= before:
+                continue
+            try:
+                manifest = store.manifest(name, checkpoint)
+            except CheckpointDamaged as error:
+                log.error("job %s: checkpoint %s cannot be used: %s", name, checkpoint, error)
+                continue
+            if self._job.placed.owns(manifest.run, checkpoint):
+                yield manifest
+
+    def _whole(self, last: Manifest) -> str | None:
+        """Returns the name of the last checkpoint up to this one that has the states of all workers."""
+        if not last.without:
+            return last.name
+        return next((manifest.name for manifest in self._manifests(last.name) if not manifest.without), None)
 
     # -- requests and statistics ---------------------------------------------------------------------------------------
 
-    def request(self, seconds: float, standing: bool = False) -> Manifest:
-        """Has a checkpoint made as soon as can be, and waits for it. Raises CheckpointFailed, TryLater after `seconds`.
+    def request(self, seconds: float, standing: bool = False, last: bool = False) -> Manifest:
+        """Has a checkpoint made as soon as can be, and waits for it. Raises CheckpointFailed, TryLater if it takes too
+        long.
 
+        seconds:  that live workers have to come to its clock; after that, what stands is taken without their states
         standing: no worker trains any more
+        last:     the servers end after it: shards take no push that would not be in it
         """
         with self._changed:
-            number = self._requests.ask(standing)
+            number = self._requests.ask(self._clock.now() + seconds, standing, last)
             self._notify()
-            self._clock.wait(self._changed, lambda: self._requests.answered >= number or self._stopping, seconds)
+            most = seconds + self._timing.fallback
+            self._clock.wait(self._changed, lambda: self._requests.answered >= number or self._stopping, most)
             if self._requests.answered < number:
-                raise TryLater(f"job {self._spec.name!r}: the checkpoint is not complete after {seconds:g} s")
+                raise TryLater(f"job {self._spec.name!r}: the checkpoint is not complete after {most:g} s")
             if self._requests.error is not None:
                 raise self._requests.error
             assert self._progress.last is not None
             return self._progress.last
 
-    def request_last(self, seconds: float, standing: bool = True) -> None:
-        """Has the last checkpoint made before the job or its servers end, if training went on since the one before.
+    def request_last(self, seconds: float) -> None:
+        """Has the last checkpoint made of a job that ends, if training went on since the one before."""
+        if not self._is_up_to_date():
+            self._request_last(seconds, standing=True)
 
-        standing: no worker trains any more
-        """
-        last = self._progress.last
-        if last is not None and self._spec.consistency.aggregate and last.clock == self._job.look():
+    def request_final(self, seconds: float) -> None:
+        """Has the last checkpoint made before the servers end. What a shard acknowledges is in it."""
+        if self._is_up_to_date():
             return
+        until = self._clock.now() + seconds
+        if not self._spec.consistency.aggregate:
+            # The workers send their states while pushes are still taken. Then there is one more, of all that shards
+            # acknowledged: it has these states, and each worker leaves out the data of the steps that it made since.
+            self._request_last(seconds / 2)
+        self._request_last(max(0.0, until - self._clock.now()), last=True)
+
+    def _is_up_to_date(self) -> bool:
+        last = self._progress.last
+        return last is not None and self._spec.consistency.aggregate and last.clock == self._job.look()
+
+    def _request_last(self, seconds: float, standing: bool = False, last: bool = False) -> None:
         try:
-            self.request(seconds, standing)
+            self.request(seconds, standing, last)
         except PSError as error:
             log.warning("job %s: ends without a last checkpoint: %s", self._spec.name, error)
 

@@ -247,13 +247,17 @@ class Coordinator:
                 log.info("job %s: resumed, with %d workers", name, len(job.members.all()))
 
     def drain(self, seconds: float) -> None:
-        """Takes no job and no worker any more, and makes a last checkpoint of each job."""
+        """Takes no job and no worker any more, and makes a last checkpoint of each job.
+
+        seconds: that workers have to come to it, which takes as long as the step that each is in
+        """
         self._draining = True
+        log.info("stopping: workers have %g s (--drain-seconds) to end their steps for the last checkpoints", seconds)
         failpoint("drain-begun")
         jobs = [job.checkpoints for job in self.jobs().values() if job.checkpoints is not None]
         with self._cluster.make_executor(max(1, len(jobs)), "drain") as pool:
             for checkpoints in jobs:
-                pool.submit(checkpoints.request_last, seconds, standing=False)
+                pool.submit(checkpoints.request_final, seconds)
 
     def _check_not_draining(self) -> None:
         if self._draining:
@@ -304,7 +308,18 @@ class Coordinator:
             raise rolling_back
         return job.join(rank, request)
 
-    def leave(self, name: str, rank: int, incarnation: int, key: bytes = b"", run: str = "") -> bool:
-        """Takes a worker off. Returns True when it was the last one and the job ended, or had ended before."""
+    def leave(
+        self,
+        name: str,
+        rank: int,
+        incarnation: int,
+        key: bytes = b"",
+        run: str = "",
+        state: tuple[int, bytes] | None = None,
+    ) -> bool:
+        """Takes a worker off. Returns True when it was the last one and the job ended, or had ended before.
+
+        state: its clock and its own state then
+        """
         job = self._jobs.get(name)
-        return job is None or run not in ("", job.placed.run) or job.leave(rank, incarnation, key)
+        return job is None or run not in ("", job.placed.run) or job.leave(rank, incarnation, key, state)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterable, Mapping
 
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, PSError, TryLater
@@ -138,9 +139,10 @@ class CoordinatedJob:
         with self.life.deciding():
             self.life.check_open(self.lost())
             repeated = self.members.repeated(request)
-            if repeated is not None:
-                return self._result(repeated)
-            reservation = self.members.reserve(rank, request)
+            reservation = self.members.reserve(rank, request) if repeated is None else None
+        if reservation is None:
+            assert repeated is not None
+            return self._result(repeated)
         try:
             self._registry.save_ahead()
         except PSError:
@@ -159,7 +161,10 @@ class CoordinatedJob:
         self._registry.save()
         self._announce()
         _log_join(self.spec.name, member, reservation.older, request)
-        return self._result(member)
+        result = self._result(member)
+        if self.checkpoints is not None:
+            self.checkpoints.joined(member.rank)
+        return result
 
     def _abort_join(self, reservation: Reservation) -> None:
         fenced = self.members.abort(reservation)
@@ -173,17 +178,22 @@ class CoordinatedJob:
         placed = self.placed
         return JoinResult(member, member.clock, list(placed.placement), self.members.restore_count, state, placed.run)
 
-    def leave(self, rank: int, incarnation: int, key: bytes) -> bool:
-        """Takes a worker off. Returns True when it was the last one and the job ended."""
+    def leave(self, rank: int, incarnation: int, key: bytes, state: tuple[int, bytes] | None = None) -> bool:
+        """Takes a worker off. Returns True when it was the last one and the job ended.
+
+        state: its clock and its own state then, for the checkpoints to come
+        """
         if not self.members.leave(rank, incarnation, key):
             return self.life.has_ended
         log.info("job %s: worker %d leaves", self.spec.name, rank)
-        if self._finish():
-            return True
+        if self.checkpoints is not None:
+            limit = self._cluster.limits.state_bytes
+            self.checkpoints.left(rank, _if_small(self.spec.name, rank, state, limit))
+        # Also the last one, before the last checkpoint: what others have staged may wait for a step of this one.
         self._remove(rank, incarnation)
-        self.members.removals.tell()
         self._registry.save()
-        return False
+        self.members.removals.tell()
+        return self._finish()
 
     def _finish(self) -> bool:
         """Ends the job if its last worker has left; returns whether it has. A rollback ends first, and calls this."""
@@ -263,11 +273,15 @@ class CoordinatedJob:
         if self.checkpoints is not None:
             self.checkpoints.save_state(rank, clock, state)
 
-    def checkpoint(self) -> Manifest:
-        """Makes a checkpoint now; see JobCheckpoints.request. Raises NoCheckpoints where there are none."""
+    def checkpoint(self, seconds: float = math.inf) -> Manifest:
+        """Makes a checkpoint now; see JobCheckpoints.request. Raises NoCheckpoints where there are none.
+
+        seconds: that the caller waits
+        """
         if self.checkpoints is None:
             raise NoCheckpoints("these servers were started without --checkpoint-dir")
-        return self.checkpoints.request(self._cluster.timing.asked_checkpoint)
+        timing = self._cluster.timing
+        return self.checkpoints.request(max(0.0, min(timing.asked_checkpoint, seconds - timing.fallback)))
 
     # -- a shard loses its part --------------------------------------------------------------------------------------
 
@@ -368,6 +382,15 @@ class CoordinatedJob:
             self.checkpoints.stop()
         self.watchers.end()
         self.rounds.end(TryLater("the coordinator stops"))
+
+
+def _if_small(name: str, rank: int, state: tuple[int, bytes] | None, limit: int) -> tuple[int, bytes] | None:
+    """Returns a state that a worker leaves behind, unless it is too large: the worker leaves all the same."""
+    if state is None or len(state[1]) <= limit:
+        return state
+    size = len(state[1])
+    log.warning("job %s: worker %d leaves a state of %d bytes, and max-state-bytes is %d", name, rank, size, limit)
+    return None
 
 
 def _log_join(name: str, member: Member, older: Member | None, request: JoinRequest) -> None:

@@ -111,4 +111,6 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
         accounting=accounting,
     )
     job.rounds.resume(saved.rounds_completed, saved.rounds)
+    if job.checkpoints is not None:
+        job.checkpoints.resume()
     return job

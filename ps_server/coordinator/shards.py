@@ -50,8 +50,11 @@ class ShardApi(Protocol):
     def committed(self, job: str, run: str) -> Committed | None:
         """Returns the leased data that every bucket that trains there has had; None if there is no such bucket."""
 
-    def begin_snapshot(self, job: str, name: str, clock: int | None, run: str) -> None:
-        """Has the shard take its part of a checkpoint: at a clock, or now."""
+    def begin_snapshot(self, job: str, name: str, clock: int | None, run: str, refusal: float) -> None:
+        """Has the shard take its part of a checkpoint: at a clock, or now.
+
+        refusal: for so many seconds the shard takes no push that would not be in it; 0: it takes all
+        """
 
     def await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
         """Returns the shard's part, once it is on disk. Raises TryLater while it is not."""

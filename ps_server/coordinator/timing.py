@@ -40,12 +40,13 @@ class Timing:
     round_hold:      after so long such a worker is told to ask again
     checkpoint_look: between looks at a checkpoint that is being made
     checkpoint_begin: between attempts to begin one while a shard cannot
-    stall:           a checkpoint was asked for, and no shard moves: buckets at one version are taken as they are
     state:           all parts are on disk, and a worker has not sent its state, because it evaluates perhaps: it is
                      left out after this
     any_state:       the same without a common clock: there an older state will do
     last_checkpoint: for the checkpoint at the end of a job
-    asked_checkpoint: for one that an operator asks for
+    asked_checkpoint: a checkpoint was asked for: so long the live workers have to come to its clock
+    fallback:        after that, for taking what stands, without those that have not come
+    refusal:         after the last checkpoint before the servers end, a shard takes pushes again if they have not ended
     """
 
     recovery_look: float = 0.25
@@ -60,13 +61,15 @@ class Timing:
     round_hold: float = 10.0
     checkpoint_look: float = 0.25
     checkpoint_begin: float = 0.05
-    stall: float = 3.0
     state: float = 60.0
     any_state: float = 10.0
     last_checkpoint: float = 10.0
     asked_checkpoint: float = 300.0
+    fallback: float = 5.0
+    refusal: float = 30.0
 
 
 DEFAULT_TIMING = Timing()
 DEFAULT_LEASE_SECONDS = 10.0  # for which a worker counts as live without a heartbeat
+DEFAULT_DRAIN_SECONDS = 15.0  # that workers have to come to the last checkpoint before the servers end
 DEFAULT_SERVER_CALL_SECONDS = 10.0  # for which a call between servers waits for its answer

@@ -72,19 +72,23 @@ class CheckpointStatistics:
     """The checkpoints of a job since this coordinator coordinates it.
 
     complete, failed: how many there were
+    incomplete:       how many of the complete ones lack a worker's own state
     name, clock:      of the last one; None and 0 before the first
     seconds:          how long it took
     held_up_seconds:  for how long it held up the shard that it held up most
     age_seconds:      since it was complete
+    without:          ranks of workers whose own state the last one lacks
     """
 
     complete: int
     failed: int
+    incomplete: int
     name: str | None
     clock: int
     seconds: float
     held_up_seconds: float
     age_seconds: float
+    without: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,11 @@ _OF_JOB: tuple[tuple[str, str, Callable[[JobStatistics], float]], ...] = (
 _OF_CHECKPOINTS: tuple[tuple[str, str, Callable[[CheckpointStatistics], float]], ...] = (
     ("ps_checkpoints_total", "Checkpoints completed.", lambda made: made.complete),
     ("ps_checkpoints_failed_total", "Checkpoints not completed.", lambda made: made.failed),
+    (
+        "ps_checkpoints_without_states_total",
+        "Completed, but without a worker's own state.",
+        lambda made: made.incomplete,
+    ),
     ("ps_checkpoint_clock", "Clock of the last one.", lambda made: made.clock),
     ("ps_checkpoint_seconds", "How long the last one took.", lambda made: made.seconds),
     ("ps_checkpoint_held_up_seconds", "The longest that the last one held up a shard.", lambda m: m.held_up_seconds),

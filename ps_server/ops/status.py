@@ -32,7 +32,8 @@ def checkpoint_job(server: str, job: str, access: Access = PLAINTEXT) -> str:
     """Makes a checkpoint of a job, and says which when it is complete. Raises Unreachable, NotFound or PSError."""
     with _coordinator(server, access) as coordinator:
         made = coordinator.checkpoint_job(job)
-    return f"job {job}: checkpoint {made.name} at clock {made.clock}, {made.size_bytes} bytes"
+    missing = f", without the state of workers {list(made.missing_ranks)}" if made.missing_ranks else ""
+    return f"job {job}: checkpoint {made.name} at clock {made.clock}, {made.size_bytes} bytes{missing}"
 
 
 @contextlib.contextmanager
@@ -122,6 +123,8 @@ def _history(job: dict[str, Any]) -> str:
     text = ""
     if job["last_checkpoint"]:
         text += f"; last checkpoint {job['last_checkpoint']['name']} at clock {job['last_checkpoint']['clock']}"
+        missing = job["last_checkpoint"]["missing_ranks"]
+        text += f", without the state of workers {missing}" if missing else ""
     if job["restore_count"]:
         text += f"; rolled back {job['restore_count']} times, {job['redone_step_count']} steps made again"
     if job["lost_step_count"]:

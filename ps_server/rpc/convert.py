@@ -256,6 +256,7 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
     )
     if job.checkpoints is not None and job.checkpoints.name is not None:
         status.last_checkpoint.name, status.last_checkpoint.clock = job.checkpoints.name, job.checkpoints.clock
+        status.last_checkpoint.missing_ranks.extend(job.checkpoints.without)
     return status
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import grpc
@@ -13,6 +14,8 @@ from ps_server.coordinator.coordinator import Coordinator
 from ps_server.rpc import convert
 from ps_server.rpc.call_limits import check_job
 from ps_server.rpc.layout_messages import layout_of
+
+ANSWER_SECONDS = 1.0  # that an answer may take to its caller
 
 
 class JobService(jobs_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-ignore]
@@ -41,8 +44,11 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-
         )
 
     def CheckpointJob(self, request: Any, context: grpc.ServicerContext) -> Any:
-        made = self._coordinator.job(request.job).checkpoint()
-        checkpoint = jobs_pb2.Checkpoint(name=made.name, clock=made.clock, size_bytes=made.bytes)
+        left = context.time_remaining()
+        made = self._coordinator.job(request.job).checkpoint(math.inf if left is None else left - ANSWER_SECONDS)
+        checkpoint = jobs_pb2.Checkpoint(
+            name=made.name, clock=made.clock, size_bytes=made.bytes, missing_ranks=made.without
+        )
         return jobs_pb2.CheckpointJobResponse(checkpoint=checkpoint)
 
     def EndJob(self, request: Any, context: grpc.ServicerContext) -> Any:

@@ -77,5 +77,6 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         worker = request.worker
         check_job(worker.job)
         identity = worker.job, worker.rank, worker.incarnation
-        ended = self._coordinator.leave(*identity, worker.lease_key, worker.run)
+        state = (request.state.clock, request.state.content) if request.HasField("state") else None
+        ended = self._coordinator.leave(*identity, worker.lease_key, worker.run, state)
         return membership_pb2.LeaveResponse(ended=ended)

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from ps_protocol.convert import job_spec_message
+from ps_protocol.convert import duration, job_spec_message
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import shard_pb2
 from ps_protocol.v1.shard_pb2_grpc import ShardServiceStub
@@ -64,9 +64,11 @@ class ShardClient:
         request = shard_pb2.GetCommittedDataRequest(job=job, run=run)
         return convert.committed(self._call(self._stub.GetCommittedData, request, min(STATUS_SECONDS, self._seconds)))
 
-    def begin_snapshot(self, job: str, name: str, clock: int | None, run: str) -> None:
+    def begin_snapshot(self, job: str, name: str, clock: int | None, run: str, refusal: float) -> None:
         """Has the shard take its part of a checkpoint."""
         request = shard_pb2.BeginSnapshotRequest(job=job, checkpoint=name, clock=clock, run=run)
+        if refusal:
+            request.refusal_duration.CopyFrom(duration(refusal))
         self._call(self._stub.BeginSnapshot, request)
 
     def await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:

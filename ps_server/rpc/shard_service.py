@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from ps_protocol.convert import job_spec
+from ps_protocol.convert import job_spec, seconds
 from ps_protocol.v1 import shard_pb2, shard_pb2_grpc
 from ps_protocol.versions import check_coordinator_run
 from ps_server.core.limits import DEFAULTS, Limits
@@ -59,7 +59,8 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
 
     def BeginSnapshot(self, request: Any, context: grpc.ServicerContext) -> Any:
         clock = request.clock if request.HasField("clock") else None
-        self._shard.begin_snapshot(request.job, request.checkpoint, clock, request.run)
+        refusal = seconds(request.refusal_duration)
+        self._shard.begin_snapshot(request.job, request.checkpoint, clock, request.run, refusal)
         return shard_pb2.BeginSnapshotResponse()
 
     def AwaitSnapshot(self, request: Any, context: grpc.ServicerContext) -> Any:

@@ -76,7 +76,7 @@ class Updates:
                     with job.lock:
                         job.state.done(bucket.spec.index, work)
                     if job.snapshot_task is not None and isinstance(work, Step):
-                        job.snapshot_task.look(bucket.spec, bucket.rule.version)
+                        job.look(bucket)
                 if isinstance(work, Step):
                     self._pulls.release(job, bucket)
         except Exception:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ps_protocol.codecs import Cast
-from ps_protocol.errors import NotFound, NotShared, PSError, RunEnded
+from ps_protocol.errors import NotFound, NotShared, PSError, RunEnded, TryLater
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
 from ps_protocol.segment_layout import SegmentMap, segment_plan
@@ -24,10 +24,11 @@ from ps_server.core.partition import JobPartition
 from ps_server.core.room import Room
 from ps_server.core.snapshot import BucketSnapshot
 from ps_server.core.statistics import ShardJobStatistics, Wait
-from ps_server.shard.snapshots import SnapshotTask
+from ps_server.shard.snapshots import Refusal, Refusals, SnapshotTask
 from ps_server.shard.waiting import Waiter
 
 NARROWED_BUCKETS = 4  # that a job keeps
+REFUSED_SECONDS = 0.25  # after which a refused push may be sent again: the servers end, or take pushes again
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class HostedJob:
         self._room = room
         self.failure: PSError | None = None
         self.snapshot_task: SnapshotTask | None = None  # the one under way, or the last
+        self.refusals = Refusals()
 
     def check_run(self, run: str) -> None:
         """Raises RunEnded for an earlier run of the job, NotFound for a later one; an empty run is any."""
@@ -126,20 +128,40 @@ class HostedJob:
             committed = self.state.committed(index)
         return self.state.buckets[index].snapshot(committed)
 
-    def begin_snapshot(self, task: SnapshotTask) -> None:
-        """Begins a snapshot in place of the last, unless that one is the same already. Raises as SnapshotTask.check."""
+    def begin_snapshot(self, task: SnapshotTask, refusal: Refusal | None = None) -> None:
+        """Begins a snapshot in place of the last, unless that one is the same already. Raises as SnapshotTask.check.
+
+        refusal: set for the last one before the servers end
+        """
         with self.lock:
             if self.snapshot_task is not None and self.snapshot_task.is_at_least(task):
                 return
             for bucket in self.buckets.values():
                 task.check(bucket.spec, bucket.rule)
-            before, self.snapshot_task = self.snapshot_task, task
+            before, self.snapshot_task, self.refusals.current = self.snapshot_task, task, refusal
         if before is not None:
             before.abandon()
         task.begin()
         for bucket in self.buckets.values():
             with bucket.tensors:
-                task.look(bucket.spec, bucket.rule.version)
+                self.look(bucket)
+
+    def look(self, bucket: HostedBucket) -> None:
+        """Has a bucket copied for the snapshot that is under way, if its moment is now. The caller holds `tensors`."""
+        with self.lock:
+            task, refusal = self.snapshot_task, self.refusals.current
+            settles = refusal is not None and refusal.clock is None
+            due = not settles or bucket.rule.next() is None
+        if task is not None and due:
+            task.look(bucket.spec, bucket.rule.version)
+
+    def check_taken(self, rank: int, bucket: int, clock: int) -> None:
+        """Raises TryLater for a new push that would not be in the last snapshot. The caller holds `lock`."""
+        refusal = self.refusals.current
+        if refusal is not None and refusal.covers(clock) and clock > self.buckets[bucket].rule.staged.get(rank, 0):
+            later = TryLater(f"job {self.name!r}: the servers are stopping, and the last checkpoint is being made")
+            later.retry_after = REFUSED_SECONDS
+            raise later
 
     def promised(self) -> int:
         """Returns the bytes that the job was admitted with and that are not taken yet."""

@@ -15,7 +15,7 @@ from ps_protocol.errors import InvalidRequest, PSError, TryLater
 from ps_protocol.framing import Buffer
 from ps_protocol.segment_layout import SegmentOffer
 from ps_protocol.tensors import bytes_of
-from ps_server.core.commands import BucketCommand, Staged
+from ps_server.core.commands import Assign, BucketCommand, Commit, Draft, Stage, Staged
 from ps_server.core.requests import PullCall, Push, PushCall, PushedBucket, PushKind
 from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
@@ -90,6 +90,8 @@ class Pushes:
             for command, size in _check(job, call, principal):
                 failpoint("push-checked")
                 with job.lock:
+                    if isinstance(command, Stage | Draft | Assign | Commit):
+                        job.check_taken(command.rank, command.bucket, command.clock)
                     staged = job.state.execute(command)
                 answers.append(staged)
                 if staged.fresh:

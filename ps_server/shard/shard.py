@@ -40,7 +40,7 @@ from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, READER, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes
 from ps_server.shard.restores import RestoreRequest
-from ps_server.shard.snapshots import SnapshotTask
+from ps_server.shard.snapshots import Refusal, SnapshotTask
 from ps_server.shard.threads import OwnThreads, Threads
 from ps_server.shard.waiting import Outbox
 from ps_server.storage.checkpoints import CheckpointStore
@@ -148,6 +148,7 @@ class Shard:
         job = self._hosted.get(name, run)
         with job.lock:
             frontier = job.state.execute(AddWorker(rank, incarnation, clock, key))
+            job.refusals.current = None  # its coordinator takes workers, and so does not end
         job.detach(rank, incarnation)
         self._roster_changed(job)
         return frontier
@@ -201,8 +202,13 @@ class Shard:
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
-    def begin_snapshot(self, name: str, checkpoint: str, clock: int | None, run: str = "") -> None:
-        """Copies each bucket of a job when it has applied `clock` updates, or now. Returns at once."""
+    def begin_snapshot(
+        self, name: str, checkpoint: str, clock: int | None, run: str = "", refusal: float = 0.0
+    ) -> None:
+        """Copies each bucket of a job when it has applied `clock` updates, or now. Returns at once.
+
+        refusal: for so many seconds, pushes are refused that would not be in the snapshot
+        """
         job, store = self._hosted.get(name, run), self._store()
         store.path(name, checkpoint)
 
@@ -210,7 +216,9 @@ class Shard:
             return store.write_shard(name, checkpoint, self._index, snapshots)
 
         specs = [bucket.spec for bucket in job.buckets.values()]
-        job.begin_snapshot(SnapshotTask(checkpoint, clock, specs, job.snapshot, write, self._threads, self._clock))
+        task = SnapshotTask(checkpoint, clock, specs, job.snapshot, write, self._threads, self._clock)
+        seconds = max(refusal, job.refusals.seconds)
+        job.begin_snapshot(task, Refusal(clock, self._clock() + seconds, self._clock) if seconds else None)
 
     def await_snapshot(self, name: str, checkpoint: str, seconds: float, run: str = "") -> ShardSnapshot:
         """Returns this shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
 from ps_protocol.layout import BucketSpec
@@ -23,6 +24,35 @@ log = logging.getLogger("ps_server")
 
 # Writes the snapshots of a checkpoint's part and describes the file.
 Write = Callable[[str, list[BucketSnapshot]], Part]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """After the last snapshot before the servers end, a push that would not be in it is not taken, and so is sent again
+    when they are back.
+
+    clock: the version that the snapshot is of; None: none, so that every new push is refused, and a bucket is copied
+           when what was staged before is in its weights
+    until: when this ends, if the servers have not ended; on the clock `now`
+    """
+
+    clock: int | None
+    until: float
+    now: Callable[[], float]
+
+    def covers(self, clock: int) -> bool:
+        """Whether a new push of a clock is refused."""
+        return self.now() < self.until and (self.clock is None or clock > self.clock)
+
+
+@dataclass
+class Refusals:
+    """current: set if the last snapshot was the last before the servers end
+    seconds: above 0 once this shard is to end: for so long pushes are refused after the next snapshot
+    """
+
+    current: Refusal | None = None
+    seconds: float = 0.0
 
 
 class SnapshotTask:

@@ -66,6 +66,7 @@ class Manifest:
     versions:   the lowest and highest version of a bucket that trains: equal in sync
     clocks:     by rank, the lowest clock over the buckets that train
     last_incarnation, restore_count: of the job when it was made
+    without:    ranks of workers that took part, or had left, and whose own state is not in it
     """
 
     name: str
@@ -82,6 +83,7 @@ class Manifest:
     restore_count: int
     format: int = FORMAT
     written_by: Mapping[str, str] = field(default_factory=dict)
+    without: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -182,13 +184,24 @@ class CheckpointStore:
             failpoint("checkpoint-half-removed")
         self._disk.remove_tree(path)
 
-    def prune(self, job: str, keep: int) -> None:
-        """Removes all but the last `keep` complete ones, and what was begun before them and never completed."""
+    def prune(self, job: str, keep: int, also: str | None = None) -> None:
+        """Removes all but the last `keep` complete ones, and what was begun before them and never completed.
+
+        also: one that stays besides
+        """
         complete = self.names(job)
         kept = complete[-keep:]
         for name in self._all_names(job):
-            if kept and name < kept[-1] and name not in kept:
+            if kept and name < kept[-1] and name not in kept and name != also:
                 self.discard(job, name)
+
+    def made_at(self, job: str, name: str) -> float:
+        """Returns when a checkpoint was complete, in seconds since 1970. Raises CheckpointDamaged if it is not."""
+        path = self.path(job, name) / MANIFEST
+        try:
+            return self._disk.modified(path)
+        except OSError as error:
+            raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
 
     @contextlib.contextmanager
     def _writing(self, path: Path) -> Iterator[None]:
@@ -364,6 +377,7 @@ def _unsealed(data: dict[str, Any]) -> Manifest:
         raise ValueError("it names no job")
     data["placement"] = tuple(data["placement"])
     data["versions"] = tuple(data["versions"])
+    data["without"] = tuple(data.get("without", ()))  # what earlier releases have written says nothing of it
     data["shards"] = {int(index): Part(**part) for index, part in data["shards"].items()}
     data["workers"] = {
         int(rank): WorkerPart(Part(**worker["part"]), worker["clock"]) for rank, worker in data["workers"].items()

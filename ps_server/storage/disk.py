@@ -56,6 +56,10 @@ class Disk:
         """Returns the bytes of a file."""
         return _size_of_file(os.lstat(path), path)
 
+    def modified(self, path: Path) -> float:
+        """Returns when a file was written last, in seconds since 1970."""
+        return os.lstat(path).st_mtime
+
     def lock(self, path: Path, holder: bytes) -> Callable[[], None]:
         """Locks a file until what it returns is called or this process ends, however it ends. `holder`: its content.
 

@@ -23,7 +23,17 @@ from ps_protocol.layout import BucketSpec
 from ps_protocol.v1 import data_pb2, leases_pb2, membership_pb2, rounds_pb2, types_pb2
 from ps_runtime.launch_id import UNKNOWN
 from ps_worker.cluster.options import JobOptions
-from ps_worker.values import Assignment, BucketPush, Identity, JoinResult, PulledBucket, RoundNews, ShardMap, StateChunk
+from ps_worker.values import (
+    Assignment,
+    BucketPush,
+    Identity,
+    JoinResult,
+    PulledBucket,
+    RoundNews,
+    SavedState,
+    ShardMap,
+    StateChunk,
+)
 
 WireFormatOf = Callable[[BucketSpec], str]
 
@@ -253,14 +263,14 @@ def join_request(
 
 def join_result(response: membership_pb2.JoinResponse) -> JoinResult:
     """Reads the place that a worker got."""
-    worker = response.worker
+    worker, state = response.worker, response.worker_state
     return JoinResult(
         Identity(worker.job, worker.rank, worker.incarnation, worker.lease_key, worker.run),
         response.clock,
         seconds(response.lease_duration),
         shard_map(response.shard_map) if response.HasField("shard_map") else None,
         response.restore_count,
-        response.worker_state.content if response.HasField("worker_state") else None,
+        SavedState(state.clock, state.content) if response.HasField("worker_state") else None,
     )
 
 

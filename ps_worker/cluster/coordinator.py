@@ -28,7 +28,7 @@ from ps_runtime.retry import Peer, Retry
 from ps_runtime.status import error_from
 from ps_worker.cluster import convert
 from ps_worker.cluster.options import JobOptions
-from ps_worker.values import Identity, JoinResult, Registration, Roster, RoundNews
+from ps_worker.values import Identity, JoinResult, Registration, Roster, RoundNews, SavedState
 
 CALL_SECONDS = 15.0
 ROUND_SECONDS = 30.0  # longer than the coordinator keeps a caller waiting before it has it ask again
@@ -147,10 +147,13 @@ class CoordinatorClient:
             except grpc.RpcError as error:
                 retry.failed(error)
 
-    def leave(self, worker: Identity) -> None:
-        """Leaves the job; one attempt, because the lease ends it anyway."""
+    def leave(self, worker: Identity, state: SavedState | None = None) -> None:
+        """Leaves the job, and leaves this worker's own state behind; one attempt, because the lease ends it anyway."""
+        request = membership_pb2.LeaveRequest(worker=convert.identity(worker))
+        if state is not None:
+            request.state.clock, request.state.content = state.clock, state.content
         with contextlib.suppress(grpc.RpcError):
-            self._members.Leave(membership_pb2.LeaveRequest(worker=convert.identity(worker)), timeout=CALL_SECONDS)
+            self._members.Leave(request, timeout=CALL_SECONDS)
 
     def watch(self, job: str) -> Watch:
         """Watches the roster: as it is now, and after every change."""

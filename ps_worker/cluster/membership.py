@@ -16,7 +16,7 @@ from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, Unknown
 from ps_runtime.background import guarded
 from ps_worker.cluster.coordinator import CoordinatorClient, Watch
 from ps_worker.cluster.options import JobOptions
-from ps_worker.values import JoinResult, Roster
+from ps_worker.values import JoinResult, Roster, SavedState
 
 log = logging.getLogger("ps_worker")
 
@@ -89,8 +89,8 @@ class Membership:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         return place
 
-    def close(self) -> None:
-        """Leaves the job, unless the place is another's by now, and ends the threads."""
+    def close(self, state: SavedState | None = None) -> None:
+        """Leaves the job, unless the place is another's by now, and ends the threads. state: what it leaves behind"""
         self._coordinator.closing.set()
         self._doubt.raise_it()
         with self._changed:
@@ -98,7 +98,7 @@ class Membership:
         if self._beating is not None and self._beating is not threading.current_thread():
             self._beating.join(CLOSE_SECONDS)  # otherwise it could join once more after this worker has left
         if self.place is not None and not isinstance(self._error, UnknownWorker):
-            self._coordinator.leave(self.place.identity)
+            self._coordinator.leave(self.place.identity, state)
 
     # -- the training thread -----------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from ps_worker.cluster.membership import Membership
 from ps_worker.cluster.options import JobOptions
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer_state import States, state_assignments
-from ps_worker.values import Identity, JoinResult, ShardMap
+from ps_worker.values import Identity, JoinResult, SavedState, ShardMap
 
 log = logging.getLogger("ps_worker")
 
@@ -235,10 +235,13 @@ class Participation:
         if connection is not None and connection.place is not place:
             connection.cut()
 
-    def close(self) -> None:
-        """Leaves the job and ends every thread and connection; may be called more than once."""
+    def close(self, state: SavedState | None = None) -> None:
+        """Leaves the job and ends every thread and connection; may be called more than once.
+
+        state: this worker's own, for a process that takes its rank later
+        """
         if not self.is_closed:
-            self.members.close()
+            self.members.close(state)
             self.coordinator.close()
         if self._connection is not None:
             self._connection.close()

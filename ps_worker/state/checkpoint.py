@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +39,14 @@ log = logging.getLogger("ps_worker")
 Save = Callable[[int, bytes], None]
 
 
+@dataclass(frozen=True)
+class LastStep:
+    """The last step that was made: the loader that fed it, and how many batches it took."""
+
+    fed_by: int | None = None
+    batches: int = 1
+
+
 class WorkerCheckpoint:
     """One worker's own state, captured when a checkpoint asks for it and restored when the job is rolled back.
 
@@ -57,7 +66,7 @@ class WorkerCheckpoint:
         self._left_out: set[str] = set()
         self._fed: int | None = None  # the loader that yielded last
         self._taken = 0  # batches since the last step
-        self._per_step = 1
+        self._step = LastStep()
         self._wanted: int | None = None  # the clock whose state is to be captured
         self._target: WorkerState | None = None  # the state to be restored
         self._leave_out = 0  # batches of steps that others made while this worker was away
@@ -103,19 +112,23 @@ class WorkerCheckpoint:
     def stepped(self) -> None:
         """Ends a step; captures its state if no loop will."""
         self.steps += 1
-        self._per_step, self._taken = max(1, self._taken), 0
+        self._step, self._taken = LastStep(self._fed, max(1, self._taken)), 0
         if not any(loader.going for loader in self.loaders):
             self.capture()
 
-    def rollback(self, state: bytes, clock: int) -> None:
-        """Has the worker go on at `clock` from a state that it saved, maybe an earlier one. Raises InvalidRequest."""
+    def rollback(self, state: bytes, clock: int, saved_at: int | None = None) -> None:
+        """Has the worker go on at `clock` from a state that it saved, maybe an earlier one. Raises InvalidRequest.
+
+        saved_at: the clock up to which the state holds: that of a worker which left holds for all clocks since; None:
+                  the one at which it was captured
+        """
         target = self._target = decode(state)
         self._wanted, self._taken = None, 0
         for optimizer, _ in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # which schedulers of a new process expect
-        missed = clock - target.clock
+        missed = clock - (target.clock if saved_at is None else saved_at)
         if missed > 0:
-            log.warning("this worker's state is of clock %d: the data of %d steps is left out", target.clock, missed)
+            log.warning("this worker's state is of clock %d: the data of %d steps is left out", clock - missed, missed)
         self._leave_out = max(0, missed) * target.per_step
 
     def try_restore(self) -> None:
@@ -158,13 +171,32 @@ class WorkerCheckpoint:
             clock=clock,
             script=self.script_state(),
             feeding=self._fed if loader is None else loader,
-            per_step=self._per_step,
+            per_step=self._step.batches,
             tensors={index: tensor.copy() for index, tensor in self._frozen.items() if tensor.changed()},
         )
         try:
             self._save(clock, encode(state))
         except PSError as error:
             log.warning("this worker's state at clock %d is not in the checkpoint: %s", clock, error)
+
+    def last_state(self, clock: int, counts: bool, cut_short: bool = True) -> bytes:
+        """Returns the state of a worker that stops here, maybe in the middle of a step.
+
+        clock:     of its last step that counts
+        counts:    the batches since the step before are those of that step; otherwise they are to come again
+        cut_short: the script does not come to its end: the loop that it is in, or has just left, is under way
+        """
+        if self._target is not None:
+            return encode(self._target)  # it stops before it has gone on from there
+        script = self.script_state()
+        feeding = self._fed if counts or self._step.fed_by is None else self._step.fed_by
+        back = self._taken if feeding == self._fed and not counts else 0
+        loaders = [_before_pass(state) for state in script.loaders]
+        if feeding is not None:
+            position, is_last = self.loaders[feeding], feeding == self._fed
+            loaders[feeding] = _rewound(position.state_within() if cut_short and is_last else position.state(), back)
+        tensors = {index: tensor.copy() for index, tensor in self._frozen.items() if tensor.changed()}
+        return encode(WorkerState(clock, replace(script, loaders=loaders), feeding, self._step.batches, tensors))
 
     def script_state(self) -> ScriptState:
         """Returns what the script has set, and where all its loops are."""
@@ -253,6 +285,18 @@ class WorkerCheckpoint:
         for index, tensor in state.tensors.items():
             self._frozen[index].put(tensor)
         log.info("this worker's own state is that of clock %d", state.clock)
+
+
+def _rewound(state: LoaderState, batches: int) -> LoaderState:
+    """Returns the position of a loader without the last batches of its pass."""
+    return replace(state, taken=max(0, state.taken - batches)) if state.going else state
+
+
+def _before_pass(state: LoaderState) -> LoaderState:
+    """Returns the position of a loader before the pass that is under way: an evaluation is made again as a whole."""
+    if not state.going or state.start is None:
+        return state
+    return LoaderState(state.begun - 1, False, 0, None, state.start.generator)
 
 
 class BesideCheckpoint(WorkerCheckpoint):

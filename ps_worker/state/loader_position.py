@@ -87,8 +87,8 @@ class LoaderPosition:
         self._begun = 0
         self._taken = 0
         self._start: PassStart | None = None
-        self._loop: object = None  # the one under way
-        self._since = 0  # steps that were made before it
+        self._loop: object = None  # the last one; None: the script has left it
+        self._since = 0  # steps that were made before it, or before the script left it
         self._began: dict[int, PassBegin] = {}  # by pass
         self._broken_off: dict[int, int] = {}  # by pass, after how many batches the script left its loop
         self._target: LoaderState | None = None
@@ -97,6 +97,12 @@ class LoaderPosition:
     def state(self) -> LoaderState:
         """Returns where it is, now."""
         return LoaderState(self._begun, self.going, self._taken, self._start, self._passes.generator_state())
+
+    def state_within(self) -> LoaderState:
+        """Returns where it is for a script that is cut short: a loop that was left by that is still under way."""
+        left = self._loop is None and self._start is not None and self._since == self._hooks.steps
+        within = self.going or left
+        return LoaderState(self._begun, within, self._taken, self._start, self._passes.generator_state())
 
     def follow(self, state: LoaderState) -> None:
         """Goes to where it was when another loader does: at once, or when its own loop asks for the next batch.
@@ -176,7 +182,7 @@ class LoaderPosition:
     def _leave(self) -> None:
         """Ends a loop that the script leaves early."""
         is_asked = self.is_asked_after_step
-        self.going = False
+        self.going, self._loop, self._since = False, None, self._hooks.steps
         if is_asked:
             self._hooks.capture(self.index)
         self._broken_off[self._begun] = self._taken

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -46,11 +46,12 @@ from ps_worker.model.optimizer import ParameterStates, ServerOptimizer
 from ps_worker.model.optimizer_state import StateCollector, States, check_states, tensors_of
 from ps_worker.model.step import StepMaker
 from ps_worker.state.checkpoint import BesideCheckpoint, WorkerCheckpoint
-from ps_worker.state.sender import StateSender
+from ps_worker.state.ending import is_cut_short
+from ps_worker.state.sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups, added_name
 from ps_worker.strategies.assignments import Assignments
 from ps_worker.strategies.strategy import Prepared
-from ps_worker.values import PrepareOptions, PullResult, PushResult, StateChunk
+from ps_worker.values import PrepareOptions, PullResult, PushResult, SavedState, StateChunk
 
 log = logging.getLogger("ps_worker")
 
@@ -249,6 +250,7 @@ class JobTraining:
         self._sender = StateSender(participation.coordinator, participation.members)
         self.checkpoint = (BesideCheckpoint if beside else WorkerCheckpoint)(device, self._sender.send)
         self._pushed: list[Future[Any]] = []  # once all of these are done, the step at hand counts
+        self._committing: list[Future[Any]] = []  # those of them that are pulls, and wait for other workers
         self._rolled_back = False  # and the script has asked for no batch since
         self._closing = False
 
@@ -268,21 +270,38 @@ class JobTraining:
         self.checkpoint.watch(optimizers, frozen)
         saved = self.participation.connection.place.state
         if saved is not None:
-            self.checkpoint.rollback(saved, self.clock)
+            self.checkpoint.rollback(saved.content, self.clock, saved.clock)
 
     def close(self) -> None:
-        """Leaves the job and ends every thread and connection; may be called more than once."""
+        """Leaves the job with this worker's state, and ends threads and connections; may be called more than once."""
         if self._closing:
             return
         self._closing = True
         self._added.close()
+        state = None
         try:
-            self.checkpoint.capture()
+            state = self._last_state()
         except Exception:
             log.exception("this worker's state could not be caught")  # the worker leaves all the same
         self._sender.close()
-        self.participation.close()
+        self.participation.close(state)
         self._model.release()
+
+    def _last_state(self) -> SavedState:
+        """Returns this worker's state after its last step that counts: a signal may have ended it in the middle of one.
+
+        A step counts if all its pushes are staged, whether or not the other workers have come. Of drafts, which count
+        with the pull that commits them, it is known only if that has failed.
+        """
+        pushed, clock = self._pushed, self.clock
+        wait([push for push in pushed if push not in self._committing], LEAVING_SECONDS)
+        failed = [push for push in pushed if (push.exception() if push.done() else push not in self._committing)]
+        if failed:
+            clock -= 1
+            if len(failed) < len(pushed):
+                log.warning("this worker stops in step %d, of which a part may count", clock + 1)
+        counts = bool(pushed) and not failed
+        return SavedState(clock, self.checkpoint.last_state(clock, counts, cut_short=is_cut_short()))
 
     @property
     def clock(self) -> int:
@@ -329,9 +348,10 @@ class JobTraining:
                 return None
             except PlaceLost:
                 pass
-            except BaseException:
+            except BaseException as error:
                 self.participation.connection.drop_drafts()
-                self._pushed = []
+                if isinstance(error, Exception):  # a signal that ends the script leaves what is sent under way
+                    self._pushed = []
                 self.data.failed()
                 raise
         return self.come_back()
@@ -347,7 +367,7 @@ class JobTraining:
         self._model.begin_pull()
         pushes = self._steps.pushes(step, connection.clock + 1, self.data.use())
         pushed, pulls, committing = connection.push_pull(pushes, step.drafts_hold)
-        self._pushed = [*pushed, *committing]
+        self._pushed, self._committing = [*pushed, *committing], [*committing]
         self._finish(pushed, pulls)
         self.data.pushed()
 
@@ -396,13 +416,13 @@ class JobTraining:
         )
         return staged
 
-    def _roll_back(self, saved: bytes | None) -> None:
+    def _roll_back(self, saved: SavedState | None) -> None:
         """Rolls this worker back with the job. saved: its own state of that checkpoint"""
         if saved is None:
             rank = self.participation.rank
             log.warning("worker %d had saved no state: its place in the data stays what it is", rank)
         else:
-            self.checkpoint.rollback(saved, self.clock)
+            self.checkpoint.rollback(saved.content, self.clock, saved.clock)
             self.checkpoint.try_restore()
         self.data.rollback()
         self._rolled_back = True

@@ -9,9 +9,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +25,6 @@ from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.v1 import jobs_pb2
 from ps_runtime.credentials import PLAINTEXT
 from ps_server.config import parse_every
-from ps_server.coordinator.checkpoint_attempt import CheckpointedJob
 from ps_server.coordinator.timing import Timing
 from ps_server.core.buckets import Bucket
 from ps_server.core.commands import RestoreSnapshot
@@ -341,42 +338,12 @@ def test_a_checkpoint_beside_training_is_of_one_version_in_sync_and_whole_in_eve
         assert all(sorted(manifest.workers) == [0, 1] for manifest in regular if manifest.clock < both)
 
 
-def test_a_checkpoint_that_takes_long_to_write_is_not_taken_for_training_that_stands_still(
-    make_cluster: MakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written, looked, write, look = threading.Event(), [], CheckpointStore.write_shard, CheckpointedJob.look
-
-    def slowly(*arguments: Any) -> Part:
-        assert written.wait(30)
-        return write(*arguments)
-
-    def noting(job: CheckpointedJob) -> int:
-        looked.append(look(job))
-        return looked[-1]
-
-    monkeypatch.setattr(CheckpointStore, "write_shard", slowly)
-    monkeypatch.setattr(CheckpointedJob, "look", noting)
-    cluster = make_cluster(checkpoint_dir=tmp_path, timing=Timing(stall=0.1))
-    with RawWorker(cluster.address, vector_job("job", "sync", 64, 1), 0) as worker, ThreadPoolExecutor(1) as pool:
-        worker.initialise()
-        asked = pool.submit(cluster.coordinator.jobs()["job"].checkpoints.request, 30)  # type: ignore[union-attr]
-        while not worker.flagged:
-            worker.step(torch.zeros(64))
-            worker.pull()
-        worker.save_state(worker.clock, b"state")
-        before = len(looked)
-        until(lambda: len(looked) >= before + 3, "a look at how far training is")
-        written.set()
-        assert asked.result().clock == worker.clock
-        assert len(CheckpointStore(tmp_path).names("job")) == 1
-
-
 def test_what_checkpoints_do_is_in_the_metrics(make_cluster: MakeCluster, tmp_path: Path) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path)
+    cluster = make_cluster(checkpoint_dir=tmp_path, timing=Timing(any_state=0.1))
     with joined(cluster.address, vector_job("job", "async", 64, 1)) as [worker]:
         worker.step(torch.zeros(64))
         worker.pull()
-        cluster.coordinator.jobs()["job"].checkpoints.request(30, standing=True)  # type: ignore[union-attr]
+        cluster.coordinator.jobs()["job"].checkpoints.request(30)  # type: ignore[union-attr]
         samples = scrape(cluster.servers[0].metrics_address)
         assert samples['ps_checkpoints_total{job="job"}'] == 1
         assert samples['ps_checkpoint_clock{job="job"}'] == 1
@@ -384,7 +351,7 @@ def test_what_checkpoints_do_is_in_the_metrics(make_cluster: MakeCluster, tmp_pa
         shutil.rmtree(tmp_path / "job")
         (tmp_path / "job").write_text("in the way")
         with pytest.raises(CheckpointFailed, match="cannot be written"):
-            cluster.coordinator.jobs()["job"].checkpoints.request(30, standing=True)  # type: ignore[union-attr]
+            cluster.coordinator.jobs()["job"].checkpoints.request(30)  # type: ignore[union-attr]
         samples = scrape(cluster.servers[0].metrics_address)
         assert samples['ps_checkpoints_failed_total{job="job"}'] == 1
         worker.step(torch.zeros(64))

@@ -22,6 +22,7 @@ from ps_runtime import launch_id
 from ps_server.coordinator import state_file
 from ps_server.coordinator.saved_job import SavedJob
 from ps_server.coordinator.state_file import StateFile
+from ps_server.coordinator.timing import Timing
 from ps_server.core.membership import JoinRequest, Member
 from ps_server.ops import status
 from ps_server.storage.checkpoints import seal
@@ -303,7 +304,8 @@ def test_who_is_replaced_by_another_launch_is_told_of_it_and_cannot_take_over_in
 def test_a_launch_is_known_after_the_coordinators_restart(
     make_cluster: Callable[..., Cluster], tmp_path: Path, launched: Callable[..., Session]
 ) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path, lease=LEASE)
+    timing = Timing(asked_checkpoint=0.1)  # no worker steps meanwhile
+    cluster = make_cluster(checkpoint_dir=tmp_path, lease=LEASE, timing=timing)
     with launched(cluster, "a") as session:
         model, optimizer = prepared(session)
         step(model, optimizer)

@@ -172,9 +172,12 @@ class DirectWorker:
         previous = self.place.member.incarnation
         return self.join(JoinRequest(host="here", previous=previous, clock=self.clock, run=self.run))
 
-    def leave(self) -> bool:
+    def leave(self, state: tuple[int, bytes] | None = None) -> bool:
+        """Leaves, with a clock and a state or nothing."""
         member = self.place.member
-        return self.cluster.coordinator.leave(self.spec.name, self.rank, member.incarnation, member.key, self.run)
+        return self.cluster.coordinator.leave(
+            self.spec.name, self.rank, member.incarnation, member.key, self.run, state
+        )
 
     def initialise(self) -> None:
         for bucket in self.layout.buckets:

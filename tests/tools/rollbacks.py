@@ -13,8 +13,8 @@ from tests.tools.cluster import Cluster, until
 from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 CELLS = 64  # four buckets of 16, on two shards
-# A checkpoint of workers that stand still is made at once, and a shard that is new is found at once.
-QUICK = Timing(stall=0.1, checkpoint_look=0.02, recovery_look=0.02)
+# Workers that stand still are not waited for when a checkpoint is asked for, and a shard that is new is found at once.
+QUICK = Timing(asked_checkpoint=0.1, checkpoint_look=0.02, recovery_look=0.02)
 
 
 def job_of(

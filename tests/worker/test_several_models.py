@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ps_server.coordinator.timing import Timing
 from ps_server.storage.checkpoints import Manifest
 from ps_worker import InvalidRequest, Session
 from tests.tools.cluster import Cluster, in_parallel, until
@@ -126,7 +127,7 @@ def test_a_teacher_without_an_optimizer_is_sent_once_and_not_trained(shared: Clu
 
 
 def test_a_gan_comes_back_from_a_checkpoint_with_both_models(make_cluster: Any, tmp_path: Any) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path)
+    cluster = make_cluster(checkpoint_dir=tmp_path, timing=Timing(asked_checkpoint=0.1))  # between two steps
     with cluster.connect("sync", job="gan") as session:
         g, d, opt_g, opt_d = prepared(session)
         before = wgan(g, d, opt_g, opt_d, rounds=1)

@@ -379,6 +379,81 @@ def test_a_process_that_was_away_leaves_out_the_steps_of_the_others() -> None:
         assert first_samples(late) == whole[3 + missed :]
 
 
+# -- a process that is told to stop ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("at", [0, 3, BATCHES - 1, BATCHES, BATCHES + 2])
+def test_a_process_that_stops_within_a_step_loses_no_batch_and_repeats_none(at: int, counts: bool) -> None:
+    def samples(worker: Worker, stop: int | None = None) -> list[int]:
+        """Which sample each batch began with, up to a batch that is taken and not stepped with."""
+        seen: list[int] = []
+        for _ in range(PASSES):
+            for batch in worker.loader:
+                if len(seen) == stop:
+                    return seen  # what an exception does, too: the loop is left
+                seen.append(int(batch[0, 0]))
+                worker.step(worker.model(batch).square().mean())
+        return seen
+
+    first, later = Worker(), Worker()
+    before = samples(first, at)
+    later.clock = at + counts
+    later.checkpoint.rollback(first.checkpoint.last_state(later.clock, counts), later.clock, later.clock)
+    whole = samples(Worker())
+    assert before == whole[:at]
+    assert samples(later) == whole[at + counts :]
+
+
+def test_a_process_that_stops_while_it_evaluates_evaluates_again() -> None:
+    evaluated: list[int] = []
+
+    def script(worker: Worker, dies: bool) -> None:
+        validation = worker.prepare(DataLoader(Augmented(), BATCH))
+        for _ in range(2):
+            for batch in worker.loader:
+                worker.step(worker.model(batch).square().mean())
+            for number, _ in enumerate(validation):
+                if dies and number == 2:
+                    raise Died
+                evaluated.append(worker.clock)
+
+    first, later = Worker(), Worker()
+    with pytest.raises(Died):
+        script(first, dies=True)
+    assert first.clock == BATCHES
+    later.clock = BATCHES
+    later.checkpoint.rollback(first.checkpoint.last_state(BATCHES, counts=False), BATCHES, BATCHES)
+    evaluated.clear()
+    script(later, dies=False)
+    assert evaluated == [BATCHES] * BATCHES + [2 * BATCHES] * BATCHES
+
+
+def test_a_script_that_has_left_its_loop_goes_on_behind_it() -> None:
+    def script(worker: Worker, passes: int) -> list[int]:
+        seen = []
+        for _ in range(passes):
+            for number, batch in enumerate(worker.loader):
+                if number == 2:
+                    break
+                seen.append(int(batch[0, 0]))
+                worker.step(worker.model(batch).square().mean())
+        return seen
+
+    first, later = Worker(), Worker()
+    before = script(first, 2)
+    later.clock = 4
+    later.checkpoint.rollback(first.checkpoint.last_state(4, counts=False, cut_short=False), 4, 4)
+    assert before + script(later, 4) == script(Worker(), 4)
+
+
+def test_a_process_that_stops_before_it_has_gone_on_leaves_what_it_was_given(state: bytes) -> None:
+    worker = Worker()
+    worker.checkpoint.rollback(state, 3)
+    left = decode(worker.checkpoint.last_state(3, counts=False))
+    assert (left.clock, left.script.loaders[0].taken) == (3, 3)
+
+
 # -- what comes from a server ----------------------------------------------------------------------------------------
 
 

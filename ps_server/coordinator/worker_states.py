@@ -1,0 +1,92 @@
+"""The workers' own parts of a job's checkpoints: what live workers send, what those that left have left behind, and
+what the last checkpoint has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+
+from ps_server.storage.checkpoints import CheckpointStore, Manifest
+
+# By rank, the clock of a worker's state and the state.
+States = Mapping[int, tuple[int, bytes]]
+
+
+class StatesOnDisk(Mapping[int, tuple[int, bytes]]):
+    """The states in a checkpoint. Each is read when it is asked for; CheckpointDamaged is raised for a damaged one."""
+
+    def __init__(self, store: CheckpointStore, manifest: Manifest) -> None:
+        self._store, self._manifest = store, manifest
+
+    def __getitem__(self, rank: int) -> tuple[int, bytes]:
+        worker, manifest = self._manifest.workers[rank], self._manifest
+        return worker.clock, self._store.read_worker(manifest.job["name"], manifest.name, worker.part)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._manifest.workers)
+
+    def __len__(self) -> int:
+        return len(self._manifest.workers)
+
+
+class WorkerStates:
+    """The workers' own parts of one job's checkpoints. Thread-safe.
+
+    kept: those in the last checkpoint
+    """
+
+    def __init__(self) -> None:
+        self.kept: States = {}
+        self._sent: dict[int, tuple[int, bytes]] = {}  # by rank, what came last
+        self._left: dict[int, tuple[int, bytes] | None] = {}  # by rank that has left, its state then
+        self._lock = threading.Lock()
+
+    def save(self, rank: int, clock: int, state: bytes) -> None:
+        """Takes what a live worker sends."""
+        with self._lock:
+            self._sent[rank] = clock, state
+
+    def leave(self, rank: int, state: tuple[int, bytes] | None) -> None:
+        """Takes what a worker leaves behind: its clock and state, or nothing."""
+        with self._lock:
+            self._sent.pop(rank, None)
+            self._left[rank] = state
+
+    def joined(self, rank: int) -> None:
+        """Notes that a rank has a live worker: what an earlier one has left behind is its to go on from."""
+        with self._lock:
+            self._left.pop(rank, None)
+
+    def forget(self) -> None:
+        """Drops what live workers have sent so far."""
+        with self._lock:
+            self._sent = {}
+
+    def rolled_back(self, kept: States) -> None:
+        """Notes that the job continues with the states of a checkpoint: what was sent or left since is void."""
+        with self._lock:
+            self._sent, self._left, self.kept = {}, {}, kept
+
+    def at(self, clock: int | None) -> States:
+        """Returns the states that live workers sent at a clock, or at any."""
+        with self._lock:
+            return {rank: state for rank, state in self._sent.items() if clock in (None, state[0])}
+
+    def left(self, clock: int) -> States:
+        """Returns what workers have left behind, as of a clock: one that left made no step since, so its state is that
+        of each later clock. Not of one that was further on: an update of its own would be missing.
+        """
+        with self._lock:
+            left = {rank: state for rank, state in self._left.items() if state is not None}
+        return {rank: (clock, state) for rank, (then, state) in left.items() if then <= clock}
+
+    def left_at(self) -> Mapping[int, int | None]:
+        """Returns the ranks that have left, each with its clock then; None for one that sent no state."""
+        with self._lock:
+            return {rank: None if state is None else state[0] for rank, state in self._left.items()}
+
+    def of(self, rank: int) -> tuple[int, bytes] | None:
+        """Returns what a new worker of a rank goes on from: its clock then, and the state. Raises CheckpointDamaged."""
+        with self._lock:
+            left = self._left.get(rank)
+        return left if left is not None else self.kept.get(rank)

@@ -1,0 +1,90 @@
+"""Workers that are all told to stop go on with `--restore`: each sample of the pass is used once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ps_server.storage.checkpoints import CheckpointStore
+from tests.tools.cluster import Cluster, until
+
+SAMPLES, WORKERS, WAIT_SECONDS = 600, 2, 120
+LEASE = 120.0
+
+# Each sample has a cell of the model, which a step with that sample raises.
+SCRIPT = """
+import json, pathlib, sys, torch, ps_worker
+
+directory, samples = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+session = ps_worker.connect()
+model = torch.nn.ParameterList([torch.zeros(samples)])
+loader = torch.utils.data.DataLoader(range(samples), shuffle=True)
+model, optimizer, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), loader)
+with open(directory / f"began-{session.rank}", "a", buffering=1) as began:
+    for batch in loader:
+        print(batch.item(), file=began)
+        optimizer.zero_grad()
+        (-model[0][batch]).sum().backward()
+        optimizer.step()
+(directory / f"cells-{session.rank}").write_text(json.dumps(model[0].tolist()))
+"""
+
+
+def start(cluster: Cluster, mode: str, directory: Path) -> list[subprocess.Popen[bytes]]:
+    directory.mkdir()
+    variables = {**os.environ, "PS_SERVER": cluster.address, "PS_MODE": mode, "PS_WORLD_SIZE": str(WORKERS)}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(directory), str(SAMPLES)],
+            env={**variables, "PS_RANK": str(rank), "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for rank in range(WORKERS)
+    ]
+
+
+def began(directory: Path) -> list[list[int]]:
+    """By rank, the samples of the steps that were begun."""
+    files = [directory / f"began-{rank}" for rank in range(WORKERS)]
+    return [[int(line) for line in file.read_text().split()] if file.exists() else [] for file in files]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_workers_that_are_told_to_stop_go_on_where_they_were(
+    make_cluster: Callable[..., Cluster], tmp_path: Path, mode: str
+) -> None:
+    kept = tmp_path / "checkpoints"
+    first = make_cluster(checkpoint_dir=kept, lease=LEASE)
+    running = start(first, mode, tmp_path / "first")
+    try:
+        until(lambda: all(len(samples) > 20 for samples in began(tmp_path / "first")), "training", WAIT_SECONDS)
+        for process in running:
+            process.send_signal(signal.SIGTERM)
+        assert [process.wait(WAIT_SECONDS) for process in running] == [128 + signal.SIGTERM] * WORKERS
+        until(lambda: not first.coordinator.jobs(), "the job's end", WAIT_SECONDS)
+        store = CheckpointStore(kept)
+        manifest = store.manifest("default", store.names("default")[-1])
+        assert (sorted(manifest.workers), manifest.without) == ([0, 1], ())
+        first.stop()
+        second = make_cluster(checkpoint_dir=kept, restore=True, lease=LEASE)
+        running += start(second, mode, tmp_path / "second")
+        assert [process.wait(WAIT_SECONDS) for process in running[WORKERS:]] == [0] * WORKERS
+    finally:
+        for process in running:
+            process.kill()
+    before, after = began(tmp_path / "first"), began(tmp_path / "second")
+    cells = [json.loads((tmp_path / "second" / f"cells-{rank}").read_text()) for rank in range(WORKERS)]
+    steps = [max(cell) for cell in zip(*cells, strict=True)]
+    assert {sample for samples in before + after for sample in samples} == set(range(SAMPLES))
+    assert min(steps) > 0, "a sample was lost"
+    for rank in range(WORKERS):
+        assert len(set(after[rank])) == len(after[rank])
+        again = set(before[rank]) & set(after[rank])
+        assert again <= set(before[rank][-1:]), "only a step that had no effect is made again"
+        assert all(steps[sample] == (0.5 if mode == "sync" else 1.0) for sample in again)

@@ -1,0 +1,389 @@
+"""Checkpoints that are asked for, and the last ones: of a job whose workers leave, and of servers that are to stop.
+
+Steps may be slow, workers may leave one after the other, and coordinators may come back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from ps_protocol.errors import TryLater
+from ps_protocol.tensors import bytes_of
+from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.core.membership import JoinRequest
+from ps_server.core.requests import PushCall, PushedBucket, PushKind
+from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.shard import Shard
+from ps_server.shard.threads import NoThreads, Task
+from ps_server.storage.checkpoints import CheckpointStore, Manifest
+from tests.tools.one_process import DirectWorker, OneProcess
+from tests.tools.raw_worker import vector_job
+
+CELLS = 64  # four buckets of 16, on two shards
+SLOW_STEP_SECONDS = 8.0
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[OneProcess]:
+    cluster = OneProcess(tmp_path)
+    yield cluster
+    cluster.stop()
+
+
+def workers(cluster: OneProcess, mode: str, count: int = 2) -> list[DirectWorker]:
+    joined = [DirectWorker(cluster, vector_job("job", mode, CELLS, count), rank) for rank in range(count)]
+    joined[0].initialise()
+    return joined
+
+
+def train(each: list[DirectWorker]) -> None:
+    """One step of all workers, after which each sends its state if that belongs to a checkpoint."""
+    for worker in each:
+        worker.push()
+    for worker in each:
+        worker.pull()
+        if worker.in_checkpoint:
+            worker.save_state()
+
+
+def while_waiting(cluster: OneProcess, work: Callable[[], object]) -> None:
+    """Has the cluster do this, and the coordinator make checkpoints, whenever the coordinator waits."""
+
+    def meanwhile() -> None:
+        cluster.coordinator.make_checkpoints()
+        work()
+
+    cluster.clock.meanwhile = meanwhile
+
+
+def slowly(cluster: OneProcess, each: list[DirectWorker]) -> Callable[[], None]:
+    """Trains with steps that take long."""
+    next_step = cluster.clock.now() + SLOW_STEP_SECONDS
+
+    def work() -> None:
+        nonlocal next_step
+        if cluster.clock.now() >= next_step:
+            next_step = cluster.clock.now() + SLOW_STEP_SECONDS
+            train(each)
+
+    return work
+
+
+def nothing() -> None:
+    pass
+
+
+def asked(cluster: OneProcess, seconds: float) -> Manifest:
+    checkpoints = cluster.coordinator.job("job").checkpoints
+    assert checkpoints is not None
+    return checkpoints.request(seconds)
+
+
+def whole(cluster: OneProcess, each: list[DirectWorker]) -> Manifest:
+    """A checkpoint with all states."""
+    while_waiting(cluster, slowly(cluster, each))
+    manifest = asked(cluster, 30.0)
+    while_waiting(cluster, nothing)
+    assert manifest.without == ()
+    return manifest
+
+
+# -- slow steps --------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_is_asked_for_waits_for_slow_steps(cluster: OneProcess) -> None:
+    each = workers(cluster, "sync")
+    train(each)
+    while_waiting(cluster, slowly(cluster, each))
+    manifest = asked(cluster, 60.0)
+    assert sorted(manifest.workers) == [0, 1]
+    assert manifest.without == ()
+    assert {part.clock for part in manifest.workers.values()} == {manifest.clock} == {2}
+
+
+def test_servers_that_are_told_to_stop_wait_for_slow_steps(cluster: OneProcess, tmp_path: Path) -> None:
+    each = workers(cluster, "sync")
+    train(each)
+    while_waiting(cluster, slowly(cluster, each))
+    cluster.coordinator.drain(2 * SLOW_STEP_SECONDS)
+    store = CheckpointStore(tmp_path)
+    manifest = store.manifest("job", store.names("job")[-1])
+    assert (sorted(manifest.workers), manifest.clock) == ([0, 1], 2)
+
+
+def test_a_checkpoint_says_which_workers_have_not_come_in_time(
+    cluster: OneProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    each = workers(cluster, "sync")
+    train(each)
+    while_waiting(cluster, nothing)
+    with caplog.at_level(logging.WARNING):
+        manifest = asked(cluster, 2.0)
+    assert (manifest.clock, manifest.workers, manifest.without) == (1, {}, (0, 1))
+    assert "workers [0, 1] did not come to clock 2 in time" in caplog.text
+    assert "without the state of workers [0, 1]" in caplog.text
+    made = cluster.coordinator.job("job").statistics().checkpoints
+    assert made is not None
+    assert (made.without, made.incomplete, made.complete) == ((0, 1), 1, 1)
+    train(each)  # and training goes on
+    assert whole(cluster, each).clock == 3
+
+
+def test_nothing_is_waited_for_before_training_begins(cluster: OneProcess) -> None:
+    [worker] = [DirectWorker(cluster, vector_job("job", "sync", CELLS, 2), 0)]
+    worker.initialise()
+    before = cluster.clock.now()
+    while_waiting(cluster, nothing)
+    assert asked(cluster, 60.0).clock == 0
+    assert cluster.clock.now() < before + 1
+
+
+def test_what_was_asked_for_in_vain_is_not_made_again_at_the_same_clock(cluster: OneProcess, tmp_path: Path) -> None:
+    each = workers(cluster, "sync")
+    made = whole(cluster, each)
+    assert made.clock == each[0].clock
+    assert asked(cluster, 2.0).name == made.name, "it has the same weights, and all states"
+    assert CheckpointStore(tmp_path).names("job") == [made.name]
+
+
+def test_the_last_checkpoint_with_all_states_is_kept(cluster: OneProcess, tmp_path: Path) -> None:
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, keep=1))
+    each = workers(cluster, "sync")
+    good = whole(cluster, each)
+    without = []
+    for _ in range(2):
+        train(each)
+        without.append(asked(cluster, 1.0))
+    assert all(manifest.without == (0, 1) for manifest in without)
+    store = CheckpointStore(tmp_path)
+    assert store.names("job") == [good.name, without[-1].name]
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, keep=1, resume=True))  # the next one knows it too
+    train(each)
+    last = asked(cluster, 1.0)
+    assert store.names("job") == [good.name, last.name]
+    better = whole(cluster, each)
+    assert store.names("job") == [better.name]
+
+
+# -- workers leave -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_workers_that_are_told_to_stop_leave_their_states(
+    cluster: OneProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int
+) -> None:
+    """One has pushed its step and waits for the other, which is in the middle of that step, when both are told."""
+    each = workers(cluster, "sync")
+    train(each)
+    ahead, behind = each
+    ahead.push()
+    while_waiting(cluster, nothing)
+    states = {ahead.rank: (2, b"after 2"), behind.rank: (1, b"after 1")}
+    with caplog.at_level(logging.WARNING):
+        for worker in (each[first], each[1 - first]):
+            worker.leave(states[worker.rank])
+    assert cluster.coordinator.jobs() == {}
+    store = CheckpointStore(tmp_path)
+    manifest = store.manifest("job", store.names("job")[-1])
+    assert (manifest.clock, manifest.versions, manifest.without) == (2, (2, 2), ())
+    assert f"workers had left before, by rank at clock {{{behind.rank}: 1}}" in caplog.text
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, restore=True))
+    for rank in range(2):
+        worker = DirectWorker(cluster, vector_job("job", "sync", CELLS, 2), rank)
+        assert worker.place.state == (2, states[rank][1]), "no data is left out: it has made no step since"
+        assert worker.clock == 2
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_worker_that_left_without_a_state_is_named(cluster: OneProcess, tmp_path: Path, mode: str) -> None:
+    each = workers(cluster, mode)
+    train(each)
+    while_waiting(cluster, nothing)
+    each[0].leave()
+    each[1].leave((1, b"state"))
+    store = CheckpointStore(tmp_path)
+    manifest = store.manifest("job", store.names("job")[-1])
+    assert (sorted(manifest.workers), manifest.without) == ([1], (0,))
+
+
+def test_a_state_that_is_too_large_does_not_keep_a_worker_in_its_job(cluster: OneProcess) -> None:
+    each = workers(cluster, "sync")
+    train(each)
+    each[0].leave((1, bytes(17 * 2**20)))
+    assert [member.rank for member in cluster.coordinator.job("job").members.all()] == [1]
+
+
+def test_a_process_goes_on_from_what_its_rank_has_left_behind(cluster: OneProcess) -> None:
+    each = workers(cluster, "sync")
+    whole(cluster, each)
+    train(each)
+    clock = each[0].clock
+    each[0].leave((clock, b"newer than the checkpoint"))
+    assert each[0].join(JoinRequest(host="here", run=each[0].run)).state == (clock, b"newer than the checkpoint")
+
+
+# -- the coordinator comes back ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_coordinator_that_comes_back_knows_the_last_checkpoint(
+    cluster: OneProcess, tmp_path: Path, mode: str
+) -> None:
+    each = workers(cluster, mode)
+    made = whole(cluster, each)
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, seconds=1000.0, resume=True))
+    job = cluster.coordinator.job("job")
+    told = job.statistics().checkpoints
+    assert told is not None
+    assert (told.name, told.clock, told.without) == (made.name, made.clock, ())
+    while_waiting(cluster, nothing)
+    cluster.coordinator.make_checkpoints()
+    assert job.checkpoints is not None
+    cluster.clock.wait(job.checkpoints._changed, lambda: False, 5.0)
+    assert CheckpointStore(tmp_path).names("job") == [made.name], "the next one is due later"
+    cluster.clock.seconds += 60.0  # worker 1 is dead, and another process takes its rank
+    cluster.coordinator.expire_workers()
+    place = each[1].join(JoinRequest(host="here", run=each[1].run))
+    assert place.state is not None
+    clock, state = place.state
+    assert (clock, state) == (made.workers[1].clock, b"state at %d" % clock)
+
+
+def test_a_damaged_state_is_not_given_to_a_worker(
+    cluster: OneProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    each = workers(cluster, "sync")
+    made = whole(cluster, each)
+    (tmp_path / "job" / made.name / "worker-1.state").write_bytes(b"stale at 1")
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))
+    cluster.clock.seconds += 60.0
+    cluster.coordinator.expire_workers()
+    assert each[1].join(JoinRequest(host="here", run=each[1].run)).state is None
+    assert "worker 1 goes on without its state" in caplog.text
+
+
+# -- what is acknowledged is in the last checkpoint --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp:3"])
+def test_no_push_is_acknowledged_after_the_last_checkpoint(cluster: OneProcess, tmp_path: Path, mode: str) -> None:
+    each = workers(cluster, mode)
+    train(each)
+    acknowledged = [1, 1]
+
+    def push() -> None:
+        for worker in each:
+            before = worker.clock
+            try:
+                worker.push()
+                worker.pull()
+                acknowledged[worker.rank] = worker.clock
+            except TryLater:
+                worker.clock = before
+            if worker.in_checkpoint:
+                worker.save_state()
+
+    while_waiting(cluster, push)
+    cluster.coordinator.drain(15.0)
+    for _ in range(3):
+        push()
+    store = CheckpointStore(tmp_path)
+    manifest = store.manifest("job", store.names("job")[-1])
+    assert acknowledged == [manifest.clocks[0], manifest.clocks[1]]
+    assert manifest.versions == (sum(acknowledged), sum(acknowledged))
+    assert manifest.without == ()
+    with pytest.raises(TryLater, match="the servers are stopping"):
+        each[0].push()
+    each[0].clock -= 1
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))  # the shards did not end after all
+    each[0].rejoin()
+    each[0].push()
+
+
+class HeldThreads(NoThreads):
+    """Runs what applies updates when it is told to."""
+
+    def __init__(self) -> None:
+        self.held: list[Task] = []
+
+    def submit(self, task: Task) -> None:
+        self.held.append(task)
+
+    def lend(self, tasks: Iterable[Task]) -> None:
+        self.held += tasks
+
+    def run(self) -> None:
+        held, self.held = self.held, []
+        for task in held:
+            task()
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Iterator[Shard]:
+    store = CheckpointStore(tmp_path)
+    assert all(store.begin("job", name) for name in ("000001", "000002"))
+    shard = Shard(ShardMetrics(CollectorRegistry()), HeldThreads(), Seconds(), checkpoints=store, index=0)
+    yield shard
+    shard.stop()
+
+
+class Seconds:
+    """A clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def push(shard: Shard, clock: int, kind: PushKind = PushKind.GRADIENT) -> bool:
+    """Pushes a bucket; whether it was new."""
+    call = PushCall("job", 0, 1, clock, (PushedBucket(0, kind),), bytes(bytes_of(torch.ones(16))), run="1")
+    [staged] = shard.push(call)
+    return not staged.duplicate
+
+
+def test_the_last_snapshot_has_what_was_staged_before_it(shard: Shard) -> None:
+    threads, clock = shard._threads, shard._clock
+    assert isinstance(threads, HeldThreads)
+    assert isinstance(clock, Seconds)
+    shard.create_job(vector_job("job", "async", 16, 1), [0], "1")
+    shard.add_worker("job", 0, 1, None, run="1")
+    push(shard, 0, PushKind.INITIAL_VALUE)
+    threads.run()
+    assert push(shard, 1), "acknowledged, and not in the weights yet"
+    shard.begin_snapshot("job", "000001", None, "1", 10.0)
+    with pytest.raises(TryLater):
+        push(shard, 2)
+    assert not push(shard, 1), "a repeat is acknowledged"
+    with pytest.raises(TryLater):
+        shard.await_snapshot("job", "000001", 0.0, "1")
+    threads.run()
+    assert shard.await_snapshot("job", "000001", 0.0, "1").extent.clocks == {0: 1}
+    clock.now = 9.0
+    with pytest.raises(TryLater):
+        push(shard, 2)
+    clock.now = 10.0
+    assert push(shard, 2), "the servers have not ended"
+
+
+def test_in_sync_the_last_snapshot_lets_its_own_clock_complete(shard: Shard) -> None:
+    threads = shard._threads
+    assert isinstance(threads, HeldThreads)
+    shard.create_job(vector_job("job", "sync", 16, 1), [0], "1")
+    shard.add_worker("job", 0, 1, None, run="1")
+    push(shard, 0, PushKind.INITIAL_VALUE)
+    shard.begin_snapshot("job", "000001", 1, "1", 10.0)
+    assert push(shard, 1)
+    threads.run()
+    with pytest.raises(TryLater):
+        push(shard, 2)
+    assert shard.await_snapshot("job", "000001", 0.0, "1").extent.clocks == {0: 1}
+    shard.begin_snapshot("job", "000002", 2, "1")
+    assert push(shard, 2), "another snapshot, so the servers go on"
