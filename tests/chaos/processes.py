@@ -59,7 +59,7 @@ class Kept:
     @property
     def pid(self) -> int | None:
         """The process now; None between two."""
-        return None if self._process is None or self._process.returncode is not None else self._process.pid
+        return None if self._process is None or self._process.poll() is not None else self._process.pid
 
     def end(self, seconds: float) -> None:
         """Asks it to stop, waits for it, and ends it by force if it has not stopped by then."""

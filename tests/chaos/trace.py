@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.chaos.faults import Fault
 from tests.chaos.ledger import Record
 from tests.chaos.oracle import Violation
+
+STANDSTILL_SECONDS = 1.0  # from one step to the next: longer than any in a run that nothing disturbs
 
 
 @dataclass
@@ -84,20 +86,35 @@ class Trace:
         return dict(Counter(f"{fault.first}+{fault.kind}" for fault in self.faults if fault.first is not None))
 
     def recoveries(self) -> list[tuple[str, float | None]]:
-        """For each fault, or pair of them, seconds from its end until every worker has stepped again."""
-        steps = sorted((at, record.life.rank) for record in self.records for at in record.steps)  # those after it too
-        found: list[tuple[str, float | None]] = []
+        """For each fault, or pair of them, seconds from its end until every worker steps again.
+
+        A step may have been under way: where a worker then stands still before the next fault, its longest standstill
+        is what is waited for.
+        """
         slots = {record.life.rank for record in self.records}
+        # Those after the window too.
+        steps = {one: sorted(at for r in self.records if r.life.rank == one for at in r.steps) for one in slots}
+        found: list[tuple[str, float | None]] = []
         for number, fault in enumerate(self.faults):
             following = self.faults[number + 1] if number + 1 < len(self.faults) else None
             if following is not None and following.first is not None:
                 continue  # its second fault stands for both
             paired = fault.first is not None
             end = max(fault.until, self.faults[number - 1].until) if paired else fault.until
-            firsts = [next((at for at, slot in steps if slot == one and at > end), None) for one in slots]
-            seconds = None if None in firsts else max(at for at in firsts if at is not None) - end
+            backs = [_back(steps[one], end, self.ended if following is None else following.at) for one in slots]
+            seconds = None if None in backs else max(at for at in backs if at is not None) - end
             found.append((f"{fault.first}+{fault.kind}" if paired else fault.kind, seconds))
         return found
+
+
+def _back(steps: Sequence[float], end: float, following: float) -> float | None:
+    """When a worker's longest standstill after a fault's end is over; None: it never is."""
+    after = [at for at in steps if at > end]
+    if not after:
+        return None
+    gaps = [(late - early, late) for early, late in itertools.pairwise(after) if early < following]
+    longest, late = max(gaps, default=(0.0, 0.0))
+    return late if longest > STANDSTILL_SECONDS else after[0]
 
 
 def summaries(found: Iterable[tuple[str, float | None]]) -> dict[str, dict[str, Any]]:

@@ -28,6 +28,7 @@ PATIENCE_SECONDS = 45.0  # for what no fault holds up
 MISSED_SECONDS = 5.0  # for which a fault is tried, beyond its time, where nothing is there to do it to
 SAVING_SECONDS = 30.0  # the same of one that waits for a checkpoint
 SAY_SECONDS = 60.0
+SETTLE_SECONDS = 2.0  # after a fault's end: a step before that may be one that was under way
 KILL_SECONDS = 0.5  # at most, from a kill's time to the kill
 QUIET_EVENTS = {"joined", "joined again", "held", "left"}
 
@@ -91,7 +92,6 @@ class Trial:
                 violations.append(Violation("stuck" if code is None else "gave up", said))
             records = self._ledgers.read()
             self._ledgers.close()
-            (self._folder / "faults.json").write_text(json.dumps([fault.data() for fault in self._faults], indent=1))
         violations += [violation for record in records for violation in record.violations]
         violations += too_stale([record.life for record in records], self._rules, self._restored)
         violations += self._odd_ends(records)
@@ -117,7 +117,7 @@ class Trial:
             due, plan, first = self._second
             if now >= due and (self._inject(plan, first) or self._is_missed(plan, now - due)):
                 self._second = None
-        elif plans and now >= begun + plans[0].after and self._all_step(self._last_fault()):
+        elif plans and now >= begun + plans[0].after and self._all_step(self._settled()):
             plan = plans[0]
             if self._inject(plan):
                 plans.pop(0)
@@ -134,6 +134,8 @@ class Trial:
                 server_killed = kind.kills and kind.to != "worker"
                 killed = self._arena.servers.shards_of(kind.to, victim) if server_killed else ()
                 self._faults.append(Fault(plan.kind, victim, now, now + plan.seconds, killed, first))
+                with (self._folder / "faults.jsonl").open("a") as file:
+                    file.write(json.dumps(self._faults[-1].data()) + "\n")
                 heapq.heappush(self._healed, (now + plan.seconds, len(self._faults), heal))
                 return True
         return False
@@ -148,9 +150,13 @@ class Trial:
         """When the last fault ended."""
         return max((fault.until for fault in self._faults), default=0.0)
 
+    def _settled(self) -> float:
+        """When what is acknowledged was begun after the last fault's end, as far as can be told."""
+        return self._last_fault() + SETTLE_SECONDS if self._faults else 0.0
+
     def _watch(self, begun: float, now: float) -> None:
         """Raises Stuck if a worker has not stepped for longer than it may."""
-        since = self._last_fault()
+        since = self._settled()
         if self._faults and now - since > self._terms.bound and not self._all_step(since):
             late = [slot for slot, record in self._newest().items() if not record.steps or record.steps[-1] <= since]
             kinds = " + ".join(fault.kind for fault in self._faults[-2:])
@@ -178,7 +184,7 @@ class Trial:
         while self._healed:  # a second fault that was still to come is left out
             time.sleep(max(0.0, self._healed[0][0] - time.monotonic()))
             self._heal(time.monotonic())
-        healed = time.monotonic()
+        healed = max(time.monotonic(), self._settled())
         self._until(lambda: self._all_step(healed), self._terms.bound, "come back")
         target = max(max(record.life.done.values()) for record in self._records() if record.life.done) + 50
         path = self._folder / "stop.new"
