@@ -60,6 +60,7 @@ class PSError(Exception):
     code: ClassVar[Code] = Code.INTERNAL
     retryable: ClassVar[bool] = False
     retry_after: float | None = None  # seconds after which to try again, where the server says so
+    progress: str | None = None  # of what is waited for: another text than before says that it gets on
 
     def __str__(self) -> str:
         text = super().__str__().encode(errors="replace")

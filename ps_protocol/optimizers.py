@@ -84,6 +84,12 @@ def required_state(optimizer: str, values: HyperParameters) -> frozenset[str]:
     return frozenset(required)
 
 
+def state_tensors(optimizer: str, values: HyperParameters) -> int:
+    """Returns how many tensors like a parameter an optimizer with these values keeps for it once it has stepped."""
+    kept = required_state(optimizer, values).intersection(_ELEMENTWISE_STATE[optimizer])
+    return len(kept) + bool(optimizer == "SGD" and values.get("momentum"))
+
+
 # How an optimizer runs, not what it computes: each end chooses these for itself.
 _EXECUTION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 

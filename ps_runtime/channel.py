@@ -25,6 +25,9 @@ _LEAST_PING_INTERVAL_MS = 10_000
 
 ChannelOptions = list[tuple[str, int]]
 
+# No end of this project compresses. Older versions of gRPC unpack a message first and look at its size then.
+NO_DECOMPRESSION = ("grpc.per_message_decompression", 0)
+
 
 def server_options() -> ChannelOptions:
     """Returns the options of every server of this project, besides its limits."""
@@ -35,6 +38,7 @@ def server_options() -> ChannelOptions:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _LEAST_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", 0),
+        NO_DECOMPRESSION,
     ]
 
 
@@ -64,6 +68,7 @@ _CLIENT_OPTIONS: ChannelOptions = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    NO_DECOMPRESSION,
 ]
 
 # Longer than any call of this project with a deadline: what is under way on a channel that was replaced may end on it.

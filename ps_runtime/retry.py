@@ -59,7 +59,8 @@ class Peer:
 class Retry:
     """Repeats a call that failed for a passing reason, with growing pauses, for a stated time.
 
-    A pause that the peer asks for is kept, and counts as progress, however often it asks.
+    A pause that the peer asks for is kept, and counts as progress, however often it asks. So does an error that says
+    how far is what it waits for, whenever that differs from the one before.
 
     timeout: seconds without any progress after which the last error is raised as Unreachable
     closing: once set, nothing is repeated
@@ -71,6 +72,7 @@ class Retry:
         self._closing = closing
         self._is_explained = False
         self._has_named_wait = False  # whether the log says what is waited for
+        self._told: str | None = None  # the last progress
         self.progressed()
 
     def progressed(self) -> None:
@@ -99,6 +101,12 @@ class Retry:
             self.progressed()
             self._closing.wait(error.retry_after * _RANDOM.uniform(1.0, 1.5))
             return
+        if error.progress is not None and error.progress != self._told:
+            self._told = error.progress  # what it waits for gets on, however long it takes
+            self.progressed()
+            if not self._has_named_wait:
+                self._has_named_wait = True
+                log.warning("%s", error)
         passed = time.monotonic() - self._since
         if passed >= self._timeout:
             raise Unreachable(f"gave up after {self._timeout:g} s: {error}") from None

@@ -8,6 +8,8 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from ps_protocol.errors import BY_REASON, DOMAIN, PSError, TryLater, Unreachable
 
 LONGEST_RETRY_SECONDS = 60.0  # a number that a peer sent keeps no caller waiting for longer
+PROGRESS_KEY = "progress"  # in an ErrorInfo's metadata
+MAX_PROGRESS_LENGTH = 255
 STATUS_KEY = "grpc-status-details-bin"  # the trailer in which gRPC carries a google.rpc.Status
 
 
@@ -20,7 +22,10 @@ def status_of(error: PSError) -> status_pb2.Status:
     """Returns the google.rpc.Status of an error: its code, its message, an ErrorInfo with its reason, and when to try
     again where that is known."""
     status = status_pb2.Status(code=int(error.code), message=str(error))
-    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
+    if error.progress is not None:
+        info.metadata[PROGRESS_KEY] = error.progress
+    status.details.add().Pack(info)
     if error.retry_after is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(error.retry_after * 1e9))
@@ -65,6 +70,7 @@ def _error_in(status: status_pb2.Status, text: str) -> PSError | None:
     for detail in status.details:
         if detail.Unpack(info) and info.domain == DOMAIN and info.reason in BY_REASON:
             error = BY_REASON[info.reason](text)
+            error.progress = info.metadata.get(PROGRESS_KEY, "")[:MAX_PROGRESS_LENGTH] or None
         elif detail.Unpack(retry):
             delay = min(max(retry.retry_delay.ToNanoseconds() / 1e9, 0.0), LONGEST_RETRY_SECONDS)
     if error is not None:

@@ -95,11 +95,14 @@ class ServerConfig:
         require_encryption(self.metrics_host, encrypted, metrics_insecure, "metrics", "--metrics-insecure")
         return exposed
 
-    def checkpoint_policy(self) -> CheckpointPolicy | None:
-        """Returns when the coordinator makes checkpoints; None if it makes none. Raises InvalidRequest if it cannot."""
+    def checkpoint_policy(self, address: str = "") -> CheckpointPolicy | None:
+        """Returns when the coordinator makes checkpoints; None if it makes none. Raises InvalidRequest if it cannot.
+
+        address: of the coordinator
+        """
         if self.checkpoint_dir is not None:
             steps, every = parse_every(self.checkpoint_every) if self.checkpoint_every else (None, None)
-            return CheckpointPolicy(self.checkpoint_dir, steps, every, self.keep, self.restore, self.resume)
+            return CheckpointPolicy(self.checkpoint_dir, steps, every, self.keep, self.restore, self.resume, address)
         if self.checkpoint_every or self.restore or self.resume:
             raise InvalidRequest("--checkpoint-every, --restore and --resume need --checkpoint-dir")
         return None

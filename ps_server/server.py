@@ -34,6 +34,7 @@ from ps_server.ops.gauges import (
     service_discovery,
     shard_gauges,
 )
+from ps_server.ops.glibc import give_memory_back
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CALL_THREADS, CallLimits, grpc_options
 from ps_server.rpc.cluster_service import ClusterService, add_health
@@ -54,7 +55,7 @@ from ps_server.storage.checkpoints import CheckpointStore
 
 log = logging.getLogger("ps_server")
 
-CONTROL_THREADS = 1024  # more than one caller may have in flight; they are made when they are needed
+HEALTH_THREADS = 8  # apart from all others: a probe waits for nothing, not even for its own request
 STOP_GRACE_SECONDS = 2.0
 
 
@@ -84,9 +85,9 @@ class Server:
         authenticator = Authenticator(config.tokens)
         token = authenticator.cluster_token if authenticator.is_required else None
         self._access = Access(config.tls, token, config.insecure)
-        self._call_limits = CallLimits(authenticator, config.limits)
+        self._call_limits = CallLimits(authenticator, config.limits, config.index is not None, give_memory_back)
         self._registry = process_registry()
-        self._control_pool = ThreadPoolExecutor(CONTROL_THREADS, "control")
+        self._control_pool = ThreadPoolExecutor(CALL_THREADS, "control")
         self._grpc = grpc.server(
             self._control_pool,
             interceptors=[CallInterceptor(self._registry, self._call_limits)],
@@ -107,7 +108,9 @@ class Server:
             names += self._add_coordinator(self.coordinator)
         if config.index is not None:
             names += self._add_shard()
-        self.health = add_health(self._grpc, self._control_pool, names)
+        health_pool = ThreadPoolExecutor(HEALTH_THREADS, "health")
+        self.health = add_health(self._grpc, health_pool, names)
+        self._stops.append(health_pool.shutdown)
         self._grpc.start()
         self._registration: Registration | None = None
         if config.index is not None:
@@ -154,7 +157,8 @@ class Server:
         def connect(index: int, address: str) -> ShardClient:
             return ShardClient(index, address, self._access, config.server_call_seconds)
 
-        policy, timing = config.checkpoint_policy(), replace(config.timing, deserted=config.job_timeout)
+        policy = config.checkpoint_policy(self.address)
+        timing = replace(config.timing, deserted=config.job_timeout)
         coordinator = Coordinator(config.shard_count, connect, config.lease, config.limits, policy, timing)
         coordinator.start()
         return coordinator
@@ -169,9 +173,10 @@ class Server:
 
     def _add_coordinator(self, coordinator: Coordinator) -> list[str]:
         senders = ThreadPoolExecutor(CALL_THREADS, "watch")
+        membership = MembershipService(coordinator, senders)
         services: list[Service] = [
             JobService(coordinator),
-            MembershipService(coordinator, senders),
+            membership,
             DataLeaseService(coordinator),
             RoundService(coordinator, senders),
             ClusterService(coordinator, self.address, self.metrics_address),
@@ -179,7 +184,7 @@ class Server:
         for service in services:
             service.register(self._grpc)
         self._registry.register(coordinator_gauges(coordinator))
-        self._stops += [coordinator.stop, senders.shutdown]
+        self._stops += [coordinator.stop, membership.stop, senders.shutdown]
         return [service.NAME for service in services]
 
     def _add_shard(self) -> list[str]:

@@ -179,10 +179,14 @@ class RestoreJobRequest(_message.Message):
     def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., checkpoint: _Optional[str] = ..., last_incarnation: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class RestoreJobResponse(_message.Message):
-    __slots__ = ("versions",)
+    __slots__ = ("versions", "done_bytes", "total_bytes")
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    DONE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     versions: VersionRange
-    def __init__(self, versions: _Optional[_Union[VersionRange, _Mapping]] = ...) -> None: ...
+    done_bytes: int
+    total_bytes: int
+    def __init__(self, versions: _Optional[_Union[VersionRange, _Mapping]] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
 
 class GetCommittedDataRequest(_message.Message):
     __slots__ = ("job", "run")

@@ -140,8 +140,12 @@ class ShardServiceServicer:
     def RestoreJob(self, request, context):
         """Makes room for a job's buckets with the weights, optimizer state, versions and clocks that a checkpoint has for
         them, in place of all that this shard holds of the job. No worker is live afterwards, and every incarnation up to
-        the given one is fenced. It changes nothing if it fails.
-        DATA_LOSS, reason CHECKPOINT_DAMAGED: the files differ from what was written.
+        the given one is fenced. It begins the restore, and answers within a few seconds how far it is: the same call is
+        repeated until it is complete, and once more does no harm. The shard gives up what it held of the job before it
+        reads; if a restore fails, it holds nothing of it.
+        DATA_LOSS, reason CHECKPOINT_DAMAGED: the files differ from what was written. FAILED_PRECONDITION, reason
+        OUT_OF_ORDER: a call with a higher last_incarnation came before this one, or a worker with a higher incarnation did;
+        nothing is changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

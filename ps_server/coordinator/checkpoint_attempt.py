@@ -160,7 +160,7 @@ class CheckpointedJob:
     def look(self) -> int:
         """Returns the highest version in sync, otherwise the highest clock, on any shard that answers."""
         spec, highest = self.placed.spec, 0
-        for shard in self.cluster.shards.all():
+        for shard in self.cluster.shards.known().values():
             with contextlib.suppress(PSError):
                 highest = max(highest, shard.api.statistics().progress(spec.name, spec.consistency.aggregate))
         return highest
@@ -230,6 +230,7 @@ class CheckpointAttempt:
                 with self._committing:
                     self._check_void()  # otherwise that was before a rollback
                     progress.reached = max(progress.reached, reached)
+                self._store.discard(self._spec.name, self._name)
                 self._rename(ahead)
             except (TryLater, NotFound):  # no weights yet, or a shard is away
                 yield from self._job.requests.pause(self._now, self._timing.checkpoint_begin)
@@ -237,7 +238,7 @@ class CheckpointAttempt:
     def _rename(self, ahead: int) -> None:
         """Chooses another name, and a clock that lies so many steps, or multiples of the policy's, ahead."""
         self._job.states.forget()
-        self._name = next(self._job.names)
+        self._name = self._next_name()
         reached, steps = self._job.progress.reached, self._job.checkpointing.policy.steps
         if not self._aggregate:
             self._clock = None
@@ -246,11 +247,15 @@ class CheckpointAttempt:
         else:
             self._clock = (reached // steps + ahead) * steps
 
+    def _next_name(self) -> str:
+        """Returns the name of a checkpoint that was just begun: no other one, of any coordinator, has it."""
+        return next(name for name in self._job.names if self._store.begin(self._spec.name, name))
+
     def _begin_standing(self) -> None:
         self._clock = None
         while True:
             self._check_void()
-            self._name = next(self._job.names)
+            self._name = self._next_name()
             with contextlib.suppress(OutOfOrder):  # an earlier coordinator has begun one of that name
                 self._begin_on_shards()
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,14 +11,23 @@ from ps_server.coordinator.shards import MakeExecutor, Shards
 from ps_server.coordinator.timing import Clock, Timing
 from ps_server.core.limits import Limits
 from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.directory_lock import lock_directory
+from ps_server.storage.disk import Disk
 
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Where checkpoints are, and when they are made."""
+    """Where checkpoints are, and when they are made. `release`: gives the directory back to other coordinators."""
 
     store: CheckpointStore
     policy: CheckpointPolicy
+    release: Callable[[], None]
+
+    @classmethod
+    def open(cls, policy: CheckpointPolicy, disk: Disk, since: float) -> Checkpointing:
+        """Takes the directory for one coordinator, which began at `since`. Raises InvalidRequest if one has it."""
+        store = CheckpointStore(policy.directory, disk)
+        return cls(store, policy, lock_directory(policy.directory, policy.address, disk, since))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.new_jobs import NewJobs
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery
+from ps_server.coordinator.refusals import try_soon
 from ps_server.coordinator.saved_job import resumed, saved
 from ps_server.coordinator.shards import Connect, MakeExecutor, RegisteredShard, Shards
 from ps_server.coordinator.state_file import StateFile
@@ -39,7 +40,6 @@ from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.statistics import CoordinatorStatistics
 from ps_server.core.validation import check_address, check_host, check_job_spec, check_launch
 from ps_server.failpoints import failpoint
-from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.disk import Disk
 
 log = logging.getLogger("ps_server")
@@ -72,11 +72,12 @@ class Coordinator:
         self.shard_count, self.lease = shard_count, lease
         clock = clock or Clock()
         shards = Shards(shard_count, connect, make_executor, timing, clock)
-        checkpointing = Checkpointing(CheckpointStore(policy.directory, disk), policy) if policy is not None else None
+        disk = disk or Disk()
+        self._state_file = StateFile(policy.directory, disk) if policy is not None else None
+        checkpointing = Checkpointing.open(policy, disk, clock.since_1970()) if policy is not None else None
         self._cluster = Cluster(shards, lease, limits, checkpointing, timing, clock, make_executor)
         self._recovery = Recovery(checkpointing, shards) if checkpointing is not None else None
         self._new_jobs = NewJobs(self._cluster, self, self._recovery)
-        self._state_file = StateFile(policy.directory, disk) if policy is not None else None
         self._jobs: dict[str, CoordinatedJob] = {}
         self._lock = threading.Lock()
         self._why_ended: dict[str, str] = {}  # of the last jobs that ended otherwise than by their workers' leaving
@@ -106,6 +107,8 @@ class Coordinator:
         for job in self.jobs().values():
             job.stop()
         self._cluster.shards.close()
+        if self._cluster.checkpointing is not None:
+            self._cluster.checkpointing.release()
 
     @property
     def stopping(self) -> bool:
@@ -206,6 +209,8 @@ class Coordinator:
             differs = difference(known.spec, spec)
             if differs is not None:
                 raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
+            if known.life.has_ended:
+                raise try_soon(f"job {spec.name!r} ends at this moment")
             return known, False
         try:
             job = self._new_jobs.make(spec, chosen)
@@ -290,6 +295,9 @@ class Coordinator:
         self._check_not_draining()
         job = self.job(name, request.run)
         self._cluster.shards.all()  # or it is too early
+        rolling_back = self._recovery.progress(name) if self._recovery is not None else None
+        if rolling_back is not None:
+            raise rolling_back
         return job.join(rank, request)
 
     def leave(self, name: str, rank: int, incarnation: int, key: bytes = b"", run: str = "") -> bool:

@@ -43,7 +43,7 @@ log = logging.getLogger("ps_server")
 class CoordinatedJob:
     """One job. Methods may be called from any thread and raise PSError; so may those of its parts.
 
-    members, data, rounds, accounting, watchers: its parts
+    members, data, rounds, accounting, watchers, life: its parts
     checkpoints: what makes them; None where there are none
     placed:    the job, and which shard holds which bucket
     shard_processes: by shard, the process that holds the job's part: where another one serves the shard now, it is lost
@@ -80,7 +80,7 @@ class CoordinatedJob:
             JobCheckpoints(placed, self.members, cluster, checkpointing) if checkpointing is not None else None
         )
         self.watchers = Watchers(self.members.roster)
-        self._life = Lifecycle(spec.name, cluster.clock)
+        self.life = Lifecycle(spec.name, cluster.clock)
 
     # -- looks -------------------------------------------------------------------------------------------------------
 
@@ -135,8 +135,8 @@ class CoordinatedJob:
         are still live, see Membership.rivals, where a shard does not answer, and where the disk does not take the
         coordinator's file: a coordinator that came back would not know of the worker that the shards count.
         """
-        with self._life.deciding():
-            self._life.check_open(self.lost())
+        with self.life.deciding():
+            self.life.check_open(self.lost())
             repeated = self.members.repeated(request)
             if repeated is not None:
                 return self._result(repeated)
@@ -148,8 +148,8 @@ class CoordinatedJob:
             raise
         try:
             clock = self.members.count(reservation)
-            with self._life.deciding():
-                self._life.check_open(self.lost())
+            with self.life.deciding():
+                self.life.check_open(self.lost())
                 member = self.members.admit(reservation, request, clock)
                 self.accounting.joined(member.rank, clock, None if request.previous is None else request.clock)
         except BaseException:
@@ -176,7 +176,7 @@ class CoordinatedJob:
     def leave(self, rank: int, incarnation: int, key: bytes) -> bool:
         """Takes a worker off. Returns True when it was the last one and the job ended."""
         if not self.members.leave(rank, incarnation, key):
-            return self._life.has_ended
+            return self.life.has_ended
         log.info("job %s: worker %d leaves", self.spec.name, rank)
         if self._finish():
             return True
@@ -187,10 +187,10 @@ class CoordinatedJob:
 
     def _finish(self) -> bool:
         """Ends the job if its last worker has left; returns whether it has. A rollback ends first, and calls this."""
-        with self._life.deciding():
-            if not self.members.finished() or not self._life.is_running:
+        with self.life.deciding():
+            if not self.members.finished() or not self.life.is_running:
                 return False
-            self._life.begin(Phase.ENDING)
+            self.life.begin(Phase.ENDING)
         if self.checkpoints is not None:
             self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
         self.end()
@@ -209,8 +209,9 @@ class CoordinatedJob:
         late = self.members.stop_waiting()
         if late:
             log.warning("job %s: continues without workers %s, which did not come back", self.spec.name, late)
-            for rank in late:
-                self.accounting.give_up(rank)
+            with self.life.deciding():
+                for rank in late:
+                    self.accounting.give_up(rank)
             self._announce()
         expired = self.members.take_expired()
         for member in expired:
@@ -224,17 +225,13 @@ class CoordinatedJob:
             self._registry.save()
         self.members.removals.tell()
 
-    def deserted_for(self) -> float:
-        """Returns for how many seconds the job has had no worker; 0 while it has one."""
-        return self._life.deserted_for(self.members.empty())
-
     def desert(self) -> None:
         """Ends the job because its workers are gone, after a last checkpoint; not if one comes."""
-        seconds = self.deserted_for()
-        with self._life.deciding():
-            if not self.members.empty() or not self._life.is_running:
+        seconds = self.life.deserted_for(self.members.empty())
+        with self.life.deciding():
+            if not self.members.empty() or not self.life.is_running:
                 return
-            self._life.begin(Phase.ENDING)
+            self.life.begin(Phase.ENDING)
         if self.checkpoints is not None and self.members.ever_joined():
             self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
         self.end(f"it had no worker for {seconds:.0f} s")
@@ -276,14 +273,14 @@ class CoordinatedJob:
 
     def recover(self, recovery: Recovery | None) -> None:
         """Rolls the job back to its last checkpoint if a shard lost its part of it, and ends it if there is none."""
-        with self._life.deciding():
+        with self.life.deciding():
             shards = self._cluster.shards.known()
             lost = self.lost(shards)
-            if not lost or not self._life.is_running:
+            if not lost or not self.life.is_running:
                 return
             if self.spec.consistency.aggregate and len(shards) < self._cluster.shards.count:
                 return  # all are rolled back, and one has not called in yet
-            self._life.begin(Phase.ROLLING_BACK)
+            self.life.begin(Phase.ROLLING_BACK)
         reason = ""
         try:
             if recovery is None:
@@ -295,7 +292,7 @@ class CoordinatedJob:
         except PSError as error:
             log.warning("job %s: not rolled back yet: %s", self.spec.name, error)
         finally:
-            self._life.done()
+            self.life.done()
         if reason:
             self.end(reason)
         else:
@@ -310,7 +307,8 @@ class CoordinatedJob:
         heard = self._heard([shard for shard in shards.values() if shard not in back])
         restored = recovery.restore(self.placed, back, self.members.last_incarnation())
         members = self.members.rollback(everywhere, restored.last_incarnation)
-        self.accounting.rolled_back(restored.reached, heard)
+        with self.life.deciding():
+            self.accounting.rolled_back(restored.reached, heard)
         self.continue_from(restored, back)
         log.warning(
             "job %s: rolled back to checkpoint %s, clock %d; %d workers are to join again",
@@ -348,7 +346,7 @@ class CoordinatedJob:
         A shard that does not answer drops it later: no other run of the job's name waits for that.
         """
         name, run = self.spec.name, self.placed.run
-        ended = self._life.end(why)
+        ended = self.life.end(why)
         if ended is None:
             return
         if self.checkpoints is not None:

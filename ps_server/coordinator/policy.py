@@ -12,6 +12,7 @@ class CheckpointPolicy:
 
     steps, seconds: make one every so many clocks, or seconds; neither: only when asked to, and at a job's end
     restore:        a job of a name that has a checkpoint continues from it, also if it had ended
+    address:        of the coordinator, which others are told that want the directory too
     resume:         the jobs that ran when an earlier coordinator ended are resumed; implied by `restore`
     """
 
@@ -21,3 +22,4 @@ class CheckpointPolicy:
     keep: int = 3
     restore: bool = False
     resume: bool = False
+    address: str = ""

@@ -14,17 +14,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ps_protocol.convert import job_spec_from_data
-from ps_protocol.errors import CheckpointDamaged, JobMismatch, NoCheckpoints
+from ps_protocol.errors import CheckpointDamaged, JobMismatch, NoCheckpoints, TryLater, VersionMismatch
 from ps_protocol.job import JobSpec, difference
 from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.shards import RegisteredShard, Shards
 from ps_server.core.placement import PlacedJob
-from ps_server.core.snapshot import VersionRange
+from ps_server.core.snapshot import RestoreProgress, VersionRange
 from ps_server.core.statistics import RecoveryStatistics
 from ps_server.failpoints import failpoint
 from ps_server.storage.checkpoints import Manifest
 
 log = logging.getLogger("ps_server")
+
+ANSWERS_WITHOUT_PROGRESS = 30  # of a shard that restores, after which other jobs have their turn
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,53 @@ class Restored:
     last_incarnation: int
 
 
+class Rollback:
+    """A job that goes back to one checkpoint: how far each shard is. Methods may be called from any thread.
+
+    incarnation: up to which the shards fence workers; higher than that of every other rollback of the job
+    """
+
+    def __init__(self, job: str, run: str, checkpoint: str, incarnation: int) -> None:
+        self.job, self.run, self.checkpoint, self.incarnation = job, run, checkpoint, incarnation
+        self._shards: dict[int, RestoreProgress] = {}
+
+    def note(self, shard: int, progress: RestoreProgress) -> bool:
+        """Notes how far a shard is. Returns whether it got on."""
+        before, self._shards[shard] = self._shards.get(shard), progress
+        return progress != before
+
+    def __str__(self) -> str:
+        reading = "; ".join(
+            f"shard {shard} has read {progress.done / 1e9:.1f} of {progress.total / 1e9:.1f} GB"
+            for shard, progress in sorted(self._shards.copy().items())
+            if progress.extent is None and progress.total
+        )
+        text = f"job {self.job!r} is being rolled back to checkpoint {self.checkpoint}"
+        return f"{text}: {reading}" if reading else text
+
+    def done_bytes(self) -> int:
+        """Returns the bytes that all shards have read."""
+        return sum(progress.done for progress in self._shards.copy().values())
+
+
 class Recovery:
     """Restores jobs from checkpoints, and counts these."""
 
     def __init__(self, checkpointing: Checkpointing, shards: Shards) -> None:
         self._store, self._policy, self._shards = checkpointing.store, checkpointing.policy, shards
         self._counts = RecoveryStatistics()
+        self._last: dict[str, Rollback] = {}  # by job
+        self._under_way: dict[str, Rollback] = {}
+
+    def progress(self, job: str) -> TryLater | None:
+        """Returns what a worker is told that asks for a job that is being rolled back, with how far it is; None for
+        other jobs. May be called from any thread."""
+        rollback = self._under_way.get(job)
+        if rollback is None:
+            return None
+        error = TryLater(str(rollback))
+        error.progress = f"{rollback.checkpoint}:{rollback.done_bytes()}"
+        return error
 
     def statistics(self) -> RecoveryStatistics:
         """Returns how many checkpoints were restored, and how many passed over."""
@@ -60,7 +103,7 @@ class Recovery:
     def last_bucket_bytes(self, spec: JobSpec) -> int | None:
         """Returns the size of buckets in the job's last checkpoint that can be read; None if there is none."""
         for name in reversed(self._store.names(spec.name)):
-            with contextlib.suppress(CheckpointDamaged):
+            with contextlib.suppress(CheckpointDamaged, VersionMismatch):
                 return job_spec_from_data(self._store.manifest(spec.name, name).job).bucket_bytes
         return None
 
@@ -70,14 +113,15 @@ class Recovery:
         """Has shards hold a job as its last checkpoint has it that is whole.
 
         any_run: a checkpoint of an earlier job of its name will do, if it is the same job
-        Raises JobMismatch if it is not, naming the difference; NoCheckpoints if there is none; TryLater if a shard does
+        Raises JobMismatch if it is not, naming the difference; VersionMismatch if a newer version of this program made
+        the last one; NoCheckpoints if there is none; TryLater if a shard does
         not answer: the same call may be made again.
         """
         name = job.spec.name
         for manifest in self._candidates(job, any_run):
-            incarnation = max(last_incarnation, manifest.last_incarnation)
+            rollback = self._next(name, job.run, manifest.name, max(last_incarnation, manifest.last_incarnation))
             try:
-                reached = self._restore_shards(job, shards, manifest.name, incarnation)
+                reached = self._restore_shards(job, shards, rollback)
                 states = {
                     rank: (worker.clock, self._store.read_worker(name, manifest.name, worker.part))
                     for rank, worker in manifest.workers.items()
@@ -90,22 +134,47 @@ class Recovery:
                 self._counts = replace(self._counts, unfinished=self._counts.unfinished + 1)
                 log.warning("job %s: checkpoint %s was not completed: it has no manifest", name, unfinished)
             self._counts = replace(self._counts, restored=self._counts.restored + 1)
-            return Restored(manifest, states, reached, incarnation)
+            return Restored(manifest, states, reached, rollback.incarnation)
         raise NoCheckpoints(f"job {name!r}: there is no checkpoint that can be used")
 
-    def _restore_shards(
-        self, job: PlacedJob, shards: list[RegisteredShard], name: str, incarnation: int
-    ) -> list[VersionRange]:
-        def restore(shard: RegisteredShard) -> VersionRange:
-            return shard.api.restore_job(job.spec, job.buckets_of(shard.index), name, incarnation, job.run)
+    def _next(self, job: str, run: str, checkpoint: str, last_incarnation: int) -> Rollback:
+        """Returns the rollback to a checkpoint: the last one, if that was to the same, and no worker came since.
 
-        return self._shards.call(shards, restore)
+        Another one has a higher incarnation: shards tell by it which call is the later one.
+        """
+        last = self._last.get(job)
+        if last is not None and last.run == run and last_incarnation <= last.incarnation:
+            if last.checkpoint == checkpoint:
+                return last
+            last_incarnation = last.incarnation + 1
+        self._last[job] = Rollback(job, run, checkpoint, last_incarnation)
+        return self._last[job]
+
+    def _restore_shards(self, job: PlacedJob, shards: list[RegisteredShard], rollback: Rollback) -> list[VersionRange]:
+        def restore(shard: RegisteredShard) -> VersionRange:
+            buckets, unchanged = job.buckets_of(shard.index), 0
+            while unchanged < ANSWERS_WITHOUT_PROGRESS:
+                progress = shard.api.restore_job(job.spec, buckets, rollback.checkpoint, rollback.incarnation, job.run)
+                unchanged = 0 if rollback.note(shard.index, progress) else unchanged + 1
+                if progress.extent is not None:
+                    return progress.extent
+            raise TryLater(f"shard {shard.index} reads nothing of checkpoint {rollback.checkpoint}")
+
+        self._under_way[job.spec.name] = rollback
+        try:
+            return self._shards.call(shards, restore)
+        finally:
+            del self._under_way[job.spec.name]
 
     def _candidates(self, job: PlacedJob, any_run: bool) -> Iterator[Manifest]:
         """Yields the job's checkpoints, the last one first."""
         for name in reversed(self._store.names(job.spec.name)):
             try:
                 manifest = self._store.manifest(job.spec.name, name)
+            except VersionMismatch:
+                if any_run:
+                    raise  # it would be lost behind what is made from an older one
+                continue  # not one of this run
             except CheckpointDamaged as error:
                 self._pass_over(job.spec.name, name, error)
                 continue

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ps_protocol.errors import InvalidRequest, PSError, TryLater
 from ps_protocol.job import JobSpec
@@ -20,7 +20,7 @@ from ps_runtime.background import guarded
 from ps_runtime.credentials import is_loopback
 from ps_server.coordinator.timing import DEFAULT_TIMING, Clock, Timing
 from ps_server.core.data_commits import Committed
-from ps_server.core.snapshot import ShardSnapshot, VersionRange
+from ps_server.core.snapshot import RestoreProgress, ShardSnapshot
 from ps_server.core.statistics import ShardStatistics
 from ps_server.core.validation import check_address
 
@@ -58,8 +58,8 @@ class ShardApi(Protocol):
 
     def restore_job(
         self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int, run: str
-    ) -> VersionRange:
-        """Has the shard hold a job as a checkpoint has it."""
+    ) -> RestoreProgress:
+        """Has the shard hold a job as a checkpoint has it. Returns within seconds, and is repeated until it does."""
 
     def statistics(self) -> ShardStatistics:
         """Returns what the shard holds."""
@@ -167,11 +167,18 @@ class Shards:
 
     def call(self, shards: Iterable[RegisteredShard], call: Callable[[RegisteredShard], T]) -> list[T]:
         """Calls shards at the same time, and returns their answers. Raises the first error after all have answered."""
-        return answers_of([self._lanes[shard.index].submit(call, shard) for shard in shards])
+        return answers_of([self._submit(shard.index, call, shard) for shard in shards])
 
     def beside(self, index: int, work: Callable[[], object]) -> None:
         """Has a thread of a shard's own do what calls it, however long it takes."""
-        self._lanes[index].submit(guarded, f"shard-{index}", work)
+        with contextlib.suppress(TryLater):
+            self._submit(index, guarded, f"shard-{index}", work)
+
+    def _submit(self, index: int, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        try:
+            return self._lanes[index].submit(call, *arguments)
+        except RuntimeError:  # after `close`
+            raise TryLater("the coordinator is stopping") from None
 
     def drop_orphaned_jobs(self, known: Callable[[], Collection[tuple[str, str]]]) -> None:
         """Drops jobs that a shard holds and no coordinator knows: a CreateJob may arrive after the DropJob behind it.

@@ -14,12 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ps_protocol.errors import TryLater
+from ps_protocol.errors import InvalidRequest, TryLater
 from ps_server.coordinator.saved_job import SavedJob
 from ps_server.core.membership import Member
 from ps_server.core.rounds import Round
 from ps_server.failpoints import failpoint
-from ps_server.storage.checkpoints import FORMAT, READABLE, seal
+from ps_server.storage.checkpoints import FORMAT, READABLE, seal, written_by_newer
 from ps_server.storage.disk import Disk, replace_file
 
 log = logging.getLogger("ps_server")
@@ -32,12 +32,23 @@ class StateFile:
     """The file of one coordinator. Methods may be called from any thread.
 
     disk: what it is written with and read from
+    Raises InvalidRequest for a file that a newer version has written: it would be lost.
     """
 
     def __init__(self, directory: Path, disk: Disk | None = None) -> None:
         self.path, self._disk = directory / FILE, disk or Disk()
         self.is_behind = False
         self._lock = threading.Lock()
+        newer = written_by_newer(self._content())
+        if newer is not None:
+            raise InvalidRequest(f"{self.path} is {newer}, or give this one another directory")
+
+    def _content(self) -> Any:
+        """Returns what the file holds; None where it is missing or no JSON."""
+        try:
+            return json.loads(self._disk.read(self.path))
+        except (OSError, ValueError, RecursionError):
+            return None
 
     def save(self, jobs: Callable[[], Mapping[str, SavedJob]]) -> None:
         """Replaces the file by what `jobs` returns. Raises TryLater if the disk does not take it."""
@@ -60,7 +71,7 @@ class StateFile:
             return {name: _job(job, data["format"]) for name, job in data["jobs"].items()}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             log.warning(
                 "%s cannot be used: %s; jobs resume from their checkpoints when their workers come", self.path, error
             )

@@ -1,6 +1,7 @@
 """The rules, without sockets, clocks, threads, environment or messages: time and data come in as arguments.
 
 accounting.py    Steps that workers lost, or made again, because shards were rolled back to a checkpoint
+admission.py     Admission: which requests may be received now, and which wait for a place
 bucket_sizes.py  How large a job's buckets are where its workers do not say
 buckets.py       One job's buckets on one shard: rule, weights and pending pushes of each, and how far they are
 budget.py        How many bytes may wait on a shard, by job and by principal
@@ -16,6 +17,7 @@ membership.py    The live workers of a job: leases, incarnations, ranks
 partition.py     One job's buckets on one shard: roster, rules and weights, changed by commands alone
 placement.py     Which shard holds which bucket: by bytes, largest first
 requests.py      What workers push and pull, as it came over the wire: nothing in it is checked yet
+room.py          How much memory a job comes to take on a shard
 rounds.py        Rounds: values that all live workers of a job exchange, one round after the other
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
 statistics.py    What a shard or a coordinator says about itself: frozen records

@@ -57,10 +57,10 @@ class Bucket:
             committed or {},
         )
 
-    def restore(self, snapshot: BucketSnapshot) -> None:
-        """Becomes what a snapshot is."""
+    def restore(self, snapshot: BucketSnapshot, owned: bool = False) -> None:
+        """Becomes what a snapshot is. owned: its tensors are this bucket's to keep."""
         self.pending.clear()
-        self.weights.restore(snapshot.weights, snapshot.state, snapshot.groups)
+        self.weights.restore(snapshot.weights, snapshot.state, snapshot.groups, owned)
         self.rule.restore(snapshot.version, snapshot.clocks)
 
 

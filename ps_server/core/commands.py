@@ -77,11 +77,13 @@ class RestoreSnapshot(Command[None]):
     """Continues from snapshots of all buckets, in a partition that has had no push. No worker is live; those of before,
     up to `last_incarnation`, have to join again.
 
+    owned: the tensors are the partition's to keep; otherwise it copies them
     Raises InvalidRequest if there is a bucket without a snapshot, before anything is changed.
     """
 
     snapshots: Mapping[int, BucketSnapshot]
     last_incarnation: int
+    owned: bool = False
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class DataLeases:
         self._free = Intervals([(0, self.spec.samples)])
         self._leased: dict[WorkerId, set[Span]] = {}
         self._doubtful: dict[WorkerId, set[Span]] = {}
+        self._claimed: dict[int, int] = {}  # by rank, what it said to have pushed and was not leased to it
 
     # -- what workers ask --------------------------------------------------------------------------------------------
 
@@ -106,7 +107,10 @@ class DataLeases:
 
         leased = self._leased.setdefault(worker, set())
         for span in spans(report.committed):
-            leased.discard(span)
+            if span in leased:
+                leased.discard(span)
+            elif not self._claims(worker, span):
+                continue
             self._pushed.add(*span)
             self._free.remove(*span)
         for span in spans(report.returned):
@@ -116,6 +120,16 @@ class DataLeases:
         for span in spans(report.leased):
             if span not in leased and len(leased) < self._limit and self._take_over(worker, span):
                 leased.add(span)
+
+    def _claims(self, worker: WorkerId, span: Span) -> bool:
+        """Whether a worker may say that it pushed what this coordinator did not lease to it: what one before this one
+        did, as far as a worker can have it. The rest is not believed: shards know what was pushed, and are asked.
+        """
+        claimed = self._claimed.get(worker[0], 0)
+        if claimed >= self._limit or not self._take_over(worker, span):
+            return False
+        self._claimed[worker[0]] = claimed + 1
+        return True
 
     def _take_over(self, worker: WorkerId, span: Span) -> bool:
         """Whether a worker may hold what was given to its older incarnation, or by a coordinator before this one."""

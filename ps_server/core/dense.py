@@ -293,14 +293,24 @@ class DenseBucket:
             return {}
         return {group["index"]: hyper_parameters(self._name, group) for group in self._optimizer.param_groups}
 
-    def restore(self, weights: torch.Tensor, state: OptimizerState, groups: Mapping[int, HyperParameters]) -> None:
-        """Sets weights, optimizer state and hyper-parameters to those of a snapshot, by copying them."""
-        self.load(weights)
+    def restore(
+        self,
+        weights: torch.Tensor,
+        state: OptimizerState,
+        groups: Mapping[int, HyperParameters],
+        owned: bool = False,
+    ) -> None:
+        """Sets weights, optimizer state and hyper-parameters to those of a snapshot.
+
+        owned: the state is this bucket's to keep; otherwise it is copied. `weights` may be `flat` itself.
+        """
+        if weights is not self.flat:
+            self.load(weights)
         if self._optimizer is None:
             return
         for position in range(len(self._slices)):
-            copied = {name: value.clone() for name, value in state.get(position, {}).items()}
-            self._set_state(self._optimizer, position, copied)
+            kept = {name: value if owned else value.clone() for name, value in state.get(position, {}).items()}
+            self._set_state(self._optimizer, position, kept)
         for group in self._optimizer.param_groups:
             group.update(groups.get(group["index"], {}))
 

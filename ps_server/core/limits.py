@@ -29,6 +29,7 @@ class Limits:
     workers: int = _limit(4_096, "live workers of a job")
     parameters: int = _limit(MAX_PARAMETERS, "tensors of a job")
     buckets: int = _limit(65_536, "buckets of a job")
+    groups: int = _limit(4_096, "parameter groups of a job")  # a group a tensor is common; each costs 33 us at a server
     job_bytes: int = _limit(2**40, "bytes of a job's parameters", _LARGEST_SIZE)
     name_length: int = _limit(MAX_NAME_LENGTH, "characters of a parameter's name")
     samples: int = _limit(2**40, "samples of a loader whose data is leased", _LARGEST_SIZE)
@@ -52,11 +53,14 @@ class Limits:
     all_calls: int = _limit(16_384, "calls in flight of all callers together, but for health checks")
     message_bytes: int = _limit(MAX_MESSAGE_BYTES, "bytes of one message, either way")
     metadata_bytes: int = _limit(16 * 2**10, "bytes of a call's metadata")
-    upload_seconds: float = _limit(30.0, "seconds that a request may take to arrive")
+    receiving_bytes: int = _limit(128 * 2**20, "bytes of all requests that are not whole yet", _LARGEST_SIZE)
+    request_seconds: float = _limit(2.0, "seconds that a request of a few bytes may take to arrive")
+    upload_seconds: float = _limit(30.0, "seconds that any other request may take to arrive")
     stall_seconds: float = _limit(30.0, "seconds that an answer may lie unread")
     # of connections
     connections: int = _limit(8_192, "connections to one process")
     handshake_seconds: float = _limit(10.0, "seconds that a connection may take to be made, TLS included")
+    idle_seconds: float = _limit(600.0, "seconds that a connection may lie without a call")
 
 
 DEFAULTS = Limits()

@@ -91,6 +91,11 @@ class JobPartition:
         if live is not None and key is not None:
             check_key(rank, key, live.key)
 
+    def highest_incarnation(self) -> int:
+        """Returns the highest incarnation that is live, was removed, or is fenced."""
+        live = [worker.incarnation for worker in self.roster.values()]
+        return max(self._fenced, *live, *self._removed.values(), 0)
+
     # -- changing --------------------------------------------------------------------------------------------------
 
     def execute(self, command: Command[R]) -> R:
@@ -162,7 +167,7 @@ class JobPartition:
         self._fenced = command.last_incarnation
         self.roster.clear()
         for index, bucket in self.buckets.items():
-            bucket.restore(snapshots[index])
+            bucket.restore(snapshots[index], command.owned)
         self.data.restore({index: snapshots[index].committed for index in self.buckets})
 
     def _close(self, command: Close) -> None:

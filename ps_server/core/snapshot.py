@@ -84,6 +84,16 @@ class ShardSnapshot:
     held_up: float
 
 
+@dataclass(frozen=True)
+class RestoreProgress:
+    """How far a shard's restore is: bytes read, of so many (0: not known yet), and how far the buckets are that it
+    holds once it is complete; None before."""
+
+    done: int
+    total: int
+    extent: VersionRange | None = None
+
+
 def extent(buckets: Iterable[tuple[int, Mapping[int, int]]]) -> VersionRange:
     """Returns the range of buckets that train, each given as its version and its clocks."""
     return union(VersionRange(version, version, clocks) for version, clocks in buckets)

@@ -10,19 +10,32 @@ from ps_protocol.optimizers import check_hyper_parameters
 from ps_server.core.limits import Limits
 
 MAX_LAUNCH_LENGTH = 255
+# A bucket costs a shard 5 KiB and 30 us, whatever it holds: a job of few bytes may not have a shard make very many.
+FREE_BUCKETS, BYTES_OF_A_BUCKET = 1_024, 16 * 2**10
 
 
 def check_job_spec(spec: JobSpec, limits: Limits) -> None:
     """Raises InvalidRequest or LimitExceeded naming the first thing wrong with a job. Makes nothing of its size."""
+    _check_counts(spec, limits)
     validate(spec)
     _check_sizes(spec, limits)
+    checked = set()
     for index, group in enumerate(spec.groups):
-        check_hyper_parameters(spec.optimizer_of(index), group)
+        kind = spec.optimizer_of(index), tuple(sorted(group.items()))
+        if kind not in checked:
+            check_hyper_parameters(spec.optimizer_of(index), group)
+            checked.add(kind)
+
+
+def _check_counts(spec: JobSpec, limits: Limits) -> None:
+    """What takes time by its number alone comes first."""
+    if len(spec.parameters) > limits.parameters:
+        raise LimitExceeded(f"max-parameters is {limits.parameters}, got a job of {len(spec.parameters)}")
+    if len(spec.groups) > limits.groups:
+        raise LimitExceeded(f"max-groups is {limits.groups}, got a job of {len(spec.groups)} parameter groups")
 
 
 def _check_sizes(spec: JobSpec, limits: Limits) -> None:
-    if len(spec.parameters) > limits.parameters:
-        raise LimitExceeded(f"max-parameters is {limits.parameters}, got a job of {len(spec.parameters)}")
     for parameter in spec.parameters:
         if len(parameter.name) > limits.name_length:
             raise LimitExceeded(f"max-name-length is {limits.name_length}, got a name of {len(parameter.name)}")
@@ -35,6 +48,12 @@ def _check_sizes(spec: JobSpec, limits: Limits) -> None:
     buckets = size // spec.bucket_bytes
     if buckets > limits.buckets:
         raise LimitExceeded(f"max-buckets is {limits.buckets}, got a job of about {buckets}; use larger bucket_bytes")
+    allowed = FREE_BUCKETS + size // BYTES_OF_A_BUCKET
+    if buckets > allowed:
+        raise LimitExceeded(
+            f"a job of {size} bytes may have {allowed} buckets, because each costs a shard 5 KiB; got about "
+            f"{buckets}: use larger bucket_bytes"
+        )
 
 
 def check_address(address: str, what: str) -> None:

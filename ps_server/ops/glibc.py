@@ -1,4 +1,4 @@
-"""What a server asks of the C library: one pool of memory, and copies that go past the processor's cache."""
+"""What a server asks of the C library: one pool of memory, to give some back, and copies past the processor's cache."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def share_memory_pool() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library: it has ways of its own
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
+def give_memory_back() -> None:
+    """Gives free memory back to the system: after requests that were large and never became whole."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def streaming(variables: Mapping[str, str]) -> dict[str, str]:

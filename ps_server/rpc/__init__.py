@@ -13,6 +13,7 @@ layout_messages.py  The layout of a job's buckets as messages, for clients that 
 lease_service.py    Serves workers of elastic jobs that lease data
 membership_service.py Serves workers that join a job, stay in it, and leave it
 permissions.py      What each role may call: one table of every method, and principals as values
+receiving.py        Receives requests, a few of each kind at a time
 registration.py     How a shard makes itself known to the coordinator
 round_service.py    Serves workers that gather values from each other, in rounds
 shard_client.py     How the coordinator calls the shards

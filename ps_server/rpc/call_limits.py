@@ -1,12 +1,13 @@
 """Authenticates and limits every call, and cancels slow peers.
 
 The caller is known before a byte of its request is read. A peer that sends or reads too slowly is cut off, so that it
-holds one thread for a stated time at most; the pools are larger than what one caller may have in flight.
+holds one thread for a stated time at most; the pools are larger than the number of requests that may wait in them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import Counter
@@ -18,15 +19,22 @@ from typing import Any
 import grpc
 
 from ps_protocol.errors import Forbidden, LimitExceeded
+from ps_server.core.admission import WINDOW_BYTES, terms
 from ps_server.core.limits import Limits
 from ps_server.rpc.auth import Authenticator, host_of
 from ps_server.rpc.permissions import EVERYONE, METHODS, Principal
+from ps_server.rpc.receiving import Receiving
 
-_LOOK_SECONDS = 0.25
+_LOOK_SECONDS = 0.05
+_RELEASE_SECONDS = 5.0  # after a request was broken off, until its memory goes back to the system
 
-# More than one caller may have in flight (Limits.calls), so that no slow peer holds all of them. Threads are made when
+# More than may wait for their requests (Terms.waiting), so that no slow peer holds all of them. Threads are made when
 # they are needed: ordinary traffic makes a few.
 CALL_THREADS = 1024
+
+STREAMS_OF_A_CONNECTION = 128  # a worker has a few at a time
+HEARTBEAT = "/ps_protocol.v1.MembershipService/Heartbeat"
+_MOST_MILLISECONDS = 2**31 - 1  # that an option takes
 
 # Set while a method runs, for what can only be checked once its request is read.
 _CALL: ContextVar[tuple[Principal, str] | None] = ContextVar("call", default=None)
@@ -55,13 +63,19 @@ def caller_name() -> str:
     return "" if call is None else call[0].name
 
 
-def in_pool(behaviour: Callable[..., Any], pool: ThreadPoolExecutor, non_blocking: bool = False) -> Callable[..., Any]:
-    """Returns a handler that runs in a pool of its own, and, if non-blocking, gives its thread back at once."""
+def in_pool(
+    behaviour: Callable[..., Any], pool: ThreadPoolExecutor | None, non_blocking: bool = False
+) -> Callable[..., Any]:
+    """Returns a handler that runs in a pool, and, if it is non-blocking, gives its thread back at once.
+
+    pool: None: the one of the server
+    """
 
     def handler(*arguments: Any) -> Any:
         return behaviour(*arguments)
 
-    handler.experimental_thread_pool = pool  # type: ignore[attr-defined]
+    if pool is not None:
+        handler.experimental_thread_pool = pool  # type: ignore[attr-defined]
     handler.experimental_non_blocking = non_blocking  # type: ignore[attr-defined]
     return handler
 
@@ -72,22 +86,48 @@ def grpc_options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", limits.message_bytes),
         ("grpc.max_send_message_length", limits.message_bytes),
         ("grpc.max_allowed_incoming_connections", limits.connections),
-        ("grpc.max_concurrent_streams", limits.calls),
+        ("grpc.max_concurrent_streams", min(limits.calls, STREAMS_OF_A_CONNECTION)),
+        # Calls that nobody has looked at yet. gRPC drops some at random above 1,000, a worker's among them.
+        ("grpc.server.max_pending_requests", limits.all_calls),
+        ("grpc.server.max_pending_requests_hard_limit", limits.all_calls),
         ("grpc.max_metadata_size", limits.metadata_bytes),
         ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
-        ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
+        ("grpc.server_handshake_timeout_ms", _milliseconds(limits.handshake_seconds)),
+        ("grpc.http2.settings_timeout", _milliseconds(limits.handshake_seconds)),
+        ("grpc.max_connection_idle_ms", _milliseconds(limits.idle_seconds)),
+        # What a stream takes in before its request is read. The probe would have gRPC raise it to 4 MiB and more.
+        ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+        ("grpc.http2.bdp_probe", 0),
     ]
+
+
+def _milliseconds(seconds: float) -> int:
+    return min(int(seconds * 1000), _MOST_MILLISECONDS)
 
 
 class CallLimits:
     """Counts calls in and out, each under its principal, and watches over their waits. Thread-safe."""
 
-    def __init__(self, authenticator: Authenticator, limits: Limits) -> None:
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        limits: Limits,
+        is_shard: bool = True,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        is_shard: whether this process takes pushes
+        release:  gives memory that is free back to the system
+
+        Raises InvalidRequest if --max-receiving-bytes is too little.
+        """
         self._authenticator = authenticator
         self._limits = limits
+        self._receiving = Receiving(terms(limits, is_shard))
+        self._release = release
         self._lock = threading.Lock()
         self._in_flight: Counter[tuple[str, str]] = Counter()
-        self._all = 0  # of these, all but the probes
+        self._all = 0  # of these, all but probes and heartbeats
         self._due: dict[int, tuple[float, grpc.ServicerContext]] = {}
         self._next = 0
         self._stopping = threading.Event()
@@ -105,33 +145,33 @@ class CallLimits:
             return {
                 "calls": sum(self._in_flight.values()),
                 "callers": len(self._in_flight),
-                "waits": len(self._due),
+                "waits": len(self._due) + self._receiving.waits(),
             }
 
     def enter(self, method: str, context: grpc.ServicerContext) -> Principal:
         """Counts a call in until it ends; returns its caller. Raises Unauthenticated, Forbidden, or LimitExceeded."""
         host = host_of(context.peer())
-        probe = METHODS.get(method) == EVERYONE
-        if probe:
+        if METHODS.get(method) == EVERYONE:
             caller = Principal("anyone", frozenset())
         else:
             caller = self._authenticator.identify(context)
             caller.check(method)
         origin = (caller.name, host)
+        # These are not counted among all: a caller that fills the server must not have it, or a worker, taken for dead.
+        counts = method != HEARTBEAT and METHODS.get(method) != EVERYONE
         with self._lock:
-            # Probes are not counted among all: a caller that fills the server must not have it killed as dead.
-            if not probe and self._all >= self._limits.all_calls:
+            if counts and self._all >= self._limits.all_calls:
                 raise LimitExceeded(f"{self._all} calls are in flight here: max-all-calls is {self._limits.all_calls}")
             if self._in_flight[origin] >= self._limits.calls:
                 raise LimitExceeded(
                     f"{caller.name} has {self._limits.calls} calls in flight: that is the limit max-calls"
                 )
             self._in_flight[origin] += 1
-            self._all += not probe
+            self._all += counts
 
         def left() -> None:
             with self._lock:
-                self._all -= not probe
+                self._all -= counts
                 self._in_flight[origin] -= 1
                 if not self._in_flight[origin]:
                     del self._in_flight[origin]
@@ -149,20 +189,23 @@ class CallLimits:
         finally:
             _CALL.reset(token)
 
-    def receiving(self, context: grpc.ServicerContext) -> contextlib.AbstractContextManager[None]:
-        """Limits a wait for a request: cancels the call if it takes too long."""
-        return self._limited(context, self._limits.upload_seconds)
+    def receiving(
+        self, method: str, caller: Principal, context: grpc.ServicerContext
+    ) -> contextlib.AbstractContextManager[None]:
+        """Holds a place for a request while it is received: the call is cancelled if that takes too long.
 
-    def sending(self, context: grpc.ServicerContext) -> contextlib.AbstractContextManager[None]:
-        """Limits the sending of an answer: cancels the call if its caller does not take it."""
-        return self._limited(context, self._limits.stall_seconds)
+        Raises TryLater if too many wait for a place.
+        """
+        peer = context.peer()
+        return self._receiving.place(method, (caller.name, host_of(peer), peer), context)
 
     @contextlib.contextmanager
-    def _limited(self, context: grpc.ServicerContext, seconds: float) -> Iterator[None]:
+    def sending(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """Limits the sending of an answer: cancels the call if its caller does not take it."""
         with self._lock:
             self._next += 1
             number = self._next
-            self._due[number] = (time.monotonic() + seconds, context)
+            self._due[number] = (time.monotonic() + self._limits.stall_seconds, context)
         try:
             yield
         finally:
@@ -170,8 +213,15 @@ class CallLimits:
                 self._due.pop(number, None)
 
     def _watch(self) -> None:
+        release_at = math.inf
         while not self._stopping.wait(_LOOK_SECONDS):
             now = time.monotonic()
+            self._receiving.cut_off()
+            if self._receiving.was_broken_off():
+                release_at = min(release_at, now + _RELEASE_SECONDS)
+            if now >= release_at:
+                release_at = math.inf
+                self._release()
             with self._lock:
                 late = [context for due, context in self._due.values() if due <= now]
             for context in late:

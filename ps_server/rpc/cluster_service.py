@@ -83,7 +83,10 @@ def _shard_status(shard: RegisteredShard, statistics: ShardStatistics | None) ->
 
 
 def add_health(server: grpc.Server, pool: ThreadPoolExecutor, services: list[str]) -> health.HealthServicer:
-    """Adds the standard health service, which answers while pushes and pulls keep their pools busy; and reflection."""
+    """Adds the standard health service, which answers while all other pools are busy; and reflection.
+
+    pool: threads for health alone
+    """
     servicer = health.HealthServicer(experimental_non_blocking=True, experimental_thread_pool=pool)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     for name in ("", *services):

@@ -19,7 +19,7 @@ from ps_server.coordinator.rounds import GatherRequest, Standing
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.data_commits import Committed
 from ps_server.core.membership import JoinRequest, JoinResult, Member
-from ps_server.core.snapshot import Part, ShardSnapshot, VersionRange
+from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, VersionRange
 from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait
 
 VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave may be more than a message may have
@@ -152,6 +152,20 @@ def versions_message(versions: VersionRange) -> shard_pb2.VersionRange:
 def versions(message: shard_pb2.VersionRange) -> VersionRange:
     """Returns how far buckets are."""
     return VersionRange(message.min_version, message.max_version, dict(message.clocks))
+
+
+def restore_response(progress: RestoreProgress) -> shard_pb2.RestoreJobResponse:
+    """Returns the message that says how far a restore is."""
+    response = shard_pb2.RestoreJobResponse(done_bytes=progress.done, total_bytes=progress.total)
+    if progress.extent is not None:
+        response.versions.CopyFrom(versions_message(progress.extent))
+    return response
+
+
+def restore_progress(message: shard_pb2.RestoreJobResponse) -> RestoreProgress:
+    """Returns how far a restore is."""
+    extent = versions(message.versions) if message.HasField("versions") else None
+    return RestoreProgress(message.done_bytes, message.total_bytes, extent)
 
 
 def shard_job_status(name: str, job: ShardJobStatistics) -> shard_pb2.ShardJobStatus:

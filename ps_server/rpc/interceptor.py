@@ -15,7 +15,7 @@ from ps_protocol.errors import InvalidRequest, PSError, Unsupported
 from ps_runtime.metrics import LATENCY_BUCKETS
 from ps_runtime.status import code_of
 from ps_server.rpc.call_limits import CallLimits
-from ps_server.rpc.permissions import Principal
+from ps_server.rpc.permissions import EVERYONE, METHODS, Principal
 from ps_server.rpc.streams import set_error
 
 log = logging.getLogger("ps_server")
@@ -90,27 +90,37 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
 
 
 class _Reader:
-    """Lets a call in, and reads its one request."""
+    """Lets a call in, and reads its one request.
+
+    What anybody may ask is not read: it is answered as if it were empty, so that nothing is taken in from an unknown
+    caller. A probe for one service is told how the whole server is.
+    """
 
     def __init__(self, limits: CallLimits, method: str, parse: Callable[[bytes], Any] | None) -> None:
         self.limits = limits
         self.method = method
         self._parse = parse
+        self._is_read = METHODS.get(method) != EVERYONE
 
     def enter(self, context: grpc.ServicerContext) -> Principal:
         """Counts the call in; returns its caller."""
         return self.limits.enter(self.method, context)
 
-    def read(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+    def read(self, requests: Iterator[bytes], context: grpc.ServicerContext, caller: Principal) -> Any:
         """Returns the one request. Raises InvalidRequest if it does not come or cannot be parsed."""
-        raw = self.next(requests, context)
+        if not self._is_read:
+            return self.parse(b"")
+        raw = self.next(requests, context, caller)
         if raw is None:
             raise InvalidRequest("the call ended before its request came")
         return self.parse(raw)
 
-    def next(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
-        """Returns the bytes that come next; None at the end. A call that keeps them back for too long is cancelled."""
-        with self.limits.receiving(context):
+    def next(self, requests: Iterator[bytes], context: grpc.ServicerContext, caller: Principal) -> bytes | None:
+        """Returns the bytes that come next; None at the end.
+
+        A call that keeps them back for too long is cancelled. Raises TryLater if too many such calls are in the way.
+        """
+        with self.limits.receiving(self.method, caller, context):
             return next(requests, None)
 
     def parse(self, raw: bytes) -> Any:
@@ -173,7 +183,7 @@ def _observe_unary(behaviour: Callable[..., Any], metrics: _MethodMetrics, reade
         metrics.started.inc()
         try:
             caller = reader.enter(context)
-            request = reader.read(requests, context)
+            request = reader.read(requests, context, caller)
             metrics.received.inc()
             with reader.limits.running(caller, reader.method):
                 response = behaviour(request, context)
@@ -214,7 +224,7 @@ def _observe_stream(behaviour: Callable[..., Any], metrics: _MethodMetrics, read
             return
         try:
             caller = reader.enter(context)
-            request = reader.read(requests, context)
+            request = reader.read(requests, context, caller)
             metrics.received.inc()
             with reader.limits.running(caller, reader.method):
                 behaviour(request, context, counted)
@@ -232,13 +242,12 @@ def _guard(behaviour: Callable[..., Any], reader: _Reader) -> Callable[..., Any]
     """Guards reflection: a stream each way, which a caller may not leave open for long."""
 
     def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
-        def timely() -> Iterator[Any]:
-            while (raw := reader.next(requests, context)) is not None:
+        def timely(caller: Principal) -> Iterator[Any]:
+            while (raw := reader.next(requests, context, caller)) is not None:
                 yield reader.parse(raw)
 
         try:
-            reader.enter(context)
-            yield from behaviour(timely(), context)
+            yield from behaviour(timely(reader.enter(context)), context)
         except PSError as error:
             set_error(context, error)
             context.abort(code_of(error), str(error))

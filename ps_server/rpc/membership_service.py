@@ -11,12 +11,12 @@ from ps_protocol.v1 import membership_pb2, membership_pb2_grpc
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.members import Roster
 from ps_server.rpc import convert
-from ps_server.rpc.call_limits import check_job, in_pool
+from ps_server.rpc.call_limits import CALL_THREADS, check_job, in_pool
 from ps_server.rpc.streams import Outbox, Send
 
 
 class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type: ignore[misc,unused-ignore]
-    """Lets workers join and leave, and says which are live.
+    """Lets workers join and leave, and says which are live. Heartbeats have threads of their own.
 
     senders: send to those that watch
     """
@@ -26,11 +26,17 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
     def __init__(self, coordinator: Coordinator, senders: ThreadPoolExecutor) -> None:
         self._coordinator = coordinator
         self._senders = senders
-        setattr(self, "Watch", in_pool(self._watch, senders, non_blocking=True))  # noqa: B010
+        self._heartbeat_pool = ThreadPoolExecutor(CALL_THREADS, "heartbeat")
+        setattr(self, "Watch", in_pool(self._watch, None, non_blocking=True))  # noqa: B010
+        setattr(self, "Heartbeat", in_pool(self._heartbeat, self._heartbeat_pool))  # noqa: B010
 
     def register(self, server: grpc.Server) -> None:
         """Adds the methods to a server."""
         membership_pb2_grpc.add_MembershipServiceServicer_to_server(self, server)
+
+    def stop(self) -> None:
+        """Ends the threads for heartbeats."""
+        self._heartbeat_pool.shutdown(wait=True)
 
     def Join(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.job)
@@ -53,7 +59,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
 
         outbox.on_close(self._coordinator.job(request.job).watchers.add(changed))
 
-    def Heartbeat(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _heartbeat(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker = request.worker
         check_job(worker.job)
         members = self._coordinator.job(worker.job, worker.run).members

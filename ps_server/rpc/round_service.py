@@ -23,7 +23,7 @@ class RoundService(rounds_pb2_grpc.RoundServiceServicer):  # type: ignore[misc,u
     def __init__(self, coordinator: Coordinator, senders: ThreadPoolExecutor) -> None:
         self._coordinator = coordinator
         self._senders = senders
-        setattr(self, "GatherValues", in_pool(self._gather, senders, non_blocking=True))  # noqa: B010
+        setattr(self, "GatherValues", in_pool(self._gather, None, non_blocking=True))  # noqa: B010
 
     def register(self, server: grpc.Server) -> None:
         """Adds the methods to a server."""

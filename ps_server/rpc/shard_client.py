@@ -17,12 +17,11 @@ from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.status import error_from
 from ps_server.coordinator.timing import DEFAULT_SERVER_CALL_SECONDS
 from ps_server.core.data_commits import Committed
-from ps_server.core.snapshot import ShardSnapshot, VersionRange
+from ps_server.core.snapshot import RestoreProgress, ShardSnapshot
 from ps_server.core.statistics import ShardStatistics
 from ps_server.rpc import convert
 
 STATUS_SECONDS = 2.0
-RESTORE_SECONDS = 300.0  # reading and checking a large shard's files takes a while
 
 
 class ShardClient:
@@ -77,12 +76,12 @@ class ShardClient:
 
     def restore_job(
         self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int, run: str
-    ) -> VersionRange:
-        """Has the shard hold a job as a checkpoint has it."""
+    ) -> RestoreProgress:
+        """Has the shard hold a job as a checkpoint has it; answers within seconds how far it is."""
         request = shard_pb2.RestoreJobRequest(
             spec=job_spec_message(spec), buckets=buckets, checkpoint=name, last_incarnation=last_incarnation, run=run
         )
-        return convert.versions(self._call(self._stub.RestoreJob, request, RESTORE_SECONDS).versions)
+        return convert.restore_progress(self._call(self._stub.RestoreJob, request))
 
     def statistics(self) -> ShardStatistics:
         """Returns what the shard holds."""

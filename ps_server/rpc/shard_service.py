@@ -15,6 +15,7 @@ from ps_server.rpc.call_limits import may_see
 from ps_server.shard.shard import Shard
 
 AWAIT_SECONDS = 5.0
+RESTORE_SECONDS = 2.0  # after which a call is told how far a restore is
 
 
 class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,unused-ignore]
@@ -66,9 +67,8 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
     def RestoreJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         spec = job_spec(request.spec)
         check_job_spec(spec, self._limits)
-        restored = spec, list(request.buckets), request.checkpoint, request.last_incarnation
-        reached = self._shard.restore_job(*restored, request.run)
-        return shard_pb2.RestoreJobResponse(versions=convert.versions_message(reached))
+        wanted = spec, list(request.buckets), request.checkpoint, request.last_incarnation, request.run
+        return convert.restore_response(self._shard.restore_job(*wanted, RESTORE_SECONDS))
 
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         jobs = self._shard.statistics().jobs

@@ -21,6 +21,7 @@ from ps_server.core.commands import Close
 from ps_server.core.consistency import UpdateRule
 from ps_server.core.dense import DenseBucket, Gradient
 from ps_server.core.partition import JobPartition
+from ps_server.core.room import Room
 from ps_server.core.snapshot import BucketSnapshot
 from ps_server.core.statistics import ShardJobStatistics, Wait
 from ps_server.shard.snapshots import SnapshotTask
@@ -45,7 +46,7 @@ class HostedBucket:
     rule: UpdateRule[Gradient]
     weights: DenseBucket
     tensors: threading.Lock = field(default_factory=threading.Lock)
-    waiters: list[Waiter] = field(default_factory=list)
+    waiters: dict[int, Waiter] = field(default_factory=dict)  # by the number of the pull
     busy: bool = False
 
 
@@ -75,7 +76,7 @@ class Narrowed:
 class HostedJob:
     """A run of a job on this shard."""
 
-    def __init__(self, spec: JobSpec, state: JobPartition, run: str) -> None:
+    def __init__(self, spec: JobSpec, state: JobPartition, run: str, room: Room) -> None:
         self.name, self.run = spec.name, run
         self.state = state
         self.mode = str(spec.consistency)
@@ -87,6 +88,7 @@ class HostedJob:
         self.attaching: set[int] = set()  # ranks that are handing over a segment
         self.plan = segment_plan(spec, state.layout)
         self.narrowed = Narrowed()
+        self._room = room
         self.failure: PSError | None = None
         self.snapshot_task: SnapshotTask | None = None  # the one under way, or the last
 
@@ -138,10 +140,16 @@ class HostedJob:
             with bucket.tensors:
                 task.look(bucket.spec, bucket.rule.version)
 
+    def promised(self) -> int:
+        """Returns the bytes that the job was admitted with and that are not taken yet."""
+        buckets = self.state.buckets
+        left = (self._room.optimizer - buckets.optimizer_bytes, self._room.staged - buckets.staged_bytes)
+        return sum(max(0, size) for size in left)
+
     def statistics(self, now: float) -> ShardJobStatistics:
         """Returns how the job is on this shard."""
         with self.lock:
-            waiters = [waiter for bucket in self.buckets.values() for waiter in bucket.waiters]
+            waiters = [waiter for bucket in self.buckets.values() for waiter in bucket.waiters.values()]
             low, high = self.state.buckets.versions()
             clocks = self.state.buckets.clocks()
         return ShardJobStatistics(
@@ -157,10 +165,18 @@ class HostedJob:
             run=self.run,
         )
 
+    def highest_incarnation(self) -> int:
+        """Returns the highest incarnation of a worker that this shard has heard of."""
+        with self.lock:
+            return self.state.highest_incarnation()
+
     def close(self, reason: PSError) -> None:
-        """Ends the job here: its pushes are refused, and what it has staged counts no more."""
+        """Ends the job here: its pushes are refused, and what it has staged and copied counts no more."""
         with self.lock:
             self.state.execute(Close(reason))
+            task, self.snapshot_task = self.snapshot_task, None
+        if task is not None:
+            task.abandon()
 
 
 def _waits(waiters: list[Waiter], now: float) -> tuple[Wait, ...]:

@@ -72,10 +72,10 @@ class Pulls:
             admissions = {index: job.state.admits(index, pull.rank, pull.clock) for index in indices}
             for index, admission in admissions.items():
                 if not admission.admitted:
-                    job.buckets[index].waiters.append(Waiter(pull, admission, now))
+                    job.buckets[index].waiters[pull.number] = Waiter(pull, admission, now)
         if pull.with_pushes:
             self._with_pushes.append((job, pull))
-        outbox.on_close(lambda: self._forget(job, pull))
+        outbox.on_close(lambda: self._forget(job, pull, indices))
         if not indices:
             outbox.finish()
         for index, admission in admissions.items():
@@ -162,8 +162,8 @@ class Pulls:
         index = bucket.spec.index
         with job.lock:
             now = self._clock()  # not before: a pull that came meanwhile would have begun to wait later
-            staying: list[Waiter] = []
-            for waiter in bucket.waiters:
+            staying: dict[int, Waiter] = {}
+            for number, waiter in bucket.waiters.items():
                 pull = waiter.pull
                 try:
                     if pull.incarnation != READER:
@@ -173,7 +173,10 @@ class Pulls:
                     continue
                 admission = job.state.admits(index, pull.rank, pull.clock)
                 self._account(job, waiter, admission, now)
-                (admitted if admission.admitted else staying).append(waiter)
+                if admission.admitted:
+                    admitted.append(waiter)
+                else:
+                    staying[number] = waiter
             bucket.waiters = staying
         for waiter in admitted:
             self._send(job, bucket, waiter.pull, waiter.waited)
@@ -192,17 +195,20 @@ class Pulls:
             self._metrics.waited(job.name, job.mode, waiter.waited)
         waiter.admission = admission
 
-    def _forget(self, job: HostedJob, pull: Pull) -> None:
+    def _forget(self, job: HostedJob, pull: Pull, indices: Sequence[int]) -> None:
+        """Lets go of a pull that is over: looks at its own buckets only, of which most are sent."""
         with job.lock:
-            for bucket in job.buckets.values():
-                bucket.waiters = [waiter for waiter in bucket.waiters if waiter.pull is not pull]
+            for index in indices:
+                job.buckets[index].waiters.pop(pull.number, None)
 
     def fail(self, job: HostedJob, error: PSError) -> None:
         """Ends every waiting pull of a job with an error."""
         with job.lock:
-            pulls = {id(waiter.pull): waiter.pull for bucket in job.buckets.values() for waiter in bucket.waiters}
+            pulls = {
+                number: waiter.pull for bucket in job.buckets.values() for number, waiter in bucket.waiters.items()
+            }
             for bucket in job.buckets.values():
-                bucket.waiters = []
+                bucket.waiters = {}
         for pull in pulls.values():
             pull.outbox.fail(error)
 
@@ -210,9 +216,9 @@ class Pulls:
         """Tells pulls that wait long which workers they wait for."""
         with job.lock:
             due = {
-                id(waiter.pull): (waiter, bucket.spec.index)
+                number: (waiter, bucket.spec.index)
                 for bucket in job.buckets.values()
-                for waiter in bucket.waiters
+                for number, waiter in bucket.waiters.items()
                 if now - waiter.pull.since >= NOTICE_AFTER_SECONDS
                 and now - waiter.pull.notified >= NOTICE_EVERY_SECONDS
             }

@@ -12,42 +12,34 @@ sends in threads of its own. A ticker tells pulls that wait what they wait for.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ps_protocol.errors import (
-    JobMismatch,
-    LimitExceeded,
     NoCheckpoints,
     NotFound,
-    PSError,
-    RunEnded,
     TryLater,
-    UnknownWorker,
 )
-from ps_protocol.job import JobSpec, difference
-from ps_protocol.layout import bucket_layout
+from ps_protocol.job import JobSpec
 from ps_protocol.segment_layout import SegmentOffer
-from ps_runtime.memory import free_bytes
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_server.core.budget import PrincipalBudget
-from ps_server.core.commands import AddWorker, RemoveWorker, RestoreSnapshot, Staged
+from ps_server.core.commands import AddWorker, RemoveWorker, Staged
 from ps_server.core.data_commits import Committed
-from ps_server.core.partition import JobPartition
 from ps_server.core.requests import PullCall, PushCall
-from ps_server.core.snapshot import BucketSnapshot, Part, ShardSnapshot, VersionRange
+from ps_server.core.snapshot import BucketSnapshot, Part, RestoreProgress, ShardSnapshot
 from ps_server.core.statistics import ShardStatistics
-from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
+from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
-from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
+from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, READER, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes
+from ps_server.shard.restores import RestoreRequest
 from ps_server.shard.snapshots import SnapshotTask
 from ps_server.shard.threads import OwnThreads, Threads
 from ps_server.shard.waiting import Outbox
@@ -82,8 +74,6 @@ class Shard:
         principal_limit: float = math.inf,
     ) -> None:
         self.principals: PrincipalBudget = _SharedBudget(principal_limit)
-        self._staged_limit = staged_limit
-        self._norm_limit = norm_limit
         self._checkpoints = checkpoints
         self._index = index
         self._metrics = metrics
@@ -92,8 +82,7 @@ class Shard:
         self._pulls = Pulls(metrics, clock)
         self._updates = Updates(self._threads, self._pulls, metrics, clock)
         self._pushes = Pushes(metrics, self._pulls, self._updates, shared_directory)
-        self._jobs: dict[str, HostedJob] = {}
-        self._lock = threading.Lock()
+        self._hosted = HostedJobs((staged_limit, norm_limit), self.principals, self._threads, self._pulls, metrics)
         self._notify_at = clock() + NOTICE_AFTER_SECONDS
         self._threads.repeat(STAGED_AFTER_SECONDS, self.tick)
 
@@ -108,6 +97,7 @@ class Shard:
 
     def stop(self) -> None:
         """Finishes what is staged and ends the threads. Waiting pulls are told to come back later."""
+        self._hosted.stop()
         self._updates.stop()
         self._threads.stop()
         for job in self.jobs().values():
@@ -121,89 +111,33 @@ class Shard:
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def create_job(self, spec: JobSpec, buckets: Sequence[int], run: str = "") -> None:
-        """Makes room for the buckets of a run of a job, in place of an earlier run. The same run stays as it is.
-
-        Raises RunEnded where a later run of the job is here.
-        """
-        with self._lock:
-            known = self._jobs.get(spec.name)
-            if known is not None and known.run < run:  # what its coordinator could not drop
-                self._end(self._jobs.pop(spec.name), RunEnded(f"run {known.run} of job {spec.name!r} has ended"))
-                known = None
-            if known is None:
-                self._jobs[spec.name] = self._make_job(spec, buckets, run)
-                log.info("job %s: %d buckets", spec.name, len(buckets))
-                return
-        known.check_run(run)
-        differs = difference(known.state.spec, spec)
-        if differs is not None:
-            raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
+        """Makes room for the buckets of a run of a job; see HostedJobs.create."""
+        self._hosted.create(spec, buckets, run)
 
     def restore_job(
-        self, spec: JobSpec, buckets: Sequence[int], checkpoint: str, last_incarnation: int, run: str = ""
-    ) -> VersionRange:
-        """Takes the job as a checkpoint has it, in place of what was here. Changes nothing if it raises.
-
-        Raises RunEnded where a later run of the job is here.
-        """
-        store = self._store()
-        known = self._jobs.get(spec.name)
-        if known is not None and run < known.run:
-            known.check_run(run)
-        manifest = store.manifest(spec.name, checkpoint)
-        job = self._make_job(spec, buckets, run)
-        snapshots = store.read_buckets(spec.name, manifest, [bucket.spec for bucket in job.buckets.values()])
-        job.state.execute(RestoreSnapshot(snapshots, last_incarnation))
-        failpoint("restore-read")
-        with self._lock:
-            before = self._jobs.get(spec.name)
-            self._jobs[spec.name] = job
-        if before is not None:
-            self._end(before, UnknownWorker(f"job {spec.name!r} was rolled back to a checkpoint: join again"))
-        log.info("job %s: %d buckets as of checkpoint %s", spec.name, len(job.buckets), checkpoint)
-        return job.state.buckets.extent()
+        self,
+        spec: JobSpec,
+        buckets: Sequence[int],
+        checkpoint: str,
+        last_incarnation: int,
+        run: str = "",
+        seconds: float = 0.0,
+    ) -> RestoreProgress:
+        """Takes a job as a checkpoint has it, in place of what is here; see HostedJobs.restore."""
+        request = RestoreRequest(spec, tuple(buckets), checkpoint, last_incarnation, run)
+        return self._hosted.restore(self._store(), request, seconds)
 
     def drop_job(self, name: str, run: str = "") -> None:
         """Forgets a run of a job and gives its memory back; another run of that name stays."""
-        with self._lock:
-            job = self._jobs.get(name)
-            if job is None or run not in ("", job.run):
-                return
-            del self._jobs[name]
-        self._end(job, NotFound(f"job {name!r} ended"))
-        self._metrics.forget(name)
-        log.info("job %s: dropped", name)
-
-    def _end(self, job: HostedJob, reason: PSError) -> None:
-        """Ends what is under way in a job that is no longer here."""
-        job.close(reason)
-        if job.snapshot_task is not None:
-            job.snapshot_task.abandon()
-        self._pulls.fail(job, reason)
+        self._hosted.drop(name, run)
 
     def jobs(self) -> dict[str, HostedJob]:
         """Returns the jobs here, by name."""
-        with self._lock:
-            return dict(self._jobs)
+        return self._hosted.all()
 
     def run_of(self, name: str) -> str:
         """Returns the run of a job that is here; empty if there is none."""
-        job = self._jobs.get(name)
-        return job.run if job is not None else ""
-
-    def _job(self, name: str, run: str) -> HostedJob:
-        job = self._jobs.get(name)
-        if job is None:
-            raise NotFound(f"this shard knows no job {name!r}")
-        job.check_run(run)
-        if job.failure is not None:
-            raise PSError(str(job.failure))  # a new one: an error that is raised holds on to its frames
-        return job
-
-    def _make_job(self, spec: JobSpec, buckets: Sequence[int], run: str) -> HostedJob:
-        with _making_room(spec, buckets):
-            state = JobPartition(spec, buckets, self._staged_limit, self._norm_limit, self.principals)
-            return HostedJob(spec, state, run)
+        return self._hosted.run_of(name)
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -211,7 +145,7 @@ class Shard:
         self, name: str, rank: int, incarnation: int, clock: int | None, key: bytes = b"", run: str = ""
     ) -> int:
         """Counts a worker as live; see AddWorker."""
-        job = self._job(name, run)
+        job = self._hosted.get(name, run)
         with job.lock:
             frontier = job.state.execute(AddWorker(rank, incarnation, clock, key))
         job.detach(rank, incarnation)
@@ -220,7 +154,7 @@ class Shard:
 
     def remove_worker(self, name: str, rank: int, incarnation: int, run: str = "") -> None:
         """Stops counting a worker as live; pulls that waited for it alone are sent."""
-        job = self._job(name, run)
+        job = self._hosted.get(name, run)
         with job.lock:
             job.state.execute(RemoveWorker(rank, incarnation))
         job.detach(rank, incarnation + 1)
@@ -230,11 +164,11 @@ class Shard:
         self, name: str, rank: int, incarnation: int, offer: SegmentOffer, key: bytes = b"", run: str = ""
     ) -> None:
         """Maps the segment that a live worker offers. Raises NotShared if it cannot be had from here."""
-        self._pushes.attach(self._job(name, run), rank, incarnation, offer, key)
+        self._pushes.attach(self._hosted.get(name, run, True), rank, incarnation, offer, key)
 
     def committed(self, name: str, run: str = "") -> tuple[Committed, bool]:
         """Returns the leased data that every bucket that trains here has had, and whether there is such a bucket."""
-        job = self._job(name, run)
+        job = self._hosted.get(name, run)
         with job.lock:
             return job.state.data.whole(), job.state.data.has_say
 
@@ -250,26 +184,26 @@ class Shard:
 
         principal: whose bytes they are
         """
-        return self._pushes.push(self._job(call.job, call.run), call, principal)
+        return self._pushes.push(self._hosted.get(call.job, call.run, True), call, principal)
 
     def exchange(self, push: PushCall, pull: PullCall, outbox: Outbox, principal: str = "") -> None:
         """Does as `push`, then as `pull`, for one worker at one clock."""
-        self._pushes.exchange(self._job(push.job, push.run), push, principal, pull, outbox)
+        self._pushes.exchange(self._hosted.get(push.job, push.run, True), push, principal, pull, outbox)
 
     def pull(self, call: PullCall, outbox: Outbox) -> None:
         """Sends buckets on the outbox as they are admitted; see Pulls."""
-        job = self._job(call.job, call.run)
+        job = self._hosted.get(call.job, call.run, call.incarnation != READER)
         self._pulls.ask(job, self._pulls.check(job, call, outbox), call.buckets)
 
     def pull_state(self, call: PullCall, outbox: Outbox) -> None:
         """Sends the optimizer state of buckets as it is now on the outbox, and ends it. Returns at once."""
-        self._pulls.send_state(self._job(call.job, call.run), call, outbox)
+        self._pulls.send_state(self._hosted.get(call.job, call.run, True), call, outbox)
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def begin_snapshot(self, name: str, checkpoint: str, clock: int | None, run: str = "") -> None:
         """Copies each bucket of a job when it has applied `clock` updates, or now. Returns at once."""
-        job, store = self._job(name, run), self._store()
+        job, store = self._hosted.get(name, run), self._store()
         store.path(name, checkpoint)
 
         def write(checkpoint: str, snapshots: list[BucketSnapshot]) -> Part:
@@ -280,7 +214,7 @@ class Shard:
 
     def await_snapshot(self, name: str, checkpoint: str, seconds: float, run: str = "") -> ShardSnapshot:
         """Returns this shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""
-        task = self._job(name, run).snapshot_task
+        task = self._hosted.get(name, run).snapshot_task
         if task is None or task.name != checkpoint:
             raise NotFound(f"no checkpoint {checkpoint} of job {name!r} was begun here, or another took its place")
         return task.wait(seconds)
@@ -305,19 +239,3 @@ class _SharedBudget(PrincipalBudget):
     def release(self, principal: str, size: int) -> None:
         with self._lock:
             super().release(principal, size)
-
-
-@contextlib.contextmanager
-def _making_room(spec: JobSpec, buckets: Sequence[int]) -> Iterator[None]:
-    """Raises LimitExceeded where a job's weights are more than the memory that is free."""
-    layout, free = bucket_layout(spec.parameters, spec.bucket_bytes).buckets, free_bytes()
-    needed = sum(layout[index].nbytes for index in buckets if 0 <= index < len(layout))
-    if free is not None and needed > free:
-        raise LimitExceeded(
-            f"job {spec.name!r} does not fit into this shard's memory: its weights here are {needed} bytes, "
-            f"and {free} are free"
-        )
-    try:
-        yield
-    except (RuntimeError, MemoryError):  # what torch raises where there is no memory
-        raise LimitExceeded(f"job {spec.name!r} does not fit into this shard's memory") from None

@@ -16,6 +16,8 @@ from ps_runtime.background import guarded
 
 Task = Callable[[], None]
 
+READERS = 4  # restores at a time, each of another job
+
 
 class Threads(Protocol):
     """Runs what a shard has to do beside its calls. Tasks do not raise."""
@@ -28,6 +30,9 @@ class Threads(Protocol):
 
     def write(self, task: Task) -> None:
         """Runs a task that writes to disk, beside all others if there is a thread for it."""
+
+    def read(self, task: Task) -> None:
+        """Runs a task that reads from disk, beside all others if there is a thread for it."""
 
     def repeat(self, seconds: float, task: Task) -> None:
         """Runs a task every so many seconds, until the shard stops; without threads, the caller's clock does that."""
@@ -82,17 +87,22 @@ class ApplyThreads:
 
 
 class OwnThreads(ApplyThreads):
-    """A shard's own threads: `count` that apply updates, one that writes, and one for each task that is repeated."""
+    """A shard's own threads: `count` that apply updates, one that writes, some that read, one a repeated task."""
 
     def __init__(self, count: int = 1) -> None:
         super().__init__(count)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._readers = ThreadPoolExecutor(READERS, "restore")
         self._stopping = threading.Event()
         self._repeating: list[threading.Thread] = []
 
     def write(self, task: Task) -> None:
         """Has the writing thread run a task."""
         self._writer.submit(task)
+
+    def read(self, task: Task) -> None:
+        """Has a reading thread run a task."""
+        self._readers.submit(task)
 
     def repeat(self, seconds: float, task: Task) -> None:
         """Starts a thread that runs a task every so many seconds."""
@@ -111,6 +121,7 @@ class OwnThreads(ApplyThreads):
             thread.join()
         super().stop()
         self._writer.shutdown(wait=True)
+        self._readers.shutdown(wait=True)
 
 
 class NoThreads:
@@ -126,6 +137,10 @@ class NoThreads:
             task()
 
     def write(self, task: Task) -> None:
+        """Runs a task."""
+        task()
+
+    def read(self, task: Task) -> None:
         """Runs a task."""
         task()
 

@@ -5,6 +5,7 @@ The shard hands values to an `Outbox`; how they become messages is the business 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -82,6 +83,7 @@ class Pull:
     notified:     when the worker was last told which others it waits for
     notify_bytes: see PullCall
     pending:      buckets that are in the segment, and that the worker was not told of yet; pending_bytes: of those
+    number:       tells it from all others
     with_pushes:  it came with pushes, and the worker was not told yet that they are staged
     """
 
@@ -97,6 +99,7 @@ class Pull:
     pending: list[PulledBucket] = field(default_factory=list)
     pending_bytes: int = 0
     with_pushes: bool = False
+    number: int = field(default_factory=itertools.count().__next__)
 
     def landed(self, bucket: PulledBucket, size: int) -> tuple[PulledBucket, ...]:
         """Keeps a bucket of `size` bytes that is in the segment; returns all that are kept once they are enough to
@@ -117,7 +120,7 @@ class Pull:
         return now - self.since
 
 
-@dataclass
+@dataclass(slots=True)
 class Waiter:
     """One bucket of a pull that is not admitted: why, since when for that reason, and how long for others so far."""
 

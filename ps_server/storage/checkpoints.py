@@ -3,6 +3,7 @@
     DIRECTORY/JOB/NAME/shard-0.safetensors   a shard's buckets: weights, optimizer state, versions and clocks
                        worker-0.state        what a worker of that rank needs besides: its place in the data, ...
                        manifest.json         last: what belongs to it, with sizes and SHA-256; without it, there is none
+    DIRECTORY/.lock                          held by the one coordinator that works here; see directory_lock
     DIRECTORY/.coordinator.json              what the coordinator needs to come back; see coordinator.state_file
 
 Every file is flushed to disk before the manifest is given its name, so a checkpoint is there whole or not at all. What
@@ -24,7 +25,8 @@ from typing import Any
 
 import torch
 
-from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest
+from ps_protocol.convert import job_spec_from_data
+from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, VersionMismatch
 from ps_protocol.framing import Buffer
 from ps_protocol.job import HyperParameters
 from ps_protocol.layout import BucketSpec
@@ -135,6 +137,22 @@ class CheckpointStore:
         """Returns a name that no checkpoint of the job has had, complete or not."""
         return f"{max(map(int, self._all_names(job)), default=0) + 1:06d}"
 
+    def begin(self, job: str, name: str) -> bool:
+        """Makes the directory of a checkpoint. Returns False, and changes nothing, if there is one of that name.
+
+        Only who names a checkpoint makes its directory, so nothing can be written over one that is there, nor into one
+        that was removed. Raises CheckpointFailed.
+        """
+        path = self.path(job, name)
+        try:
+            self._disk.make_directory(self.path(job))  # raises FileExistsError, too, where a file has its name
+            if self._disk.kind(path) is not None:
+                return False
+            self._disk.make_directory(path, is_new=True)
+        except OSError as error:
+            raise CheckpointFailed(f"{path} cannot be written: {_reason(error)}") from None
+        return True
+
     def write_shard(self, job: str, name: str, index: int, snapshots: Sequence[BucketSnapshot]) -> Part:
         """Writes a shard's part and flushes it to disk. Raises CheckpointFailed; nothing of it is left then."""
         path = self.path(job, name) / f"shard-{index}.safetensors"
@@ -161,7 +179,7 @@ class CheckpointStore:
         path = self.path(job, name)
         with contextlib.suppress(OSError):
             self._disk.remove(path / MANIFEST)  # first: half removed, it must not look whole
-        failpoint("checkpoint-half-removed")
+            failpoint("checkpoint-half-removed")
         self._disk.remove_tree(path)
 
     def prune(self, job: str, keep: int) -> None:
@@ -176,7 +194,6 @@ class CheckpointStore:
     def _writing(self, path: Path) -> Iterator[None]:
         """Raises CheckpointFailed, and leaves nothing behind, where a file cannot be written."""
         try:
-            self._disk.make_directory(path.parent)
             yield
         except (OSError, ValueError) as error:
             with contextlib.suppress(OSError):
@@ -208,21 +225,31 @@ class CheckpointStore:
         return [name for name in self._all_names(job) if self._is_complete(job, name)]
 
     def unfinished(self, job: str, after: str) -> list[str]:
-        """Returns the checkpoints of a job that were begun after this one, and have no manifest."""
-        return [name for name in self._all_names(job) if name > after and not self._is_complete(job, name)]
+        """Returns the checkpoints of a job that were begun after this one, and have files but no manifest."""
+        begun = [name for name in self._all_names(job) if name > after and not self._is_complete(job, name)]
+        return [name for name in begun if not self._disk.is_empty(self.path(job, name))]
 
     def _all_names(self, job: str) -> list[str]:
-        return [name for name in self._disk.directories(self.path(job)) if _NAME.fullmatch(name)]
+        path = self.path(job)
+        kind = self._disk.kind(path)
+        if kind not in (None, "a directory"):
+            raise InvalidRequest(f"checkpoints of job {job!r} belong into the directory {path}, and that is {kind}")
+        return [name for name in self._disk.directories(path) if _NAME.fullmatch(name)]
 
     def _is_complete(self, job: str, name: str) -> bool:
-        return self._disk.is_file(self.path(job, name) / MANIFEST)
+        return self._disk.kind(self.path(job, name) / MANIFEST) == "a file"
 
     def manifest(self, job: str, name: str) -> Manifest:
-        """Returns what a checkpoint is. Raises CheckpointDamaged if its manifest is not what was written."""
+        """Returns what a checkpoint is. Raises CheckpointDamaged if its manifest is not what was written, and
+        VersionMismatch if that was a newer version of this program."""
         path = self.path(job, name) / MANIFEST
         try:
-            return _unsealed(json.loads(self._disk.read(path)))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            data = json.loads(self._disk.read(path))
+            newer = written_by_newer(data)
+            if newer is not None:
+                raise VersionMismatch(f"{path} is {newer}")
+            return _unsealed(data)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
 
     def read_worker(self, job: str, name: str, part: Part) -> bytes:
@@ -241,11 +268,13 @@ class CheckpointStore:
         manifest: Manifest,
         buckets: Sequence[BucketSpec],
         told: Callable[[int], object] = lambda count: None,
+        weights: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[int, BucketSnapshot]:
         """Returns snapshots of buckets, by index, from files that match their checksums. Raises CheckpointDamaged.
 
         Every file is read once, each tensor into memory of its own: the snapshots are the caller's to keep.
         told: called with the bytes that were read, now and then; see `bytes_to_read`
+        weights: by bucket, where the weights are read to; anything is in them if it raises
         """
         snapshots: dict[int, BucketSnapshot] = {}
         for part, held in self._parts_of(job, manifest, buckets):
@@ -253,7 +282,7 @@ class CheckpointStore:
             try:
                 with self._disk.open(path) as file:
                     reader = TensorReader(file, part.bytes, told)
-                    read = _read_snapshots(reader, held)
+                    read = _read_snapshots(reader, held, weights or {})
             except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
                 raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
             _check_sum(path, reader.sha256(), part)
@@ -331,6 +360,8 @@ def _unsealed(data: dict[str, Any]) -> Manifest:
         raise ValueError("it is not what was written")
     if data["format"] not in READABLE:
         raise ValueError(f"expected format {FORMAT}, found {data['format']}")
+    if not job_spec_from_data(data["job"]).parameters:
+        raise ValueError("it names no job")
     data["placement"] = tuple(data["placement"])
     data["versions"] = tuple(data["versions"])
     data["shards"] = {int(index): Part(**part) for index, part in data["shards"].items()}
@@ -341,6 +372,14 @@ def _unsealed(data: dict[str, Any]) -> Manifest:
     return Manifest(**data)
 
 
+def written_by_newer(data: Any) -> str | None:
+    """Returns in words that a file's content is a newer version's, if it is."""
+    version = data.get("format") if isinstance(data, dict) else None
+    if type(version) is not int or version <= FORMAT:
+        return None
+    return f"written by a newer version of ps-torch (format {version}), this one reads up to {FORMAT}: upgrade"
+
+
 def seal(data: Mapping[str, Any]) -> str:
     """Returns the SHA-256 of what JSON holds, however it is laid out."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
@@ -349,19 +388,26 @@ def seal(data: Mapping[str, Any]) -> str:
 # -- buckets out of a file -------------------------------------------------------------------------------------------
 
 
-def _read_snapshots(reader: TensorReader, buckets: Sequence[BucketSpec]) -> dict[int, BucketSnapshot]:
-    """Returns the snapshots of buckets in a file. Raises ValueError saying what was expected where it holds others."""
+def _read_snapshots(
+    reader: TensorReader, buckets: Sequence[BucketSpec], to: Mapping[int, torch.Tensor]
+) -> dict[int, BucketSnapshot]:
+    """Returns the snapshots of buckets in a file. Raises ValueError saying what was expected where it holds others.
+
+    to: by bucket, where the weights are read to
+    """
     described, wanted = json.loads(reader.metadata["buckets"]), {bucket.index: bucket for bucket in buckets}
     weights: dict[int, torch.Tensor] = {}
     states: dict[int, dict[int, dict[str, torch.Tensor]]] = {index: {} for index in wanted}
 
-    def is_wanted(entry: TensorEntry) -> bool:
-        bucket = wanted.get(int(entry.name.split("/")[0]))
-        if bucket is not None:
-            _check_entry(entry, bucket)
-        return bucket is not None
+    def place(entry: TensorEntry) -> torch.Tensor | None:
+        index, *rest = entry.name.split("/")
+        bucket = wanted.get(int(index))
+        if bucket is None:
+            return None
+        _check_entry(entry, bucket)
+        return to[bucket.index] if rest == ["weights"] and bucket.index in to else entry.empty()
 
-    for entry, tensor in reader.tensors(is_wanted):
+    for entry, tensor in reader.tensors(place):
         index, *rest = entry.name.split("/")
         if rest == ["weights"]:
             weights[int(index)] = tensor

@@ -5,6 +5,8 @@ A simulation hands in a Disk of its own that is full, slow, or has the content o
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import stat
@@ -15,15 +17,28 @@ from typing import BinaryIO
 from ps_protocol.framing import Buffer
 
 PIECE_BYTES = 2**20  # that are written in one go
+MAX_HOLDER_BYTES = 4096
 
 
 class Disk:
     """The file system of this machine. Methods raise OSError and may be called from any thread; no file is a link."""
 
-    def make_directory(self, path: Path) -> None:
-        """Makes a directory, and those above it, where they are missing: open to this user alone."""
-        for each in (*(above for above in reversed(path.parents) if not above.exists()), path):
-            each.mkdir(mode=0o700, exist_ok=True)
+    def make_directory(self, path: Path, is_new: bool = False) -> None:
+        """Makes a directory, and those above it, where they are missing: open to this user alone.
+
+        is_new: raises FileExistsError if it is there
+        """
+        for above in reversed(path.parents):
+            if not above.exists():
+                above.mkdir(mode=0o700, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=not is_new)
+
+    def kind(self, path: Path) -> str | None:
+        """Returns what is at a path: "a file", "a directory", "a link" or "something else"; None: nothing is."""
+        try:
+            return _kind(os.lstat(path))
+        except FileNotFoundError:
+            return None
 
     def directories(self, path: Path) -> list[str]:
         """Returns the names of the directories in a directory, sorted; none where it is missing."""
@@ -33,17 +48,34 @@ class Disk:
         except FileNotFoundError:
             return []
 
+    def is_empty(self, path: Path) -> bool:
+        """Whether nothing is in a directory."""
+        return not os.listdir(path)
+
     def size(self, path: Path) -> int:
         """Returns the bytes of a file."""
         return _size_of_file(os.lstat(path), path)
 
-    def is_file(self, path: Path) -> bool:
-        """Whether there is a file."""
+    def lock(self, path: Path, holder: bytes) -> Callable[[], None]:
+        """Locks a file until what it returns is called or this process ends, however it ends. `holder`: its content.
+
+        Raises BlockingIOError, with the content as its text, if another process has locked it, and other OSErrors where
+        the file system knows no locks.
+        """
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        file = open(handle, "r+b", buffering=0)  # noqa: SIM115 (open as long as it is locked)
         try:
-            self.size(path)
-        except OSError:
-            return False
-        return True
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            text = os.pread(handle, MAX_HOLDER_BYTES, 0).decode("utf-8", "replace")
+            file.close()
+            if isinstance(error, BlockingIOError):
+                raise BlockingIOError(error.errno, text) from None
+            raise
+        with contextlib.suppress(OSError):  # a full disk: it is locked all the same
+            file.truncate(0)
+            file.write(holder)
+        return file.close
 
     def open(self, path: Path) -> BinaryIO:
         """Opens a file to read it. What it returns is closed by the caller."""
@@ -124,8 +156,12 @@ def pieces(chunks: Iterable[Buffer]) -> Iterator[memoryview]:
 
 def _size_of_file(status: os.stat_result, path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(0, f"expected a file, found {_KINDS.get(stat.S_IFMT(status.st_mode), 'something else')}", path)
+        raise OSError(0, f"expected a file, found {_kind(status)}", path)
     return status.st_size
 
 
-_KINDS = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a directory"}
+def _kind(status: os.stat_result) -> str:
+    return _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+
+
+_KINDS = {stat.S_IFREG: "a file", stat.S_IFLNK: "a link", stat.S_IFDIR: "a directory"}

@@ -47,6 +47,10 @@ class TensorEntry:
     shape: tuple[int, ...]
     nbytes: int
 
+    def empty(self) -> torch.Tensor:
+        """Returns a new tensor for it, with anything in it."""
+        return torch.empty(self.shape, dtype=self.dtype)
+
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
@@ -90,12 +94,17 @@ class TensorReader:
         self.metadata: dict[str, str] = dict(header.pop("__metadata__", {}))
         self.entries = _entries(header, size - 8 - length)
 
-    def tensors(self, wanted: Callable[[TensorEntry], bool]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Yields the tensors that are wanted, in the order of the data, and passes over the others. To be used up."""
+    def tensors(
+        self, wanted: Callable[[TensorEntry], torch.Tensor | None]
+    ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        """Yields the tensors that are wanted, in the order of the data, and passes over the others. To be used up.
+
+        wanted: returns the tensor that takes an entry's place, of its shape and type, or None to pass over it
+        """
         passed_over = bytearray(_READ_BYTES)
         for entry in self.entries:
-            if wanted(entry):
-                tensor = torch.empty(entry.shape, dtype=entry.dtype)
+            tensor = wanted(entry)
+            if tensor is not None:
                 if entry.nbytes:
                     self._fill(bytes_of(tensor.reshape(-1)))
                 yield entry, tensor

@@ -28,6 +28,26 @@ DISOWNED_SECONDS = 1.0  # so long a shard may hear of a change before the coordi
 CLOSE_SECONDS = 1.0
 
 
+class Doubt:
+    """What may be wrong with a place; the heartbeat's thread looks into it before its time. Thread-safe.
+
+    disowned: the place that a shard does not know of
+    """
+
+    def __init__(self) -> None:
+        self.disowned: JoinResult | None = None
+        self._raised = threading.Event()
+
+    def raise_it(self) -> None:
+        """Wakes the heartbeat's thread."""
+        self._raised.set()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until there is a doubt, or for so many seconds."""
+        self._raised.wait(seconds)
+        self._raised.clear()
+
+
 class Membership:
     """One worker's place in one job. Methods may be called from any thread and raise PSError.
 
@@ -52,12 +72,11 @@ class Membership:
         self.place: JoinResult | None = None
         self.roster = Roster((), options.world_size, False)
         self._roster_of: JoinResult | None = None  # the place in which the roster was asked for
-        self._disowned: JoinResult | None = None  # the place that a shard does not know of
         self._error: PSError | None = None
         self._joining = False
         self._watching: Watch | None = None
         self._changed = threading.Condition()
-        self._doubted = threading.Event()  # wakes the heartbeat before its time
+        self._doubt = Doubt()
         self._beating: threading.Thread | None = None
 
     def join(self, run: str) -> JoinResult:
@@ -73,7 +92,7 @@ class Membership:
     def close(self) -> None:
         """Leaves the job, unless the place is another's by now, and ends the threads."""
         self._coordinator.closing.set()
-        self._doubted.set()
+        self._doubt.raise_it()
         with self._changed:
             self._changed.notify_all()  # `prepare` in another thread may be waiting
         if self._beating is not None and self._beating is not threading.current_thread():
@@ -108,17 +127,19 @@ class Membership:
                 if isinstance(cause, Fenced) and not self._joining:
                     if not asked:  # the coordinator knows which process
                         asked = True
-                        self._doubted.set()
+                        self._doubt.raise_it()
                         self._changed.wait_for(lambda: self._has_changed(place) or self._joining, NOTICE_SECONDS)
                         continue
                     self._error = cause
                     raise cause
-                if cause is not None and (self._coordinator.closing.is_set() or time.monotonic() >= until):
+                # While it joins it waits as long as the coordinator says that it gets on: that has a time of its own.
+                is_late = time.monotonic() >= until and not self._joining
+                if cause is not None and (self._coordinator.closing.is_set() or is_late):
                     raise cause
                 # A shard does not count this worker, and the coordinator does: one of them missed something.
                 if isinstance(cause, UnknownWorker) and time.monotonic() >= disowned:
-                    self._disowned = place
-                self._doubted.set()  # the coordinator says whether the place is lost, or the job
+                    self._doubt.disowned = place
+                self._doubt.raise_it()  # the coordinator says whether the place is lost, or the job
                 self._changed.wait(DOUBT_SECONDS)
             assert self.place is not None
             return self.place
@@ -126,7 +147,7 @@ class Membership:
     def await_change(self, place: JoinResult) -> None:
         """Waits a moment for the place that follows one."""
         with self._changed:
-            self._doubted.set()
+            self._doubt.raise_it()
             self._changed.wait_for(lambda: self._has_changed(place), DOUBT_SECONDS)
 
     def _has_changed(self, place: JoinResult) -> bool:
@@ -173,8 +194,7 @@ class Membership:
     def _beat(self, lease: float) -> None:
         pause, closing = lease / HEARTBEATS_PER_LEASE, self._coordinator.closing
         while not closing.is_set() and self._error is None:
-            self._doubted.wait(pause)
-            self._doubted.clear()
+            self._doubt.wait(pause)
             if not closing.is_set():
                 guarded("heartbeat", lambda: self._beat_once(pause))
 
@@ -184,7 +204,7 @@ class Membership:
         try:
             try:
                 self._coordinator.heartbeat(place.identity, self._finished(place), timeout)
-                if self._disowned is place:
+                if self._doubt.disowned is place:
                     self._join_again(place)
             except Fenced:
                 raise

@@ -83,6 +83,7 @@ def train(buckets: list[Bucket], steps: int, seed: int = 0) -> None:
 
 def write(store: CheckpointStore, images: list[BucketSnapshot], spec: JobSpec, name: str = "000001") -> Manifest:
     """A complete checkpoint of one shard and one worker."""
+    store.begin(spec.name, name)
     part = store.write_shard(spec.name, name, 0, images)
     worker = store.write_worker(spec.name, name, 0, b"state")
     manifest = Manifest(
@@ -173,6 +174,7 @@ def test_extents_say_the_least_of_what_every_bucket_has() -> None:
 def test_a_checkpoint_without_its_manifest_is_none(tmp_path: Path) -> None:
     store, spec = CheckpointStore(tmp_path), spec_of()
     images = [bucket.snapshot() for bucket in buckets_of(spec)]
+    store.begin("job", "000001")
     store.write_shard("job", "000001", 0, images)
     assert store.names("job") == []
     assert store.jobs() == []
@@ -187,9 +189,11 @@ def test_as_many_are_kept_as_was_said_and_what_never_came_to_an_end_goes_too(tmp
     images = [bucket.snapshot() for bucket in buckets_of(spec)]
     for number in range(1, 6):
         if number == 2:
+            store.begin("job", "000002")
             store.write_shard("job", "000002", 0, images)
         else:
             write(store, images, spec, f"{number:06d}")
+    store.begin("job", "000006")
     store.write_shard("job", "000006", 0, images)  # one that is being written
     store.prune("job", 2)
     assert sorted(entry.name for entry in (tmp_path / "job").iterdir()) == ["000004", "000005", "000006"]
@@ -274,6 +278,7 @@ def test_a_full_disk_leaves_nothing_behind_and_the_one_before_as_it_was(tmp_path
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
     try:
+        store.begin("job", "000002")
         with pytest.raises(CheckpointFailed, match=r"shard-0\.safetensors cannot be written: "):
             store.write_shard("job", "000002", 0, [bucket.snapshot() for bucket in there])
     finally:

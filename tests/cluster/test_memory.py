@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from ps_protocol.v1.data_pb2_grpc import DataServiceStub
 from ps_runtime.channel import open_channel
 from ps_server.ops.status import fetch
 from tests.tools.cluster import until
-from tests.tools.launching import Command
+from tests.tools.launching import Command, resident
 from tests.tools.raw_worker import RawWorker, vector_job
 
 KIB = 1024
@@ -28,13 +27,6 @@ def server(tmp_path: Path) -> Iterator[tuple[str, int]]:
     [address] = command.says(r"ready at (\S+)")
     yield address, command.process.pid
     command.clean_up()
-
-
-def resident(pid: int) -> int:
-    """Bytes of a process' own memory."""
-    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    assert found
-    return int(found[1]) * KIB
 
 
 def cancel(address: str, worker: RawWorker, calls: int) -> None:

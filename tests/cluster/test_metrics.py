@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -13,12 +14,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 from torch.utils.data import DataLoader
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest
+from ps_runtime.metrics import PAUSES_PER_PAGE, serve_metrics
 from ps_server.config import ServerConfig
 from ps_server.ops import status
 from ps_server.server import Server
@@ -31,6 +34,36 @@ CELLS = 100  # in buckets of 16: seven buckets over two shards
 BUCKETS = 7
 BUCKET_BYTES = 64
 HELD_SECONDS = 0.2
+
+
+def test_scrapers_in_a_loop_get_one_page_and_never_an_old_one() -> None:
+    """A page takes a core while it is made: not once for each of those that ask at the same time."""
+    scraped = CollectorRegistry()
+    made = Gauge("made", "Pages made.", registry=scraped)
+    made.set_function(lambda: made_so_far.append(time.thread_time()) or _burn(0.02) or len(made_so_far))
+    made_so_far: list[float] = []
+    port, stop = serve_metrics("127.0.0.1", 0, scraped)
+    try:
+        asked = threading.Barrier(8)
+
+        def twice(_: int) -> list[float]:
+            asked.wait(10)
+            return [scrape(f"127.0.0.1:{port}")["made"] for _ in range(4)]
+
+        begun = time.monotonic()
+        seen = in_parallel(8, twice)
+        took = time.monotonic() - begun
+    finally:
+        stop()
+    assert all(pages == sorted(set(pages)) for pages in seen), "each answer was made after it was asked for"
+    assert len(made_so_far) <= 12, "of 32 that were asked for"
+    assert took >= 3 * PAUSES_PER_PAGE * 0.02
+
+
+def _burn(seconds: float) -> None:
+    until_then = time.monotonic() + seconds
+    while time.monotonic() < until_then:
+        pass
 
 
 def vector() -> nn.Module:

@@ -15,13 +15,14 @@ from prometheus_client import CollectorRegistry
 from ps_protocol import errors
 from ps_protocol.errors import BY_REASON, DOMAIN, PSError, TryLater, Unreachable
 from ps_protocol.v1 import types_pb2
+from ps_runtime import retry
 from ps_runtime.channel import open_channel, server_options
 from ps_runtime.status import LONGEST_RETRY_SECONDS, error_from, status_of
 from ps_server.core.limits import Limits
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CallLimits
 from ps_server.rpc.interceptor import CallInterceptor
-from ps_server.rpc.permissions import EVERYONE, METHODS
+from ps_server.rpc.permissions import METHODS, Role
 
 ERRORS = sorted(BY_REASON.values(), key=lambda error: error.__name__)
 PEER = "shard 0 at somewhere"
@@ -52,7 +53,7 @@ def channel() -> Iterator[grpc.Channel]:
     handlers = {"Fail": grpc.unary_unary_rpc_method_handler(fail)}
     gate = CallLimits(Authenticator(), Limits())
     with ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setitem(METHODS, "/test.Failing/Fail", EVERYONE)
+        patch.setitem(METHODS, "/test.Failing/Fail", frozenset({Role.WORKER}))
         server = grpc.server(pool, interceptors=[CallInterceptor(CollectorRegistry(), gate)], options=server_options())
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Failing", handlers),))
         port = server.add_insecure_port("127.0.0.1:0")
@@ -184,3 +185,37 @@ def test_something_else_that_speaks_grpc_is_no_server_of_ours(channel: grpc.Chan
 )
 def test_errors_are_also_what_python_would_have_raised(error: type[PSError], builtin: type[Exception]) -> None:
     assert issubclass(error, builtin)
+
+
+def test_how_far_it_is_what_a_caller_waits_for_crosses_the_wire() -> None:
+    error = TryLater("a shard reads")
+    assert error_from(carrying(status_of(error)), PEER).progress is None
+    error.progress = "000012:" + "1" * 1000
+    assert error_from(carrying(status_of(error)), PEER).progress == error.progress[:255]
+
+
+def test_a_caller_waits_as_long_as_what_it_waits_for_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class AtOnce(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            now[0] += timeout or 0.0
+            return False
+
+    monkeypatch.setattr(retry.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(retry.tls_diagnosis, "explain", lambda *_: None)
+    loop = retry.Retry(retry.Peer("coordinator", "127.0.0.1:1"), 1.0, AtOnce())
+
+    def wait(progress: str | None) -> None:
+        error = TryLater("a shard reads")
+        error.progress = progress
+        loop.wait_after(error)
+
+    for done in range(1000):
+        wait(f"000012:{done}")
+    assert now[0] > 10.0
+    stands_still = now[0]
+    with pytest.raises(Unreachable, match="gave up after 1 s: a shard reads"):  # noqa: PT012 (which one is not said)
+        for _ in range(1000):
+            wait("000012:999")
+    assert now[0] - stands_still < 5.0

@@ -201,6 +201,19 @@ def test_a_worker_that_came_back_keeps_what_it_says_it_holds() -> None:
     assert spans(leases.lease((1, 3), 0, 1)) == ()
 
 
+def test_a_worker_is_not_believed_to_have_pushed_what_it_was_never_leased() -> None:
+    """But for some batches that a coordinator before this one may have leased to it."""
+    leases = DataLeases(LoaderSpec(0, 1000, 1, 7), limit=3)
+    assert spans(leases.lease((0, 1), 0, 1)) == ((0, 1),)
+    leases.lease((1, 1), 0, 0, report=LeaseReport(committed=[one(0, 1)]))
+    assert leases.progress.committed == 0, "another worker's"
+    for start in range(1, 100, 2):
+        leases.lease((1, start), 0, 0, report=LeaseReport(committed=[one(start, start + 1)]))
+    assert leases.progress.committed == 3
+    leases.lease((0, 1), 0, 0, report=LeaseReport(committed=[one(0, 1)]))
+    assert leases.progress.committed == 4
+
+
 def test_a_worker_holds_no_more_than_the_limit() -> None:
     leases = DataLeases(LoaderSpec(0, 100, 1), limit=3)
     leases.settle([{}])

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from prometheus_client import CollectorRegistry
 
 from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import LimitExceeded
+from ps_protocol.job import HyperParameters, JobSpec
+from ps_protocol.layout import ParameterSpec
+from ps_protocol.modes import Consistency
 from ps_protocol.v1 import jobs_pb2
 from ps_runtime.memory import free_bytes
+from ps_server.core.dense import Gradient
+from ps_server.core.limits import DEFAULTS
+from ps_server.core.partition import JobPartition
+from ps_server.core.requests import PullCall
+from ps_server.core.room import room_for
+from ps_server.core.validation import check_job_spec
+from ps_server.shard.job import HostedBucket
+from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.shard import Shard
+from ps_server.shard.threads import NoThreads
 from tests.tools.cluster import Cluster
 from tests.tools.raw_worker import RawWorker, vector_job
 
@@ -69,3 +86,120 @@ def test_a_job_larger_than_memory_is_refused_and_the_shards_live(shared: Cluster
     with RawWorker(shared.address, vector_job("after", "sync", 64, 1), 0) as worker:
         worker.initialise()
         assert worker.pull().tolist() == [0.0] * 64
+
+
+# -- what a job comes to take ----------------------------------------------------------------------------------------
+
+
+def job_of(optimizer: str, values: HyperParameters, world_size: int = 1, cells: int = 1000) -> JobSpec:
+    """A job of one vector of float32."""
+    parameters = (ParameterSpec("w", (cells,), "float32", 0),)
+    return JobSpec("job", parameters, optimizer, (values,), Consistency(0, aggregate=True), 4096, world_size)
+
+
+STATES: list[tuple[str, HyperParameters]] = [
+    ("SGD", {"lr": 0.1}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    ("Adam", {"lr": 0.1}),
+    ("AdamW", {"lr": 0.1, "amsgrad": True}),
+    ("RMSprop", {"lr": 0.1}),
+    ("RMSprop", {"lr": 0.1, "centered": True, "momentum": 0.9}),
+    ("Adagrad", {"lr": 0.1}),
+    ("Adadelta", {"lr": 0.1}),
+    ("Adamax", {"lr": 0.1}),
+    ("NAdam", {"lr": 0.1}),
+    ("RAdam", {"lr": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "values"), STATES, ids=lambda value: str(value))
+def test_what_an_optimizer_comes_to_keep_is_known_before_it_steps(optimizer: str, values: HyperParameters) -> None:
+    spec = job_of(optimizer, values)
+    partition = JobPartition(spec, [0])
+    weights = partition.buckets[0].weights
+    weights.add(Gradient(torch.ones(1000)))
+    weights.step()
+    scalars = 8  # of a step's number and the like
+    assert 0 <= weights.optimizer_bytes - room_for(spec, [0]).optimizer <= scalars
+
+
+def test_a_job_is_refused_whose_optimizer_will_not_fit_beside_what_other_jobs_still_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads())
+    spec = job_of("Adam", {"lr": 0.1}, world_size=2, cells=2**20)
+    room = room_for(spec, range(1025))
+    assert (room.weights, room.optimizer, room.staged) == (2**22, 2**23, 2**22)
+    assert room.objects > 1024 * 5 * 1024
+    monkeypatch.setattr("ps_server.shard.shard.free_bytes", lambda: room.total - 1)
+    with pytest.raises(LimitExceeded, match=f"its optimizer's state comes to {2**23}.*{room.total - 1} are free"):
+        shard.create_job(spec, range(1024), "1")
+    monkeypatch.setattr("ps_server.shard.shard.free_bytes", lambda: room.total)
+    shard.create_job(spec, range(1024), "1")
+    # Its weights are taken now; a small one finds the rest promised.
+    monkeypatch.setattr("ps_server.shard.shard.free_bytes", lambda: room.optimizer + room.staged)
+    with pytest.raises(LimitExceeded, match=f"of which other jobs here still take {room.optimizer + room.staged}"):
+        shard.create_job(replace(job_of("SGD", {"lr": 0.1}), name="small"), [0], "1")
+    assert list(shard.jobs()) == ["job"]
+    shard.stop()
+
+
+def test_groups_are_limited_before_they_are_looked_at() -> None:
+    groups = tuple({"lr": 0.1 + index} for index in range(DEFAULTS.groups + 1))
+    spec = replace(job_of("SGD", {"lr": 0.1}), groups=groups)
+    with pytest.raises(LimitExceeded, match=r"max-groups is 4096, got a job of 4097 parameter groups"):
+        check_job_spec(spec, DEFAULTS)
+
+
+def test_a_small_job_may_not_have_very_many_buckets() -> None:
+    spec = replace(job_of("SGD", {"lr": 0.1}, cells=2**20), bucket_bytes=128)
+    with pytest.raises(LimitExceeded, match=r"may have 1280 buckets, .* got about 32\d{3}: use larger bucket_bytes"):
+        check_job_spec(spec, DEFAULTS)
+    check_job_spec(replace(spec, bucket_bytes=4096), DEFAULTS)
+
+
+class Recording:
+    """An outbox whose stream is closed by the test."""
+
+    def __init__(self) -> None:
+        self.close: Callable[[], None] = lambda: None
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        self.close = callback
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+class Watched(dict[int, HostedBucket]):
+    """Counts what is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, index: int) -> HostedBucket:
+        self.looks += 1
+        return super().__getitem__(index)
+
+    def values(self) -> Any:
+        self.looks += len(self)
+        return super().values()
+
+
+def test_a_pull_that_is_over_looks_at_its_own_buckets_only() -> None:
+    shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads())
+    spec = vector_job("job", "sync", 16 * 100, 1)
+    shard.create_job(spec, range(100), "1")
+    shard.add_worker("job", 0, 1, None, run="1")
+    job = shard.jobs()["job"]
+    outboxes = [Recording() for _ in range(3)]
+    for outbox in outboxes:
+        shard.pull(PullCall("job", 0, 1, 5, (7, 8), run="1"), outbox)
+    assert [len(job.buckets[index].waiters) for index in (6, 7, 8)] == [0, 3, 3]
+    job.buckets = watched = Watched(job.buckets)
+    outboxes[1].close()
+    assert watched.looks == 2
+    assert [len(bucket.waiters) for index, bucket in watched.items() if index in (7, 8)] == [2, 2]
+    outboxes[0].close()
+    outboxes[2].close()
+    assert not any(bucket.waiters for bucket in watched.values())
+    shard.stop()

@@ -11,6 +11,7 @@ partitions.py           One job on one shard, without threads
 rollbacks.py            A job whose workers train, have checkpoints made, and join again after a rollback
 optimizers.py           Each optimizer of a shard, with hyper-parameters that are not the defaults
 small_models.py         Weights and data that follow from a seed, one step, and comparisons of weights
+unfinished.py           Calls whose request never ends
 counting.py             The counting oracle for data: each sample adds 1 to a cell of its own
 oracle_run.py           A job of the counting oracle in threads, to which something happens on the way
 launching.py            Commands as processes, to their end or while they run; scripts as modules

@@ -115,6 +115,13 @@ class Command:
             self.process.wait()
 
 
+def resident(pid: int) -> int:
+    """Bytes of a process' own memory."""
+    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1]) * 1024
+
+
 class Commands:
     """Starts commands in a directory; none of them outlives the test."""
 

@@ -94,12 +94,18 @@ class OneProcess:
         self._store, self._processes = CheckpointStore(directory), 0
         self._disk = disk
         self._count, self._lease = shards, lease
+        self._coordinators: list[Coordinator] = []
         self._at: dict[str, Shard] = {}  # every shard there ever was, by its address
         self.shards: dict[int, Shard] = {}
         self.clock = VirtualClock()
         self.start_coordinator(CheckpointPolicy(directory))
         for index in range(shards):
             self.start_shard(index)
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The one that is there now."""
+        return self._coordinators[-1]
 
     def address_of(self, shard: int) -> str:
         return next(address for address, other in self._at.items() if other is self.shards[shard])
@@ -113,7 +119,9 @@ class OneProcess:
         calling: the shards that call in; None: all that are there
         """
         self.clock.seconds += 1
-        self.coordinator = Coordinator(
+        for before in self._coordinators[-1:]:
+            before.stop()  # its directory is free
+        coordinator = Coordinator(
             self._count,
             lambda index, address: DirectShard(self._at[address]),
             self._lease,
@@ -122,6 +130,7 @@ class OneProcess:
             make_executor=AtOnce,
             disk=self._disk,
         )
+        self._coordinators.append(coordinator)
         for index in self.shards if calling is None else calling:
             self.coordinator.register_shard(index, self.address_of(index), "", 1, self.process_of(index))
 

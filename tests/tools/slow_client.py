@@ -9,17 +9,18 @@ import struct
 import threading
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _SETTINGS = 0, 1, 4
-_END_HEADERS = 4
+DATA, HEADERS, SETTINGS = 0, 1, 4
+END_HEADERS = 4
+_FIRST_FRAME = 500
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes, says: int | None = None) -> bytes:
+def frame(kind: int, flags: int, stream: int, payload: bytes, says: int | None = None) -> bytes:
     """A frame (RFC 9113, 4.1). `says`: the length in its header, where that is not the payload's."""
     length = len(payload) if says is None else says
     return struct.pack(">I", length)[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
-def _field(name: str, value: str) -> bytes:
+def header_field(name: str, value: str) -> bytes:
     """A header field that is in no table (RFC 7541, 6.2.2), not Huffman coded; both shorter than 127 bytes."""
     return b"\0" + bytes((len(name),)) + name.encode() + bytes((len(value),)) + value.encode()
 
@@ -27,18 +28,19 @@ def _field(name: str, value: str) -> bytes:
 def opening(path: str, size: int) -> bytes:
     """What stands before the bytes of a request: a connection's first settings, a call, and the length of what follows.
 
-    The call is of a method by its path; the frame that carries its request says that it is `size` bytes long.
+    The call is of a method by its path; its request says that it is `size` bytes long, and its frame that those which
+    any server takes in follow.
     """
     fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x"}
     fields |= {"content-type": "application/grpc", "te": "trailers"}
-    headers = b"".join(_field(name, value) for name, value in fields.items())
+    headers = b"".join(header_field(name, value) for name, value in fields.items())
     message = b"\0" + struct.pack(">I", size)
     return (
         PREFACE
-        + _frame(_SETTINGS, 0, 0, b"")
-        + _frame(_SETTINGS, 1, 0, b"")
-        + _frame(_HEADERS, _END_HEADERS, 1, headers)
-        + _frame(_DATA, 0, 1, message, says=len(message) + size)
+        + frame(SETTINGS, 0, 0, b"")
+        + frame(SETTINGS, 1, 0, b"")
+        + frame(HEADERS, END_HEADERS, 1, headers)
+        + frame(DATA, 0, 1, message, says=min(len(message) + size, _FIRST_FRAME))
     )
 
 

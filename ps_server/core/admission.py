@@ -1,0 +1,234 @@
+"""Admission: which requests may be received now, and which wait for a place, taking turns by where they come from.
+
+gRPC takes in as much of a request as its largest message, whatever the method, from the moment when the server reads;
+before that it takes in one window. So a request gets a place before it is read, every place counts as the largest
+message, and there are as many as fit into a budget. Each kind of request has places of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ps_protocol.errors import InvalidRequest
+from ps_server.core.limits import Limits
+
+# Bytes of each stream that are taken in before its request is read: enough for a heartbeat.
+WINDOW_BYTES = 512
+ACTIVE_SECONDS = 60.0  # after its last request; meanwhile nothing else of its like takes all places
+
+C = TypeVar("C", bound=Hashable)
+
+
+class Kind(enum.Enum):
+    """Requests that wait for the same places."""
+
+    QUICK = "quick"  # of a few bytes: they come with their headers
+    LARGE = "large"  # jobs, states, values
+    EXCHANGE = "exchange"  # pushes that come with a pull: mostly without a payload, and the pull waits for them
+    DATA = "data"  # pushes
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What holds for the requests of one kind.
+
+    places:   how many are received at a time
+    waiting:  how many wait for a place at most
+    seconds:  how long one may be received
+    patience: seconds after which one that is received makes room for another that has waited as long, if that comes
+              from where fewer are received
+    """
+
+    places: int
+    waiting: int
+    seconds: float
+    patience: float
+
+
+Origin = tuple[str, ...]  # where a request comes from, the widest first: principal, host, connection
+
+
+@dataclass(frozen=True)
+class Changes(Generic[C]):
+    """Calls that have a place now, and calls that are turned away."""
+
+    admitted: tuple[C, ...] = ()
+    refused: tuple[C, ...] = ()
+
+
+def terms(limits: Limits, is_shard: bool) -> dict[Kind, Terms]:
+    """Returns the terms of each kind of request on a server.
+
+    Raises InvalidRequest if the budget has no room for one request of each kind.
+    """
+    least = {Kind.QUICK: 2, Kind.LARGE: 1, Kind.EXCHANGE: int(is_shard), Kind.DATA: int(is_shard)}
+    windows = limits.all_calls * WINDOW_BYTES
+    places = (limits.receiving_bytes - windows) // limits.message_bytes
+    needed = sum(least.values())
+    if places < needed:
+        raise InvalidRequest(
+            f"--max-receiving-bytes must be at least {needed * limits.message_bytes + windows}, {needed} times "
+            f"--max-message-bytes and {WINDOW_BYTES} times --max-all-calls, got {limits.receiving_bytes}"
+        )
+    least[Kind.DATA if is_shard else Kind.LARGE] += places - needed
+    quick = min(limits.request_seconds, limits.upload_seconds)
+    return {
+        Kind.QUICK: Terms(least[Kind.QUICK], 300, quick, 0.5),
+        Kind.LARGE: Terms(least[Kind.LARGE], 300, limits.upload_seconds, 5.0),
+        Kind.EXCHANGE: Terms(least[Kind.EXCHANGE], 300, limits.upload_seconds, 1.0),
+        Kind.DATA: Terms(least[Kind.DATA], 700, limits.upload_seconds, 10.0),
+    }
+
+
+class Admission(Generic[C]):
+    """The places of one kind of request. Calls are any values that differ.
+
+    Principals take turns, the hosts of each, and the connections of each host. None of them takes the last place while
+    another of its like is active, so that one whose requests never end does not keep all places for itself.
+    """
+
+    def __init__(self, given: Terms) -> None:
+        self._terms = given
+        self._received: dict[C, tuple[Origin, float]] = {}  # since when, the longest first
+        self._held: Counter[Origin] = Counter()  # how many of these, by every beginning of an origin
+        self._waiting: dict[C, tuple[Origin, float]] = {}  # since when, the longest first
+        self._queued: Counter[Origin] = Counter()  # likewise
+        # Those that wait, by principal, host and connection; whose turn is next comes first.
+        self._turns: dict[Any, Any] = {}
+        # By length, the beginnings of origins that asked of late, and when: the longest ago first.
+        self._active: dict[int, dict[Origin, float]] = {}
+
+    @property
+    def received(self) -> int:
+        """How many requests are being received."""
+        return len(self._received)
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for a place."""
+        return len(self._waiting)
+
+    def ask(self, call: C, origin: Origin, now: float) -> Changes[C]:
+        """Asks for a place. Where too many wait, the last one of the connection that has most waiting is refused."""
+        self._is_active(origin, now)
+        self._waiting[call] = origin, now
+        turns = self._turns
+        for name in origin:
+            turns = turns.setdefault(name, {})
+        turns[call] = None
+        self._queued.update(_beginnings(origin))
+        admitted = self._admit(now)
+        if len(self._waiting) <= self._terms.waiting:
+            return Changes(admitted)
+        refused = self._last_of_most()
+        self._forget(refused)
+        return Changes(admitted, (refused,))
+
+    def leave(self, call: C, now: float) -> Changes[C]:
+        """Ends a call's wait, or gives back its place; returns which calls are admitted in its stead."""
+        if call in self._received:
+            origin, _ = self._received.pop(call)
+            _take_one(self._held, origin)
+        elif call in self._waiting:
+            self._forget(call)
+        return Changes(self._admit(now))
+
+    def overdue(self, now: float) -> list[C]:
+        """Returns the calls that have to give back their places: their time is over, or others have waited too long."""
+        given = self._terms
+        waiting = Counter(origin for origin, since in self._waiting.values() if now - since >= given.patience)
+        overdue: list[C] = []
+        for call, (origin, since) in self._received.items():
+            if now - since >= given.patience:
+                claimant = next((other for other in waiting if self._has_claim(other, origin)), None)
+                if claimant is not None:
+                    waiting -= Counter((claimant,))
+                if claimant is not None or now - since >= given.seconds:
+                    overdue.append(call)
+        return overdue
+
+    def _has_claim(self, waiting: Origin, received: Origin) -> bool:
+        """Returns whether a place is for one that waits rather than for one that is received already.
+
+        It is if they come from the same connection. Otherwise, where the two part, the one that waits must have fewer.
+        """
+        for one, other in zip(_beginnings(waiting), _beginnings(received), strict=True):
+            if one != other:
+                return self._held[one] < self._held[other]
+        return True
+
+    def _admit(self, now: float) -> tuple[C, ...]:
+        admitted = []
+        while len(self._received) < self._terms.places:
+            call = self._next(self._turns, ())
+            if call is None:
+                break
+            origin, _ = self._waiting[call]
+            self._received[call] = origin, now
+            self._held.update(_beginnings(origin))
+            self._forget(call)
+            admitted.append(call)
+        return tuple(admitted)
+
+    def _next(self, turns: dict[Any, Any], origin: Origin) -> C | None:
+        """Returns the call whose turn it is, and puts all that it comes from behind their likes."""
+        for name, below in turns.items():
+            if below is None:
+                call: C | None = name
+            elif self._may_take_a_place((*origin, name)):
+                call = self._next(below, (*origin, name))
+            else:
+                continue
+            if call is not None:
+                turns[name] = turns.pop(name)
+                return call
+        return None
+
+    def _may_take_a_place(self, origin: Origin) -> bool:
+        if self._held[origin] < max(1, self._terms.places - 1):
+            return True
+        return self._active[len(origin)].keys() <= {origin}
+
+    def _is_active(self, origin: Origin, now: float) -> None:
+        for beginning in _beginnings(origin):
+            active = self._active.setdefault(len(beginning), {})
+            active.pop(beginning, None)
+            active[beginning] = now
+            while now - next(iter(active.values())) > ACTIVE_SECONDS:
+                del active[next(iter(active))]
+
+    def _last_of_most(self) -> Any:
+        """Returns the call that came last from where most wait."""
+        turns: dict[Any, Any] = self._turns
+        origin: Origin = ()
+        while next(iter(turns.values())) is not None:
+            origin = max(((*origin, name) for name in reversed(turns)), key=self._queued.__getitem__)
+            turns = turns[origin[-1]]
+        return next(reversed(turns))
+
+    def _forget(self, call: C) -> None:
+        origin, _ = self._waiting.pop(call)
+        _take_one(self._queued, origin)
+        path: list[tuple[dict[Any, Any], Any]] = []
+        turns = self._turns
+        for name in (*origin, call):
+            path.append((turns, name))
+            turns = turns[name]
+        for turns, name in reversed(path):
+            if not turns[name]:
+                del turns[name]
+
+
+def _beginnings(origin: Origin) -> list[Origin]:
+    return [origin[: length + 1] for length in range(len(origin))]
+
+
+def _take_one(counts: Counter[Origin], origin: Origin) -> None:
+    for beginning in _beginnings(origin):
+        counts[beginning] -= 1
+        if not counts[beginning]:
+            del counts[beginning]

@@ -1,0 +1,100 @@
+"""Receives requests, a few of each kind at a time: what clients begin and do not end takes no more than its share."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+import grpc
+
+from ps_protocol.errors import TryLater
+from ps_server.core.admission import Admission, Changes, Kind, Origin, Terms
+
+# Of methods by name; all others are quick.
+KINDS = {
+    "/ps_protocol.v1.DataService/Exchange": Kind.EXCHANGE,
+    "/ps_protocol.v1.DataService/Push": Kind.DATA,
+    "/ps_protocol.v1.JobService/RegisterJob": Kind.LARGE,
+    "/ps_protocol.v1.MembershipService/SaveWorkerState": Kind.LARGE,
+    "/ps_protocol.v1.RoundService/GatherValues": Kind.LARGE,
+    "/ps_protocol.v1.ShardService/CreateJob": Kind.LARGE,
+    "/ps_protocol.v1.ShardService/RestoreJob": Kind.LARGE,
+}
+
+
+class _Call:
+    """A call whose request is to be received: it waits for a place, or has one."""
+
+    def __init__(self, context: grpc.ServicerContext) -> None:
+        self.context = context
+        self.is_admitted = False
+        self._decided = threading.Event()
+
+    def admit(self) -> None:
+        """Tells the call that it has a place."""
+        self.is_admitted = True
+        self._decided.set()
+
+    def refuse(self) -> None:
+        """Tells the call that it gets no place, unless it has one."""
+        self._decided.set()
+
+    def wait(self) -> None:
+        """Waits for a place. Raises TryLater if there is none, or if its caller is gone."""
+        if not self.is_admitted and self.context.add_callback(self.refuse):
+            self._decided.wait()
+        if not self.is_admitted:
+            raise TryLater("too many requests arrive here at once")
+
+
+class Receiving:
+    """The places of each kind of request. Thread-safe."""
+
+    def __init__(self, kinds: Mapping[Kind, Terms]) -> None:
+        self._lock = threading.Lock()
+        self._kinds = {kind: Admission[_Call](terms) for kind, terms in kinds.items()}
+        self._was_broken_off = False
+
+    def waits(self) -> int:
+        """Returns how many requests are being received, or wait for that."""
+        with self._lock:
+            return sum(kind.received + kind.waiting for kind in self._kinds.values())
+
+    @contextlib.contextmanager
+    def place(self, method: str, origin: Origin, context: grpc.ServicerContext) -> Iterator[None]:
+        """Holds a place for the request of a call. Raises TryLater if too many wait for one."""
+        kind, call = self._kinds[KINDS.get(method, Kind.QUICK)], _Call(context)
+        with self._lock:
+            _tell(kind.ask(call, origin, time.monotonic()))
+        try:
+            call.wait()
+            try:
+                yield
+            except grpc.RpcError:
+                self._was_broken_off = True
+                raise
+        finally:
+            with self._lock:
+                _tell(kind.leave(call, time.monotonic()))
+
+    def cut_off(self) -> None:
+        """Cancels the calls whose places are needed, and those whose time is over."""
+        now = time.monotonic()
+        with self._lock:
+            overdue = [call for kind in self._kinds.values() for call in kind.overdue(now)]
+        for call in overdue:
+            call.context.cancel()
+
+    def was_broken_off(self) -> bool:
+        """Returns whether a request has been broken off since the last time that this was asked."""
+        was, self._was_broken_off = self._was_broken_off, False
+        return was
+
+
+def _tell(changes: Changes[_Call]) -> None:
+    for call in changes.admitted:
+        call.admit()
+    for call in changes.refused:
+        call.refuse()

@@ -1,0 +1,212 @@
+"""The jobs that a shard has: made, restored from checkpoints, and dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+
+from ps_protocol.errors import (
+    JobMismatch,
+    LimitExceeded,
+    NotFound,
+    PSError,
+    RunEnded,
+    TryLater,
+    UnknownWorker,
+)
+from ps_protocol.job import JobSpec, difference
+from ps_protocol.layout import bucket_layout
+from ps_runtime.memory import free_bytes
+from ps_server.core.budget import PrincipalBudget
+from ps_server.core.commands import RestoreSnapshot
+from ps_server.core.partition import JobPartition
+from ps_server.core.room import Room, room_for
+from ps_server.core.snapshot import RestoreProgress
+from ps_server.failpoints import failpoint
+from ps_server.shard.job import HostedJob
+from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.pulls import Pulls
+from ps_server.shard.restores import RestoreRequest, Restores, Restoring
+from ps_server.shard.threads import Threads
+from ps_server.storage.checkpoints import CheckpointStore
+
+log = logging.getLogger("ps_server")
+
+
+class HostedJobs:
+    """The jobs of one shard, by name. Methods may be called from any thread.
+
+    limits:     of a job: bytes that may be staged, and the L2 norm of a gradient
+    principals: what each principal has staged in all jobs
+    """
+
+    def __init__(
+        self,
+        limits: tuple[int | None, float],
+        principals: PrincipalBudget,
+        threads: Threads,
+        pulls: Pulls,
+        metrics: ShardMetrics,
+    ) -> None:
+        self._limits, self._principals = limits, principals
+        self._threads, self._pulls, self._metrics = threads, pulls, metrics
+        self._jobs: dict[str, HostedJob] = {}
+        self._restores = Restores()
+        self._lock = threading.Lock()
+
+    def stop(self) -> None:
+        """Breaks off what is being restored."""
+        with self._lock:
+            self._restores.stop()
+
+    def create(self, spec: JobSpec, buckets: Sequence[int], run: str = "") -> None:
+        """Makes room for the buckets of a run of a job, in place of an earlier run. The same run stays as it is.
+
+        Raises RunEnded where a later run of the job is here.
+        """
+        with self._lock:
+            known = self._jobs.get(spec.name)
+            if known is not None and known.run < run:  # what its coordinator could not drop
+                self._end(self._jobs.pop(spec.name), RunEnded(f"run {known.run} of job {spec.name!r} has ended"))
+                known = None
+            if known is None:
+                self._restores.forget(spec.name)
+                self._jobs[spec.name] = self._make(spec, buckets, run)
+                log.info("job %s: %d buckets", spec.name, len(buckets))
+                return
+        known.check_run(run)
+        differs = difference(known.state.spec, spec)
+        if differs is not None:
+            raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
+
+    def restore(self, store: CheckpointStore, request: RestoreRequest, seconds: float) -> RestoreProgress:
+        """Takes the job as a checkpoint has it, in place of what is here; see shard.restores.
+
+        Returns how far it is, once it is complete or after some seconds: to be called again until it is complete. The
+        same call may be made again. Raises RunEnded or OutOfOrder, and changes nothing, for a call of before; otherwise
+        why it failed.
+        """
+        name, run = request.spec.name, request.run
+        store.path(name, request.checkpoint)
+        with self._lock:
+            known = self._jobs.get(name)
+            if known is not None and run < known.run:
+                known.check_run(run)
+            is_same = known is not None and known.run == run
+            highest = known.highest_incarnation() if known is not None and is_same else 0
+            restoring, is_new = self._restores.ask(request, highest)
+        if is_new:
+            self._threads.read(lambda: self._restore(store, restoring))
+        return restoring.wait(seconds)
+
+    def _restore(self, store: CheckpointStore, restoring: Restoring) -> None:
+        name = restoring.request.spec.name
+        try:
+            self._read(store, restoring)
+        except PSError as error:
+            log.warning("job %s: cannot be restored: %s", name, error)
+            restoring.fail(error)
+        except Exception:
+            log.exception("job %s: cannot be restored", name)
+            restoring.fail(PSError(f"job {name!r} cannot be restored on this shard; its log says why"))
+
+    def _read(self, store: CheckpointStore, restoring: Restoring) -> None:
+        request = restoring.request
+        spec, manifest = request.spec, store.manifest(request.spec.name, request.checkpoint)
+        layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
+        specs = [layout[index] for index in request.buckets if 0 <= index < len(layout)]
+        restoring.begin(store.bytes_to_read(spec.name, manifest, specs))
+        self._let_go(spec.name, restoring)
+        job = self._make(spec, request.buckets, request.run)
+        weights = {index: bucket.weights.flat for index, bucket in job.buckets.items()}
+        snapshots = store.read_buckets(spec.name, manifest, specs, restoring.read, weights)
+        job.state.execute(RestoreSnapshot(snapshots, request.last_incarnation, owned=True))
+        failpoint("restore-read")
+        with self._lock:
+            restoring.read(0)  # unless another one took its place
+            self._jobs[spec.name] = job
+            restoring.complete(job.state.buckets.extent())
+        log.info("job %s: %d buckets as of checkpoint %s", spec.name, len(job.buckets), request.checkpoint)
+
+    def _let_go(self, name: str, restoring: Restoring) -> None:
+        """Gives the memory of a job back that is restored: two of it would not fit."""
+        with self._lock:
+            restoring.read(0)
+            before = self._jobs.pop(name, None)
+        if before is not None:
+            self._end(before, UnknownWorker(f"job {name!r} was rolled back to a checkpoint: join again"))
+            del before
+            gc.collect()  # a snapshot task and its job know each other
+
+    def drop(self, name: str, run: str = "") -> None:
+        """Forgets a run of a job and gives its memory back; another run of that name stays."""
+        with self._lock:
+            self._restores.forget(name, run)
+            job = self._jobs.get(name)
+            if job is None or run not in ("", job.run):
+                return
+            del self._jobs[name]
+        self._end(job, NotFound(f"job {name!r} ended"))
+        self._metrics.forget(name)
+        log.info("job %s: dropped", name)
+
+    def _end(self, job: HostedJob, reason: PSError) -> None:
+        """Ends what is under way in a job that is no longer here."""
+        job.close(reason)
+        self._pulls.fail(job, reason)
+
+    def all(self) -> dict[str, HostedJob]:
+        """Returns the jobs here, by name."""
+        with self._lock:
+            return dict(self._jobs)
+
+    def run_of(self, name: str) -> str:
+        """Returns the run of a job that is here; empty if there is none."""
+        job = self._jobs.get(name)
+        return job.run if job is not None else ""
+
+    def get(self, name: str, run: str, of_worker: bool = False) -> HostedJob:
+        """Returns a run of a job; an empty run is any.
+
+        of_worker: for a live worker of it, of which there are none before it is restored
+        Raises NotFound where it is not here, RunEnded for an earlier run, TryLater while it is restored.
+        """
+        job = self._jobs.get(name)
+        if job is None:
+            restoring = self._restores.get(name)
+            if restoring is not None:
+                raise UnknownWorker(f"{restoring}: join again") if of_worker else TryLater(str(restoring))
+            raise NotFound(f"this shard knows no job {name!r}")
+        job.check_run(run)
+        if job.failure is not None:
+            raise PSError(str(job.failure))  # a new one: an error that is raised holds on to its frames
+        return job
+
+    def _make(self, spec: JobSpec, buckets: Sequence[int], run: str) -> HostedJob:
+        room = room_for(spec, buckets, self._limits[0])
+        promised = sum(job.promised() for job in list(self._jobs.values()))
+        with _making_room(spec.name, room, promised):
+            state = JobPartition(spec, buckets, *self._limits, self._principals)
+            return HostedJob(spec, state, run, room)
+
+
+@contextlib.contextmanager
+def _making_room(name: str, room: Room, promised: int) -> Iterator[None]:
+    """Raises LimitExceeded where a job comes to take more memory than is free.
+
+    promised: bytes of what is free that jobs here are still to take
+    """
+    free = free_bytes()
+    if free is not None and room.total + promised > free:
+        raise LimitExceeded(
+            f"job {name!r} does not fit into this shard's memory: its weights here are {room.weights} bytes, its "
+            f"optimizer's state comes to {room.optimizer}, what workers push ahead to {room.staged}, its buckets and "
+            f"groups cost {room.objects}; {free} are free, of which other jobs here still take {promised}"
+        )
+    try:
+        yield
+    except (RuntimeError, MemoryError):  # what torch raises where there is no memory
+        raise LimitExceeded(f"job {name!r} does not fit into this shard's memory") from None

@@ -1,0 +1,59 @@
+"""Keeps a directory of checkpoints to one coordinator, and so to one cluster.
+
+Only a coordinator names checkpoints and writes the state file; its shards write where it says. So a lock of the
+coordinator's keeps other clusters out. The system gives it up when the process ends, however that is: the coordinator
+that takes its place gets it at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+
+from ps_protocol.errors import InvalidRequest
+from ps_server.storage.disk import Disk
+
+log = logging.getLogger("ps_server")
+
+FILE = ".lock"
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}  # of a file system
+
+
+def lock_directory(directory: Path, address: str, disk: Disk, since: float) -> Callable[[], None]:
+    """Takes a directory for this process; returns what gives it back. Raises InvalidRequest naming who has it.
+
+    address, since: of this coordinator, for others to read; since in seconds since 1970
+    Where the file system knows no locks, it says in the log that nothing keeps a second cluster out.
+    """
+    began = datetime.fromtimestamp(since, timezone.utc).isoformat(" ", "seconds")
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "address": address, "since": began}
+    try:
+        return disk.lock(directory / FILE, json.dumps(holder).encode())
+    except BlockingIOError as error:
+        raise InvalidRequest(
+            f"the checkpoint directory {directory} is in use by {_described(str(error.strerror))}: "
+            "each cluster needs a directory of its own"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise InvalidRequest(f"{directory / FILE} cannot be locked: {error.strerror}") from None
+        log.warning(
+            "%s cannot be locked (%s): nothing keeps a second cluster out of this directory",
+            *(directory / FILE, error.strerror),
+        )
+        return lambda: None
+
+
+def _described(holder: str) -> str:
+    try:
+        data = json.loads(holder)
+        where = f" for {data['address']}" if data["address"] else ""
+        return f"the coordinator with pid {int(data['pid'])} on {data['host']}{where}, since {data['since']}"
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "another coordinator"  # it is about to write who it is

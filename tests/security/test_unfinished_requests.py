@@ -1,0 +1,135 @@
+"""Requests that never end keep no worker's heartbeat waiting, and take no more memory than the budget for them."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from ps_protocol.convert import job_spec_message
+from ps_protocol.v1 import jobs_pb2, membership_pb2, types_pb2
+from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
+from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
+from ps_runtime.channel import open_channel
+from ps_runtime.credentials import PLAINTEXT, Access
+from ps_server.ops.status import is_serving
+from tests.tools.cluster import until
+from tests.tools.launching import Command, resident
+from tests.tools.raw_worker import vector_job
+from tests.tools.unfinished import Unfinished
+
+MIB = 2**20
+LARGE = 16 * MIB
+BUDGET = 128 * MIB  # the default of --max-receiving-bytes
+THREADS = 96 * MIB  # what the threads of all pools, and gRPC itself, may take beside it
+LEASE_SECONDS = 10.0
+CALL_SECONDS = 2.0  # the promise
+ATTACK_SECONDS = 12.0  # longer than the lease
+HOSTS = tuple(f"127.0.0.{number}" for number in range(2, 6))
+HEARTBEAT, CHECK = "/ps_protocol.v1.MembershipService/Heartbeat", "/grpc.health.v1.Health/Check"
+PUSH, REGISTER = "/ps_protocol.v1.DataService/Push", "/ps_protocol.v1.JobService/RegisterJob"
+OTHER = "the-worker-of-another-job"
+
+
+@dataclass
+class Victim:
+    """A server in a process of its own, and a worker that keeps its place on it by heartbeats."""
+
+    address: str
+    pid: int
+    worker: types_pb2.WorkerIdentity
+    members: MembershipServiceStub
+
+    def beat(self) -> float:
+        """Sends a heartbeat; how many seconds it took. Raises if it is late, or the place is lost."""
+        begun = time.monotonic()
+        self.members.Heartbeat(membership_pb2.HeartbeatRequest(worker=self.worker), timeout=CALL_SECONDS)
+        return time.monotonic() - begun
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Victim]:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"worker:job the-worker-of-the-job\nworker:other {OTHER}\ncluster the-clusters-own-token\n")
+    tokens.chmod(0o600)
+    flags = ["--with-coordinator", "--shards=1", "--index=0", "--port=0", "--metrics-port=0", f"--tokens={tokens}"]
+    command = Command(tmp_path, "-m", "ps_server", "shard", *flags, f"--lease={LEASE_SECONDS}", OMP_NUM_THREADS="1")
+    try:
+        [address] = command.says(r"ready at (\S+)")
+        with open_channel(address, Access(token=lambda: "the-worker-of-the-job")) as channel:
+            spec = job_spec_message(vector_job("job", "async", cells=16, world_size=1))
+            JobServiceStub(channel).RegisterJob(jobs_pb2.RegisterJobRequest(spec=spec), timeout=30)
+            members = MembershipServiceStub(channel)
+            place = members.Join(membership_pb2.JoinRequest(job="job", rank=0, host="here"), timeout=30)
+            yield Victim(address, command.process.pid, place.worker, members)
+    finally:
+        command.clean_up()
+
+
+def check_promises(victim: Victim, attacks: list[Unfinished], begun: int) -> None:
+    """Beats through an attack, and looks at the server's memory meanwhile and afterwards."""
+    victim.beat()
+    before = resident(victim.pid)
+    with contextlib.ExitStack() as stack:
+        for attack in attacks:
+            stack.enter_context(attack)
+        until(lambda: sum(attack.begun for attack in attacks) >= begun, "the start of every call")
+        took, most = [], 0
+        until_then = time.monotonic() + ATTACK_SECONDS
+        while time.monotonic() < until_then:
+            took.append(victim.beat())
+            most = max(most, resident(victim.pid))
+            assert is_serving(victim.address, PLAINTEXT)
+        sent = sum(attack.sent_bytes for attack in attacks)
+    grown = most - before
+    print(
+        f"{len(took)} heartbeats: median {statistics.median(took) * 1e3:.1f} ms, worst {max(took) * 1e3:.0f} ms; "
+        f"the server's memory grew by {grown / MIB:.0f} MiB; {sent / MIB:.0f} MiB were sent"
+    )
+    assert grown < BUDGET + THREADS
+    until(lambda: resident(victim.pid) < before + THREADS, "the memory comes back")
+    victim.beat()
+
+
+def test_a_thousand_requests_that_never_arrive_keep_no_heartbeat_waiting(victim: Victim) -> None:
+    nothing = {"size": 64, "kept_back": 64 + 5, "calls": 512}
+    attacks = [
+        Unfinished(victim.address, CHECK, **nothing),  # type: ignore[arg-type]
+        Unfinished(victim.address, HEARTBEAT, token=OTHER, **nothing),  # type: ignore[arg-type]
+    ]
+    check_promises(victim, attacks, 1024)
+
+
+def test_requests_of_many_hosts_that_never_arrive_keep_no_heartbeat_waiting(victim: Victim) -> None:
+    attack = Unfinished(victim.address, HEARTBEAT, 64, 64 + 5, calls=512, sources=HOSTS, token=OTHER)
+    check_promises(victim, [attack], 512 * len(HOSTS))
+
+
+def test_large_requests_of_nobody_that_lack_their_end_are_not_taken_in(victim: Victim) -> None:
+    check_promises(victim, [Unfinished(victim.address, CHECK, LARGE, calls=160)], 160)
+
+
+@pytest.mark.parametrize("path", [PUSH, HEARTBEAT, REGISTER])
+def test_large_requests_that_lack_their_end_fit_the_budget(victim: Victim, path: str) -> None:
+    attack = Unfinished(victim.address, path, LARGE, calls=80, sources=HOSTS, token=OTHER)
+    check_promises(victim, [attack], 80 * len(HOSTS))
+
+
+def test_a_token_that_is_not_known_has_nothing_taken_in(victim: Victim) -> None:
+    attack = Unfinished(victim.address, PUSH, LARGE, calls=80, token="unknown")
+    check_promises(victim, [attack], 80)
+    assert attack.sent_bytes < attack.begun * 2**16
+
+
+def test_what_is_packed_is_not_unpacked(victim: Victim) -> None:
+    """So no version of gRPC unpacks a megabyte into a gigabyte before it looks at the size."""
+    packed = membership_pb2.HeartbeatRequest(worker=types_pb2.WorkerIdentity(job="x" * 10_000))
+    with pytest.raises(grpc.RpcError) as caught:
+        victim.members.Heartbeat(packed, timeout=30, compression=grpc.Compression.Gzip)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -1,0 +1,138 @@
+"""Requests are received a few at a time: nobody's wait for a place depends on how much the others send."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ps_protocol.errors import InvalidRequest
+from ps_server.core.admission import ACTIVE_SECONDS, WINDOW_BYTES, Admission, Kind, Terms, terms
+from ps_server.core.limits import Limits
+
+PLACES, WAITING = 3, 8
+GIVEN = Terms(PLACES, WAITING, seconds=30.0, patience=10.0)
+
+
+def ask(admission: Admission[str], call: str, now: float = 0.0) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Asks for a call such as "a.host.1.x", whose principal, host and connection stand in its name."""
+    changes = admission.ask(call, tuple(call.split(".")[:3]), now)
+    return changes.admitted, changes.refused
+
+
+def leave(admission: Admission[str], call: str, now: float = 0.0) -> tuple[str, ...]:
+    return admission.leave(call, now).admitted
+
+
+def test_places_are_given_out_until_there_are_none() -> None:
+    admission: Admission[str] = Admission(GIVEN)
+    assert [ask(admission, f"a.h.1.{n}") for n in range(4)] == [((f"a.h.1.{n}",), ()) for n in range(3)] + [((), ())]
+    assert (admission.received, admission.waiting) == (3, 1)
+    assert leave(admission, "a.h.1.1") == ("a.h.1.3",)
+    assert leave(admission, "a.h.1.1") == (), "it has left already"
+
+
+@pytest.mark.parametrize("other", ["b.h.1.x", "a.other.1.x", "a.h.2.x"])
+def test_another_principal_host_or_connection_comes_next_however_many_wait(other: str) -> None:
+    admission: Admission[str] = Admission(GIVEN)
+    for n in range(PLACES + 5):
+        ask(admission, f"a.h.1.{n}")
+    ask(admission, other)
+    next_ones = [*leave(admission, "a.h.1.0"), *leave(admission, "a.h.1.1")]
+    assert other in next_ones
+
+
+def test_many_hosts_of_one_principal_have_one_turn() -> None:
+    admission: Admission[str] = Admission(GIVEN)
+    for n in range(PLACES + 4):
+        ask(admission, f"a.h{n}.1.x")
+    for n in range(2):
+        ask(admission, f"b.h.1.{n}")
+    turns = [call for n in range(3) for call in leave(admission, f"a.h{n}.1.x")]
+    assert sorted(call[0] for call in turns) == ["a", "b", "b"]
+
+
+def test_the_last_place_is_for_another_while_there_is_another() -> None:
+    admission: Admission[str] = Admission(GIVEN)
+    ask(admission, "b.h.1.x")
+    leave(admission, "b.h.1.x")
+    assert [bool(ask(admission, f"a.h.1.{n}", 1.0)[0]) for n in range(3)] == [True, True, False]
+    assert ask(admission, "b.h.1.y", 2.0)[0] == ("b.h.1.y",)
+    leave(admission, "b.h.1.y")
+    alone = 2.0 + ACTIVE_SECONDS + 1.0
+    assert ask(admission, "a.h.1.z", alone)[0] == ("a.h.1.2",), "b has gone"
+
+
+def test_where_too_many_wait_the_last_of_the_most_is_refused() -> None:
+    admission: Admission[str] = Admission(GIVEN)
+    for n in range(PLACES + WAITING):
+        assert not ask(admission, f"a.h.1.{n}")[1]
+    assert ask(admission, "b.h.1.x")[1] == (f"a.h.1.{PLACES + WAITING - 1}",)
+    assert ask(admission, "a.h.1.more")[1] == ("a.h.1.more",)
+    assert admission.waiting == WAITING
+
+
+def test_a_place_is_given_back_when_its_time_is_over_or_another_has_waited() -> None:
+    admission: Admission[str] = Admission(GIVEN)
+    for n in range(PLACES):
+        ask(admission, f"a.h.1.{n}", float(n))
+    assert admission.overdue(29.0) == []
+    assert admission.overdue(31.0) == ["a.h.1.0", "a.h.1.1"]
+    ask(admission, "b.h.1.x", 15.0)
+    assert admission.overdue(24.0) == [], "nobody has waited long"
+    assert admission.overdue(25.0) == ["a.h.1.0"], "one waits, so one makes room"
+
+
+@pytest.mark.parametrize("flood", ["a.h.1.", "a.other.1."])
+def test_no_flood_of_one_principal_has_the_request_of_another_broken_off(flood: str) -> None:
+    admission: Admission[str] = Admission(Terms(2, WAITING, seconds=30.0, patience=1.0))
+    ask(admission, "b.h.1.x")
+    ask(admission, "a.h.1.first")
+    for n in range(WAITING):
+        assert not ask(admission, f"{flood}{n}")[0]
+    assert admission.overdue(2.0) == ["a.h.1.first"]
+    assert admission.overdue(40.0) == ["b.h.1.x", "a.h.1.first"], "the time of both is over"
+
+
+CALLS = st.lists(st.tuples(st.booleans(), st.sampled_from("abc"), st.sampled_from("xy"), st.sampled_from("12")))
+
+
+@given(CALLS)
+def test_every_call_is_received_waits_or_was_refused(events: list[tuple[bool, str, str, str]]) -> None:
+    admission: Admission[str] = Admission(GIVEN)
+    received: list[str] = []
+    waiting: list[str] = []
+    for number, (leaves, *origin) in enumerate(events):
+        known = received + waiting
+        if leaves and known:
+            call = known[number % len(known)]
+            changes = admission.leave(call, float(number))
+            (received if call in received else waiting).remove(call)
+        else:
+            call = ".".join((*origin, str(number)))
+            changes = admission.ask(call, tuple(origin), float(number))
+            waiting.append(call)
+        for call in changes.admitted:
+            waiting.remove(call)
+            received.append(call)
+        for call in changes.refused:
+            waiting.remove(call)
+        assert (admission.received, admission.waiting) == (len(received), len(waiting))
+        assert len(received) <= PLACES
+        assert len(waiting) <= WAITING
+        # A place stays empty only for one that holds fewer than it may.
+        assert len(received) >= PLACES - 1 or not waiting or len({call[0] for call in waiting}) <= 1
+
+
+@pytest.mark.parametrize("is_shard", [True, False])
+def test_what_all_places_and_windows_hold_together_fits_the_budget(is_shard: bool) -> None:
+    limits = Limits()
+    places = sum(given.places for given in terms(limits, is_shard).values())
+    assert places * limits.message_bytes + limits.all_calls * WINDOW_BYTES <= limits.receiving_bytes == 128 * 2**20
+    assert places == 7, "more than the budget holds is one thing, to waste it another"
+    assert terms(limits, is_shard)[Kind.QUICK].places == 2
+
+
+def test_a_budget_without_room_for_each_kind_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="--max-receiving-bytes must be at least 97517568, 5 times"):
+        terms(Limits(receiving_bytes=2**20), is_shard=True)

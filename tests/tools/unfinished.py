@@ -1,0 +1,190 @@
+"""Calls whose request never ends: all of it is sent but for its last bytes, as fast as the server takes it in.
+
+A client of HTTP/2 that keeps to the rules of flow control, so that what the server holds is what it let in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import struct
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+from tests.tools.slow_client import DATA, END_HEADERS, HEADERS, PREFACE, SETTINGS, frame, header_field
+
+_RST_STREAM, _PING, _GOAWAY, _WINDOW_UPDATE = 3, 6, 7, 8
+_ACK = _END_STREAM = 1
+_INITIAL_WINDOW_SIZE = 4  # among the settings
+_LARGEST_FRAME = 16_384
+_AHEAD_BYTES = 2**18  # that wait for a socket
+_FILLER = frame(0xF0, 0, 0, bytes(8_000))  # of a kind that nobody knows: it has to be read, and means nothing
+
+
+@dataclass
+class _Stream:
+    """One call: how much the server lets it send, and what is left of its request."""
+
+    window: int
+    left: int
+    is_begun: bool = False
+
+
+@dataclass
+class _Connection:
+    """One connection, with its calls by number."""
+
+    socket: socket.socket
+    unparsed: bytearray = field(default_factory=bytearray)
+    unsent: deque[bytes] = field(default_factory=deque)
+    unsent_bytes: int = 0
+    window: int = 65_535
+    initial_window: int = 65_535
+    number: int = 1
+    streams: dict[int, _Stream] = field(default_factory=dict)
+
+    def put(self, data: bytes) -> None:
+        self.unsent.append(data)
+        self.unsent_bytes += len(data)
+
+
+class Unfinished:
+    """Calls without an end on some connections, from one thread, inside a `with`. What is cut off is begun again."""
+
+    def __init__(
+        self,
+        address: str,
+        path: str,
+        size: int,
+        kept_back: int = 1024,
+        calls: int = 1,
+        sources: tuple[str, ...] = ("127.0.0.1",),
+        token: str | None = None,
+        piece: int = _LARGEST_FRAME,
+        filled: bool = False,
+    ) -> None:
+        """
+        size:      of each request, as its own header says
+        kept_back: how much of it is never sent; all of it: not even that header
+        calls:     on each connection; there is one from each of the sources
+        piece:     bytes of a frame
+        filled:    each frame is followed by one of 8,000 bytes that means nothing
+        """
+        self._fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x"}
+        self._fields |= {"content-type": "application/grpc", "te": "trailers"}
+        if token is not None:
+            self._fields["authorization"] = f"Bearer {token}"
+        self._size, self._sent_size = size, max(0, size + 5 - kept_back) if kept_back <= size else 0
+        self._calls, self._piece, self._filled = calls, piece, filled
+        self.begun = 0
+        self.ended = 0
+        self.sent_bytes = 0
+        host, _, port = address.rpartition(":")
+        self._connections = [
+            _Connection(socket.create_connection((host, int(port)), 20.0, (source, 0))) for source in sources
+        ]
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="unfinished", daemon=True)
+
+    def __enter__(self) -> Unfinished:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+        for connection in self._connections:
+            connection.socket.close()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for connection in self._connections:
+                connection.socket.setblocking(False)
+                connection.put(PREFACE + frame(SETTINGS, 0, 0, b""))
+                for _ in range(self._calls):
+                    self._begin(connection)
+                selector.register(connection.socket, selectors.EVENT_READ, connection)
+            while not self._stopping.is_set():
+                for connection in self._connections:
+                    self._fill(connection)
+                    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+                    with contextlib.suppress(KeyError):
+                        selector.modify(connection.socket, events, connection)
+                for key, events in selector.select(0.05):
+                    try:
+                        if events & selectors.EVENT_WRITE:
+                            self._write(key.data)
+                        if events & selectors.EVENT_READ:
+                            self._read(key.data)
+                    except OSError:  # hung up on
+                        selector.unregister(key.fileobj)
+
+    def _begin(self, connection: _Connection) -> None:
+        fields = b"".join(header_field(name, value) for name, value in self._fields.items())
+        connection.put(frame(HEADERS, END_HEADERS, connection.number, fields))
+        connection.streams[connection.number] = _Stream(connection.initial_window, self._sent_size)
+        connection.number += 2
+        self.begun += 1
+
+    def _fill(self, connection: _Connection) -> None:
+        for number, stream in connection.streams.items():
+            while connection.unsent_bytes < _AHEAD_BYTES:
+                length = min(self._piece, stream.left, stream.window, connection.window)
+                if length <= 0 or (not stream.is_begun and length < 5):
+                    break
+                head = b"" if stream.is_begun else b"\0" + struct.pack(">I", self._size)
+                connection.put(frame(DATA, 0, number, head + bytes(length - len(head))))
+                if self._filled:
+                    connection.put(_FILLER)
+                stream.is_begun = True
+                stream.left -= length
+                stream.window -= length
+                connection.window -= length
+                self.sent_bytes += length
+
+    def _write(self, connection: _Connection) -> None:
+        while connection.unsent:
+            first = connection.unsent.popleft()
+            with contextlib.suppress(BlockingIOError):
+                sent = connection.socket.send(first)
+                connection.unsent_bytes -= sent
+                if sent == len(first):
+                    continue
+                first = first[sent:]
+            connection.unsent.appendleft(first)
+            return
+
+    def _read(self, connection: _Connection) -> None:
+        data = connection.socket.recv(2**16)
+        if not data:
+            raise ConnectionResetError
+        pending = connection.unparsed
+        pending += data
+        while len(pending) >= 9 and len(pending) >= 9 + (size := int.from_bytes(pending[:3], "big")):
+            kind, flags, number = pending[3], pending[4], int.from_bytes(pending[5:9], "big")
+            payload = bytes(pending[9 : 9 + size])
+            del pending[: 9 + size]
+            self._hear(connection, kind, flags, number, payload)
+
+    def _hear(self, connection: _Connection, kind: int, flags: int, number: int, payload: bytes) -> None:
+        if kind == SETTINGS and not flags & _ACK:
+            settings = dict(struct.iter_unpack(">HI", payload))
+            window = settings.get(_INITIAL_WINDOW_SIZE, connection.initial_window)
+            for stream in connection.streams.values():
+                stream.window += window - connection.initial_window
+            connection.initial_window = window
+            connection.put(frame(SETTINGS, _ACK, 0, b""))
+        elif kind == _PING and not flags & _ACK:
+            connection.put(frame(_PING, _ACK, 0, payload))
+        elif kind == _WINDOW_UPDATE:
+            grown = int.from_bytes(payload, "big")
+            if number == 0:
+                connection.window += grown
+            elif number in connection.streams:
+                connection.streams[number].window += grown
+        elif number in connection.streams and (kind == _RST_STREAM or (kind == HEADERS and flags & _END_STREAM)):
+            del connection.streams[number]
+            self.ended += 1
+            self._begin(connection)
