@@ -7,10 +7,11 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 # How long `make fuzz` runs.
 SECONDS ?= 60
-# What `make simulate` runs: so many seeds in each mode, or one seed, in one mode.
+# What `make simulate` runs: so many seeds in each mode, or one seed, in one mode; TRACE=1 prints what happens.
 SEEDS ?= 200
 SEED ?=
 MODE ?=
+TRACE ?=
 
 IN_VENV := .venv/bin
 PIP := $(IN_VENV)/python -m pip -qq --disable-pip-version-check
@@ -64,8 +65,8 @@ bench: .venv/dev.stamp ## a short form of every benchmark; writes docs/benchmark
 	@$(IN_VENV)/python -m bench all --short $(ARGS)
 
 simulate: .venv/dev.stamp ## clusters in virtual time, with faults, a seed each: make simulate SEEDS=1000
-	@$(IN_VENV)/python -m tests.simulation.virtual_cluster --seeds $(SEEDS) \
-		$(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode $(MODE))
+	@$(IN_VENV)/python -m tests.simulation --seeds $(SEEDS) \
+		$(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode $(MODE)) $(if $(TRACE),--trace)
 
 fuzz: .venv/dev.stamp ## throw hostile input at every handler, guided by coverage: make fuzz SECONDS=600
 	@$(PIP) install --constraint constraints.txt --editable '.[fuzz]' || echo "atheris cannot be installed here"

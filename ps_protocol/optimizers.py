@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from dataclasses import replace
 
 import torch
 
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.job import HyperParameters, HyperValue
+from ps_protocol.job import HyperParameters, HyperValue, JobSpec
 
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__: cls
@@ -103,6 +104,24 @@ def hyper_parameter_names(name: str) -> tuple[str, ...]:
 def _defaults(name: str) -> dict[str, object]:
     parameters = inspect.signature(ELEMENTWISE[name].__init__).parameters
     return {p: v.default for p, v in parameters.items() if p not in {"self", "params"} and p not in _EXECUTION}
+
+
+def with_defaults(spec: JobSpec) -> JobSpec:
+    """Returns a job whose groups name every hyper-parameter of their optimizers, those left out with torch's default.
+
+    So a client that names those that it means and a script that has them all register equal jobs. A group of an
+    optimizer that is not known stays as it is.
+    """
+    groups = tuple({**_plain_defaults(spec.optimizer_of(index)), **group} for index, group in enumerate(spec.groups))
+    return replace(spec, groups=groups)
+
+
+def _plain_defaults(name: str) -> HyperParameters:
+    if name not in ELEMENTWISE:
+        return {}
+    return {
+        key: _plain(key, default) for key, default in _defaults(name).items() if default is not inspect.Parameter.empty
+    }
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:

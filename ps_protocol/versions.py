@@ -31,6 +31,15 @@ def check_shard_version(version: int) -> None:
         )
 
 
+def check_coordinator_run(run: str) -> None:
+    """Raises VersionMismatch for a coordinator of version 1, which makes jobs without a run."""
+    if not run:
+        raise VersionMismatch(
+            f"the shard speaks version {VERSION} of the protocol, and its coordinator makes a job without a run, as in "
+            "version 1: all servers of a cluster need one version"
+        )
+
+
 def check_server_version(version: int) -> None:
     """Raises VersionMismatch unless workers of this version understand a server of that one."""
     if (version or 1) < VERSION:

@@ -86,7 +86,9 @@ class DataServiceServicer:
 
     def Pull(self, request, context):
         """Streams buckets, each as soon as the job's consistency admits it, and ends when all are sent. While a bucket is not
-        admitted, the stream says why: first after two seconds, then every ten. It changes nothing and is safe to repeat.
+        admitted, the stream says why: first after two seconds, then every ten. A client takes such a notice for a sign of
+        life and goes on reading. A bucket is one message, unless it lies in a segment. It changes nothing and is safe to
+        repeat.
         INVALID_ARGUMENT: a bucket comes twice. FAILED_PRECONDITION, reason NOT_SHARED: no segment is attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

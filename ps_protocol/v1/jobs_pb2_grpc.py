@@ -61,6 +61,7 @@ class JobServiceServicer:
         placement, so repeating it is safe.
         FAILED_PRECONDITION, reason JOB_MISMATCH: another job has that name, and the message names the difference.
         UNAVAILABLE: shards are still missing. INVALID_ARGUMENT: the job contradicts itself or passes a limit.
+        RESOURCE_EXHAUSTED: it passes a limit, or does not fit into the shards' memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -144,8 +144,8 @@ class ShardServiceServicer:
         repeated until it is complete, and once more does no harm. The shard gives up what it held of the job before it
         reads; if a restore fails, it holds nothing of it.
         DATA_LOSS, reason CHECKPOINT_DAMAGED: the files differ from what was written. FAILED_PRECONDITION, reason
-        OUT_OF_ORDER: a call with a higher last_incarnation came before this one, or a worker with a higher incarnation did;
-        nothing is changed.
+        OUT_OF_ORDER: a call with a higher last_incarnation came before this one, or a worker with a higher incarnation
+        did; nothing is changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -22,6 +22,7 @@ from functools import partial
 from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import JobMismatch, NotFound, PSError, RunEnded, TryLater
 from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference
+from ps_protocol.optimizers import with_defaults
 from ps_runtime.background import Background
 from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.expiry import Expiry
@@ -194,9 +195,11 @@ class Coordinator:
         """Returns the job with this spec, and whether this call made it. Raises JobMismatch naming what differs.
 
         Where the spec leaves the size of buckets open, it is that of the job, of its checkpoint, or chosen here.
+        Hyper-parameters that it leaves out have their defaults.
         """
         limits, shards = self._cluster.limits, self._cluster.shards
         check_job_spec(replace(spec, bucket_bytes=spec.bucket_bytes or MAX_BUCKET_BYTES), limits)
+        spec = with_defaults(spec)
         shards.all()  # or it is too early
         chosen = sized(spec, shards.on_one_machine(), limits.buckets)
         self._check_not_draining()
@@ -236,6 +239,7 @@ class Coordinator:
             try:
                 spec = job_spec_from_data(left.spec)
                 check_job_spec(spec, self._cluster.limits)
+                spec = with_defaults(spec)  # a server of version 1 kept what was registered
                 job = self._jobs[name] = resumed(left, spec, self._cluster, self)
             except PSError as error:
                 log.error("job %s: cannot be resumed: %s", name, error)

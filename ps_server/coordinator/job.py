@@ -280,6 +280,8 @@ class CoordinatedJob:
                 return
             if self.spec.consistency.aggregate and len(shards) < self._cluster.shards.count:
                 return  # all are rolled back, and one has not called in yet
+            if self._cluster.shards.are_awaited(self._cluster.timing.shard_awaited):
+                return  # those that keep theirs know what is lost with a worker that has died
             self.life.begin(Phase.ROLLING_BACK)
         reason = ""
         try:

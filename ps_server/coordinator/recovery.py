@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import CheckpointDamaged, JobMismatch, NoCheckpoints, TryLater, VersionMismatch
 from ps_protocol.job import JobSpec, difference
+from ps_protocol.optimizers import with_defaults
 from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.shards import RegisteredShard, Shards
 from ps_server.core.placement import PlacedJob
@@ -180,7 +181,7 @@ class Recovery:
                 continue
             if not any_run and not job.owns(manifest.run, name):
                 continue
-            differs = difference(job_spec_from_data(manifest.job), job.spec)
+            differs = difference(with_defaults(job_spec_from_data(manifest.job)), job.spec)
             if differs is not None:
                 raise JobMismatch(f"job {job.spec.name!r} differs from its checkpoint {name}: {differs}")
             yield manifest

@@ -112,6 +112,7 @@ class Shards:
         self._connect = connect
         self._lanes = [make_executor(THREADS_OF_A_SHARD, f"shard-{index}") for index in range(count)]
         self._lost_after, self._clock = timing.shard_lost, clock or Clock()
+        self._began = self._clock.now()
         self._known: dict[int, RegisteredShard] = {}
         self._replaced: set[int] = set()  # processes that served a shard before another one did
         self._lock = threading.Lock()
@@ -156,6 +157,10 @@ class Shards:
         if missing:
             raise TryLater(f"waiting for shards {', '.join(map(str, missing))} of {self.count} to start")
         return [known[index] for index in range(self.count)]
+
+    def are_awaited(self, seconds: float) -> bool:
+        """Whether a shard has not called in yet, and may still: so many seconds have not passed since the start."""
+        return len(self.known()) < self.count and self._clock.now() < self._began + seconds
 
     def on_one_machine(self) -> bool:
         """Whether only this machine can reach the shards: then their workers are on it too."""

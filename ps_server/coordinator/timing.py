@@ -33,6 +33,7 @@ class Timing:
     save_again:      between attempts to write the coordinator's file, where the disk did not take it
     deserted:        after so long without a worker a job ends that had some
     unjoined:        the same for a job that no worker ever joined
+    shard_awaited:   so long after its start a coordinator waits for all shards before it rolls one back alone
     shard_lost:      after so long without a call, a shard may be replaced by a process at another address
     round_look:      between looks at the workers that wait in a round
     round_notice:    between notices to such a worker that say which ranks it waits for
@@ -52,6 +53,7 @@ class Timing:
     save_again: float = 1.0
     deserted: float = 3600.0
     unjoined: float = 300.0
+    shard_awaited: float = 30.0
     shard_lost: float = 10.0
     round_look: float = 0.25
     round_notice: float = 2.0

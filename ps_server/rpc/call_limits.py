@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 
 from ps_protocol.errors import Forbidden, LimitExceeded
+from ps_runtime.background import guarded
 from ps_server.core.admission import WINDOW_BYTES, terms
 from ps_server.core.limits import Limits
 from ps_server.rpc.auth import Authenticator, host_of
@@ -131,6 +132,7 @@ class CallLimits:
         self._due: dict[int, tuple[float, grpc.ServicerContext]] = {}
         self._next = 0
         self._stopping = threading.Event()
+        self._release_at = math.inf  # when memory that broken requests took is given back
         self._thread = threading.Thread(target=self._watch, name="slow-peers", daemon=True)
         self._thread.start()
 
@@ -213,16 +215,18 @@ class CallLimits:
                 self._due.pop(number, None)
 
     def _watch(self) -> None:
-        release_at = math.inf
         while not self._stopping.wait(_LOOK_SECONDS):
-            now = time.monotonic()
-            self._receiving.cut_off()
-            if self._receiving.was_broken_off():
-                release_at = min(release_at, now + _RELEASE_SECONDS)
-            if now >= release_at:
-                release_at = math.inf
-                self._release()
-            with self._lock:
-                late = [context for due, context in self._due.values() if due <= now]
-            for context in late:
-                context.cancel()
+            guarded("slow-peers", self._look)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        self._receiving.cut_off()
+        if self._receiving.was_broken_off():
+            self._release_at = min(self._release_at, now + _RELEASE_SECONDS)
+        if now >= self._release_at:
+            self._release_at = math.inf
+            self._release()
+        with self._lock:
+            late = [context for due, context in self._due.values() if due <= now]
+        for context in late:
+            guarded("slow-peers", context.cancel)

@@ -8,6 +8,7 @@ import grpc
 
 from ps_protocol.convert import job_spec
 from ps_protocol.v1 import shard_pb2, shard_pb2_grpc
+from ps_protocol.versions import check_coordinator_run
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.core.validation import check_job_spec
 from ps_server.rpc import convert
@@ -34,6 +35,7 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
     def CreateJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         spec = job_spec(request.spec)
         check_job_spec(spec, self._limits)
+        check_coordinator_run(request.run)
         self._shard.create_job(spec, list(request.buckets), request.run)
         return shard_pb2.CreateJobResponse()
 
@@ -67,6 +69,7 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
     def RestoreJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         spec = job_spec(request.spec)
         check_job_spec(spec, self._limits)
+        check_coordinator_run(request.run)
         wanted = spec, list(request.buckets), request.checkpoint, request.last_incarnation, request.run
         return convert.restore_response(self._shard.restore_job(*wanted, RESTORE_SECONDS))
 

@@ -45,7 +45,7 @@ class HostedBucket:
     spec: BucketSpec
     rule: UpdateRule[Gradient]
     weights: DenseBucket
-    tensors: threading.Lock = field(default_factory=threading.Lock)
+    tensors: threading.Lock
     waiters: dict[int, Waiter] = field(default_factory=dict)  # by the number of the pull
     busy: bool = False
 
@@ -82,7 +82,8 @@ class HostedJob:
         self.mode = str(spec.consistency)
         self.lock = threading.Lock()
         self.buckets = {
-            index: HostedBucket(bucket.spec, bucket.rule, bucket.weights) for index, bucket in state.buckets.items()
+            index: HostedBucket(bucket.spec, bucket.rule, bucket.weights, threading.Lock())
+            for index, bucket in state.buckets.items()
         }
         self.segments: dict[int, Attached] = {}
         self.attaching: set[int] = set()  # ranks that are handing over a segment

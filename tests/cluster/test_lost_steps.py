@@ -91,7 +91,10 @@ def test_a_job_with_fewer_buckets_than_shards_has_checkpoints_too(cluster: Clust
         assert torch.equal(worker.pull(), torch.full((16,), 2.0))
 
 
-def test_a_late_call_to_begin_a_checkpoint_does_not_take_the_place_of_a_newer_one(cluster: Cluster) -> None:
+def test_a_late_call_to_begin_a_checkpoint_does_not_take_the_place_of_a_newer_one(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    assert CheckpointStore(tmp_path).begin("job", "000007")  # as the coordinator does
     with job_of(cluster, "sync") as [worker]:
         for shard in cluster.shards:
             shard.begin_snapshot("job", "000007", 2)

@@ -1,11 +1,10 @@
-"""The generated code is what the contract says, and whoever has only the contract can take part."""
+"""The generated code is what the contract says, and every server tells tools of gRPC what it serves."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
 import importlib.util
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,16 +18,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from ps_protocol.v1 import (
-    data_pb2,
-    data_pb2_grpc,
-    job_pb2,
-    jobs_pb2,
-    jobs_pb2_grpc,
-    membership_pb2,
-    membership_pb2_grpc,
-    types_pb2,
-)
+from ps_protocol.v1 import job_pb2, jobs_pb2, types_pb2
 from tests.tools.buf import declared
 from tests.tools.cluster import Cluster
 
@@ -72,13 +62,7 @@ def test_generating_anew_changes_nothing(tmp_path: Path) -> None:
     assert [path.name for path in made if path.read_bytes() != (ROOT / "ps_protocol/v1" / path.name).read_bytes()] == []
 
 
-# -- a client that knows nothing but the contract --------------------------------------------------------------------
-
-
-def floats(*values: float) -> bytes:
-    """A bucket of 16 elements (64 bytes): these, and zeros behind them."""
-    return struct.pack("<16f", *values, *[0.0] * (16 - len(values)))
-
+# -- what every gRPC tool expects to find ----------------------------------------------------------------------------
 
 SPEC = job_pb2.JobSpec(
     name="by-hand",
@@ -92,10 +76,6 @@ SPEC = job_pb2.JobSpec(
     bucket_bytes=64,
     world_size=1,
 )
-BIAS, WEIGHT = 0, 1  # the last parameter is in the first bucket
-INITIAL = {BIAS: (1.0, 2.0), WEIGHT: (1.0, -1.0, 0.5, 8.0)}
-GRADIENT = {BIAS: (2.0, -2.0), WEIGHT: (1.0, 1.0, 1.0, -4.0)}
-AFTER_ONE_STEP = {BIAS: (0.0, 3.0), WEIGHT: (0.5, -1.5, 0.0, 10.0)}  # initial - 0.5 * gradient
 
 
 @pytest.fixture
@@ -106,55 +86,6 @@ def channels(shared: Cluster) -> Iterator[dict[str, grpc.Channel]]:
     for channel in opened.values():
         channel.close()
 
-
-def test_a_client_made_from_the_contract_alone_registers_joins_pushes_and_pulls(
-    shared: Cluster, channels: dict[str, grpc.Channel]
-) -> None:
-    jobs = jobs_pb2_grpc.JobServiceStub(channels[shared.address])
-    registered = jobs.RegisterJob(jobs_pb2.RegisterJobRequest(spec=SPEC), timeout=10)
-    assert registered.created
-    assert not jobs.RegisterJob(jobs_pb2.RegisterJobRequest(spec=SPEC), timeout=10).created
-    members = membership_pb2_grpc.MembershipServiceStub(channels[shared.address])
-    place = members.Join(membership_pb2.JoinRequest(job="by-hand", rank=0), timeout=10)
-    assert (place.worker.job, place.worker.rank, place.clock) == ("by-hand", 0, 0)
-    assert place.lease_duration.ToTimedelta().total_seconds() == 10
-    addresses = {shard.index: shard.address for shard in registered.shard_map.shards}
-    assert set(addresses.values()) == set(channels)
-    assert sorted(registered.shard_map.bucket_shards) == [0, 1], "a bucket on each shard"
-    shards = [data_pb2_grpc.DataServiceStub(channels[addresses[i]]) for i in registered.shard_map.bucket_shards]
-
-    def push(bucket: int, clock: int, kind: data_pb2.PushKind, payload: bytes) -> data_pb2.PushResponse:
-        pushed = data_pb2.BucketPush(bucket=bucket, kind=kind)
-        header = data_pb2.PushHeader(worker=place.worker, clock=clock, buckets=[pushed])
-        response: data_pb2.PushResponse = shards[bucket].Push(
-            data_pb2.PushRequest(header=header, payload=payload), timeout=10
-        )
-        assert response.header.shard_index == registered.shard_map.bucket_shards[bucket]
-        return response
-
-    def pull(bucket: int, clock: int) -> data_pb2.PullResponse:
-        request = data_pb2.PullRequest(worker=place.worker, clock=clock, buckets=[bucket])
-        messages = [m for m in shards[bucket].Pull(request, timeout=10) if not m.HasField("waiting")]
-        assert len(messages) == 1
-        return messages[0]  # type: ignore[no-any-return]
-
-    for bucket, values in INITIAL.items():
-        push(bucket, 0, data_pb2.PUSH_KIND_INITIAL_VALUE, floats(*values))
-        assert pull(bucket, 0).payload == floats(*values)
-    for bucket, values in GRADIENT.items():
-        assert not push(bucket, 1, data_pb2.PUSH_KIND_GRADIENT, floats(*values)).duplicate_count
-        assert push(bucket, 1, data_pb2.PUSH_KIND_GRADIENT, floats(*values)).duplicate_count
-    for bucket, values in AFTER_ONE_STEP.items():
-        found = pull(bucket, 1)
-        assert [(pulled.bucket, pulled.version) for pulled in found.buckets] == [(bucket, 1)]
-        assert (found.header.version, found.header.process != 0) == (1, True)
-        assert found.payload == floats(*values)
-    alive = members.Heartbeat(membership_pb2.HeartbeatRequest(worker=place.worker, clock=1), timeout=10)
-    assert alive.live_count == 1
-    assert members.Leave(membership_pb2.LeaveRequest(worker=place.worker), timeout=10).ended
-
-
-# -- what every gRPC tool expects to find ----------------------------------------------------------------------------
 
 EVERY_SHARD = {"ps_protocol.v1.DataService", "ps_protocol.v1.ShardService"}
 COORDINATOR = {f"ps_protocol.v1.{name}Service" for name in ("Job", "Membership", "DataLease", "Round", "Cluster")}

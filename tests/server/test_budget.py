@@ -20,10 +20,9 @@ from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.limits import Limits
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import Push
-from tests.simulation.simulator import job_spec, stage
-from tests.simulation.simulator import push as one_push
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
-from tests.tools.partitions import work_once
+from tests.tools.partitions import job_spec, stage, work_once
+from tests.tools.partitions import push as one_push
 from tests.tools.raw_worker import RawWorker, vector_job
 
 BUCKETS, SIZE = 5, 64  # bytes of a bucket

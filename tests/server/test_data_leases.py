@@ -18,8 +18,7 @@ from ps_server.core.data_commits import MAX_RANGES, Committed, DataCommits, comm
 from ps_server.core.data_leases import DataLeases
 from ps_server.core.intervals import Intervals
 from ps_server.core.requests import PushKind
-from tests.simulation.simulator import image, push, stage
-from tests.tools.partitions import running, work, work_once
+from tests.tools.partitions import image, push, running, stage, work, work_once
 
 NUMBERS = st.integers(0, 30)
 CHANGES = st.lists(st.tuples(st.booleans(), NUMBERS, NUMBERS), max_size=20)

@@ -15,18 +15,8 @@ from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, hyper_pa
 from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import Push, PushKind
-from tests.simulation.simulator import (
-    FROZEN,
-    TRAINED,
-    Simulation,
-    image,
-    initial,
-    job_spec,
-    payload,
-    push,
-    stage,
-)
-from tests.tools.partitions import running, work
+from tests.simulation.simulator import Simulation
+from tests.tools.partitions import FROZEN, TRAINED, image, initial, job_spec, payload, push, running, stage, work
 
 NAN, INF = float("nan"), float("inf")
 

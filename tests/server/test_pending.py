@@ -14,8 +14,7 @@ from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, OutOfOrder, U
 from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import PushKind
-from tests.simulation.simulator import FROZEN, image, job_spec, payload, push, stage
-from tests.tools.partitions import running, work
+from tests.tools.partitions import FROZEN, image, job_spec, payload, push, running, stage, work
 
 
 def send(job: JobPartition, kind: PushKind, clock: int, rank: int = 0, incarnation: int = 0, **more: object) -> bool:

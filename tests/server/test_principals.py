@@ -11,8 +11,7 @@ from ps_protocol.errors import Backlogged
 from ps_server.core.budget import PrincipalBudget, StagingBudget
 from ps_server.core.requests import PushCall
 from ps_server.shard.shard import Shard
-from tests.simulation.simulator import call_of, push
-from tests.tools.partitions import lone_shard
+from tests.tools.partitions import call_of, lone_shard, push
 
 BUCKET = 128  # bytes
 

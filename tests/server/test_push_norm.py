@@ -19,9 +19,8 @@ from ps_server.core.dense import Gradient
 from ps_server.core.limits import Limits
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import Push, PushKind
-from tests.simulation.simulator import job_spec, push
 from tests.tools.cluster import Cluster
-from tests.tools.partitions import running
+from tests.tools.partitions import job_spec, push, running
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])

@@ -17,8 +17,7 @@ from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
 from ps_server.shard.shard import Shard
 from ps_server.shard.waiting import Answer, Notice
 from ps_worker.cluster.segments import LocalSegment
-from tests.simulation.simulator import call_of, job_spec, payload, push
-from tests.tools.partitions import lone_shard
+from tests.tools.partitions import call_of, job_spec, lone_shard, payload, push
 
 BUCKET = 128  # bytes
 CALLER = "them"

@@ -1,6 +1,17 @@
-"""Clusters in virtual time, a seed each.
+"""Clusters in virtual time: the real coordinator and the real shards, with their locks, threads and files; a seed each.
 
-simulator.py        Shards without clock or socket: seeded random interleavings of calls
-virtual_cluster.py  A whole cluster on hosts that die, over links that fail
-virtual_time.py     A clock, processes, hosts and links, all driven by one seed
+world.py        A clock, events and threads, all driven by one seed
+processes.py    Processes that are killed, stopped and continued
+threads.py      What stands for `threading` and `concurrent.futures`
+binding.py      Puts that, and chance and failpoints, in the place of the real ones in the servers' modules
+network.py      Calls over links that delay, lose, repeat, and are cut
+disk.py         Disks that are full, slow, or hold what was there earlier
+servers.py      The processes of the coordinator and of a shard
+worker.py       A worker that trains the counting oracle's job
+runs.py         A job from its beginning to its end, as its user knows it
+cluster.py      All together, and its course
+faults.py       What goes wrong
+promises.py     What must hold
+mutations.py    Clusters that are broken on purpose
+simulator.py    Shards alone, without clock or socket: seeded random interleavings of calls
 """

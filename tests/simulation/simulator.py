@@ -14,79 +14,11 @@ import pytest
 import torch
 
 from ps_protocol.errors import Backlogged, UnknownWorker
-from ps_protocol.job import JobSpec, NonFinite
-from ps_protocol.layout import ParameterSpec
-from ps_protocol.modes import parse_mode
-from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.consistency import Add, Step
 from ps_server.core.partition import JobPartition
-from ps_server.core.requests import Push, PushCall, PushedBucket, PushKind
-
-# -- a small job and its pushes --------------------------------------------------------------------------------------
-
-TRAINED, FROZEN = (0, 1), 2
-
-
-def job_spec(mode: str = "sync", *, bucket_bytes: int = 128, non_finite: NonFinite = NonFinite.REFUSE) -> JobSpec:
-    """Two trained tensors of 32 in a bucket each, and a buffer in a third; SGD with lr 1."""
-    consistency = parse_mode(mode)
-    assert consistency is not None
-    return JobSpec(
-        name="sums",
-        parameters=(
-            ParameterSpec("first", (32,), "float32", 0),
-            ParameterSpec("second", (4, 8), "float32", 0),
-            ParameterSpec("buffer", (2,), "int64", None),
-        ),
-        optimizer="SGD",
-        groups=({"lr": 1.0},),
-        consistency=consistency,
-        bucket_bytes=bucket_bytes,
-        world_size=0,
-        non_finite=non_finite,
-    )
-
-
-def payload(values: torch.Tensor | float, size: int = 32) -> bytes:
-    flat = values if isinstance(values, torch.Tensor) else torch.full((size,), values)
-    return bytes(bytes_of(flat))
-
-
-def push(bucket: int = 0, clock: int = 1, rank: int = 0, incarnation: int = 1, **more: object) -> Push:
-    """A gradient of ones for a bucket, but for what is said otherwise."""
-    found: dict[str, object] = {"kind": PushKind.GRADIENT, "payload": payload(1.0), **more}
-    return Push("sums", rank, incarnation, bucket, clock, **found)  # type: ignore[arg-type]
-
-
-def call_of(push: Push) -> PushCall:
-    """The call that pushes one bucket."""
-    bucket = PushedBucket(push.bucket, push.kind, push.absent, push.finite, push.state, push.wire_format)
-    who = push.job, push.rank, push.incarnation
-    return PushCall(*who, push.clock, (bucket,), push.payload, push.groups or {}, push.ranges, push.key)
-
-
-def initial(bucket: int, rank: int = 0, incarnation: int = 1) -> Push:
-    data = payload(torch.zeros(2, dtype=torch.int64)) if bucket == FROZEN else payload(0.0)
-    # Held tensors start on a 64-byte boundary like all others, and the bucket ends with that.
-    padded = data + bytes(-len(data) % 64)
-    return push(bucket, 0, rank, incarnation, kind=PushKind.INITIAL_VALUE, payload=padded)
-
-
-def stage(job: JobPartition, one: Push) -> bool:
-    """Checks and stages; True if it was a repeat."""
-    return job.execute(job.checker.check(one)).duplicate
-
-
-def image(job: JobPartition) -> list[object]:
-    """Everything a push could change."""
-    found: list[object] = [dict(job.roster), job.buckets.staged_bytes, job.buckets.optimizer_bytes]
-    for bucket in job.buckets.values():
-        p = bucket.rule
-        found += [p.version, p.initialised, dict(p.staged), dict(p.applied), list(p.waiting), list(p.added)]
-        found.append(bucket.weights.flat.tolist())
-    return found
-
+from ps_server.core.requests import Push
+from tests.tools.partitions import FROZEN, TRAINED, image, initial, job_spec, payload, push, stage
 
 # -- the cluster -----------------------------------------------------------------------------------------------------
 

@@ -19,11 +19,15 @@ def buf() -> Path:
     return Path(str(program.locate())).resolve()
 
 
+def image() -> bytes:
+    """Returns a FileDescriptorSet of the files of the contract, and those that they import, each before its users."""
+    command = [buf(), "build", "--as-file-descriptor-set", "--exclude-source-info", "--output=-"]
+    return subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True).stdout
+
+
 def declared() -> list[FileDescriptorProto]:
     """Returns what the files of the contract declare, and those that they import."""
-    command = [buf(), "build", "--as-file-descriptor-set", "--exclude-source-info", "--output=-"]
-    image = subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True).stdout
-    return list(FileDescriptorSet.FromString(image).file)
+    return list(FileDescriptorSet.FromString(image()).file)
 
 
 if __name__ == "__main__":

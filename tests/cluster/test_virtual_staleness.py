@@ -1,0 +1,17 @@
+"""Clusters in virtual time keep their promises under every seed, where workers need not wait for each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.cluster import Cluster
+
+SEEDS = 50
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["ssp:2", "async"])
+def test_no_seed_breaks_a_promise(mode: str) -> None:
+    for seed in range(SEEDS):
+        found = Cluster(mode, seed).run()
+        assert found == [], f"replay: make simulate SEED={seed} MODE={mode}"

@@ -1,0 +1,54 @@
+"""make simulate: runs seeds until one fails, and says how to replay it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+
+import torch
+
+from tests.simulation.cluster import MODES, Cluster
+from tests.simulation.world import Log
+
+
+def main() -> None:
+    """Runs seeds, and prints what the first one that fails breaks."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--mode", choices=MODES, help="only this one (all)")
+    parser.add_argument("--seed", type=int, help="only this one")
+    parser.add_argument("--first", type=int, default=0, help="from this one on (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=200, help="so many (%(default)s)")
+    parser.add_argument("--keep-going", action="store_true", help="also after a seed that fails")
+    parser.add_argument("--trace", action="store_true", help="print what happened")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    log = logging.getLogger("ps_server")
+    log.setLevel(logging.CRITICAL + 1)
+    seeds = range(arguments.first, arguments.first + arguments.seeds)
+    seeds = seeds if arguments.seed is None else range(arguments.seed, arguments.seed + 1)
+    failed, began = 0, time.monotonic()
+    for seed in seeds:
+        for mode in [arguments.mode] if arguments.mode else MODES:
+            cluster = Cluster(mode, seed, arguments.trace)
+            handler = Log(cluster.world)
+            if arguments.trace:
+                log.setLevel(logging.INFO)
+                log.addHandler(handler)
+                log.propagate = False
+            violations = cluster.run()
+            log.removeHandler(handler)
+            print("".join(f"{event}\n" for event in cluster.world.events), end="")
+            if violations:
+                failed += 1
+                for violation in violations[:3]:
+                    print(f"{mode} {seed}: {violation.kind}: {violation.said} {dict(violation.where)}", flush=True)
+                if not arguments.keep_going:
+                    sys.exit(f"replay: make simulate SEED={seed} MODE={mode}; TRACE=1 says what happened")
+    print(f"{len(seeds)} seeds, {failed} failures, {time.monotonic() - began:.0f} s")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

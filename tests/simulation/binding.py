@@ -1,0 +1,105 @@
+"""Puts the simulated threads, time and chance in the place of the real ones in the servers' modules.
+
+The real code asks a module by a name: `threading.Lock()`, `secrets.token_bytes(16)`, `failpoint("worker-half-added")`.
+Inside `bound` these names stand for what the world has. So the real locks, condition waits and background threads run
+as they are written, in virtual time; and each failpoint is a place where time passes, and where a process may die.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import ps_server.coordinator.coordinator
+import ps_server.shard.shard  # noqa: F401
+from ps_runtime import background
+from ps_server import failpoints
+from tests.simulation import threads
+from tests.simulation.world import Killed, World
+
+ROOMS = ("ps_server.coordinator.", "ps_server.shard.", "ps_server.storage.", "ps_server.core.", "ps_runtime.background")
+
+
+def simulated_threading(world: World) -> SimpleNamespace:
+    """Returns what stands for the module `threading`."""
+    names = {name: partial(getattr(threads, name), world) for name in ("Lock", "RLock", "Condition", "Event", "Thread")}
+    return SimpleNamespace(**names)
+
+
+def simulated_secrets(world: World) -> SimpleNamespace:
+    """Returns what stands for the module `secrets`."""
+    draw = world.random
+    return SimpleNamespace(
+        token_hex=lambda size=8: draw.randbytes(size).hex(),
+        token_bytes=lambda size=8: draw.randbytes(size),
+        randbits=draw.getrandbits,
+        randbelow=draw.randrange,
+    )
+
+
+def simulated_time(world: World) -> SimpleNamespace:
+    """Returns what stands for the module `time`."""
+    return SimpleNamespace(
+        monotonic=lambda: world.now,
+        time=lambda: world.now + 1.7e9,
+        time_ns=lambda: int((world.now + 1.7e9) * 1e9),
+        sleep=world.let_pass,
+    )
+
+
+def simulated_failpoint(world: World, pace: dict[str, float]) -> Callable[..., None]:
+    """Returns what stands for `failpoint`: it takes the mean seconds that `pace` has by its name."""
+
+    def failpoint(name: str, before: Callable[[], object] | None = None) -> None:
+        task = world.current
+        if task is None:
+            return
+        host = task.host
+        if name in host.dies_at:
+            host.dies_at[name] -= 1
+            if not host.dies_at[name]:
+                if before is not None:
+                    before()
+                host.kill(f" at {name}")
+                raise Killed
+        seconds = pace.get(name, 0.0)
+        if seconds:
+            world.let_pass(world.random.expovariate(1 / seconds))
+
+    return failpoint
+
+
+@contextlib.contextmanager
+def bound(world: World, pace: dict[str, float]) -> Iterator[None]:
+    """Binds the servers' modules to a world."""
+    replacements: list[tuple[Any, Any]] = [
+        (threading, simulated_threading(world)),
+        (secrets, simulated_secrets(world)),
+        (sys.modules["time"], simulated_time(world)),
+        (background.note_error, world.round_failed),
+        (failpoints.failpoint, simulated_failpoint(world, pace)),
+        (concurrent.futures.ThreadPoolExecutor, partial(threads.ThreadPoolExecutor, world)),
+        (concurrent.futures.Future, partial(threads.Future, world)),
+    ]
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(ROOMS):
+            continue
+        names = vars(module)
+        for attribute, value in list(names.items()):
+            for real, stand_in in replacements:
+                if value is real:
+                    before.append((names, attribute, real))
+                    names[attribute] = stand_in
+    try:
+        yield
+    finally:
+        for names, attribute, real in before:
+            names[attribute] = real

@@ -1,0 +1,203 @@
+"""Clusters that are broken on purpose: each mutation takes one rule, or one repair, out of the real code.
+
+A simulation that finds nothing wrong says something only if it finds these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from ps_protocol.job import JobSpec
+from ps_server.coordinator.coordinator import Coordinator
+from ps_server.coordinator.job import CoordinatedJob
+from ps_server.coordinator.lifecycle import Lifecycle
+from ps_server.coordinator.recovery import Restored
+from ps_server.coordinator.removals import Removal, Removals
+from ps_server.coordinator.shards import RegisteredShard
+from ps_server.core.consistency import ADMITTED, UpdateRule
+from ps_server.core.data_leases import WorkerId
+from ps_server.core.membership import Membership, Rivals
+from ps_server.core.partition import JobPartition
+from ps_server.shard.hosted import HostedJobs
+from tests.simulation.cluster import Cluster
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One thing that is broken.
+
+    modes: in which it is looked for
+    kinds: of promises that it breaks, any of which will do
+    """
+
+    breaks: Break
+    modes: tuple[str, ...]
+    kinds: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return self.breaks.__name__
+
+    def find(self, patch: pytest.MonkeyPatch, seeds: range) -> tuple[str, int, str] | None:
+        """Returns the first mode and seed that find it, and the kind of promise that is broken; None: none does."""
+        self.breaks(patch)
+        for seed in seeds:
+            for mode in self.modes:
+                kinds = {violation.kind for violation in Cluster(mode, seed).run()} & self.kinds
+                if not kinds:
+                    continue
+                patch.undo()
+                if not Cluster(mode, seed).run():  # otherwise something else is wrong there
+                    return mode, seed, min(kinds)
+                self.breaks(patch)
+        return None
+
+
+# -- rules of the core -----------------------------------------------------------------------------------------------
+
+
+def takes_repeats_for_new(patch: pytest.MonkeyPatch) -> None:
+    """A push that comes twice counts twice."""
+    patch.setattr(UpdateRule, "is_repeat", lambda self, rank, clock: False)
+
+
+def acknowledges_and_forgets(patch: pytest.MonkeyPatch) -> None:
+    """Some pushes are acknowledged and never applied."""
+    stage = UpdateRule.stage
+
+    def forgetful(self: UpdateRule[object], rank: int, clock: int, *rest: object) -> None:
+        stage(self, rank, clock, *rest)  # type: ignore[arg-type]
+        if clock % 7 == 0:
+            del self.waiting[rank]
+
+    patch.setattr(UpdateRule, "stage", forgetful)
+
+
+def admits_everybody(patch: pytest.MonkeyPatch) -> None:
+    """No pull waits for anybody."""
+    patch.setattr(UpdateRule, "admits", lambda self, rank, clock: ADMITTED)
+
+
+def fences_nobody(patch: pytest.MonkeyPatch) -> None:
+    """Workers that were replaced, or whose lease ran out, may push and pull."""
+    patch.setattr(JobPartition, "check_worker", lambda self, rank, incarnation, key=None: None)
+
+
+def never_removes(patch: pytest.MonkeyPatch) -> None:
+    """A shard goes on counting the dead."""
+    patch.setattr(JobPartition, "_remove_worker", lambda self, command: None)
+
+
+def refuses_launches_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A launch is refused although those in its way may be dead."""
+    rivals = Membership.rivals
+
+    def at_once(self: Membership, *arguments: Any) -> Rivals | None:
+        found = rivals(self, *arguments)
+        return found and replace(found, live=True)
+
+    patch.setattr(Membership, "rivals", at_once)
+
+
+RULES = (
+    Mutation(takes_repeats_for_new, ("async",), frozenset({"doubled"})),
+    Mutation(acknowledges_and_forgets, ("async",), frozenset({"lost", "own update missing", "stuck"})),
+    Mutation(admits_everybody, ("ssp:0",), frozenset({"too stale", "own update missing"})),
+    Mutation(admits_everybody, ("sync",), frozenset({"wrong update", "own update missing"})),
+    Mutation(fences_nobody, ("sync",), frozenset({"wrong update", "gave up", "stuck", "lost", "doubled"})),
+    Mutation(never_removes, ("ssp:0",), frozenset({"stuck", "waits for the dead", "wrong roster"})),
+    Mutation(refuses_launches_at_once, ("async",), frozenset({"gave up"})),
+)
+
+# -- repairs: what was broken once -----------------------------------------------------------------------------------
+
+
+def asks_shards_that_have_not_called_in(patch: pytest.MonkeyPatch) -> None:
+    """The coordinator came back; it removes a worker from a shard that it does not know yet."""
+
+    def tell(self: Removals) -> None:
+        for index in {shard for shard, _, _ in self.pending()}:
+            self._shards.beside(index, partial(self._tell_all, index))
+
+    patch.setattr(Removals, "tell", tell)
+
+
+def forgets_shards_that_have_not_called_in(patch: pytest.MonkeyPatch) -> None:
+    """A worker whose lease runs out meanwhile is never removed from such a shard."""
+
+    def everywhere(self: Removals, workers: Iterable[WorkerId]) -> set[Removal]:
+        return {(shard, *worker) for worker in workers for shard in self._shards.known()}
+
+    patch.setattr(Removals, "everywhere", everywhere)
+
+
+def removes_from_one_shard_after_the_other(patch: pytest.MonkeyPatch) -> None:
+    """A shard that hangs delays what a healthy one has to hear."""
+
+    def tell(self: Removals) -> None:
+        for index in sorted(self._shards.known()):
+            self._tell_all(index)
+
+    patch.setattr(Removals, "tell", tell)
+
+
+def books_shards_that_were_not_restored(patch: pytest.MonkeyPatch) -> None:
+    """A second shard is lost in the middle of a rollback, and counts as rolled back."""
+    continue_from = CoordinatedJob.continue_from
+
+    def all_of_them(self: CoordinatedJob, restored: Restored, shards: Iterable[RegisteredShard]) -> None:
+        continue_from(self, restored, self._cluster.shards.known().values())
+
+    patch.setattr(CoordinatedJob, "continue_from", all_of_them)
+
+
+def admits_what_is_not_on_disk(patch: pytest.MonkeyPatch) -> None:
+    """A join, or a job, goes on although the coordinator's file cannot be written."""
+    patch.setattr(Coordinator, "save_ahead", Coordinator.save)
+
+
+def rolls_back_what_ends(patch: pytest.MonkeyPatch) -> None:
+    """A shard is lost while the last worker leaves: the job is rolled back at its end, or after it."""
+    patch.setattr(Lifecycle, "is_running", property(lambda self: True))
+
+
+def keeps_the_job_of_an_earlier_run(patch: pytest.MonkeyPatch) -> None:
+    """A shard takes a run for another one of the same name."""
+    create = HostedJobs.create
+
+    def keeping(self: HostedJobs, spec: JobSpec, buckets: Sequence[int], run: str) -> None:
+        if spec.name in self._jobs:
+            self._jobs[spec.name].run = run
+        create(self, spec, buckets, run)
+
+    patch.setattr(HostedJobs, "create", keeping)
+
+
+def takes_workers_of_an_earlier_run(patch: pytest.MonkeyPatch) -> None:
+    """A worker of an earlier run that wakes up takes part in the one of now."""
+    job = Coordinator.job
+    patch.setattr(Coordinator, "job", lambda self, name, run="": job(self, name))
+
+
+EVERY_MODE = ("sync", "ssp:0", "ssp:2", "async")
+HANGS = frozenset({"stuck", "gave up", "wrong roster", "waits for the dead", "wrong members"})
+MIXED = frozenset({"lost", "doubled", "torn", "another run", "wrong update", *HANGS})
+
+REPAIRS = (
+    Mutation(asks_shards_that_have_not_called_in, EVERY_MODE, frozenset({"round failed", "thread died"})),
+    Mutation(forgets_shards_that_have_not_called_in, EVERY_MODE, HANGS),
+    Mutation(removes_from_one_shard_after_the_other, EVERY_MODE, frozenset({"waits for the dead"})),
+    Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS),
+    Mutation(admits_what_is_not_on_disk, EVERY_MODE, MIXED),
+    Mutation(rolls_back_what_ends, EVERY_MODE, MIXED | {"round failed", "internal error"}),
+    Mutation(keeps_the_job_of_an_earlier_run, EVERY_MODE, MIXED),
+    Mutation(takes_workers_of_an_earlier_run, EVERY_MODE, MIXED),
+)

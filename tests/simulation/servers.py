@@ -1,0 +1,177 @@
+"""The servers' processes: the real Coordinator and the real Shard, called over the simulated network.
+
+What stands here is what the services of ps_server.rpc do besides: it takes a call apart and hands it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from ps_protocol.errors import PSError
+from ps_server.coordinator.coordinator import Coordinator
+from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.shards import SHARD_CALL_SECONDS
+from ps_server.coordinator.timing import DEFAULT_SERVER_CALL_SECONDS, Clock
+from ps_server.core.data_commits import Committed
+from ps_server.core.snapshot import ShardSnapshot
+from ps_server.rpc.shard_client import STATUS_SECONDS
+from ps_server.rpc.shard_service import AWAIT_SECONDS, RESTORE_SECONDS
+from ps_server.shard.job import HostedJob
+from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.shard import Shard
+from ps_server.shard.threads import OwnThreads
+from ps_server.storage.checkpoints import CheckpointStore
+from tests.simulation.disk import SimulatedDisk
+from tests.simulation.network import Network
+from tests.simulation.processes import Host
+from tests.simulation.threads import ThreadPoolExecutor
+from tests.simulation.world import World
+
+COORDINATOR = "10.0.0.1:7000"
+SECONDS = {"statistics": STATUS_SECONDS, "committed": STATUS_SECONDS}
+ASKED_OF_SHARDS = ("create_job", "drop_job", "add_worker", "remove_worker", "begin_snapshot")
+
+
+class WorldClock(Clock):
+    """The clock of a world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def now(self) -> float:
+        """Returns the time."""
+        return self._world.now
+
+    def since_1970(self) -> float:
+        """Returns the date."""
+        return self._world.now + 1.7e9
+
+
+class RemoteShard:
+    """A shard as the coordinator calls it: coordinator.shards.ShardApi, with the deadlines of rpc.shard_client."""
+
+    def __init__(self, network: Network, address: str) -> None:
+        self._network, self._address = network, address
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        seconds = SECONDS.get(method, DEFAULT_SERVER_CALL_SECONDS)
+        return partial(self._network.call, self._address, method, seconds=seconds, repeats=False)
+
+    def close(self) -> None:
+        """Closes the connection."""
+
+
+class CoordinatorProcess:
+    """A process that is the coordinator."""
+
+    def __init__(
+        self, network: Network, disk: SimulatedDisk, shards: int, lease: float, policy: CheckpointPolicy | None
+    ) -> None:
+        self.host = Host(network.world, "coordinator", COORDINATOR)
+        self._disk = disk
+        self.coordinator: Coordinator | None = None
+        self._network, self._shards, self._lease, self._policy = network, shards, lease, policy
+        network.listen(self.host)
+        self.host.spawn("main", self._main)
+
+    def _main(self) -> None:
+        world = self.host.world
+
+        def connect(index: int, address: str) -> RemoteShard:
+            return RemoteShard(self._network, address)
+
+        coordinator = Coordinator(
+            self._shards,
+            connect,  # type: ignore[arg-type]
+            self._lease,
+            policy=self._policy,
+            clock=WorldClock(world),
+            make_executor=partial(ThreadPoolExecutor, world),  # type: ignore[arg-type]
+            disk=self._disk,
+        )
+        coordinator.start()
+        self.coordinator = coordinator
+        self.host.methods = {
+            "register_shard": coordinator.register_shard,
+            "register_job": self._register_job,
+            "join": self._join,
+            "heartbeat": lambda job, run, *rest: coordinator.job(job, run).members.heartbeat(*rest),
+            "roster": lambda job, run: coordinator.job(job, run).members.roster(),
+            "save_state": lambda job, run, *rest: coordinator.job(job, run).save_worker_state(*rest),
+            "leave": coordinator.leave,
+        }
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it answers."""
+        return self.host.alive and not self.host.stopped and bool(self.host.methods)
+
+    def _register_job(self, spec: Any) -> str:
+        assert self.coordinator is not None
+        job, _ = self.coordinator.register_job(spec)
+        return job.placed.run
+
+    def _join(self, *arguments: Any) -> tuple[Any, dict[int, str]]:
+        assert self.coordinator is not None
+        result = self.coordinator.join(*arguments)
+        return result, {index: shard.address for index, shard in self.coordinator.shards().items()}
+
+
+class ShardProcess:
+    """A process that is a shard. process: the number that no other process of a shard has."""
+
+    def __init__(
+        self, network: Network, disk: SimulatedDisk, index: int, address: str, process: int, store: Path | None
+    ) -> None:
+        self.host = Host(network.world, f"shard {index}", address)
+        self._disk = disk
+        self.index, self.process = index, process
+        self.known = False
+        self.shard: Shard | None = None
+        self._network, self._store = network, store
+        network.listen(self.host)
+        self.host.spawn("main", self._main)
+
+    def _main(self) -> None:
+        world = self.host.world
+        shard = self.shard = Shard(
+            ShardMetrics(CollectorRegistry()),
+            OwnThreads(1),
+            lambda: world.now,
+            checkpoints=CheckpointStore(self._store, self._disk) if self._store else None,
+            index=self.index,
+        )
+        self.host.methods = {name: getattr(shard, name) for name in (*ASKED_OF_SHARDS, "statistics", "push", "pull")}
+        self.host.methods |= {"await_snapshot": self._await_snapshot, "committed": self._committed}
+        self.host.methods["restore_job"] = lambda *wanted: shard.restore_job(*wanted, RESTORE_SECONDS)
+        self.host.spawn("registration", self._register)
+
+    def hosted(self, name: str) -> HostedJob | None:
+        """Returns the job of this name that the shard holds, as it is at this moment: no lock is taken."""
+        return self.shard._hosted._jobs.get(name) if self.shard is not None else None
+
+    def _await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
+        assert self.shard is not None
+        return self.shard.await_snapshot(job, name, AWAIT_SECONDS, run)
+
+    def _committed(self, *arguments: Any) -> Committed | None:
+        assert self.shard is not None
+        committed, has_say = self.shard.committed(*arguments)
+        return committed if has_say else None
+
+    def _register(self) -> None:
+        """Does as rpc.registration does."""
+        world, process = self.host.world, self.process
+        who = self.index, self.host.address, "", process, process
+        while True:
+            try:
+                self._network.call(COORDINATOR, "register_shard", *who, seconds=SHARD_CALL_SECONDS, ready=True)
+                self.known = True
+            except PSError as error:
+                world.trace(f"{self.host.name}: {error}; trying again")
+            world.let_pass(SHARD_CALL_SECONDS)

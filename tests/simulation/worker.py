@@ -1,0 +1,431 @@
+"""A worker: it follows the protocol, and trains the counting oracle's job.
+
+It calls the real servers over the simulated network, with the deadlines and retries of ps_worker.cluster: it registers
+the job, joins, keeps its place by heartbeats, sends and fetches buckets, joins again where it lost its place, saves its
+state for checkpoints, and leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ps_protocol.errors import Fenced, NotFound, PSError, TryLater, UnknownWorker, Unreachable
+from ps_protocol.tensors import bytes_of
+from ps_server.core.membership import JoinRequest, JoinResult
+from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
+from ps_server.shard.waiting import PulledBucket
+from tests.chaos.oracle import Cells, Life, Violation, Witness
+from tests.simulation.network import Call
+from tests.simulation.processes import Host
+from tests.simulation.servers import COORDINATOR
+from tests.simulation.threads import Condition
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
+    from tests.simulation.runs import Run
+
+CALL_SECONDS, PULL_SECONDS = 15.0, 60.0  # of ps_worker.cluster
+CONNECT_SECONDS = 60.0  # without any progress, after which a worker gives up
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
+HEARTBEATS_PER_LEASE = 4
+LOOK_SECONDS, NOTICE_SECONDS = 0.2, 2.0
+
+
+class PlaceLost(Exception):
+    """The place that a call was made from was lost; its cause says how."""
+
+
+@dataclass(eq=False)
+class Place:
+    """A worker's place in the job, and its connections from there. closed: they are cut off."""
+
+    result: JoinResult
+    addresses: dict[int, str]
+    clock: int
+    since: float
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.calls: list[Call] = []
+
+    @property
+    def incarnation(self) -> int:
+        """Its number."""
+        return self.result.member.incarnation
+
+    @property
+    def run(self) -> str:
+        """The run that it is in, as the servers name it."""
+        return self.result.run
+
+    @property
+    def key(self) -> bytes:
+        """Its secret."""
+        return self.result.member.key
+
+    def cut(self) -> None:
+        """Ends every call that is under way."""
+        self.closed = True
+        for call in self.calls:
+            call.deliver(None, TryLater("the connection is closed"))
+
+
+class Worker:
+    """One life of a worker's process. launch: what started it; row: its own in the weights."""
+
+    def __init__(self, cluster: Cluster, run: Run, rank: int, launch: str, life: Life, row: int) -> None:
+        self.cluster, self.run, self.rank, self.launch, self.life = cluster, run, rank, launch, life
+        self.world = cluster.world
+        self.host = Host(self.world, f"worker {rank} of run {run.number}, life {life.number}")
+        self.places: list[Place] = []
+        self.error: PSError | None = None
+        self.holds, self.leaving, self.left, self.ended = False, False, False, False
+        self._begun, self._joining = False, False
+        self._at: Place | None = None  # where the training thread is
+        self._changed = Condition(self.world)
+        self._witness = Witness(run.rules, row)
+        self._model = Cells(run.shape)
+        self._view = self._model.view()
+        self._counts = torch.zeros(run.shape.buckets, run.shape.rows)
+        self._saves: set[int] = set()
+        self.host.spawn("train", self._main)
+
+    @property
+    def place(self) -> Place:
+        """The place of now."""
+        return self.places[-1]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its process lives and has a place."""
+        return self.host.alive and bool(self.places)
+
+    @property
+    def clock(self) -> int:
+        """How many steps it has finished or sent."""
+        return self.place.clock if self.places else 0
+
+    def leave(self) -> None:
+        """Has it leave after its step."""
+        self.leaving = True
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def _retry(self, attempt: Callable[[], Any], closed: Callable[[], bool] = lambda: False) -> Any:
+        """Does as ps_runtime.retry."""
+        since, pause = self.world.now, FIRST_PAUSE
+        while True:
+            try:
+                return attempt()
+            except PSError as error:
+                if not error.retryable or closed():
+                    raise
+                if error.retry_after is not None:
+                    since, pause = self.world.now, FIRST_PAUSE
+                    self.world.let_pass(error.retry_after * self.world.random.uniform(1.0, 1.5))
+                    continue
+                if self.world.now - since >= CONNECT_SECONDS:
+                    raise Unreachable(f"gave up after {CONNECT_SECONDS:g} s: {error}") from None
+            self.world.let_pass(pause * self.world.random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Calls the coordinator until it answers."""
+        call = self.cluster.network.call
+        return self._retry(lambda: call(COORDINATOR, method, *arguments, seconds=CALL_SECONDS))
+
+    def _join(self, run: str, before: Place | None) -> Place:
+        attempt, since = self.world.random.getrandbits(62), math.inf
+        clock = 0 if before is None else before.clock
+        request = JoinRequest(
+            pid=self.life.number,
+            host="there",
+            previous=None if before is None else before.incarnation,
+            clock=clock,
+            attempt=attempt,
+            launch=self.launch,
+            run=run,
+        )
+        arguments = self.run.name, self.rank
+
+        def ask() -> Any:
+            nonlocal since
+            asked = replace(request, waited=max(0.0, self.world.now - since))
+            try:
+                return self.cluster.network.call(COORDINATOR, "join", *arguments, asked, seconds=CALL_SECONDS)
+            except PSError as error:
+                if error.retry_after is not None:
+                    since = min(since, self.world.now)
+                raise
+
+        result, addresses = self._retry(ask)
+        self.world.trace(f"{self.host.name} joins: incarnation {result.member.incarnation}, clock {result.clock}")
+        return Place(result, addresses, result.clock, self.world.now)
+
+    def _leave_place(self, place: Place) -> bool:
+        arguments = self.run.name, self.rank, place.incarnation, place.key, place.run
+        try:
+            return bool(self.cluster.network.call(COORDINATOR, "leave", *arguments, seconds=CALL_SECONDS))
+        except PSError:
+            return False
+
+    # -- its place ---------------------------------------------------------------------------------------------------
+
+    def _take(self, place: Place) -> None:
+        before = self.places[-1] if self.places else None
+        self.places.append(place)
+        if before is not None:
+            before.cut()
+        self.cluster.took(self, place)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _beat(self) -> None:
+        """Keeps the place, as ps_worker.cluster.membership does."""
+        pause = self.cluster.lease / HEARTBEATS_PER_LEASE
+        while not self.leaving:
+            self.world.let_pass(pause)
+            place = self.place
+            if self.leaving:
+                return
+            who = self.run.name, place.run, self.rank, place.incarnation, place.clock, place.key
+            try:
+                try:
+                    self.cluster.network.call(COORDINATOR, "heartbeat", *who, seconds=pause)
+                except Fenced:
+                    raise
+                except UnknownWorker as error:
+                    self.world.trace(f"{self.host.name} hears: {error}")
+                    self.cluster.lost_place(self, place)
+                    self._joining = True
+                    try:
+                        self._take(self._join(place.run, place))
+                    finally:
+                        self._joining = False
+            except PSError as error:
+                if error.retryable or self.leaving:
+                    continue
+                self.error = error
+                place.cut()
+                with self._changed:
+                    self._changed.notify_all()
+                return
+
+    def _renewed(self, place: Place, cause: BaseException | None) -> Place:
+        """Waits for the place that follows one. Raises the cause of its loss if none will come."""
+        since = self.world.now
+        with self._changed:
+            while self.place is place:
+                if self.error is not None:
+                    raise self.error
+                fenced = isinstance(cause, Fenced) and not self._joining and self.world.now >= since + NOTICE_SECONDS
+                if cause is not None and (fenced or self.world.now >= since + CONNECT_SECONDS):
+                    raise cause
+                self._changed.wait(LOOK_SECONDS)
+        return self.place
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            self._begin()
+            self.host.spawn("heartbeat", self._beat)
+            self._connect(self.place)
+            step = 0
+            while not self.leaving:
+                self.world.let_pass(self.cluster.step_seconds())
+                self.holds = self._is_to_hold()
+                if self.holds:
+                    continue
+                step += 1
+                self._step(self.clock + 1 if self.run.rules.averaged else step)
+            self.places[-1].cut()
+            if self.error is None:
+                self.ended = self._leave_place(self.place)
+            self.left = True
+            self.world.trace(f"{self.host.name} has left at clock {self.clock}")
+            self.cluster.ended(self, None)
+        except PSError as error:
+            self.world.trace(f"{self.host.name} ends with {type(error).__name__}: {error}")
+            self.cluster.ended(self, error)
+
+    def _is_to_hold(self) -> bool:
+        target = self.run.target
+        return target is not None and self.clock >= target and self.error is None
+
+    def _begin(self) -> None:
+        """Does as ps_worker.cluster.participation.join."""
+        for last in (False, True):
+            run = self._ask("register_job", self.run.spec)
+            try:
+                self._take(self._join(run, None))
+                return
+            except NotFound:
+                if last:
+                    raise
+
+    def _connect(self, place: Place) -> None:
+        """Goes on from a place, or from the one that follows it should it be lost on the way."""
+        while True:
+            cause: BaseException | None
+            try:
+                self._enter(place)
+                self._at = place
+                return
+            except PlaceLost as lost:
+                cause = lost.__cause__
+            place.cut()
+            place = self._renewed(place, cause)
+
+    def _enter(self, place: Place) -> None:
+        self._witness.lost_track()
+        if not self._begun:
+            if self.rank == 0:
+                self._all(place, self._pushes(place, 0, dict.fromkeys(self.run.buckets, self.run.initial)))
+            self._await_started(place)
+        self._all(place, self._pulls(place))
+        self._begun = True
+        self._await_started(place)
+
+    def _await_started(self, place: Place) -> None:
+        while self.place is place:
+            try:
+                if self._ask("roster", self.run.name, place.run)[2]:
+                    return
+            except PSError as error:
+                raise PlaceLost from error
+            self.world.let_pass(LOOK_SECONDS)
+            if self.error is not None:
+                raise self.error
+        raise PlaceLost
+
+    def _all(self, place: Place, works: Sequence[Callable[[], object]]) -> None:
+        """Does several things at once. Raises the first error; PlaceLost where the loss of the place has caused it."""
+        left, errors = [len(works)], []
+
+        def do(work: Callable[[], object]) -> None:
+            try:
+                work()
+            except PSError as error:
+                errors.append(error)
+            left[0] -= 1
+            if errors or not left[0]:
+                with self._changed:
+                    self._changed.notify_all()
+
+        for work in works:
+            self.host.spawn("call", partial(do, work))
+        with self._changed:
+            self._changed.wait_for(lambda: errors or not left[0])
+        if errors:
+            if self.error is not None:
+                raise self.error
+            if isinstance(errors[0], NotFound | UnknownWorker) or self.place is not place:
+                raise PlaceLost from errors[0]
+            raise errors[0]
+
+    def _pushes(self, place: Place, clock: int, values: Mapping[int, torch.Tensor]) -> list[Callable[[], object]]:
+        """Returns what pushes buckets: to each shard one after the other, to all at once."""
+
+        def push(shard: int, buckets: list[int]) -> None:
+            for bucket in buckets:
+                self._push(place, shard, bucket, clock, values[bucket])
+
+        return [partial(push, shard, buckets) for shard, buckets in self._homes(place).items()]
+
+    def _push(self, place: Place, shard: int, bucket: int, clock: int, values: torch.Tensor) -> None:
+        kind = PushKind.GRADIENT if clock else PushKind.INITIAL_VALUE
+        call = PushCall(
+            self.run.name,
+            self.rank,
+            place.incarnation,
+            clock,
+            (PushedBucket(bucket, kind),),
+            bytes(bytes_of(values.flatten())),
+            key=place.key,
+            run=place.run,
+        )
+        address, network = place.addresses[shard], self.cluster.network
+        self._retry(lambda: network.call(address, "push", call, seconds=CALL_SECONDS), lambda: place.closed)
+
+    def _homes(self, place: Place) -> dict[int, list[int]]:
+        """Returns the buckets of each shard, in an order of this worker's own."""
+        homes: dict[int, list[int]] = {}
+        for bucket in self.world.random.sample(self.run.buckets, len(self.run.buckets)):
+            homes.setdefault(place.result.placement[bucket], []).append(bucket)
+        return homes
+
+    def _pulls(self, place: Place) -> list[Callable[[], object]]:
+        return [partial(self._pull, place, place.addresses[shard], held) for shard, held in self._homes(place).items()]
+
+    def _pull(self, place: Place, address: str, buckets: list[int]) -> None:
+        """Fetches buckets; after a failure those that are missing."""
+        missing = dict.fromkeys(buckets)
+
+        def attempt() -> None:
+            call = PullCall(
+                self.run.name, self.rank, place.incarnation, place.clock, tuple(missing), place.key, run=place.run
+            )
+            network = self.cluster.network
+            for answer in network.stream(address, "pull", call, seconds=PULL_SECONDS, begun=place.calls.append):
+                if isinstance(answer, PulledBucket) and answer.payload is not None:
+                    values = torch.frombuffer(bytearray(answer.payload), dtype=torch.float32)
+                    self._view[answer.bucket] = values[: self._view[0].numel()].view(self._view[0].shape)
+                    missing.pop(answer.bucket, None)
+                    if answer.save_state:
+                        self._saves.add(place.clock)
+            if missing:
+                raise TryLater("the answer broke off")
+
+        try:
+            self._retry(attempt, lambda: place.closed)
+        finally:
+            place.calls = [call for call in place.calls if not call.over]
+
+    def _step(self, number: int) -> None:
+        place = self.place
+        if self.error is not None:
+            raise self.error
+        if place is not self._at:
+            self._connect(place)
+            return
+        self.life.attempted.append(number)
+        self._witness.mark(self._model, number)
+        place.clock += 1
+        clock = place.clock
+        gradients = {index: bucket.grad for index, bucket in enumerate(self._model.buckets) if bucket.grad is not None}
+        try:
+            self._all(place, [*self._pulls(place), *self._pushes(place, clock, gradients)])
+        except PlaceLost as lost:
+            place.cut()
+            self._connect(self._renewed(place, lost.__cause__))
+            return
+        self._acknowledged(number)
+        if clock in self._saves:
+            self._saves.discard(clock)
+            self.host.spawn("state", partial(self._save_state, place, clock))
+
+    def _save_state(self, place: Place, clock: int) -> None:
+        who = self.run.name, place.run, self.rank, place.incarnation, place.key
+        try:
+            self._ask("save_state", *who, clock, b"%d" % clock)
+        except PSError as error:
+            self.world.trace(f"{self.host.name}: its state is not saved: {error}")
+
+    def _acknowledged(self, number: int) -> None:
+        view, run = self._view.clone(), self.run
+        self.life.done[number], self.life.at[number] = self.clock, self.world.now
+        for violation in self._witness.check(view, number):
+            where = {**violation.where, "life": self.life.number, "at": round(self.world.now - 1000, 3)}
+            self.cluster.violated(Violation(violation.kind, violation.said, where))
+        if not run.rules.averaged:
+            changed = (view[:, :, 0] != self._counts).any(dim=0).nonzero().flatten().tolist()
+            self._counts = view[:, :, 0]
+            counts = {row: [int(count) for count in self._counts[:, row].tolist()] for row in changed}
+            self.life.seen.append((self.clock, counts, self.world.now))
