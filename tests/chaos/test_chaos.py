@@ -22,14 +22,14 @@ def _lines(path: Path) -> int:
 
 @pytest.mark.timeout(240)
 def test_two_faults_that_overlap_break_no_promise_and_sigterm_ends_the_run_with_its_result(tmp_path: Path) -> None:
-    flags = ["--minutes=30", "--every=2", "--modes=sync", "--undisturbed=1", "--workers=2", "--lease=2", "--overlap=1"]
+    flags = ["--minutes=30", "--every=2", "--modes=ssp:4", "--undisturbed=1", "--workers=2", "--lease=2", "--overlap=1"]
     flags += ["--faults=kill-shard,kill", "--checkpoint-every=1s", "--seed=2"]
     result, kept = tmp_path / "found.jsonl", tmp_path / "kept"
     with (tmp_path / "said.txt").open("wb") as said:
         words = ["-m", "bench", "chaos", *flags, f"--json={result}", f"--keep={kept}"]
         chaos = subprocess.Popen([sys.executable, *words], cwd=ROOT, stderr=said)
     try:
-        happened = kept / "sync" / "chaos" / "faults.jsonl"
+        happened = kept / "ssp-4" / "chaos" / "faults.jsonl"
         until(lambda: chaos.poll() is not None or _lines(happened) >= 2, "two faults", SECONDS)
         chaos.send_signal(signal.SIGTERM)
         assert chaos.wait(SECONDS) == 0, (tmp_path / "said.txt").read_text()
