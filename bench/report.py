@@ -28,6 +28,7 @@ COLUMNS = (
     ("held_bytes", "weights + state, MiB", "{:.0f}"),
     ("compute", "compute", "{}"),
     ("fault_count", "faults", "{}"),
+    ("pair_count", "pairs of kinds that overlapped", "{}"),
     ("lost_steps", "steps lost with shards, and counted", "{}"),
     ("violations", "violations", "{}"),
 )

@@ -244,5 +244,11 @@ class _Shards:
             # A coordinator that comes back resumes what ran, if there are checkpoints: in the place of one that died.
             environment["PS_RESUME"] = "1" if environment.get("PS_CHECKPOINT_DIR") else environment["PS_RESUME"]
         if shard.restarts.count:
-            environment["PS_FAILPOINTS"] = ""
+            environment["PS_FAILPOINTS"] = _delays(environment.get("PS_FAILPOINTS", ""))
         return environment
+
+
+def _delays(failpoints: str) -> str:
+    """Returns the failpoints that only take time: a shard that comes back does not die again, but its disk is as slow
+    as before."""
+    return ",".join(entry for entry in failpoints.split(",") if "=delay:" in entry)

@@ -1,11 +1,12 @@
-"""Places where a server kills itself on request, so that tests can show what a death there does.
+"""Places where a server kills itself or waits on request, so that tests show what a death or a slow disk there does.
 
-    PS_FAILPOINTS=NAME[@SHARD][=N],...   SIGKILL the N-th time (first) that the place NAME is passed; with @SHARD, only
-                                         in the process that is this shard
+    PS_FAILPOINTS=NAME[@SHARD][=N],...              SIGKILL the N-th time (first) that the place NAME is passed; with
+                                                    @SHARD, only in the process that is this shard
+    PS_FAILPOINTS=NAME[@SHARD]=delay:SECONDS,...    waits so long each time that it is passed, as if that took longer
 
 Only the commands `ps-server shard` and `ps-server coordinator` look at the variable, once, when they start. A process
-that `ps-server up` starts in place of one that died does not have it. Where it is not set, a place costs one look at
-an empty dictionary.
+that `ps-server up` starts in place of one that died has the delays alone. Where it is not set, a place costs one look
+at two empty dictionaries.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -44,19 +46,26 @@ POINTS: Mapping[str, str] = {
     "drain-begun": "coordinator: told to stop, before it makes last checkpoints",
 }
 
-_ENTRY = re.compile(r"([a-z-]+)(?:@(\d{1,6}))?(?:=([1-9]\d{0,8}))?")
+_ENTRY = re.compile(r"([a-z-]+)(?:@(\d{1,6}))?(?:=(?:([1-9]\d{0,8})|delay:(\d{1,3}(?:\.\d{1,6})?)))?")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the variable. `shard`: None for every process."""
+    """One entry of the variable.
+
+    shard: None for every process
+    times: how often the place is passed until the process kills itself there
+    delay: seconds that each passage takes instead; None: it is to kill
+    """
 
     name: str
     shard: int | None
-    times: int
+    times: int = 1
+    delay: float | None = None
 
 
 _left: dict[str, int] = {}  # by name, how often it is still to be passed; empty unless the variable is set
+_delays: dict[str, float] = {}  # by name, seconds that each passage takes; likewise
 _lock = threading.Lock()
 
 
@@ -67,9 +76,11 @@ def parse(text: str) -> list[Entry]:
         match = _ENTRY.fullmatch(entry)
         if match is None or match[1] not in POINTS:
             raise InvalidRequest(
-                f"{VARIABLE}: expected NAME[@SHARD][=N], with a name out of {', '.join(POINTS)}; got {entry[:200]!r}"
+                f"{VARIABLE}: expected NAME[@SHARD][=N] or NAME[@SHARD]=delay:SECONDS, "
+                f"with a name out of {', '.join(POINTS)}; got {entry[:200]!r}"
             )
-        entries.append(Entry(match[1], int(match[2]) if match[2] else None, int(match[3] or 1)))
+        shard, delay = int(match[2]) if match[2] else None, float(match[4]) if match[4] else None
+        entries.append(Entry(match[1], shard, int(match[3] or 1), delay))
     return entries
 
 
@@ -81,7 +92,15 @@ def check() -> None:
 def arm(shard: int | None) -> None:
     """Arms the failpoints that PS_FAILPOINTS names, in the process of this shard; None: of the coordinator alone."""
     for entry in parse(os.environ.get(VARIABLE, "")):
-        if entry.shard in (None, shard):
+        if entry.shard not in (None, shard):
+            continue
+        if entry.delay is not None:
+            _delays[entry.name] = entry.delay
+            log.warning(
+                "%s is set: this process waits %g s each time at %r: %s",
+                *(VARIABLE, entry.delay, entry.name, POINTS[entry.name]),
+            )
+        else:
             _left[entry.name] = entry.times
             log.warning(
                 "%s is set: this process kills itself at %r, time %d: %s",
@@ -91,6 +110,8 @@ def arm(shard: int | None) -> None:
 
 def failpoint(name: str, before: Callable[[], object] | None = None) -> None:
     """Marks a place with a name. `before`: called before the process dies here, and only then."""
+    if name in _delays:
+        time.sleep(_delays[name])
     if _left:
         _pass(name, before)
 

@@ -2,8 +2,13 @@
 
 benchmark.py  `python -m bench chaos`: trains each mode undisturbed, then with faults, and compares
 trial.py      One job from its first worker to its last, with faults or without, and what came of it
-faults.py     What is done to a cluster, when, and to which process: all of it drawn from a seed
-cluster.py    Servers on fixed ports, and workers that are started again when they die
+trace.py      What happened meanwhile, and what it says: rates, and how long recovery takes
+faults.py     What can be done to a cluster, and to which of its processes
+plans.py      Which faults and pairs of faults are to come, and when: all of it drawn from a seed
+servers.py    Servers on fixed ports: those of `ps-server up`, or of docker-compose.yml's containers
+crew.py       Workers of `ps-worker run`, which starts them again when they die
+processes.py  Processes that are started again, found among another's children, and signalled
+cluster.py    Free ports, and the weights as they are on the shards
 links.py      TCP connections between workers and servers, which can be cut or held
 worker.py     The training script of a worker: its weights are the counting oracle
 ledger.py     What a worker writes down as it goes: JSON lines that survive kill -9

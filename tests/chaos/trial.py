@@ -4,86 +4,47 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import itertools
 import json
-import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.cluster import Crew, Servers, read_weights
-from tests.chaos.faults import KINDS, Arena, Fault, Plan
+from tests.chaos.cluster import read_weights
+from tests.chaos.crew import Crew
+from tests.chaos.faults import KINDS, Arena, Fault
 from tests.chaos.ledger import Ledgers, Record
 from tests.chaos.links import Link
 from tests.chaos.oracle import Rules, Violation, judge, missing, too_stale
+from tests.chaos.plans import Plan
+from tests.chaos.servers import Servers
+from tests.chaos.trace import Trace
 from tests.chaos.worker import Task
 
 LOOK_SECONDS = 0.05
 START_SECONDS = 120.0
-# Longer than any fault may hold up everybody, by far: beyond it a job counts as stuck.
-PATIENCE_SECONDS = 45.0
+PATIENCE_SECONDS = 45.0  # for what no fault holds up
+MISSED_SECONDS = 5.0  # for which a fault is tried, beyond its time, where nothing is there to do it to
+SAVING_SECONDS = 30.0  # the same of one that waits for a checkpoint
+SAY_SECONDS = 60.0
+SETTLE_SECONDS = 2.0  # after a fault's end: a step before that may be one that was under way
+KILL_SECONDS = 0.5  # at most, from a kill's time to the kill
 QUIET_EVENTS = {"joined", "joined again", "held", "left"}
 
 
-@dataclass
-class Trace:
-    """What happened in the window that counts, from `begun` to `ended`."""
+@dataclass(frozen=True)
+class Terms:
+    """How a trial is run.
 
-    begun: float
-    ended: float
-    records: list[Record]
-    faults: list[Fault]
-    violations: list[Violation] = field(default_factory=list)
+    bound: seconds within which every worker steps again after a fault's end
+    stop:  ends the window early once it is set
+    say:   takes a line now and then
+    """
 
-    def steps(self) -> list[tuple[float, int]]:
-        """When each step of the window was acknowledged, and its rank."""
-        return sorted(
-            (at, record.life.rank) for record in self.records for at in record.steps if self.begun <= at <= self.ended
-        )
-
-    def useful(self) -> int:
-        """Steps of the window that are in the weights: one that was undone and made again counts once."""
-        return len(
-            {
-                (record.life.rank, number) if record.averaged else (-1 - record.life.number, number)
-                for record in self.records
-                for number, at in record.life.at.items()
-                if self.begun <= at <= self.ended
-            }
-        )
-
-    def missing(self) -> float:
-        """Worker-seconds of the window in which a worker was not there, from its fault to its first step after it."""
-        found = 0.0
-        for fault in self.faults:
-            back = self.back(fault)
-            if fault.kind == "kill" or (KINDS[fault.kind].to == "worker" and fault.until > fault.at):
-                found += min(self.ended, fault.at + back if back is not None else self.ended) - fault.at
-        return found
-
-    def back(self, fault: Fault) -> float | None:
-        """Seconds from a fault's beginning until its victim's first step after its end; of a server's, the time
-        for which nobody stepped."""
-        if KINDS[fault.kind].to != "worker":
-            return self.stall(fault)
-        after = (at for at, rank in self.steps() if rank == fault.victim and at > fault.until)
-        first = next(after, None)
-        return None if first is None else first - fault.at
-
-    def stall(self, fault: Fault) -> float:
-        """The longest time in which none of the other workers finished a step, between this fault and the next."""
-        following = min((other.at for other in self.faults if other.at > fault.at), default=self.ended)
-        others = [at for at, rank in self.steps() if not fault.hits(rank)]
-        before = [max((at for at in others if at <= fault.at), default=fault.at)]
-        after = [next((at for at in others if at > following), following)]
-        times = before + [at for at in others if fault.at < at <= following] + after
-        return max(end - start for start, end in itertools.pairwise(times))
-
-    def step_ms(self) -> float:
-        """A worker's median time from one step to the next."""
-        gaps = [end - start for record in self.records for start, end in itertools.pairwise(record.steps)]
-        return round(1e3 * statistics.median(gaps), 2) if gaps else 0.0
+    bound: float
+    stop: threading.Event = field(default_factory=threading.Event)
+    say: Callable[[str], object] = lambda text: None
 
 
 class Stuck(Exception):
@@ -93,14 +54,18 @@ class Stuck(Exception):
 class Trial:
     """Runs one job. What goes wrong is a Violation, never an exception."""
 
-    def __init__(self, servers: Servers, links: Mapping[int, Sequence[Link]], task: Task, folder: Path) -> None:
+    def __init__(
+        self, servers: Servers, links: Mapping[int, Sequence[Link]], task: Task, folder: Path, terms: Terms
+    ) -> None:
         self._task = task
         self._folder = folder
-        self._rules = Rules.of(task.mode, task.workers, task.shape)
+        self._terms = terms
+        self._rules = Rules.of(task.mode, task.most, task.shape)
         self._ledgers = Ledgers(folder / "lives", self._rules.averaged)
-        self._crew = Crew(task, folder)
-        self._arena = Arena(servers, self._crew, links)
+        self._arena = Arena(servers, Crew(task, folder), links)
         self._faults: list[Fault] = []
+        self._missed = 0
+        self._second: tuple[float, Plan, str] | None = None  # when, what, and the kind of the first
         self._restored: dict[int, float | None] = {}  # by bucket, when its shard was killed first
         self.lost_steps = 0
         self._healed: list[tuple[float, int, Callable[[], object]]] = []  # (when, order, what ends the fault)
@@ -121,63 +86,106 @@ class Trial:
         finally:
             self._heal(float("inf"))
             (self._folder / "leave").touch()
-            if not self._crew.end(PATIENCE_SECONDS):
-                violations.append(Violation("stuck", "a worker did not leave", {}))
+            code = self._arena.crew.end(PATIENCE_SECONDS)
+            if code != 0:
+                said = "not all workers left" if code is None else f"the launcher ended with code {code}"
+                violations.append(Violation("stuck" if code is None else "gave up", said))
             records = self._ledgers.read()
             self._ledgers.close()
-            (self._folder / "faults.json").write_text(json.dumps([fault.data() for fault in self._faults], indent=1))
         violations += [violation for record in records for violation in record.violations]
         violations += too_stale([record.life for record in records], self._rules, self._restored)
         violations += self._odd_ends(records)
-        return Trace(begun, ended, records, self._faults, violations)
+        return Trace(begun, ended, records, self._faults, violations, self._missed)
 
     # -- the window --------------------------------------------------------------------------------------------------
 
     def _window(self, begun: float, seconds: float, plans: list[Plan]) -> None:
-        while (now := time.monotonic()) < begun + seconds:
+        said = begun
+        while (now := time.monotonic()) < begun + seconds and not self._terms.stop.is_set():
             self._heal(now)
-            if plans and now >= begun + plans[0].after and self._inject(plans[0], now):
-                plans.pop(0)
-            last = max((record.steps[-1] for record in self._ledgers.read() if record.steps), default=begun)
-            if now - last > PATIENCE_SECONDS:
-                raise Stuck(f"no step for {now - last:.0f} s")
+            self._strike(begun, now, plans)
+            self._watch(begun, now)
+            if now >= said + SAY_SECONDS:
+                said = now
+                self._say(now - begun)
             time.sleep(LOOK_SECONDS)
 
-    def _inject(self, one: Plan, now: float) -> bool:
-        """Does it to the first victim that is well; False if nobody is: then it is tried again in a moment."""
-        worker = KINDS[one.kind].to == "worker"
-        well = (victim for victim in one.victims if self._is_well(victim) or not worker)
-        victim = next(well, None) if worker or self._all_step(self._last_fault()) else None
-        heal = None if victim is None else KINDS[one.kind].begin(self._arena, victim)
-        if victim is None or heal is None:
-            return False
-        self._faults.append(Fault(one.kind, victim, now, now + one.seconds))
-        heapq.heappush(self._healed, (now + one.seconds, len(self._faults), heal))
-        return True
+    def _strike(self, begun: float, now: float, plans: list[Plan]) -> None:
+        """Does what is due: a first fault when every worker has stepped since the last one, a second one at its time,
+        whatever state the cluster is in."""
+        if self._second is not None:
+            due, plan, first = self._second
+            if now >= due and (self._inject(plan, first) or self._is_missed(plan, now - due)):
+                self._second = None
+        elif plans and now >= begun + plans[0].after and self._all_step(self._settled()):
+            plan = plans[0]
+            if self._inject(plan):
+                plans.pop(0)
+                self._second = plan.second and (now + plan.second.after, plan.second, plan.kind)
+            elif self._is_missed(plan, now - begun - plan.after):
+                plans.pop(0)
+
+    def _inject(self, plan: Plan, first: str | None = None) -> bool:
+        """Does it to the first victim to which it can be done; False if there is none: it is tried again then."""
+        kind, now = KINDS[plan.kind], time.monotonic()
+        for victim in plan.victims:
+            heal = kind.begin(self._arena, kind.to, victim)
+            if heal is not None:
+                server_killed = kind.kills and kind.to != "worker"
+                killed = self._arena.servers.shards_of(kind.to, victim) if server_killed else ()
+                self._faults.append(Fault(plan.kind, victim, now, now + plan.seconds, killed, first))
+                with (self._folder / "faults.jsonl").open("a") as file:
+                    file.write(json.dumps(self._faults[-1].data()) + "\n")
+                heapq.heappush(self._healed, (now + plan.seconds, len(self._faults), heal))
+                return True
+        return False
+
+    def _is_missed(self, plan: Plan, late: float) -> bool:
+        """Gives a fault up for which there was no victim for too long."""
+        missed = late > (SAVING_SECONDS if plan.kind == "kill-saving" else MISSED_SECONDS)
+        self._missed += missed
+        return missed
 
     def _last_fault(self) -> float:
         """When the last fault ended."""
         return max((fault.until for fault in self._faults), default=0.0)
 
-    def _is_well(self, rank: int) -> bool:
-        """Whether it has finished a step since the last fault that hit it, or a server, ended."""
-        hit = (fault.until for fault in self._faults if fault.hits(rank) or KINDS[fault.kind].to != "worker")
-        since = max(hit, default=0.0)
-        return any(record.life.rank == rank and record.steps and record.steps[-1] > since for record in self._records())
+    def _settled(self) -> float:
+        """When what is acknowledged was begun after the last fault's end, as far as can be told."""
+        return self._last_fault() + SETTLE_SECONDS if self._faults else 0.0
+
+    def _watch(self, begun: float, now: float) -> None:
+        """Raises Stuck if a worker has not stepped for longer than it may."""
+        since = self._settled()
+        if self._faults and now - since > self._terms.bound and not self._all_step(since):
+            late = [slot for slot, record in self._newest().items() if not record.steps or record.steps[-1] <= since]
+            kinds = " + ".join(fault.kind for fault in self._faults[-2:])
+            raise Stuck(f"workers {late} did not step within {self._terms.bound:g} s after {kinds}")
+        last = max((record.steps[-1] for record in self._records() if record.steps), default=begun)
+        if now - max(last, since) > max(PATIENCE_SECONDS, self._terms.bound):
+            raise Stuck(f"no step for {now - last:.0f} s")
 
     def _heal(self, now: float) -> None:
         while self._healed and self._healed[0][0] <= now:
             heapq.heappop(self._healed)[2]()
 
+    def _say(self, seconds: float) -> None:
+        records = self._records()
+        pairs = sum(fault.first is not None for fault in self._faults)
+        broken = sum(len(record.violations) for record in records)
+        steps = sum(len(record.life.done) for record in records)
+        said = f"{seconds / 60:.0f} min: {len(self._faults)} faults, {pairs} pairs, {steps} steps, {len(records)} lives"
+        self._terms.say(f"{said}, {broken} violations that workers saw")
+
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> list[Violation]:
         """Everybody heals, steps once more, stops at one clock and holds; then the weights are judged."""
-        while self._healed:
+        while self._healed:  # a second fault that was still to come is left out
             time.sleep(max(0.0, self._healed[0][0] - time.monotonic()))
             self._heal(time.monotonic())
-        healed = time.monotonic()
-        self._until(lambda: self._all_step(healed), PATIENCE_SECONDS, "come back")
+        healed = max(time.monotonic(), self._settled())
+        self._until(lambda: self._all_step(healed), self._terms.bound, "come back")
         target = max(max(record.life.done.values()) for record in self._records() if record.life.done) + 50
         path = self._folder / "stop.new"
         path.write_text(str(target))
@@ -191,12 +199,12 @@ class Trial:
         self.lost_steps, counted = missing(view, lives, self._rules), self._counted()
         if self.lost_steps > counted:
             said = f"{self.lost_steps} acknowledged steps are not in, and the servers count {counted} as lost"
-            kills = [fault.data() for fault in self._faults if fault.killed_shard is not None]
+            kills = [fault.data() for fault in self._faults if fault.killed]
             found.append(Violation("lost uncounted", said, {"faults": kills}))
         return found
 
     def _first_kill(self, shard: int) -> float | None:
-        kills = (fault.at for fault in self._faults if fault.killed_shard == shard)
+        kills = (fault.at for fault in self._faults if shard in fault.killed)
         return min(kills, default=None)
 
     def _counted(self) -> int:
@@ -235,7 +243,10 @@ class Trial:
             errors = [event for event in record.events if event[1] not in QUIET_EVENTS]
             for at, name, said in errors:
                 found.append(Violation("gave up", f"{name}: {said}", {**where, "at": at}))
-            killed = any(f.kind == "kill" and f.hits(record.life.rank) and f.at >= record.born for f in self._faults)
+            killed = any(
+                fault.kind == "kill" and fault.hits(record.life.rank) and fault.at + KILL_SECONDS >= record.born
+                for fault in self._faults
+            )
             if record is not newest[record.life.rank] and not errors and not killed:
                 found.append(Violation("died", "a worker process ended without a word", where))
         return found

@@ -1,12 +1,13 @@
 """One worker under chaos: a training script whose weights are the counting oracle, and whose ledger survives it.
 
-`ps-worker run` or the benchmark starts it, in a folder with `task.json`. It trains until the file `stop` names a clock,
-holds its place at that clock until there is a file `leave`, and leaves.
+`ps-worker run` starts it, or a test that names its rank too, with a folder that has a `task.json`. It trains until the
+file `stop` names a clock, holds its place at that clock until there is a file `leave`, and leaves.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from tests.chaos.ledger import Ledger
 from tests.chaos.oracle import Cells, Rules, Shape, Witness
 
 LOOK_SECONDS = 0.05
+SPARE = 2
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,9 @@ class Task:
     """What all workers of one job do.
 
     pause:      seconds that stand in for computing a step
-    transports: of the ranks, in turn
-    routes:     by rank, the addresses to call instead of the servers' own
+    transports: of the slots, in turn: a worker's slot is its number among those of its launch
+    routes:     by slot, the addresses to call instead of the servers' own
+    elastic:    the job has no fixed world size
     """
 
     mode: str
@@ -43,6 +46,12 @@ class Task:
     transports: tuple[str, ...] = ("shm", "grpc")
     connect_timeout: float = 60.0
     routes: dict[str, dict[str, str]] = field(default_factory=dict)
+    elastic: bool = False
+
+    @property
+    def most(self) -> int:
+        """How many workers a mean may have: in an elastic job a dead one counts until its lease is over."""
+        return self.workers + (SPARE if self.elastic else 0)
 
     @classmethod
     def read(cls, folder: Path) -> Task:
@@ -79,22 +88,17 @@ class Stop:
 
 
 def main() -> None:
-    """Trains, in the folder that the command line names, as the rank that it names."""
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    """Trains, in the folder that the command line names: as the rank that it names too, or as the launcher says."""
+    folder, ranks = Path(sys.argv[1]), [int(word) for word in sys.argv[2:]]
+    slot = ranks[0] if ranks else int(os.environ["PS_LOCAL_RANK"])
     torch.set_num_threads(1)
     task = Task.read(folder)
-    ledger = Ledger(folder / "lives", rank)
-    take_routes(task.routes.get(str(rank), {}))
+    ledger = Ledger(folder / "lives", slot)
+    take_routes(task.routes.get(str(slot), {}))
+    place = (task.server, task.mode, task.job, slot, task.workers) if ranks else ()
+    transport = task.transports[slot % len(task.transports)]
     try:
-        with ps_worker.connect(
-            task.server,
-            task.mode,
-            task.job,
-            rank,
-            task.workers,
-            connect_timeout=task.connect_timeout,
-            transport=task.transports[rank % len(task.transports)],
-        ) as session:
+        with ps_worker.connect(*place, connect_timeout=task.connect_timeout, transport=transport) as session:
             train(task, session, ledger, Stop(folder))
             ledger.event("held", str(session.clock))
             while not (folder / "leave").exists():
@@ -109,8 +113,9 @@ def train(task: Task, session: ps_worker.Session, ledger: Ledger, stop: Stop) ->
     """Steps until everybody stops; looks at the weights after each."""
     model = Cells(task.shape)
     model, optimizer = session.prepare(model, model.optimizer(), bucket_bytes=task.shape.bucket_bytes)
-    rules = Rules.of(task.mode, task.workers, task.shape)
-    witness = Witness(rules, session.rank if rules.averaged else ledger.number)
+    rules = Rules.of(task.mode, task.most, task.shape)
+    # A rank of an elastic job may go to another worker while the first still has a step under way.
+    witness = Witness(rules, session.rank if rules.averaged and not task.elastic else ledger.number)
     ledger.event("joined", str(session.clock))
     counts = torch.zeros(task.shape.buckets, task.shape.rows)
     step = 0

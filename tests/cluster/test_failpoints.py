@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 
 import ps_server.cli
 from ps_protocol.errors import PSError
+from ps_server import failpoints
 from ps_server.failpoints import POINTS
 from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
@@ -293,7 +295,9 @@ def word_after(word: str, line: str) -> str:
 
 
 @pytest.mark.parametrize("words", [("up", "--shards", "1"), ("coordinator", "--shards", "1")])
-@pytest.mark.parametrize("points", ["push-stagd", "push-staged@x", "push-staged=0", "push-staged=1,,nowhere"])
+@pytest.mark.parametrize(
+    "points", ["push-stagd", "push-staged@x", "push-staged=0", "push-staged=delay:soon", "push-staged=1,,nowhere"]
+)
 def test_a_name_that_is_none_ends_the_process_at_once_and_says_which_there_are(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], points: str
 ) -> None:
@@ -302,10 +306,23 @@ def test_a_name_that_is_none_ends_the_process_at_once_and_says_which_there_are(
     with pytest.raises(SystemExit) as ended:
         ps_server.cli.main()
     said = str(ended.value)
-    assert said.startswith("ps-server: PS_FAILPOINTS: expected NAME[@SHARD][=N]")
+    assert said.startswith("ps-server: PS_FAILPOINTS: expected NAME[@SHARD][=N] or NAME[@SHARD]=delay:SECONDS")
     assert repr(points.rpartition(",")[2]) in said
     assert all(name in said for name in POINTS)
     assert capsys.readouterr().out == ""
+
+
+def test_a_delay_takes_its_time_at_each_passage_of_its_place_on_its_shard_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PS_FAILPOINTS", "push-checked=delay:0.05,push-staged@1=delay:60,restore-read=7")
+    for armed in ("_left", "_delays"):
+        monkeypatch.setattr(failpoints, armed, {})
+    failpoints.arm(0)
+    begun = time.monotonic()
+    for name in ("push-checked", "push-staged", "restore-read", "push-checked"):
+        failpoints.failpoint(name)
+    assert 0.1 <= time.monotonic() - begun < 60
 
 
 def test_the_docs_name_every_point() -> None:
@@ -318,14 +335,14 @@ def test_every_point_has_a_test() -> None:
     assert [name for name in POINTS if name not in text] == []
 
 
-def test_what_up_starts_in_place_of_a_shard_that_died_has_no_points(
+def test_what_up_starts_in_place_of_a_shard_that_died_has_its_delays_alone(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
-    """Else it would die again, after as many pushes."""
+    """Else it would die again, after as many pushes; but its disk is as slow as before."""
     flags = ["--port=0", "--metrics-port=0", f"--lease={LEASE}", f"--checkpoint-every={EVERY}steps"]
     checkpoints, happened = tmp_path / "checkpoints", threading.Event()
     words = ["-m", "ps_server", "up", *flags, f"--checkpoint-dir={checkpoints}"]
-    up = Command(tmp_path, *words, PS_FAILPOINTS="push-staged@1=60")
+    up = Command(tmp_path, *words, PS_FAILPOINTS="push-staged@1=60,shard-file-half-written@1=delay:0.01")
     try:
         [address] = up.says(r"ps-server: ready at (\S+) ")
         run = Run(address, "sync", happened, CheckpointStore(checkpoints))
@@ -339,6 +356,8 @@ def test_what_up_starts_in_place_of_a_shard_that_died_has_no_points(
     lines = up.err.splitlines()
     warned = [line for line in lines if "PS_FAILPOINTS is set: this process kills itself at 'push-staged'" in line]
     assert len(warned) == 1, "by shard 1, in its first life"
+    slowed = [line for line in lines if "waits 0.01 s each time at 'shard-file-half-written'" in line]
+    assert len(slowed) == 2, "by shard 1, in both of its lives"
     assert [line for line in lines if line.startswith(("failpoint ", "ps-server: shard"))] == [
         "failpoint push-staged: this process kills itself",
         "ps-server: shard 1 ended with code -9; starting it again (restart 1)",
