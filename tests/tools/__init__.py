@@ -1,8 +1,5 @@
 """Clusters, clients and faults that several tests share.
 
-contract_client.py      A worker written from the contract alone: gRPC, the `.proto` files, and its own arithmetic
-record_worker.py        Records the messages of a worker's life, as bytes, beside the answers of its servers
-recordings.py           Plays what was recorded of an earlier release: its requests, as bytes, and its answers
 cluster.py              Real clusters of servers in this process, on free ports
 one_process.py          A coordinator and its shards in one process: calls instead of gRPC, and a clock that waits move
 cable.py                A cable between one worker and the servers, which a test cuts and plugs in again
