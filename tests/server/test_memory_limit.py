@@ -131,13 +131,13 @@ def test_a_job_is_refused_whose_optimizer_will_not_fit_beside_what_other_jobs_st
     room = room_for(spec, range(1025))
     assert (room.weights, room.optimizer, room.staged) == (2**22, 2**23, 2**22)
     assert room.objects > 1024 * 5 * 1024
-    monkeypatch.setattr("ps_server.shard.shard.free_bytes", lambda: room.total - 1)
+    monkeypatch.setattr("ps_server.shard.hosted.free_bytes", lambda: room.total - 1)
     with pytest.raises(LimitExceeded, match=f"its optimizer's state comes to {2**23}.*{room.total - 1} are free"):
         shard.create_job(spec, range(1024), "1")
-    monkeypatch.setattr("ps_server.shard.shard.free_bytes", lambda: room.total)
+    monkeypatch.setattr("ps_server.shard.hosted.free_bytes", lambda: room.total)
     shard.create_job(spec, range(1024), "1")
     # Its weights are taken now; a small one finds the rest promised.
-    monkeypatch.setattr("ps_server.shard.shard.free_bytes", lambda: room.optimizer + room.staged)
+    monkeypatch.setattr("ps_server.shard.hosted.free_bytes", lambda: room.optimizer + room.staged)
     with pytest.raises(LimitExceeded, match=f"of which other jobs here still take {room.optimizer + room.staged}"):
         shard.create_job(replace(job_of("SGD", {"lr": 0.1}), name="small"), [0], "1")
     assert list(shard.jobs()) == ["job"]

@@ -23,6 +23,7 @@ from ps_protocol.errors import (
 )
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
+from ps_protocol.optimizers import with_defaults
 from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery
@@ -38,7 +39,7 @@ from ps_server.storage.disk import Disk
 from tests.tools.one_process import AtOnce, DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
 
-SPEC = vector_job("job", "sync", 64, 1)
+SPEC = with_defaults(vector_job("job", "sync", 64, 1))
 LAYOUT = bucket_layout(SPEC.parameters, SPEC.bucket_bytes).buckets
 BUCKETS = range(len(LAYOUT))
 RUN = "1"

@@ -55,6 +55,9 @@ class _Context:
     def add_callback(self, callback: Callable[[], None]) -> bool:
         return True
 
+    def time_remaining(self) -> float | None:
+        return None
+
     def set_code(self, code: Any) -> None: ...
 
     def set_details(self, details: str) -> None: ...

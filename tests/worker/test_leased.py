@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import ps_worker
 from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, JobMismatch, LimitExceeded, UnknownWorker
 from ps_protocol.v1.types_pb2 import DataRange
+from ps_server.coordinator.timing import Timing
 from ps_server.ops import status
 from ps_worker import Session
 from tests.tools import counting
@@ -323,7 +324,7 @@ def test_what_a_shard_lost_with_its_memory_is_given_out_again(
     make_cluster: Callable[..., Cluster], tmp_path: Path, mode: str
 ) -> None:
     """In sync to all shards, which were rolled back together; else the shards that kept theirs leave it out."""
-    cluster = make_cluster(checkpoint_dir=tmp_path)
+    cluster = make_cluster(checkpoint_dir=tmp_path, timing=Timing(asked_checkpoint=0.1))
     with RawWorker(cluster.address, vector_job("job", mode, CELLS, 0), 0) as worker:
         worker.initialise()
         first = worker.lease().ranges
