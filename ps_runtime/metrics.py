@@ -37,7 +37,7 @@ CONNECTION_SECONDS = 10.0
 MAX_CONNECTIONS = 64
 MAX_CONNECTIONS_OF_A_HOST = 16  # so that no single host keeps the scraper out
 
-# How many times as long as it takes to make a page nobody gets a new one: scrapers in a loop take a tenth of a core.
+# A page is made anew after so many times the time that making it took: scrapers in a loop take a tenth of a core.
 PAUSES_PER_PAGE = 10
 
 # Half a millisecond doubling up to half a minute: a bucket's apply is at one end, a wait for a straggler at the other.

@@ -45,7 +45,7 @@ class Timing:
     any_state:       the same without a common clock: there an older state will do
     last_checkpoint: for the checkpoint at the end of a job
     asked_checkpoint: a checkpoint was asked for: so long the live workers have to come to its clock
-    fallback:        after that, for taking what stands, without those that have not come
+    fallback:        for taking the buckets as they are afterwards, without the states of workers that are late
     refusal:         after the last checkpoint before the servers end, a shard takes pushes again if they have not ended
     """
 

@@ -88,7 +88,7 @@ def grpc_options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", limits.message_bytes),
         ("grpc.max_allowed_incoming_connections", limits.connections),
         ("grpc.max_concurrent_streams", min(limits.calls, STREAMS_OF_A_CONNECTION)),
-        # Calls that nobody has looked at yet. gRPC drops some at random above 1,000, a worker's among them.
+        # Calls that wait for a thread. gRPC drops some at random above 1,000, a worker's among them.
         ("grpc.server.max_pending_requests", limits.all_calls),
         ("grpc.server.max_pending_requests_hard_limit", limits.all_calls),
         ("grpc.max_metadata_size", limits.metadata_bytes),

@@ -26,7 +26,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}  # of 
 
 
 def lock_directory(directory: Path, address: str, disk: Disk, since: float) -> Callable[[], None]:
-    """Takes a directory for this process; returns what gives it back. Raises InvalidRequest naming who has it.
+    """Takes a directory for this process; returns what gives it back. Raises InvalidRequest naming its holder.
 
     address, since: of this coordinator, for others to read; since in seconds since 1970
     Where the file system knows no locks, it says in the log that nothing keeps a second cluster out.

@@ -109,6 +109,8 @@ def test_clients_that_send_a_request_byte_by_byte_delay_nobody_and_are_cut_off(
         assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
         until(lambda: server.calls_in_flight() == 0, "the end of every call")
         assert clients.sent, "they had begun"
+        assert worst_step(cluster, "after") < SLOWEST_STEP_SECONDS
+        until(lambda: server.calls_in_flight() == 0, "the end of the worker's own calls, and no other")
 
 
 def test_clients_that_shake_hands_byte_by_byte_delay_nobody_and_are_cut_off(make_cluster: MakeCluster) -> None:
