@@ -219,7 +219,7 @@ class JobCheckpoints:
         """Has a checkpoint made as soon as can be, and waits for it. Raises CheckpointFailed, TryLater if it takes too
         long.
 
-        seconds:  for live workers to reach its clock; after that, the buckets are taken as they are, without their states
+        seconds:  for live workers to reach its clock; after that, buckets are taken as they are, without their states
         standing: no worker trains any more
         last:     the servers end after it: shards take no push that would not be in it
         """

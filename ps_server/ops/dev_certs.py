@@ -85,7 +85,7 @@ def write(
     """Makes the certificates that are missing and those that end within a third of their life. Returns their files.
 
     A holder's folder has ca.pem and its certificate and key; a server's also `roles`, which is never overwritten. The
-    CA's key, ca.key, is in the directory, with `split` in ca/: a process that reads it can make certificates that all processes
+    CA's key, ca.key, is in the directory, with `split` in ca/: its holder can make certificates that all processes
     trust. The CA is kept until it ends within a third of `life`, or `new_ca`, which makes everything anew. `hosts` and
     `split`: see `holders`. Raises InvalidRequest if there are files, but no CA that could have made them.
     """
