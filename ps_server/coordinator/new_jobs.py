@@ -40,12 +40,20 @@ class NewJobs:
         Raises TryLater while one of that name is being made, LimitExceeded if there is no room.
         """
         with self._lock:
-            if name in self._names:
-                raise try_soon(f"job {name!r} is being registered at this moment")
+            self._check(name)
             if len(self._names) >= room:
                 limit = self._cluster.limits.jobs
                 raise LimitExceeded(f"there are {limit} jobs already: that is the limit max-jobs")
             self._names.add(name)
+
+    def check(self, name: str) -> None:
+        """Raises TryLater while a job of this name is being made, or written down."""
+        with self._lock:
+            self._check(name)
+
+    def _check(self, name: str) -> None:
+        if name in self._names:
+            raise try_soon(f"job {name!r} is being registered at this moment")
 
     def done(self, name: str) -> None:
         """Notes that a job is made, or will not be."""

@@ -12,7 +12,7 @@ import gc
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 import torch
@@ -40,9 +40,12 @@ LAST_STEPS = 3
 
 
 class Cluster:
-    """A cluster. `violations`: the promises that were broken."""
+    """A cluster. `violations`: the promises that were broken.
 
-    def __init__(self, mode: str, seed: int, tracing: bool = False) -> None:
+    faults: the kinds that there are, where not all are wanted: these are frequent then
+    """
+
+    def __init__(self, mode: str, seed: int, tracing: bool = False, faults: Collection[str] | None = None) -> None:
         self.world = World(f"{mode} {seed}", tracing)
         self.lease, self.job = LEASE, job_under_test(mode)
         self.violations: list[Violation] = []
@@ -51,7 +54,7 @@ class Cluster:
         self.beside: Run | None = None
         self.holders: dict[tuple[str, int, int], Worker] = {}  # by the servers' run, rank and incarnation
         self.servers = Servers(self.network, self._setup(), self._server_died)
-        self.faults = Faults(self)
+        self.faults = Faults(self, faults)
         self.promises = Promises(self)
         self._lives = itertools.count()
         draw = self.world.random

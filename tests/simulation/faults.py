@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from tests.simulation.disk import Image
@@ -43,9 +43,9 @@ AT_THE_COORDINATOR = (
 
 
 class Faults:
-    """The faults of one simulation."""
+    """The faults of one simulation. kinds: those that there are; None: the seed draws them."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, kinds: Collection[str] | None = None) -> None:
         self._cluster, self._world = cluster, cluster.world
         draw = self._world.random
         self._do: dict[str, Callable[[], object]] = {
@@ -65,6 +65,9 @@ class Faults:
         assert self._do.keys() == KINDS.keys()
         self._weights = {kind: weight * draw.choice([0, 0, 1, 3]) for kind, weight in KINDS.items()}
         self._pairs = draw.choice([0.0, 0.2, 0.6])  # of the faults: another one comes at once, or soon
+        self._seconds = [*KINDS]
+        if kinds is not None:
+            self._weights, self._pairs, self._seconds = {kind: KINDS[kind] for kind in kinds}, 0.6, [*kinds]
         self._on = False
         self._images: deque[tuple[str | None, Image]] = deque(maxlen=8)  # of the directory: the run in it
         self.disturbed: dict[Host, float] = {}  # until when a process was disturbed, at the least
@@ -79,7 +82,7 @@ class Faults:
     def begin(self) -> None:
         """Begins."""
         self._on = True
-        if self._weights["the directory is set back"] or self._pairs:
+        if "the directory is set back" in self._seconds and (self._pairs or self._weights["the directory is set back"]):
             self._keep_image()
         self._world.at(self._world.random.expovariate(1 / MEAN_SECONDS), self._next)
 
@@ -109,7 +112,7 @@ class Faults:
             return
         self._make(draw.choices(kinds, [self._weights[kind] for kind in kinds])[0])
         if draw.random() < self._pairs:
-            second = draw.choices([*KINDS], [*KINDS.values()])[0]
+            second = draw.choices(self._seconds, [KINDS[kind] for kind in self._seconds])[0]
             self._world.at(draw.choice([0.0, draw.uniform(0.0, TOGETHER_SECONDS)]), lambda: self._make(second))
 
     def _make(self, kind: str) -> None:
