@@ -201,7 +201,7 @@ class Cluster:
             self.world.at(self.world.random.uniform(0.0, 3.0), self.begin_run)
 
     def _server_died(self, host: Host, shard: int | None) -> None:
-        self.faults.died(host, shard)
+        self.faults.died(host)
         for run in self.running():
             if shard is not None:
                 run.shard_died(shard, self.world.now)

@@ -137,7 +137,9 @@ class Promises:
         coordinator = cluster.servers.coordinator.host
         ends = [faults.disturbed.get(host, 0.0) for host in (worker.host, coordinator)]
         calm = self._world.now - max(coordinator.since, *ends)
-        rolled_back = faults.shard_died > place.since
+        # A shard that was started again brings a rollback when it has called in, which may take long.
+        shards = cluster.servers.shards
+        rolled_back = any(shard.known_since > place.since - LOOK_SECONDS for shard in shards)
         if calm > CALM_SECONDS and not rolled_back and not cluster.network.weather.loss and not worker.run.over:
             self._broken("lost its place", f"{worker.host.name}, with nothing wrong for {calm:.1f} s")
 
