@@ -63,7 +63,7 @@ class Cluster:
         self.pace = {
             "contribution-added": draw.choice([0.0, 0.01]),
             "update-stepped": draw.choice([0.001, 0.05]),
-            "restore-read": draw.choice([0.01, 1.0]),
+            "restore-read": draw.choice([0.01, 1.0, 4.0]),
             "shard-file-half-written": draw.choice([0.01, 0.3]),
             "manifest-half-written": draw.choice([0.0, 0.2]),
             "coordinator-file-unnamed": draw.choice([0.0, 0.02]),

@@ -143,8 +143,11 @@ class CoordinatorProcess:
 
 
 class ShardProcess:
-    """A process as a shard. process: the number that no other process of a shard has; known_since: to the coordinator of
-    now, as which it knows it"""
+    """A process as a shard.
+
+    process:     the number that no other process of a shard has
+    known_since: when it called in first with the coordinator of now
+    """
 
     def __init__(
         self, network: Network, host: Host, disk: SimulatedDisk, index: int, process: int, store: Path | None
