@@ -38,7 +38,7 @@ class Mutation:
     modes:   in which it is looked for
     kinds:   of promises that it breaks, any of which will do
     faults:  the kinds of faults among which it shows often; None: any
-    seed:    one that finds it among these faults, in the first mode
+    known:   a mode and a seed that find it among these faults
     besides: what is broken too, because it hides this one: without this one, that must show nothing
     """
 
@@ -46,7 +46,7 @@ class Mutation:
     modes: tuple[str, ...]
     kinds: frozenset[str]
     faults: tuple[str, ...] | None = None
-    seed: int = 0
+    known: tuple[str, int] = ("ssp:2", 0)
     besides: Break | None = None
 
     @property
@@ -219,24 +219,34 @@ RETURN = SHARD_HANGS, WORKER_DIES, COORDINATOR_DIES
 
 REPAIRS = (
     Mutation(
-        asks_shards_that_have_not_called_in, EVERY_MODE, frozenset({"round failed", "thread died"}), RETURN, seed=0
+        asks_shards_that_have_not_called_in,
+        EVERY_MODE,
+        frozenset({"round failed", "thread died"}),
+        faults=RETURN,
+        known=("ssp:2", 0),
     ),
-    Mutation(forgets_shards_that_have_not_called_in, EVERY_MODE, HANGS, RETURN, seed=0),
+    Mutation(forgets_shards_that_have_not_called_in, EVERY_MODE, HANGS, faults=RETURN, known=("sync", 1)),
     Mutation(
         removes_from_one_shard_after_the_other,
         EVERY_MODE,
         frozenset({"waits for the dead"}),
-        (SHARD_HANGS, WORKER_DIES),
-        seed=0,
+        faults=(SHARD_HANGS, WORKER_DIES),
+        known=("ssp:2", 0),
     ),
-    Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, (SHARD_DIES,), seed=0),
-    Mutation(admits_what_is_not_on_disk, EVERY_MODE, MIXED, ("a disk is full", WORKER_DIES, COORDINATOR_DIES), seed=0),
+    Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, faults=(SHARD_DIES,), known=("async", 0)),
+    Mutation(
+        admits_what_is_not_on_disk,
+        EVERY_MODE,
+        MIXED,
+        faults=("a disk is full", WORKER_DIES, COORDINATOR_DIES),
+        known=("ssp:2", 0),
+    ),
     Mutation(
         rolls_back_what_ends,
         EVERY_MODE,
         MIXED | {"round failed", "internal error"},
-        (),
-        seed=0,
+        faults=(),
+        known=("async", 0),
         besides=keeps_the_job_of_an_earlier_run,
     ),
     Mutation(keeps_the_job_of_an_earlier_run, EVERY_MODE, MIXED),
