@@ -366,6 +366,7 @@ def test_a_coordinator_asks_the_process_at_an_address_which_one_it_is(cluster: O
 # -- background threads, and jobs that workers have deserted ---------------------------------------------------------
 
 
+@pytest.mark.usefixtures("caplog")  # the errors are meant
 def test_an_error_in_one_job_is_counted_and_keeps_no_other_from_its_turn(
     cluster: OneProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,6 +403,7 @@ def test_a_coordinator_that_stood_still_ends_no_lease_because_of_it(cluster: One
     assert not members.all()
 
 
+@pytest.mark.usefixtures("caplog")  # the errors are meant
 def test_a_thread_goes_on_after_an_error() -> None:
     rounds: list[int] = []
 
