@@ -113,7 +113,7 @@ def test_demo_trains_on_a_cluster_and_says_what_came_of_it(tmp_path: Path) -> No
 @pytest.mark.parametrize("loss", [0.1, 0.5, math.nan])
 def test_demo_fails_unless_the_loss_is_below_the_goal(loss: float) -> None:
     demo.check(0.09, 0.1)
-    with pytest.raises(SystemExit, match="demo: the loss should have fallen below 0.1, but is "):
+    with pytest.raises(SystemExit, match=r"demo: the loss should have fallen below 0\.1, but is "):
         demo.check(loss, 0.1)
 
 

@@ -19,6 +19,7 @@ from ps_protocol.errors import (
     TryLater,
     UnknownWorker,
 )
+from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
 from ps_protocol.optimizers import with_defaults
 from ps_server.coordinator.cluster import Checkpointing

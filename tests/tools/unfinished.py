@@ -6,6 +6,7 @@ A client of HTTP/2 that keeps to the rules of flow control, so that what the ser
 from __future__ import annotations
 
 import contextlib
+import itertools
 import selectors
 import socket
 import struct
@@ -71,7 +72,7 @@ class Unfinished:
     def __init__(
         self,
         address: str,
-        path: str,
+        paths: tuple[str, ...],
         size: int,
         kept_back: int = 1024,
         calls: int = 1,
@@ -81,15 +82,15 @@ class Unfinished:
         filled: bool = False,
     ) -> None:
         """
+        paths:     of the methods that are called in turn
         size:      of each request, as its own header says
         kept_back: how much of it is never sent; all of it: not even that header
         calls:     on each connection; there is one from each of the sources
         piece:     bytes of a frame
         filled:    each frame is followed by one of 8,000 bytes that means nothing
         """
-        self._fields = call_fields(path)
-        if token is not None:
-            self._fields["authorization"] = f"Bearer {token}"
+        bearer = {} if token is None else {"authorization": f"Bearer {token}"}
+        self._fields = itertools.cycle([call_fields(path) | bearer for path in paths])
         self._size, self._sent_size = size, max(0, size + 5 - kept_back) if kept_back <= size else 0
         self._calls, self._piece, self._filled = calls, piece, filled
         self.begun = 0
@@ -136,7 +137,7 @@ class Unfinished:
                         selector.unregister(key.fileobj)
 
     def _begin(self, connection: _Connection) -> None:
-        connection.put(call(connection.number, self._fields))
+        connection.put(call(connection.number, next(self._fields)))
         connection.streams[connection.number] = _Stream(connection.initial_window, self._sent_size)
         connection.number += 2
         self.begun += 1
