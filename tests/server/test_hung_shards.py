@@ -89,7 +89,7 @@ class Threaded:
 
 @pytest.fixture
 def threaded() -> Iterator[Threaded]:
-    cluster = Threaded(lease=1.0)
+    cluster = Threaded(lease=2.0)
     yield cluster
     cluster.stop()
 
@@ -243,25 +243,12 @@ def test_what_the_disk_did_not_take_is_written_when_it_can(tmp_path: Path) -> No
     cluster.stop()
 
 
-def saved(cluster: OneProcess, worker: DirectWorker) -> None:
-    """Makes a checkpoint while the worker trains."""
-
-    def meanwhile() -> None:
-        cluster.coordinator.make_checkpoints()
-        steps(worker, 1)
-        if worker.in_checkpoint:
-            worker.save_state()
-
-    cluster.clock.meanwhile = meanwhile
-    cluster.coordinator.job("job").checkpoint()
-    cluster.clock.meanwhile = cluster.coordinator.make_checkpoints
-
-
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_second_shard_that_dies_during_a_rollback_is_rolled_back_too(cluster: OneProcess, mode: str) -> None:
     worker = DirectWorker(cluster, vector_job("job", mode, CELLS, 1), 0)
     worker.initialise()
-    saved(cluster, worker)
+    worker.checkpoint()
+    cluster.while_waiting()
     before = worker.clock
     cluster.start_shard(1)
     restore = cluster.shards[1].restore_job
@@ -284,7 +271,8 @@ def test_a_second_shard_that_dies_during_a_rollback_is_rolled_back_too(cluster: 
 def test_a_shard_that_dies_while_the_last_worker_leaves_brings_no_job_back(cluster: OneProcess) -> None:
     worker = DirectWorker(cluster, vector_job("job", "sync", CELLS, 1), 0)
     worker.initialise()
-    saved(cluster, worker)
+    worker.checkpoint()
+    cluster.while_waiting()
     steps(worker, 1)
 
     def dies() -> None:
@@ -306,7 +294,8 @@ def test_a_shard_that_dies_while_the_last_worker_leaves_brings_no_job_back(clust
 def test_a_last_worker_that_leaves_during_a_rollback_ends_the_job_after_it(cluster: OneProcess) -> None:
     worker = DirectWorker(cluster, vector_job("job", "sync", CELLS, 1), 0)
     worker.initialise()
-    saved(cluster, worker)
+    worker.checkpoint()
+    cluster.while_waiting()
     cluster.start_shard(1)
     restore = cluster.shards[1].restore_job
 
@@ -322,7 +311,8 @@ def test_a_last_worker_that_leaves_during_a_rollback_ends_the_job_after_it(clust
 def test_a_join_that_a_rollback_overtakes_is_made_again(cluster: OneProcess) -> None:
     worker = DirectWorker(cluster, vector_job("job", "async", CELLS, 0), 0)
     worker.initialise()
-    saved(cluster, worker)
+    worker.checkpoint()
+    cluster.while_waiting()
     add = cluster.shards[0].add_worker
 
     def loses_a_shard(*arguments: Any) -> Any:
@@ -430,7 +420,7 @@ def test_a_job_without_workers_ends(cluster: OneProcess, joins: bool, seconds: i
     else:
         cluster.coordinator.register_job(spec)
     cluster.coordinator.expire_workers()
-    cluster.clock.meanwhile = cluster.coordinator.make_checkpoints
+    cluster.while_waiting()
     cluster.clock.seconds += seconds - 11
     cluster.coordinator.expire_workers()
     assert "job" in cluster.coordinator.jobs()
