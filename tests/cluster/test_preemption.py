@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import pytest
 
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import Cluster, until
+from tests.tools.forkserver import Forked, Nursery
 
 SAMPLES, WORKERS, WAIT_SECONDS = 600, 2, 120
 LEASE = 120.0
@@ -37,15 +35,13 @@ with open(directory / f"began-{session.rank}", "a", buffering=1) as began:
 """
 
 
-def start(cluster: Cluster, mode: str, directory: Path) -> list[subprocess.Popen[bytes]]:
+def start(nursery: Nursery, cluster: Cluster, mode: str, directory: Path) -> list[Forked]:
     directory.mkdir()
-    variables = {**os.environ, "PS_SERVER": cluster.address, "PS_MODE": mode, "PS_WORLD_SIZE": str(WORKERS)}
+    script, words = directory / "script.py", [directory, SAMPLES]
+    script.write_text(SCRIPT)
+    variables = {"PS_SERVER": cluster.address, "PS_MODE": mode, "PS_WORLD_SIZE": str(WORKERS)}
     return [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(directory), str(SAMPLES)],
-            env={**variables, "PS_RANK": str(rank), "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        for rank in range(WORKERS)
+        nursery.run(script, words, directory / f"log-{rank}", PS_RANK=str(rank), **variables) for rank in range(WORKERS)
     ]
 
 
@@ -57,11 +53,11 @@ def began(directory: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_workers_that_are_told_to_stop_go_on_where_they_were(
-    make_cluster: Callable[..., Cluster], tmp_path: Path, mode: str
+    make_cluster: Callable[..., Cluster], nursery: Nursery, tmp_path: Path, mode: str
 ) -> None:
     kept = tmp_path / "checkpoints"
     first = make_cluster(checkpoint_dir=kept, lease=LEASE)
-    running = start(first, mode, tmp_path / "first")
+    running = start(nursery, first, mode, tmp_path / "first")
     try:
         until(lambda: all(len(samples) > 20 for samples in began(tmp_path / "first")), "training", WAIT_SECONDS)
         for process in running:
@@ -73,7 +69,7 @@ def test_workers_that_are_told_to_stop_go_on_where_they_were(
         assert (sorted(manifest.workers), manifest.without) == ([0, 1], ())
         first.stop()
         second = make_cluster(checkpoint_dir=kept, restore=True, lease=LEASE)
-        running += start(second, mode, tmp_path / "second")
+        running += start(nursery, second, mode, tmp_path / "second")
         assert [process.wait(WAIT_SECONDS) for process in running[WORKERS:]] == [0] * WORKERS
     finally:
         for process in running:
