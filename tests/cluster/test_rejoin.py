@@ -130,8 +130,8 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
     sessions: list[Session] = []
 
     def acknowledged() -> bool:
-        pushed = list(sessions[0]._strategy._training._pushed)  # type: ignore[attr-defined]
-        return len(pushed) == 8 and all(push.done() for push in pushed)
+        sent = sessions[0]._strategy._training._sent  # type: ignore[attr-defined]
+        return sent is not None and len(sent.pushed) == 8 and all(push.done() for push in sent.pushed)
 
     def work(which: int) -> None:
         if which == 0:
