@@ -247,7 +247,7 @@ def test_a_join_that_was_under_way_when_the_servers_stop_ends_no_refusal(cluster
     members = cluster.coordinator.job("job").members
     late = JoinRequest(host="here", run=worker.run)
     reservation = members.reserve(1, late)
-    while_waiting(cluster, nothing)
+    cluster.while_waiting(lambda: None)
     cluster.coordinator.drain(0.0)
     members.admit(reservation, late, members.count(reservation))
     with pytest.raises(TryLater, match="the servers are stopping"):
