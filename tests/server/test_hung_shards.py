@@ -228,6 +228,40 @@ def test_what_the_disk_does_not_take_is_not_done(tmp_path: Path) -> None:
     cluster.stop()
 
 
+class AskingDisk(FullDisk):
+    """A full disk that calls back before it refuses something."""
+
+    def __init__(self, ask: Callable[[], object]) -> None:
+        self.ask = ask
+
+    def write(self, *arguments: Any, **named: Any) -> Any:
+        if self.full:
+            self.ask()
+        return super().write(*arguments, **named)
+
+
+@pytest.mark.usefixtures("caplog")
+def test_a_job_that_is_not_on_disk_yet_is_not_given_to_a_second_caller(tmp_path: Path) -> None:
+    """It may not come to be: a worker that was told that it is there would end with NotFound."""
+    asked: list[str] = []
+
+    def ask() -> None:
+        if not asked:
+            with pytest.raises(TryLater) as refused:
+                cluster.coordinator.register_job(spec)
+            asked.append(str(refused.value))
+
+    spec, disk = vector_job("job", "async", CELLS, 0), AskingDisk(ask)
+    cluster = OneProcess(tmp_path, disk=disk)
+    disk.full = True
+    with pytest.raises(TryLater, match="No space left on device"):
+        cluster.coordinator.register_job(spec)
+    assert asked == ["job 'job' is being registered at this moment"]
+    disk.full = False
+    assert cluster.coordinator.register_job(spec)[1]
+    cluster.stop()
+
+
 @pytest.mark.usefixtures("caplog")
 def test_what_the_disk_did_not_take_is_written_when_it_can(tmp_path: Path) -> None:
     disk = FullDisk()
