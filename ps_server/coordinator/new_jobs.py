@@ -37,7 +37,8 @@ class NewJobs:
     def begin(self, name: str, room: int) -> None:
         """Notes that a job is going to be made, until `done`. room: how many more jobs there may be
 
-        Raises TryLater while one of that name is being made, LimitExceeded if there is no room.
+        Raises TryLater while one of that name is being made, saying how far the restore of its checkpoint is if there
+        is one; LimitExceeded if there is no room.
         """
         with self._lock:
             self._check(name)
@@ -47,13 +48,14 @@ class NewJobs:
             self._names.add(name)
 
     def check(self, name: str) -> None:
-        """Raises TryLater while a job of this name is being made, or written down."""
+        """Raises TryLater while a job of this name is being made, or written down: see `begin`."""
         with self._lock:
             self._check(name)
 
     def _check(self, name: str) -> None:
         if name in self._names:
-            raise try_soon(f"job {name!r} is being registered at this moment")
+            restoring = self._recovery.progress(name) if self._recovery is not None else None
+            raise restoring or try_soon(f"job {name!r} is being registered at this moment")
 
     def done(self, name: str) -> None:
         """Notes that a job is made, or will not be."""
