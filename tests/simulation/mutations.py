@@ -239,6 +239,7 @@ REPAIRS = (
         EVERY_MODE,
         MIXED,
         faults=("a disk is full", WORKER_DIES, COORDINATOR_DIES),
+        known=("ssp:0", 35),
     ),
     Mutation(
         rolls_back_what_ends,
