@@ -228,6 +228,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from ps_launch.lifeline import Lifeline
 
     lifeline = Lifeline(sys.stdin.fileno(), end) if supervised else None
+    from ps_server.ops.compiler import leave_out_compiler
     from ps_server.server import Server
 
     if lifeline is not None and not coordinates and not coordinator:
@@ -235,6 +236,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if not coordinates and not coordinator:
         raise PSError("a shard needs --coordinator HOST:PORT (or --with-coordinator, to be it)")
     begun.set()
+    leave_out_compiler()
     shard = None if alone else arguments.index
     server = Server(config_of(arguments, arguments.shards if coordinates else None, shard, coordinator))
     _tune_interpreter()

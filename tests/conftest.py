@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.tools.cluster import Cluster
+from tests.tools.forkserver import Nursery
 
 # The same examples on every run, however slow the machine.
 settings.register_profile("claims", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -64,6 +65,13 @@ def shared() -> Iterator[Cluster]:
     running = Cluster()
     yield running
     running.stop()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Starts servers and scripts as processes, without waiting for their imports."""
+    with Nursery() as found:
+        yield found
 
 
 @pytest.fixture
