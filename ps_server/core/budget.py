@@ -40,7 +40,8 @@ class PrincipalBudget:
 
     def release(self, principal: str, size: int) -> None:
         """Gives bytes back."""
-        self._set(principal, self._bytes[principal] - size)
+        if size:
+            self._set(principal, self._bytes[principal] - size)
 
     def _set(self, principal: str, size: int) -> None:
         if size:
