@@ -196,3 +196,10 @@ def test_the_memory_of_pulls_has_a_bound(clock: int) -> None:
     assert taken < count * calls * BYTES_OF_A_BUCKET
     assert 2 * DEFAULTS.pulled_buckets * BYTES_OF_A_BUCKET <= 2**30
     shard.stop()
+
+
+def test_a_pull_of_no_bucket_ends_as_one_of_some(shard: Shard) -> None:
+    """A worker whose stream broke after its last bucket asks for those that are missing: for none."""
+    stream = Stream()
+    shard.pull(pull(0), stream, "them")  # type: ignore[arg-type]
+    assert stream.is_over
