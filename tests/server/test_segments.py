@@ -613,9 +613,9 @@ def test_a_worker_is_told_of_weights_early_only_where_it_has_to_take_them_over(
     asked = []
     check = cluster.shards[0]._pulls.check
 
-    def checked(job: HostedJob, call: PullCall, outbox: Outbox) -> Pull:
+    def checked(job: HostedJob, call: PullCall, outbox: Outbox, principal: str) -> Pull:
         asked.append((call.in_segment, call.notify_bytes))
-        return check(job, call, outbox)
+        return check(job, call, outbox, principal)
 
     monkeypatch.setattr(cluster.shards[0]._pulls, "check", checked)
     with cluster.connect("sync", transport="shm") as session:
