@@ -156,11 +156,18 @@ def _make_certificates(arguments: argparse.Namespace) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
     directory, life, new_ca = Path(arguments.directory), timedelta(days=arguments.days), arguments.new_ca
+    is_first = True
     while True:
-        made = write(directory, arguments.host, life, arguments.split, new_ca)
-        new_ca = False  # asked for once, not at each look
-        said = f"made {', '.join(made)}" if made else "all certificates are there, and none ends soon"
-        print(f"ps-server: {directory}: {said}", flush=True)
+        try:
+            made = write(directory, arguments.host, life, arguments.split, new_ca and is_first)
+        except PSError as error:
+            if is_first:
+                raise
+            print(f"ps-server: {error}; looking again in {arguments.every:g} s", file=sys.stderr, flush=True)
+        else:
+            said = f"made {', '.join(made)}" if made else "all certificates are there, and none ends soon"
+            print(f"ps-server: {directory}: {said}", flush=True)
+        is_first = False
         if arguments.every is None or stop.wait(arguments.every):
             return 0
 

@@ -50,9 +50,12 @@ def _no_surprises(request: pytest.FixtureRequest) -> Iterator[None]:
             found.append(logging.Formatter().format(record))
 
     handler = Errors(logging.ERROR)
-    logging.getLogger("ps_server").addHandler(handler)
+    loggers = [logging.getLogger(name) for name in ("ps_server", "ps_runtime")]  # background threads are the latter's
+    for logger in loggers:
+        logger.addHandler(handler)
     yield
-    logging.getLogger("ps_server").removeHandler(handler)
+    for logger in loggers:
+        logger.removeHandler(handler)
     assert not found or "caplog" in request.fixturenames, "\n".join(found)
 
 

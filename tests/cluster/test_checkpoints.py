@@ -31,8 +31,9 @@ from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.dense import DenseBucket, Gradient, Scratch
 from ps_server.core.partition import JobPartition
 from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, extent
-from ps_server.storage.checkpoints import CheckpointStore, Manifest, WorkerPart
+from ps_server.storage.checkpoints import CheckpointStore, Manifest
 from ps_server.storage.export import export, optimizer_state_dict
+from tests.tools.checkpoint_files import write_checkpoint
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.forkserver import Nursery, address_in
 from tests.tools.launching import END_SECONDS, Command
@@ -77,25 +78,7 @@ def train(buckets: list[Bucket], steps: int, seed: int = 0) -> None:
 
 def write(store: CheckpointStore, images: list[BucketSnapshot], spec: JobSpec, name: str = "000001") -> Manifest:
     """A complete checkpoint of one shard and one worker."""
-    store.begin(spec.name, name)
-    part = store.write_shard(spec.name, name, 0, images)
-    worker = store.write_worker(spec.name, name, 0, b"state")
-    manifest = Manifest(
-        name=name,
-        job=job_spec_data(spec),
-        run="run",
-        mode="sync",
-        clock=3,
-        placement=(0,) * len(images),
-        shards={0: part},
-        workers={0: WorkerPart(worker, 3)},
-        versions=(3, 3),
-        clocks={0: 3},
-        last_incarnation=1,
-        restore_count=0,
-    )
-    store.commit(spec.name, manifest)
-    return manifest
+    return write_checkpoint(store, spec, images, name, {0: b"state"})
 
 
 def test_a_manifest_of_the_format_before_is_read(tmp_path: Path) -> None:

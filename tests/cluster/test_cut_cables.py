@@ -161,10 +161,11 @@ def test_a_worker_whose_cable_was_pulled_for_longer_than_its_lease_comes_back_an
     (tmp_path / "stop.new").write_text(str(clock))
     (tmp_path / "stop.new").rename(tmp_path / "stop")
     until(lambda: all(record.has("held") for record in records().values()), "the end")
-    script, log = tmp_path / "read.py", tmp_path / "read.log"
-    script.write_text(READ)
-    read = nursery.run(script, [tmp_path], log, network=network.name(0), PS_INSECURE="1")
-    assert read.wait(60) == 0, log.read_text()
+    (tmp_path / "read.py").write_text(READ)
+    read = nursery.run(
+        tmp_path / "read.py", [tmp_path], tmp_path / "read.log", network=network.name(0), PS_INSECURE="1"
+    )
+    assert read.wait(60) == 0, (tmp_path / "read.log").read_text()
     (tmp_path / "leave").touch()
     view, found = load_file(tmp_path / "view.safetensors")["view"], list(records().values())
     assert [record.violations for record in found] == [[], []]

@@ -167,6 +167,7 @@ KILL = f"push-staged@1={LATER}"
     [
         (f"update-stepped@0={LATER // 2}", ["shard 0"]),
         (f"pull-half-sent@1={LATER}", ["shard 1"]),
+        (f"{KILL},restore-half-read@0", ["shard 1", "shard 0"]),
         (f"{KILL},restore-read@0", ["shard 1", "shard 0"]),
     ],
 )

@@ -21,10 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ps_server.ops.glibc import streaming
-from tests.tools.cluster import until  # and with it servers and sessions
+from tests.tools.cluster import until
 
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
@@ -108,8 +106,9 @@ class Nursery:
 
     def run(self, script: Path, words: Sequence[object], log: Path, network: str = "", **variables: str) -> Forked:
         """Starts `python SCRIPT WORDS`, which writes to `log`. network: as for `serve`"""
-        line = [str(script), *map(str, words)]
-        return self._fork(lambda code: None, script=line[0], words=line, log=log, network=network, variables=variables)
+        asked = [str(script), *map(str, words)]
+        more = {"network": network, "variables": variables}
+        return self._fork(lambda code: None, script=asked[0], words=asked, log=log, **more)
 
     def _fork(self, ended: Callable[[int], object], **asked: Any) -> Forked:
         fork = Forked(ended)
@@ -151,7 +150,7 @@ def address_in(log: Path) -> str:
 
 def main() -> None:
     """Forks what it is asked for until its input ends; in a fork, runs that."""
-    torch.optim.SGD([torch.zeros(1)], lr=0.0)  # torch imports more with the first optimizer
+    _import_everything()
     numbers: dict[int, int] = {}
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -180,6 +179,15 @@ def main() -> None:
                     return
                 numbers[pid] = asked["number"]
                 _say(number=asked["number"], pid=pid)
+
+
+def _import_everything() -> None:
+    import safetensors.torch  # noqa: F401
+    import torch
+
+    import ps_worker.session  # noqa: F401
+
+    torch.optim.SGD([torch.zeros(1)], lr=0.0)  # torch imports more with the first optimizer
 
 
 def _say(**what: int) -> None:
