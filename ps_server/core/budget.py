@@ -40,7 +40,8 @@ class PrincipalBudget:
 
     def release(self, principal: str, size: int) -> None:
         """Gives bytes back. Of a principal that has reserved none, none: what is not there may be asked for."""
-        self._set(principal, self.bytes_of(principal) - size)
+        if size:
+            self._set(principal, self.bytes_of(principal) - size)
 
     def _set(self, principal: str, size: int) -> None:
         if size:
