@@ -239,7 +239,6 @@ REPAIRS = (
         EVERY_MODE,
         MIXED,
         faults=("a disk is full", WORKER_DIES, COORDINATOR_DIES),
-        known=("ssp:0", 35),
     ),
     Mutation(
         rolls_back_what_ends,
