@@ -252,7 +252,8 @@ REPAIRS = (
         admits_what_is_not_on_disk,
         EVERY_MODE,
         MIXED,
-        faults=("a disk is full", WORKER_DIES, COORDINATOR_DIES),
+        faults=(*["a disk is full"] * 6, WORKER_DIES, COORDINATOR_DIES),
+        known=("sync", 4),
     ),
     Mutation(
         rolls_back_what_ends,
