@@ -291,10 +291,16 @@ def _other_launch(member: Member) -> str:
 
 
 def check_incarnation(rank: int, incarnation: int, live: int | None) -> None:
-    """Raises unless `incarnation` is the live one of a rank; `live` is None where the rank has no live worker."""
+    """Raises unless `incarnation` is the live one of a rank; `live` is None where the rank has no live worker.
+
+    An older incarnation was replaced: Fenced. A newer one was not: it joined servers that have gone back to an earlier
+    state since, and do not know it any more. UnknownWorker: it may join again, and fences the one that is live.
+    """
     if live is None:
         raise UnknownWorker(f"worker {rank} is not a live member of the job: its lease ran out, or it never joined")
-    if incarnation != live:
+    if incarnation > live:
+        raise UnknownWorker(f"worker {rank} never joined: incarnation {live} is live, the call came from {incarnation}")
+    if incarnation < live:
         raise Fenced(f"worker {rank} was replaced: incarnation {live} is live, the call came from {incarnation}")
 
 

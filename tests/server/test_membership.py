@@ -58,6 +58,21 @@ def test_a_worker_that_joins_anew_fences_its_older_self() -> None:
     assert membership.members[0] is newer
 
 
+def test_a_worker_that_is_newer_than_the_live_one_was_not_replaced_and_joins_again() -> None:
+    """The servers have gone back to a state of before it joined: of its rank they know the worker that it followed."""
+    membership = job(world_size=1)
+    older = join(membership, 0)
+    with pytest.raises(UnknownWorker, match="never joined: incarnation 1 is live, the call came from 4") as refused:
+        membership.heartbeat(0, 4, clock=7, now=1.0)
+    assert not isinstance(refused.value, Fenced)
+    assert membership.members == {0: older}, "it does not count before it has joined again"
+    assert membership.claim(0, JoinRequest(pid=2, previous=4)) == 0
+    newer = join(membership, 0)
+    with pytest.raises(Fenced):
+        membership.heartbeat(0, older.incarnation, clock=1, now=1.0)
+    membership.heartbeat(0, newer.incarnation, clock=1, now=1.0)
+
+
 def test_a_worker_that_never_joined_is_unknown() -> None:
     membership = job(world_size=0)
     with pytest.raises(UnknownWorker) as refused:

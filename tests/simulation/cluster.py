@@ -264,16 +264,27 @@ class Cluster:
             run = self.this_run
             if self.violations or not self._waits(lambda run=run: self.this_run is not run, until):  # type: ignore[misc]
                 return  # there were as many runs as there can be
-        self._waits(self.promises.all_agree, self.world.now + AGREE_SECONDS)
+        while self._all_agree() and not self._all_hold():  # a shard that was lost has called in late
+            for run in self.running():
+                self._holds(run, until)
         self._let_pass(1.0)
         for run in self.running() if not self.violations else []:
             self.promises.check_finished(run)
+
+    def _all_agree(self) -> bool:
+        return self._waits(self.promises.all_agree, self.world.now + AGREE_SECONDS) and not self.violations
+
+    def _all_hold(self) -> bool:
+        return all(run.all_hold() for run in self.running())
 
     def _has_finished(self, run: Run, until: float) -> bool:
         """Returns True once all workers of a run hold at one clock; False if the run was lost, or a promise broken."""
         self._start_all(run)
         self._waits(lambda: run.over or run.is_training(), until)
         run.target = run.furthest() + LAST_STEPS
+        return self._holds(run, until)
+
+    def _holds(self, run: Run, until: float) -> bool:
         self._waits(lambda: run.over or run.all_hold(), until)
         if run.over or self.violations:
             return False

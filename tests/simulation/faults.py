@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,10 @@ AT_THE_COORDINATOR = (
 
 
 class Faults:
-    """The faults of one simulation. kinds: those that there are; None: the seed draws them."""
+    """The faults of one simulation.
+
+    kinds: those that there are; one that is named several times is so much more frequent. None: the seed draws them
+    """
 
     def __init__(self, cluster: Cluster, kinds: Collection[str] | None = None) -> None:
         self._cluster, self._world = cluster, cluster.world
@@ -67,7 +70,8 @@ class Faults:
         self._pairs = draw.choice([0.0, 0.2, 0.6])  # of the faults: another one comes at once, or soon
         self._seconds = [*KINDS]
         if kinds is not None:
-            self._weights, self._pairs, self._seconds = {kind: KINDS[kind] for kind in kinds}, 0.6, [*kinds]
+            self._weights = {kind: KINDS[kind] * count for kind, count in Counter(kinds).items()}
+            self._pairs, self._seconds = 0.6, [*kinds]
         self._on = False
         self._images: deque[tuple[str | None, Image]] = deque(maxlen=4)  # of the directory: the run in it
         self.disturbed: dict[Host, float] = {}  # until when a process was disturbed, at the least

@@ -26,6 +26,8 @@ from ps_server.core.data_leases import WorkerId
 from ps_server.core.membership import Membership, Rivals
 from ps_server.core.partition import JobPartition
 from ps_server.shard.hosted import HostedJobs
+from ps_server.shard.job import HostedBucket, HostedJob
+from ps_server.shard.pulls import Pulls
 from tests.simulation.cluster import Cluster
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -123,6 +125,17 @@ def refuses_launches_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Membership, "rivals", at_once)
 
 
+def answers_no_pull_that_waits(patch: pytest.MonkeyPatch) -> None:
+    """A few updates on, none wakes the pulls that wait for it: a job stands still with which nothing is wrong."""
+    release = Pulls.release
+
+    def forgetful(self: Pulls, job: HostedJob, bucket: HostedBucket) -> None:
+        if bucket.rule.version <= 5:
+            release(self, job, bucket)
+
+    patch.setattr(Pulls, "release", forgetful)
+
+
 RULES = (
     Mutation(takes_repeats_for_new, ("async",), frozenset({"doubled"})),
     Mutation(acknowledges_and_forgets, ("async",), frozenset({"lost", "own update missing", "stuck"})),
@@ -131,6 +144,7 @@ RULES = (
     Mutation(fences_nobody, ("sync",), frozenset({"wrong update", "gave up", "stuck", "lost", "doubled"})),
     Mutation(never_removes, ("ssp:0",), frozenset({"stuck", "waits for the dead", "wrong roster"})),
     Mutation(refuses_launches_at_once, ("async",), frozenset({"gave up"})),
+    Mutation(answers_no_pull_that_waits, ("sync", "ssp:0"), frozenset({"another job waits"})),
 )
 
 # -- repairs: what was broken once -----------------------------------------------------------------------------------
@@ -238,7 +252,8 @@ REPAIRS = (
         admits_what_is_not_on_disk,
         EVERY_MODE,
         MIXED,
-        faults=("a disk is full", WORKER_DIES, COORDINATOR_DIES),
+        faults=(*["a disk is full"] * 6, WORKER_DIES, COORDINATOR_DIES),
+        known=("sync", 4),
     ),
     Mutation(
         rolls_back_what_ends,

@@ -31,11 +31,8 @@ class Promises:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._world = cluster, cluster.world
         self._dead_since: dict[tuple[str, int, int, int], float] = {}  # by job, shard process, rank, incarnation
-        self._beside: tuple[int, float, ShardProcess | None] = (
-            -1,
-            0.0,
-            None,
-        )  # clock of the job beside, since when, where
+        # Of the job beside: when its worker 0 ended its last step, since when it should end one, on which shard.
+        self._beside: tuple[float, float, ShardProcess | None] = 0.0, 0.0, None
         self._store = CheckpointStore(DIRECTORY, cluster.servers.disks[0])
         self._reported: set[str] = set()
 
@@ -103,22 +100,34 @@ class Promises:
                 self._broken("waits for the dead", said, process=process_number)
 
     def a_job_beside_goes_on(self) -> None:
-        """A job with nothing on a shard that hangs, or dies, goes on: its steps come. What takes a call to every shard,
-        a join or its return to a checkpoint, may wait for that one."""
+        """A job with nothing on a shard that hangs, or dies, goes on: its steps come, as fast as its workers compute.
+        What takes a call to every shard, a join or its return to a checkpoint, may wait for that one."""
         cluster, run = self._cluster, self._cluster.beside
         worker = run.workers.get(0) if run is not None else None
         if run is None or run.over or run.may_end or worker is None or not worker.is_training:
             return
-        servers, network, now = cluster.servers, cluster.network, self._world.now
-        clock, since, process = self._beside
+        servers, now = cluster.servers, self._world.now
+        stepped, since, process = self._beside
+        steps = worker.stepped != stepped
         hosts = [worker.host, servers.coordinator.host, servers.shards[0].host]
-        steps = worker.clock != clock
-        disturbed = steps or worker.holds or network.weather.loss or process is not servers.shards[0]
-        if disturbed or not all(self._is_healthy(host, 2 * LOOK_SECONDS) for host in hosts):
+        waits_for_a_worker = worker.holds or self._computes(run, worker)
+        disturbed = cluster.network.weather.loss or process is not servers.shards[0] or self._returns(run)
+        if steps or waits_for_a_worker or disturbed or not all(self._is_healthy(h, 2 * LOOK_SECONDS) for h in hosts):
             since = now
-        self._beside = worker.clock, since, servers.shards[0] if steps else process  # its own shard's death is its own
+        # The death of its own shard is its own matter until it has made a step there.
+        self._beside = worker.stepped, since, servers.shards[0] if steps else process
         if now - since > cluster.lease + BESIDE_SECONDS:
-            self._broken("another job waits", f"{worker.host.name} is at clock {clock} since {now - since:.1f} s")
+            said = f"{worker.host.name} is at clock {worker.clock}, with nothing wrong for {now - since:.1f} s"
+            self._broken("another job waits", said)
+
+    def _computes(self, run: Run, worker: Worker) -> bool:
+        """Whether a worker computes, or one does that it may have to wait for."""
+        return worker.computes or (run.rules.bound is not None and any(w.computes for w in run.workers.values()))
+
+    def _returns(self, run: Run) -> bool:
+        """Whether a job has to go back to a checkpoint, or one of its workers has to join again."""
+        job = self.job(run.name)
+        return job is None or bool(job.lost()) or self._members(run) != _living(run)
 
     def _is_healthy(self, host: Host, seconds: float) -> bool:
         """Whether a server has lived undisturbed for some time."""

@@ -109,9 +109,11 @@ class Run:
         return len(self.workers) == self.job.workers and all(worker.is_there for worker in self.staying())
 
     def all_hold(self) -> bool:
-        """Whether all its workers are at the target."""
-        holds = all(worker.holds and worker.host.alive for worker in self.staying())
-        return len(self.workers) == self.job.workers and holds
+        """Whether all its workers are at the target, and none was set back behind it since."""
+        staying, target = self.staying(), self.target
+        holds = all(worker.holds and worker.host.alive for worker in staying)
+        is_there = target is not None and all(worker.clock >= target for worker in staying)
+        return len(self.workers) == self.job.workers and holds and is_there
 
     def shard_died(self, index: int, now: float) -> None:
         """Notes what the death of a shard may cost."""

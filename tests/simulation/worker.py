@@ -77,7 +77,13 @@ class Place:
 
 
 class Worker:
-    """One life of a worker's process. launch: what started it; row: its own in the weights."""
+    """One life of a worker's process.
+
+    launch:   what started it
+    row:      its own in the weights
+    computes: it is in a step, and waits for no server
+    stepped:  when its last step was acknowledged
+    """
 
     def __init__(self, cluster: Cluster, run: Run, rank: int, launch: str, life: Life, row: int) -> None:
         self.cluster, self.run, self.rank, self.launch, self.life = cluster, run, rank, launch, life
@@ -87,6 +93,7 @@ class Worker:
         self.places: list[Place] = []
         self.error: PSError | None = None
         self.holds, self.leaving, self.left, self.ended = False, False, False, False
+        self.computes, self.stepped = False, 0.0
         self._begun, self._joining = False, False
         self._at: Place | None = None  # where the training thread is
         self._changed = Condition(self.world)
@@ -247,7 +254,9 @@ class Worker:
             self._connect(self.place)
             step = 0
             while not self.leaving:
+                self.computes = True
                 self.world.let_pass(self.cluster.step_seconds())
+                self.computes = False
                 self.holds = self._is_to_hold()
                 if self.holds:
                     continue
@@ -428,6 +437,7 @@ class Worker:
     def _acknowledged(self, number: int) -> None:
         view, run = self._view.clone(), self.run
         self.life.done[number], self.life.at[number] = self.clock, self.world.now
+        self.stepped = self.world.now
         for violation in self._witness.check(view, number):
             where = {**violation.where, "life": self.life.number, "at": round(self.world.now - 1000, 3)}
             self.cluster.violated(Violation(violation.kind, violation.said, where))

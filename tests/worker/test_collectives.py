@@ -258,7 +258,8 @@ def test_only_a_live_worker_may_give_a_value_and_only_for_the_open_round(shared:
         refused: list[tuple[type[PSError], dict[str, Any]]] = [
             (Forbidden, {"lease_key": b"x" * 16}),
             (UnknownWorker, {"rank": 1}),
-            (Fenced, {"incarnation": worker.incarnation + 1}),
+            (Fenced, {"incarnation": worker.incarnation - 1}),
+            (UnknownWorker, {"incarnation": worker.incarnation + 1}),
             (NotFound, {"job": "another"}),
             (InvalidRequest, {"round": 2}),
             (InvalidRequest, {"round": 2**64 - 1}),
