@@ -207,7 +207,7 @@ class Server:
         self.shard = shard
         data = DataService(shard, Answers(self._config.index or 0, self._process))
         data.register(self._grpc)
-        control = ShardService(shard, self._config.limits)
+        control = ShardService(shard, self._config.limits, self._process)
         control.register(self._grpc)
         self._registry.register(shard_gauges(shard))
         self._registry.register(restart_gauges(self._config.restart_count))

@@ -254,6 +254,8 @@ class Coordinator:
         self._draining = True
         log.info("stopping: workers have %g s (--drain-seconds) to end their steps for the last checkpoints", seconds)
         failpoint("drain-begun")
+        for job in self.jobs().values():
+            job.members.close()
         jobs = [job.checkpoints for job in self.jobs().values() if job.checkpoints is not None]
         with self._cluster.make_executor(max(1, len(jobs)), "drain") as pool:
             for checkpoints in jobs:

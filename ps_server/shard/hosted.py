@@ -122,7 +122,12 @@ class HostedJobs:
         self._let_go(spec.name, restoring)
         job = self._make(spec, request.buckets, request.run)
         weights = {index: bucket.weights.flat for index, bucket in job.buckets.items()}
-        snapshots = store.read_buckets(spec.name, manifest, specs, restoring.read, weights)
+
+        def read(count: int) -> None:
+            restoring.read(count)
+            failpoint("restore-half-read")
+
+        snapshots = store.read_buckets(spec.name, manifest, specs, read, weights)
         job.state.execute(RestoreSnapshot(snapshots, request.last_incarnation, owned=True))
         failpoint("restore-read")
         with self._lock:

@@ -148,7 +148,7 @@ class Shard:
         job = self._hosted.get(name, run)
         with job.lock:
             frontier = job.state.execute(AddWorker(rank, incarnation, clock, key))
-            job.refusals.current = None  # its coordinator takes workers, and so does not end
+            job.refusals.worker_added(incarnation)
         job.detach(rank, incarnation)
         self._roster_changed(job)
         return frontier
@@ -203,11 +203,18 @@ class Shard:
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def begin_snapshot(
-        self, name: str, checkpoint: str, clock: int | None, run: str = "", refusal: float = 0.0
+        self,
+        name: str,
+        checkpoint: str,
+        clock: int | None,
+        run: str = "",
+        refusal: float = 0.0,
+        last_incarnation: int = 0,
     ) -> None:
         """Copies each bucket of a job when it has applied `clock` updates, or now. Returns at once.
 
         refusal: for so many seconds, pushes are refused that would not be in the snapshot
+        last_incarnation: a worker of a later one ends the refusal
         """
         job, store = self._hosted.get(name, run), self._store()
         store.path(name, checkpoint)
@@ -218,7 +225,9 @@ class Shard:
         specs = [bucket.spec for bucket in job.buckets.values()]
         task = SnapshotTask(checkpoint, clock, specs, job.snapshot, write, self._threads, self._clock)
         seconds = max(refusal, job.refusals.seconds)
-        job.begin_snapshot(task, Refusal(clock, self._clock() + seconds, self._clock) if seconds else None)
+        newest = None if job.refusals.seconds else last_incarnation
+        until = self._clock() + seconds
+        job.begin_snapshot(task, Refusal(clock, until, self._clock, newest) if seconds else None)
 
     def await_snapshot(self, name: str, checkpoint: str, seconds: float, run: str = "") -> ShardSnapshot:
         """Returns this shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""

@@ -34,11 +34,14 @@ class Refusal:
     clock: the version that the snapshot is of; None: none, so that every new push is refused, and a bucket is copied
            when what was staged before is in its weights
     until: when this ends, if the servers have not ended; on the clock `now`
+    last_incarnation: a worker of a later one shows that the servers take workers again, which ends this; None: this
+           shard itself ends, and no worker shows otherwise
     """
 
     clock: int | None
     until: float
     now: Callable[[], float]
+    last_incarnation: int | None
 
     def covers(self, clock: int) -> bool:
         """Whether a new push of a clock is refused."""
@@ -53,6 +56,12 @@ class Refusals:
 
     current: Refusal | None = None
     seconds: float = 0.0
+
+    def worker_added(self, incarnation: int) -> None:
+        """Ends the refusal for a worker that joined after it. One that was on its way before ends nothing."""
+        refusal = self.current
+        if refusal is not None and refusal.last_incarnation is not None and incarnation > refusal.last_incarnation:
+            self.current = None
 
 
 class SnapshotTask:

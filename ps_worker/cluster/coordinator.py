@@ -60,6 +60,7 @@ class CoordinatorClient:
         self.address = address
         self.closing = threading.Event()
         self._timeout = timeout
+        self._attempt_seconds = min(CALL_SECONDS, timeout / 2)  # one answer that is slow is not the end
         self._peer = Peer("coordinator", address, access)
         self._channel = open_channel(address, access)
         self._jobs = JobServiceStub(self._channel)
@@ -92,7 +93,7 @@ class CoordinatorClient:
             waited = max(0.0, time.monotonic() - since)
             request = convert.join_request(options, run, metrics_address, before, clock, request_id, waited)
             try:
-                return self._members.Join(request, timeout=min(CALL_SECONDS, self._timeout))
+                return self._members.Join(request, timeout=self._attempt_seconds)
             except grpc.RpcError as error:
                 # The coordinator knows of this request, and of the workers in the way.
                 if error_from(error, str(self._peer)).retry_after is not None:
@@ -166,4 +167,4 @@ class CoordinatorClient:
 
     def _call(self, method: Callable[..., Any], request: Any) -> Any:
         retry = Retry(self._peer, self._timeout, self.closing)
-        return retry.call(lambda: method(request, timeout=min(CALL_SECONDS, self._timeout)))
+        return retry.call(lambda: method(request, timeout=self._attempt_seconds))

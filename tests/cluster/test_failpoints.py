@@ -173,6 +173,7 @@ KILL = f"push-staged@1={LATER}"
         (f"contribution-added@1={LATER}", ["shard 1"]),
         (f"update-stepped@1={LATER // 2}", ["shard 1"]),
         (f"pull-half-sent@1={LATER}", ["shard 1"]),
+        (f"{KILL},restore-half-read@0", ["shard 1", "shard 0"]),
         (f"{KILL},restore-read@0", ["shard 1", "shard 0"]),
         (f"{KILL},restore-half-done@0", ["shard 1", "shard 0"]),
     ],

@@ -38,8 +38,8 @@ HANGS = 600.0  # seconds: what waits for a call that hangs waits longer than any
 class HangingShard(DirectShard):
     """A shard that answers nothing while `hangs`; calls of that time are carried out when it goes on."""
 
-    def __init__(self, shard: Shard) -> None:
-        super().__init__(shard)
+    def __init__(self, shard: Shard, process: int) -> None:
+        super().__init__(shard, process)
         self.goes_on = threading.Event()
         self.goes_on.set()
         self.waiting = 0
@@ -62,7 +62,7 @@ class Threaded:
 
     def __init__(self, lease: float) -> None:
         self.shards = [Shard(ShardMetrics(CollectorRegistry()), NoThreads(), index=index) for index in range(2)]
-        self.apis = [HangingShard(shard) for shard in self.shards]
+        self.apis = [HangingShard(shard, index + 1) for index, shard in enumerate(self.shards)]
         self.coordinator = Coordinator(
             2,
             lambda index, _: self.apis[index],
@@ -249,6 +249,8 @@ def saved(cluster: OneProcess, worker: DirectWorker) -> None:
     def meanwhile() -> None:
         cluster.coordinator.make_checkpoints()
         steps(worker, 1)
+        if worker.in_checkpoint:
+            worker.save_state()
 
     cluster.clock.meanwhile = meanwhile
     cluster.coordinator.job("job").checkpoint()
@@ -341,12 +343,24 @@ def test_a_join_that_a_rollback_overtakes_is_made_again(cluster: OneProcess) -> 
 
 
 def test_a_process_that_was_replaced_does_not_come_back_as_its_shard(cluster: OneProcess) -> None:
-    """Its call was on its way when it died, and is carried out after that of its successor at the same address."""
+    """Its call was on its way when it died, and is carried out after that of its successor."""
     address, before = cluster.address_of(1), cluster.process_of(1)
-    cluster.coordinator.register_shard(1, address, "", 1, 99)
+    cluster.start_shard(1)
     with pytest.raises(TryLater, match="was replaced by another one"):
         cluster.coordinator.register_shard(1, address, "", 1, before)
-    assert cluster.coordinator.shards()[1].process == 99
+    assert cluster.coordinator.shards()[1].process == cluster.process_of(1)
+
+
+def test_a_coordinator_asks_the_process_at_an_address_which_one_it_is(cluster: OneProcess, tmp_path: Path) -> None:
+    """A shard's process calls in, dies, and another one has its address; only then the call arrives, at a coordinator
+    that was started meanwhile and knows neither."""
+    cluster.start_coordinator(CheckpointPolicy(tmp_path), calling=[0])
+    address, process = cluster.address_of(1), cluster.process_of(1)
+    with pytest.raises(TryLater, match="process 7 is gone, and another one serves at"):
+        cluster.coordinator.register_shard(1, address, "", 7, process - 1)
+    assert list(cluster.coordinator.shards()) == [0]
+    cluster.coordinator.register_shard(1, address, "", 8, process)
+    assert cluster.coordinator.shards()[1].process == process
 
 
 # -- background threads, and jobs that workers have deserted ---------------------------------------------------------

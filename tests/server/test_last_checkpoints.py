@@ -270,6 +270,23 @@ def test_a_damaged_state_is_not_given_to_a_worker(
 # -- what is acknowledged is in the last checkpoint --------------------------------------------------------------------
 
 
+def test_a_join_that_was_under_way_when_the_servers_stop_ends_no_refusal(cluster: OneProcess) -> None:
+    """The shards hear of its worker after the last checkpoint was begun: the pushes of all are refused nevertheless."""
+    worker = DirectWorker(cluster, vector_job("job", "async", CELLS, 0), 0)
+    worker.initialise()
+    train([worker])
+    members = cluster.coordinator.job("job").members
+    late = JoinRequest(host="here", run=worker.run)
+    reservation = members.reserve(1, late)
+    while_waiting(cluster, nothing)
+    cluster.coordinator.drain(0.0)
+    members.admit(reservation, late, members.count(reservation))
+    with pytest.raises(TryLater, match="the servers are stopping"):
+        worker.push()
+    with pytest.raises(TryLater, match="the cluster is stopping"):
+        members.reserve(2, late)
+
+
 @pytest.mark.parametrize("mode", ["async", "ssp:3"])
 def test_no_push_is_acknowledged_after_the_last_checkpoint(cluster: OneProcess, tmp_path: Path, mode: str) -> None:
     each = workers(cluster, mode)
@@ -387,3 +404,22 @@ def test_in_sync_the_last_snapshot_lets_its_own_clock_complete(shard: Shard) -> 
     assert shard.await_snapshot("job", "000001", 0.0, "1").extent.clocks == {0: 1}
     shard.begin_snapshot("job", "000002", 2, "1")
     assert push(shard, 2), "another snapshot, so the servers go on"
+
+
+@pytest.mark.parametrize("ends", ["the servers", "this shard"])
+def test_only_a_worker_that_joined_later_ends_the_refusal_of_pushes(shard: Shard, ends: str) -> None:
+    shard.create_job(vector_job("job", "async", 16, 2), [0], "1")
+    shard.add_worker("job", 0, 1, None, run="1")
+    push(shard, 0, PushKind.INITIAL_VALUE)
+    if ends == "this shard":
+        shard.jobs()["job"].refusals.seconds = 10.0
+    shard.begin_snapshot("job", "000001", None, "1", 10.0 if ends == "the servers" else 0.0, 3)
+    shard.add_worker("job", 1, 3, None, run="1")
+    with pytest.raises(TryLater):
+        push(shard, 1)
+    shard.add_worker("job", 1, 4, None, run="1")
+    if ends == "the servers":
+        assert push(shard, 1)
+    else:
+        with pytest.raises(TryLater):
+            push(shard, 1)

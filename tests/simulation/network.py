@@ -204,8 +204,6 @@ class Network:
     def _arrive(self, server: Host, call: Call, method: str, arguments: tuple[Any, ...]) -> None:
         if call.over and self.world.random.random() >= LATE:
             return
-        if method == "register_shard" and not call.caller.alive:
-            return  # only the address tells what a shard said before it died from what its successor says
         if method not in server.methods:
             self._answer(server, call, None, TryLater(f"{call.name}: connection refused"))
             return

@@ -33,7 +33,7 @@ from tests.simulation.threads import ThreadPoolExecutor
 from tests.simulation.world import World
 
 COORDINATOR = "10.0.0.1:7000"
-SECONDS = {"statistics": STATUS_SECONDS, "committed": STATUS_SECONDS}
+SECONDS = dict.fromkeys(("statistics", "process", "committed"), STATUS_SECONDS)
 ASKED_OF_SHARDS = ("create_job", "drop_job", "add_worker", "remove_worker", "begin_snapshot")
 
 
@@ -148,6 +148,7 @@ class ShardProcess:
         )
         self.host.methods = {name: getattr(shard, name) for name in (*ASKED_OF_SHARDS, "statistics", "push", "pull")}
         self.host.methods |= {"await_snapshot": self._await_snapshot, "committed": self._committed}
+        self.host.methods["process"] = lambda: self.process
         self.host.methods["restore_job"] = lambda *wanted: shard.restore_job(*wanted, RESTORE_SECONDS)
         self.host.spawn("registration", self._register)
 

@@ -36,13 +36,13 @@ from ps_server.rpc.job_service import JobService
 from ps_server.rpc.lease_service import DataLeaseService
 from ps_server.rpc.membership_service import MembershipService
 from ps_server.rpc.round_service import RoundService
-from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
 from ps_server.storage.checkpoints import CheckpointStore, Manifest
 from tests.tools.fuzz_requests import CHECKPOINT, JOB, KEPT, KEY, SPEC
+from tests.tools.one_process import AtOnce, DirectShard
 
 
 class Finding(AssertionError):
@@ -76,7 +76,7 @@ class Target:
         self.store = CheckpointStore(Path(self._files.name))
         # Without threads: nothing changes between two inputs.
         self.shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), checkpoints=self.store)
-        self.coordinator = Coordinator(1, ShardClient)
+        self.coordinator = Coordinator(1, lambda index, address: DirectShard(self.shard, 1), make_executor=AtOnce)
         self._fill()
         inline: Any = NoThreads()  # does at once what a pool would do later, and lets errors out
         data = DataService(self.shard, Answers(0, 1))

@@ -68,10 +68,13 @@ class VirtualClock(Clock):
 
 
 class DirectShard:
-    """A shard in this process as the coordinator asks it: coordinator.shards.ShardApi."""
+    """A shard in this process as the coordinator asks it: coordinator.shards.ShardApi.
 
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
+    process: the number of its process
+    """
+
+    def __init__(self, shard: Shard, process: int) -> None:
+        self._shard, self._process = shard, process
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._shard, name)  # all that is asked without gRPC as with it
@@ -83,8 +86,15 @@ class DirectShard:
     def await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
         return self._shard.await_snapshot(job, name, 0.0, run)
 
+    def process(self) -> int:
+        return self._process
+
     def close(self) -> None:
         pass
+
+
+def _process_at(address: str) -> int:
+    return int(address.rpartition(":")[2])  # each process has an address of its own
 
 
 class OneProcess:
@@ -111,7 +121,7 @@ class OneProcess:
         return next(address for address, other in self._at.items() if other is self.shards[shard])
 
     def process_of(self, shard: int) -> int:
-        return int(self.address_of(shard).rpartition(":")[2])
+        return _process_at(self.address_of(shard))
 
     def start_coordinator(self, policy: CheckpointPolicy | None, calling: Sequence[int] | None = None) -> None:
         """Starts a coordinator, in place of one that died.
@@ -123,7 +133,7 @@ class OneProcess:
             before.stop()  # its directory is free
         coordinator = Coordinator(
             self._count,
-            lambda index, address: DirectShard(self._at[address]),
+            lambda index, address: DirectShard(self._at[address], _process_at(address)),
             self._lease,
             policy=policy,
             clock=self.clock,
