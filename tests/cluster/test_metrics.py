@@ -306,6 +306,11 @@ def test_every_process_says_what_it_runs(shared: Cluster, job: str) -> None:
             labels = f'protocol="{VERSION}",torch="{version("torch")}",version="{version()}"'
             assert runs == {f"ps_build_info{{{labels}}}": 1.0}
             assert "# TYPE ps_background_errors_total counter" in page(address, "/metrics")
+    running = status.fetch(shared.address)
+    assert running["coordinator"]["software_version"] == version()
+    assert status.table(running).endswith(f"\nthe coordinator runs ps-torch {version()}")
+    running["coordinator"]["software_version"] = ""
+    assert "the coordinator runs" not in status.table(running), "an earlier one does not say"
 
 
 def test_the_standard_grpc_counters_are_there(cluster: Cluster) -> None:
@@ -411,6 +416,7 @@ PROCESSES = ["coordinator with a shard", "coordinator", "shard", "worker", "work
 LABELS = {"job", "kind", "result", "reason", "rank", "mode", "phase", "le", "generation", "loader", "state"}
 LABELS |= {"grpc_type", "grpc_service", "grpc_method", "grpc_code"}
 LABELS |= {"implementation", "major", "minor", "patchlevel", "version"}  # of python_info
+LABELS |= {"protocol", "torch"}  # of ps_build_info
 UNITS = ("_seconds", "_bytes", "_clocks")
 
 
