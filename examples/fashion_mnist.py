@@ -188,7 +188,7 @@ def train(arguments: argparse.Namespace) -> float:
         # Each worker tests a share of the images, with its own model: BatchNorm's statistics are each worker's own.
         share = slice(session.rank, None, session.world_size)
         right = predict(session.unwrap(model), test.images[share], session.device) == test.labels[share]
-        accuracies.append(session.mean(right.float().mean().item(), weight=len(right)))  # (ps)
+        accuracies.append(session.mean(right.sum().item() / len(right), weight=len(right)))  # (ps)
         if session.is_main:
             recent = losses[-100:] or [math.nan]  # in an elastic job a worker may get no batch of a pass
             print(f"pass {number}: loss {sum(recent) / len(recent):.3f}, accuracy {accuracies[-1]:.4f}", flush=True)

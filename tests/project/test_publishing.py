@@ -65,6 +65,13 @@ def test_every_dependency_says_what_it_is_for() -> None:
     assert [entry for entry in entries if not re.fullmatch(r'  ".+",\s+# .{5,}', entry)] == []
 
 
+def test_every_page_of_the_docs_is_in_the_menu() -> None:
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    menus = re.findall(r"```\{toctree\}\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), re.DOTALL)
+    listed = [line for menu in menus for line in menu.split() if line in pages]
+    assert sorted(listed) == sorted(pages), "docs/index.md lists each page once"
+
+
 # -- the changelog ---------------------------------------------------------------------------------------------------
 
 KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
