@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ from ps_server.core.requests import PullCall, PushCall
 from ps_server.core.snapshot import BucketSnapshot, Part, RestoreProgress, ShardSnapshot
 from ps_server.core.statistics import ShardStatistics
 from ps_server.shard.apply import Updates
+from ps_server.shard.budgets import SharedBudget
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
@@ -58,6 +58,7 @@ class Shard:
     checkpoints: where checkpoints are; None: there are none
     index:       of this shard: its part of a checkpoint is called after it
     principal_limit: bytes that one principal may have staged, over all its workers
+    pulled_limit: buckets that one principal may have asked for and not got, over all its workers
     norm_limit:  the L2 norm that the gradient in one push may have
     """
 
@@ -72,14 +73,15 @@ class Shard:
         index: int = 0,
         norm_limit: float = math.inf,
         principal_limit: float = math.inf,
+        pulled_limit: float = math.inf,
     ) -> None:
-        self.principals: PrincipalBudget = _SharedBudget(principal_limit)
+        self.principals: PrincipalBudget = SharedBudget(principal_limit)
         self._checkpoints = checkpoints
         self._index = index
         self._metrics = metrics
         self._clock = clock
         self._threads = threads or OwnThreads()
-        self._pulls = Pulls(metrics, clock)
+        self._pulls = Pulls(metrics, clock, pulled_limit)
         self._updates = Updates(self._threads, self._pulls, metrics, clock)
         self._pushes = Pushes(metrics, self._pulls, self._updates, shared_directory)
         self._hosted = HostedJobs((staged_limit, norm_limit), self.principals, self._threads, self._pulls, metrics)
@@ -191,14 +193,14 @@ class Shard:
         """Does as `push`, then as `pull`, for one worker at one clock."""
         self._pushes.exchange(self._hosted.get(push.job, push.run, True), push, principal, pull, outbox)
 
-    def pull(self, call: PullCall, outbox: Outbox) -> None:
+    def pull(self, call: PullCall, outbox: Outbox, principal: str = "") -> None:
         """Sends buckets on the outbox as they are admitted; see Pulls."""
         job = self._hosted.get(call.job, call.run, call.incarnation != READER)
-        self._pulls.ask(job, self._pulls.check(job, call, outbox), call.buckets)
+        self._pulls.ask(job, self._pulls.check(job, call, outbox, principal), call.buckets)
 
-    def pull_state(self, call: PullCall, outbox: Outbox) -> None:
+    def pull_state(self, call: PullCall, outbox: Outbox, principal: str = "") -> None:
         """Sends the optimizer state of buckets as it is now on the outbox, and ends it. Returns at once."""
-        self._pulls.send_state(self._hosted.get(call.job, call.run, True), call, outbox)
+        self._pulls.send_state(self._hosted.get(call.job, call.run, True), call, outbox, principal)
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
@@ -240,19 +242,3 @@ class Shard:
         if self._checkpoints is None:
             raise NoCheckpoints("this shard was started without --checkpoint-dir")
         return self._checkpoints
-
-
-class _SharedBudget(PrincipalBudget):
-    """What principals may have staged in all jobs, each of which has a lock of its own: thread-safe."""
-
-    def __init__(self, limit: float) -> None:
-        super().__init__(limit)
-        self._lock = threading.Lock()
-
-    def reserve(self, principal: str, size: int, instead_of: int = 0, always: bool = False) -> bool:
-        with self._lock:
-            return super().reserve(principal, size, instead_of, always)
-
-    def release(self, principal: str, size: int) -> None:
-        with self._lock:
-            super().release(principal, size)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
 from ps_protocol.layout import BucketSpec
+from ps_runtime.background import note_error
 from ps_server.core.consistency import UpdateRule
 from ps_server.core.dense import Gradient
 from ps_server.core.snapshot import BucketSnapshot, Part, ShardSnapshot, extent
@@ -141,7 +142,8 @@ class SnapshotTask:
             log.warning("checkpoint %s: %s", self.name, error)
             self._end(error=error)
         except Exception:
-            log.exception("checkpoint %s cannot be written", self.name)
+            log.error("checkpoint %s cannot be written", self.name)
+            note_error("checkpoint")
             self._end(error=PSError("the checkpoint failed on this shard; its log says why"))
         else:
             self._end(ShardSnapshot(part, reached, self._held_up))
