@@ -107,6 +107,7 @@ docs: .venv/dev.stamp .venv/release.stamp ## make the docs' site in build/site, 
 	@echo "build/site/index.html"
 
 dist: .venv/dev.stamp .venv/release.stamp ## build the wheel and the sdist in dist/, and check them
+	@rm -rf dist build/lib *.egg-info
 	@$(IN_VENV)/python -m build --no-isolation --outdir dist
 	@$(IN_VENV)/python -m twine check --strict dist/*
 
