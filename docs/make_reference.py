@@ -26,8 +26,8 @@ HEAD = """# Reference
 Made from the docstrings by `make reference`; do not edit it by hand. Guides: [training.md](training.md),
 [save-and-resume.md](save-and-resume.md). Flags of the commands: `ps-worker run --help`, `ps-server up --help`.
 
-* [connect](#connect) · [Session](#session) · [The prepared optimizer](#the-prepared-optimizer) · [Frameworks](#frameworks) ·
-  [Errors](#errors)
+* [connect](#connect) · [Session](#session) · [The prepared optimizer](#the-prepared-optimizer) ·
+  [Frameworks](#frameworks) · [Errors](#errors)
 """
 OPTIMIZER_METHODS = ("step", "state_dict", "load_state_dict", "add_param_group")
 
