@@ -33,25 +33,28 @@ PRINT_OUTER := $(HAS_TORCH); import pathlib; print("import site; site.addsitedir
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-frameworks test-docker test-floors test-newest audit bench simulate fuzz lint format lock \
-	proto proto-release reference clean
+.PHONY: help demo test test-frameworks test-docker test-release test-floors test-newest audit bench simulate fuzz lint \
+	format lock proto proto-release reference docs dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: .venv/demo.stamp ## train a small GPT on two shards and two workers, in about two minutes
+demo: .venv/examples.stamp ## train a small GPT on two shards and two workers, in about two minutes
 	@$(IN_VENV)/python examples/demo.py $(ARGS)
 
 # Two at a time, because tests of clusters wait more than they compute. Each takes the next tests of one half, so that a
 # file's tests share what it has started, and the one that is done first takes over some of the other's.
 test: .venv/dev.stamp ## run the tests
-	@$(IN_VENV)/python -m pytest -q -m 'not docker and not frameworks' -n 2 --dist worksteal $(ARGS)
+	@$(IN_VENV)/python -m pytest -q -m 'not docker and not frameworks and not release' -n 2 --dist worksteal $(ARGS)
 
 test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning and Hugging Face's Trainer, and train with them
 	@$(IN_VENV)/python -m pytest -q -m frameworks $(FRAMEWORK_TESTS) $(ARGS)
 
 test-docker: .venv/dev.stamp ## run the tests that build and start the containers; needs a Docker engine
 	@$(IN_VENV)/python -m pytest -q -m docker $(ARGS)
+
+test-release: .venv/dev.stamp .venv/release.stamp ## build wheel, sdist and site, and look into them as a stranger would
+	@$(IN_VENV)/python -m pytest -q -m release tests/project $(ARGS)
 
 test-floors: .venv-floors/stamp ## a part of the tests, with the oldest versions that pyproject.toml allows
 	@.venv-floors/bin/python -m pytest -q $(RANGE_TESTS) $(ARGS)
@@ -87,7 +90,7 @@ format: .venv/dev.stamp ## put the code into its format, and mend what ruff can 
 	$(IN_VENV)/python -m tests.tools.buf format --write
 
 lock: .venv/dev.stamp .venv-lock/stamp ## write the locks anew: every version of constraints.txt and below, with hashes
-	@$(LOCK) demo | $(RESOLVE) requirements.lock -
+	@$(LOCK) examples | $(RESOLVE) requirements.lock -
 	@$(LOCK) dev | $(RESOLVE) requirements-dev.lock -
 
 proto: .venv-proto/stamp ## generate ps_protocol/v1 from proto/
@@ -99,6 +102,15 @@ proto-release: .venv/dev.stamp ## with a release: take the contract as the one t
 
 reference: .venv/dev.stamp ## write docs/reference.md from the docstrings
 	@$(IN_VENV)/python docs/make_reference.py
+
+docs: .venv/dev.stamp .venv/release.stamp ## make the docs' site in build/site, strictly
+	@$(IN_VENV)/python -m sphinx --quiet --fail-on-warning --keep-going --nitpicky -d build/doctrees docs build/site
+	@echo "build/site/index.html"
+
+dist: .venv/dev.stamp .venv/release.stamp ## build the wheel and the sdist in dist/, and check them
+	@rm -rf dist build/lib *.egg-info
+	@$(IN_VENV)/python -m build --no-isolation --outdir dist
+	@$(IN_VENV)/python -m twine check --strict dist/*
 
 clean: ## remove what make made, except runs/
 	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -115,7 +127,7 @@ $(IN_VENV)/python:
 	@$(PYTHON) -c '$(PRINT_OUTER)' > .venv/outer.pth 2>/dev/null \
 		&& mv .venv/outer.pth .venv/lib/python*/site-packages/ || rm .venv/outer.pth
 
-# What is locked is checked by its hash. Extras that no lock has (frameworks, fuzz) are held by the constraints.
+# What is locked is checked by its hash. The constraints hold extras that no lock has (frameworks, release).
 .venv/%.stamp: $(IN_VENV)/python pyproject.toml constraints.txt requirements.lock requirements-dev.lock
 	@$(IN_VENV)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(PIP) install '$(TORCH)'; }
 	@echo "installing this project, with its extra '$*'"

@@ -6,6 +6,7 @@ attribute, become a list.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ import ps_worker
 from ps_worker import session
 from ps_worker.model.optimizer import ServerOptimizer
 
+_DEFINED = (ast.FunctionDef, ast.ClassDef)
+
 OUTPUT = Path(__file__).parent / "reference.md"
 
 HEAD = """# Reference
@@ -23,9 +26,17 @@ HEAD = """# Reference
 Made from the docstrings by `make reference`; do not edit it by hand. Guides: [training.md](training.md),
 [save-and-resume.md](save-and-resume.md). Flags of the commands: `ps-worker run --help`, `ps-server up --help`.
 
-* [connect](#connect) · [Session](#session) · [The prepared optimizer](#the-prepared-optimizer) · [Errors](#errors)
+* [connect](#connect) · [Session](#session) · [The prepared optimizer](#the-prepared-optimizer) ·
+  [Frameworks](#frameworks) · [Errors](#errors)
 """
 OPTIMIZER_METHODS = ("step", "state_dict", "load_state_dict", "add_param_group")
+
+# By module: the public names of what stands on frameworks. These are extras, so the sources are read, and not imported.
+FRAMEWORKS = {
+    "accelerate": ("connect",),
+    "huggingface": ("OnServers", "PsTrainer"),
+    "lightning": ("ParameterServerStrategy", "FabricParameterServerStrategy"),
+}
 
 # A line that explains one or more names: "rank: from 0", "tls_cert, tls_key: this worker's certificate and key".
 EXPLAINS = re.compile(r"([a-z_]+(?:, [a-z_]+)*): +(\S.*)")
@@ -34,7 +45,7 @@ EXPLAINS = re.compile(r"([a-z_]+(?:, [a-z_]+)*): +(\S.*)")
 def document() -> str:
     """Returns the whole page."""
     parts = [HEAD, *entry("##", "connect", session.connect, "ps_worker."), *session_entries(), *optimizer_entries()]
-    return "\n".join([*parts, *error_table()]) + "\n"
+    return "\n".join([*parts, *framework_entries(), *error_table()]) + "\n"
 
 
 def session_entries() -> Iterator[str]:
@@ -57,6 +68,29 @@ def optimizer_entries() -> Iterator[str]:
     yield text_of(inspect.getdoc(ServerOptimizer) or "", set()) + "\n"
     for name in OPTIMIZER_METHODS:
         yield from entry("###", f"optimizer.{name}", getattr(ServerOptimizer, name))
+
+
+def framework_entries() -> Iterator[str]:
+    """Yields what the modules for frameworks offer."""
+    yield "## Frameworks\n"
+    yield "Each module needs its extra; [frameworks.md](frameworks.md) shows scripts before and after.\n"
+    for module, names in FRAMEWORKS.items():
+        source = Path(str(ps_worker.__file__)).with_name(f"{module}.py")
+        defined = {node.name: node for node in ast.parse(source.read_text()).body if isinstance(node, _DEFINED)}
+        for name in names:
+            yield f"### ps_worker.{module}.{name}\n"
+            constructor = _constructor(defined[name])
+            if constructor is not None:
+                taken = ast.unparse(constructor.args).removeprefix("self, ")
+                yield f"```python\nps_worker.{module}.{name}({taken})\n```\n"
+            yield text_of(ast.get_docstring(defined[name]) or "", None) + "\n"
+
+
+def _constructor(defined: ast.FunctionDef | ast.ClassDef) -> ast.FunctionDef | None:
+    """Returns the function that a call of a name calls; None for a class that inherits it."""
+    if isinstance(defined, ast.FunctionDef):
+        return defined
+    return next((node for node in defined.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
 
 
 def error_table() -> Iterator[str]:

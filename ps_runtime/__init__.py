@@ -14,6 +14,7 @@ retry.py          The one retry loop, and what a failed call means
 settings.py       One declaration a setting: argument, flag, PS_* variable, type, default, help
 status.py         Errors of the project as gRPC statuses, and back
 tls_diagnosis.py  Why a TLS connection does not come about
+version.py        Which version of this software, and of what it stands on, a process runs
 """
 
 import os

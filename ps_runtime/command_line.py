@@ -6,19 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 from typing import Any, NoReturn
 
 from ps_runtime.settings import Setting
-
-
-def version() -> str:
-    """Returns the version of the installed package."""
-    try:
-        return installed_version("ps-torch")
-    except PackageNotFoundError:
-        return "(from a folder of sources that is not installed)"
 
 
 class _HelpOn(argparse.Action):

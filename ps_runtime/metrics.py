@@ -26,9 +26,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.versions import VERSION
 from ps_runtime.background import errors
 from ps_runtime.credentials import Tls, certificate_expiry
 from ps_runtime.reloading import ReloadingFiles
+from ps_runtime.version import version
 
 # How long stopping may take; serve_forever looks at its flag this often.
 _POLL_SECONDS = 0.05
@@ -183,11 +185,21 @@ def _context(tls: Tls) -> ssl.SSLContext:
     return context
 
 
+def build_gauge() -> Gauges[dict[str, str]]:
+    """Returns the gauge, always 1, whose labels are what this process runs."""
+    built = {"version": version(), "protocol": str(VERSION), "torch": version("torch")}
+    text = "What this process runs: its version, that of the protocol, and torch's."
+    return Gauges(
+        lambda: built, [("ps_build_info", text, tuple(built), lambda labels: [(tuple(labels.values()), 1.0)])]
+    )
+
+
 def process_registry() -> CollectorRegistry:
-    """Returns a registry with the metrics of this process: its memory, its interpreter, its garbage collector."""
+    """Returns a registry with the metrics of this process: what it runs, its memory, its interpreter, its collector."""
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
+    registry.register(build_gauge())
     name, text = "ps_background_errors_total", "Exceptions in background threads, which went on."
     registry.register(
         Gauges(errors, [(name, text, ("thread",), lambda counts: [((k,), v) for k, v in counts.items()])])

@@ -13,3 +13,6 @@ cli.py         The command `ps-server`
 """
 
 import ps_runtime  # noqa: F401  # sets what grpc reads when it is imported
+from ps_runtime.version import version
+
+__version__ = version()

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from ps_protocol.errors import PSError
 from ps_runtime.channel import DEFAULT_PORT
-from ps_runtime.command_line import CommandLine, version
+from ps_runtime.command_line import CommandLine
 from ps_runtime.settings import (
     Setting,
     access_settings,
@@ -31,6 +31,7 @@ from ps_runtime.settings import (
     seconds,
     unknown_variables,
 )
+from ps_runtime.version import version
 from ps_server import failpoints
 from ps_server.config import (
     ADVERTISE,

@@ -35,6 +35,7 @@ from ps_protocol.errors import (
     Unreachable,
     Unsupported,
 )
+from ps_runtime.version import version
 
 if TYPE_CHECKING:
     from ps_worker.session import Session, connect
@@ -54,6 +55,8 @@ __all__ = [
     "Unsupported",
     "connect",
 ]
+
+__version__ = version()
 
 
 def __getattr__(name: str) -> Any:

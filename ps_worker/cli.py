@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.modes import parse_mode
-from ps_runtime.command_line import CommandLine, version
+from ps_runtime.command_line import CommandLine
 from ps_runtime.settings import Setting, as_variables, count, index, path, unknown_variables
+from ps_runtime.version import version
 from ps_worker.config import SETTINGS
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ps_runtime.credentials import Tls
-from ps_runtime.metrics import LATENCY_BUCKETS, serve_metrics
+from ps_runtime.metrics import LATENCY_BUCKETS, process_registry, serve_metrics
 
 PHASES = ("data", "forward", "backward", "push", "pull", "wait")
 
@@ -119,7 +119,7 @@ class WorkerMetrics:
         self.timer = StepTimer()
         self.address = ""
         self.announced = ""
-        self.registry = CollectorRegistry()
+        self.registry = process_registry()
         self._stop: Callable[[], None] = lambda: None
         self._hooks: list[RemovableHandle] = []
         self._phase = Histogram(

@@ -29,7 +29,7 @@ from ps_protocol.v1 import jobs_pb2 as ps__protocol_dot_v1_dot_jobs__pb2
 from ps_protocol.v1 import shard_pb2 as ps__protocol_dot_v1_dot_shard__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cps_protocol/v1/cluster.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18ps_protocol/v1/job.proto\x1a\x19ps_protocol/v1/jobs.proto\x1a\x1aps_protocol/v1/shard.proto\"_\n\x11\x43oordinatorStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x13\n\x0bshard_count\x18\x04 \x01(\r\"\xab\x01\n\x0bShardStatus\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x11\n\treachable\x18\x05 \x01(\x08\x12,\n\x04jobs\x18\x06 \x03(\x0b\x32\x1e.ps_protocol.v1.ShardJobStatus\x12\x15\n\rrestart_count\x18\x07 \x01(\r\"\xb6\x03\n\tJobStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x0b\x63onsistency\x18\x02 \x01(\x0b\x32\x1b.ps_protocol.v1.Consistency\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0f\n\x07started\x18\x04 \x01(\x08\x12\x17\n\x0fparameter_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x62ucket_count\x18\x06 \x01(\r\x12\x11\n\timbalance\x18\x07 \x01(\x01\x12-\n\x07workers\x18\x08 \x03(\x0b\x32\x1c.ps_protocol.v1.WorkerStatus\x12\x15\n\rrestore_count\x18\t \x01(\r\x12\x17\n\x0flost_step_count\x18\n \x01(\x04\x12\x19\n\x11redone_step_count\x18\x0b \x01(\x04\x12\x33\n\x0flast_checkpoint\x18\x0c \x01(\x0b\x32\x1a.ps_protocol.v1.Checkpoint\x12\x17\n\x0frejoining_ranks\x18\r \x03(\r\x12-\n\x07loaders\x18\x0e \x03(\x0b\x32\x1c.ps_protocol.v1.LoaderStatus\x12\x0b\n\x03run\x18\x0f \x01(\t\"\xe6\x01\n\x0cWorkerStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\r\n\x05\x63lock\x18\x03 \x01(\x04\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x06 \x01(\t\x12\x31\n\x0elease_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06launch\x18\x08 \x01(\t\x12-\n\tjoin_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x90\x01\n\x0cLoaderStatus\x12\x0e\n\x06loader\x18\x01 \x01(\r\x12\x13\n\x0bpass_number\x18\x02 \x01(\x04\x12\x14\n\x0csample_count\x18\x03 \x01(\x04\x12\x17\n\x0f\x63ommitted_count\x18\x04 \x01(\x04\x12\x14\n\x0cleased_count\x18\x05 \x01(\x04\x12\x16\n\x0ereturned_count\x18\x06 \x01(\x04\"\x9e\x01\n\x14RegisterShardRequest\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0f\n\x07process\x18\x05 \x01(\x04\x12\x18\n\x10protocol_version\x18\x06 \x01(\r\x12\x15\n\rrestart_count\x18\x07 \x01(\r\">\n\x15RegisterShardResponse\x12\x13\n\x0bshard_count\x18\x01 \x01(\r\x12\x10\n\x08stopping\x18\x02 \x01(\x08\"\x12\n\x10GetStatusRequest\"\xa1\x01\n\x11GetStatusResponse\x12\x36\n\x0b\x63oordinator\x18\x01 \x01(\x0b\x32!.ps_protocol.v1.CoordinatorStatus\x12+\n\x06shards\x18\x02 \x03(\x0b\x32\x1b.ps_protocol.v1.ShardStatus\x12\'\n\x04jobs\x18\x03 \x03(\x0b\x32\x19.ps_protocol.v1.JobStatus2\xc0\x01\n\x0e\x43lusterService\x12\\\n\rRegisterShard\x12$.ps_protocol.v1.RegisterShardRequest\x1a%.ps_protocol.v1.RegisterShardResponse\x12P\n\tGetStatus\x12 .ps_protocol.v1.GetStatusRequest\x1a!.ps_protocol.v1.GetStatusResponseBS\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cps_protocol/v1/cluster.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18ps_protocol/v1/job.proto\x1a\x19ps_protocol/v1/jobs.proto\x1a\x1aps_protocol/v1/shard.proto\"y\n\x11\x43oordinatorStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x13\n\x0bshard_count\x18\x04 \x01(\r\x12\x18\n\x10software_version\x18\x05 \x01(\t\"\xab\x01\n\x0bShardStatus\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x11\n\treachable\x18\x05 \x01(\x08\x12,\n\x04jobs\x18\x06 \x03(\x0b\x32\x1e.ps_protocol.v1.ShardJobStatus\x12\x15\n\rrestart_count\x18\x07 \x01(\r\"\xb6\x03\n\tJobStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x0b\x63onsistency\x18\x02 \x01(\x0b\x32\x1b.ps_protocol.v1.Consistency\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0f\n\x07started\x18\x04 \x01(\x08\x12\x17\n\x0fparameter_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x62ucket_count\x18\x06 \x01(\r\x12\x11\n\timbalance\x18\x07 \x01(\x01\x12-\n\x07workers\x18\x08 \x03(\x0b\x32\x1c.ps_protocol.v1.WorkerStatus\x12\x15\n\rrestore_count\x18\t \x01(\r\x12\x17\n\x0flost_step_count\x18\n \x01(\x04\x12\x19\n\x11redone_step_count\x18\x0b \x01(\x04\x12\x33\n\x0flast_checkpoint\x18\x0c \x01(\x0b\x32\x1a.ps_protocol.v1.Checkpoint\x12\x17\n\x0frejoining_ranks\x18\r \x03(\r\x12-\n\x07loaders\x18\x0e \x03(\x0b\x32\x1c.ps_protocol.v1.LoaderStatus\x12\x0b\n\x03run\x18\x0f \x01(\t\"\xe6\x01\n\x0cWorkerStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\r\n\x05\x63lock\x18\x03 \x01(\x04\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x06 \x01(\t\x12\x31\n\x0elease_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06launch\x18\x08 \x01(\t\x12-\n\tjoin_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x90\x01\n\x0cLoaderStatus\x12\x0e\n\x06loader\x18\x01 \x01(\r\x12\x13\n\x0bpass_number\x18\x02 \x01(\x04\x12\x14\n\x0csample_count\x18\x03 \x01(\x04\x12\x17\n\x0f\x63ommitted_count\x18\x04 \x01(\x04\x12\x14\n\x0cleased_count\x18\x05 \x01(\x04\x12\x16\n\x0ereturned_count\x18\x06 \x01(\x04\"\x9e\x01\n\x14RegisterShardRequest\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0f\n\x07process\x18\x05 \x01(\x04\x12\x18\n\x10protocol_version\x18\x06 \x01(\r\x12\x15\n\rrestart_count\x18\x07 \x01(\r\">\n\x15RegisterShardResponse\x12\x13\n\x0bshard_count\x18\x01 \x01(\r\x12\x10\n\x08stopping\x18\x02 \x01(\x08\"\x12\n\x10GetStatusRequest\"\xa1\x01\n\x11GetStatusResponse\x12\x36\n\x0b\x63oordinator\x18\x01 \x01(\x0b\x32!.ps_protocol.v1.CoordinatorStatus\x12+\n\x06shards\x18\x02 \x03(\x0b\x32\x1b.ps_protocol.v1.ShardStatus\x12\'\n\x04jobs\x18\x03 \x03(\x0b\x32\x19.ps_protocol.v1.JobStatus2\xc0\x01\n\x0e\x43lusterService\x12\\\n\rRegisterShard\x12$.ps_protocol.v1.RegisterShardRequest\x1a%.ps_protocol.v1.RegisterShardResponse\x12P\n\tGetStatus\x12 .ps_protocol.v1.GetStatusRequest\x1a!.ps_protocol.v1.GetStatusResponseBS\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,23 +38,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\023pstorch.protocol.v1P\001Z$ps-torch/ps_protocol/v1;psprotocolv1\252\002\023PsTorch.Protocol.V1'
   _globals['_COORDINATORSTATUS']._serialized_start=194
-  _globals['_COORDINATORSTATUS']._serialized_end=289
-  _globals['_SHARDSTATUS']._serialized_start=292
-  _globals['_SHARDSTATUS']._serialized_end=463
-  _globals['_JOBSTATUS']._serialized_start=466
-  _globals['_JOBSTATUS']._serialized_end=904
-  _globals['_WORKERSTATUS']._serialized_start=907
-  _globals['_WORKERSTATUS']._serialized_end=1137
-  _globals['_LOADERSTATUS']._serialized_start=1140
-  _globals['_LOADERSTATUS']._serialized_end=1284
-  _globals['_REGISTERSHARDREQUEST']._serialized_start=1287
-  _globals['_REGISTERSHARDREQUEST']._serialized_end=1445
-  _globals['_REGISTERSHARDRESPONSE']._serialized_start=1447
-  _globals['_REGISTERSHARDRESPONSE']._serialized_end=1509
-  _globals['_GETSTATUSREQUEST']._serialized_start=1511
-  _globals['_GETSTATUSREQUEST']._serialized_end=1529
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1532
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1693
-  _globals['_CLUSTERSERVICE']._serialized_start=1696
-  _globals['_CLUSTERSERVICE']._serialized_end=1888
+  _globals['_COORDINATORSTATUS']._serialized_end=315
+  _globals['_SHARDSTATUS']._serialized_start=318
+  _globals['_SHARDSTATUS']._serialized_end=489
+  _globals['_JOBSTATUS']._serialized_start=492
+  _globals['_JOBSTATUS']._serialized_end=930
+  _globals['_WORKERSTATUS']._serialized_start=933
+  _globals['_WORKERSTATUS']._serialized_end=1163
+  _globals['_LOADERSTATUS']._serialized_start=1166
+  _globals['_LOADERSTATUS']._serialized_end=1310
+  _globals['_REGISTERSHARDREQUEST']._serialized_start=1313
+  _globals['_REGISTERSHARDREQUEST']._serialized_end=1471
+  _globals['_REGISTERSHARDRESPONSE']._serialized_start=1473
+  _globals['_REGISTERSHARDRESPONSE']._serialized_end=1535
+  _globals['_GETSTATUSREQUEST']._serialized_start=1537
+  _globals['_GETSTATUSREQUEST']._serialized_end=1555
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1558
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1719
+  _globals['_CLUSTERSERVICE']._serialized_start=1722
+  _globals['_CLUSTERSERVICE']._serialized_end=1914
 # @@protoc_insertion_point(module_scope)

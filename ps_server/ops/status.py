@@ -75,6 +75,8 @@ def table(status: dict[str, Any]) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for job in status["jobs"]:
         lines += _job_lines(job)
+    if status["coordinator"]["software_version"]:  # an earlier one does not say
+        lines.append(f"the coordinator runs ps-torch {status['coordinator']['software_version']}")
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from ps_protocol.errors import PSError
 from ps_protocol.v1 import cluster_pb2, cluster_pb2_grpc
 from ps_protocol.versions import check_shard_version
+from ps_runtime.version import version
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.statistics import ShardStatistics
@@ -55,6 +56,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
                 metrics_address=self._metrics_address,
                 pid=os.getpid(),
                 shard_count=self._coordinator.shard_count,
+                software_version=version(),
             ),
             shards=[_shard_status(*answer) for answer in answers],
             jobs=[convert.job_status(job) for name, job in sorted(jobs.items()) if may_see(name)],

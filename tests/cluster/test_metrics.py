@@ -21,7 +21,9 @@ from torch.utils.data import DataLoader
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.versions import VERSION
 from ps_runtime.metrics import PAUSES_PER_PAGE, serve_metrics
+from ps_runtime.version import version
 from ps_server.config import ServerConfig
 from ps_server.ops import status
 from ps_server.server import Server
@@ -302,6 +304,21 @@ def test_a_closed_session_has_left_no_hook(shared: Cluster, job: str, mode: str)
     assert not model.weight._post_accumulate_grad_hooks
 
 
+def test_every_process_says_what_it_runs(shared: Cluster, job: str) -> None:
+    with shared.connect("sync", job=job) as session:
+        trained(session, 1)
+        for address in (*(server.metrics_address for server in shared.servers), session.metrics_address):
+            runs = {name: number for name, number in scrape(address).items() if name.startswith("ps_build_info")}
+            labels = f'protocol="{VERSION}",torch="{version("torch")}",version="{version()}"'
+            assert runs == {f"ps_build_info{{{labels}}}": 1.0}
+            assert "# TYPE ps_background_errors_total counter" in page(address, "/metrics")
+    running = status.fetch(shared.address)
+    assert running["coordinator"]["software_version"] == version()
+    assert status.table(running).endswith(f"\nthe coordinator runs ps-torch {version()}")
+    running["coordinator"]["software_version"] = ""
+    assert "the coordinator runs" not in status.table(running), "an earlier one does not say"
+
+
 def test_the_standard_grpc_counters_are_there(cluster: Cluster) -> None:
     with joined(cluster.address, vector_job("j", "sync", cells=16, world_size=1)) as [worker]:
         worker.step(torch.ones(16))
@@ -405,6 +422,7 @@ PROCESSES = ["coordinator with a shard", "coordinator", "shard", "worker", "work
 LABELS = {"job", "kind", "result", "reason", "rank", "mode", "phase", "le", "generation", "loader", "state", "thread"}
 LABELS |= {"grpc_type", "grpc_service", "grpc_method", "grpc_code"}
 LABELS |= {"implementation", "major", "minor", "patchlevel", "version"}  # of python_info
+LABELS |= {"protocol", "torch"}  # of ps_build_info
 UNITS = ("_seconds", "_bytes", "_clocks")
 
 

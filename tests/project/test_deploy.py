@@ -166,8 +166,8 @@ def test_every_container_is_locked_down_and_publishes_ports_on_this_machine_only
         (DOCKERFILE, "PYTHONUNBUFFERED=1"),
         (DOCKERFILE, r"^USER 10001:10001\n\Z"),  # at the end, and so that of the image; compose's is the same
         ((ROOT / COMPOSE).read_text(), r'^  user: "10001:10001"$'),
-        (DOCKERFILE, r"/src\[demo\]"),
-        ((ROOT / "pyproject.toml").read_text(), r"(?s)^demo = \[.*^ps-server = .*^ps-worker = "),
+        (DOCKERFILE, r"/src\[examples\]"),
+        ((ROOT / "pyproject.toml").read_text(), r"(?s)^examples = \[.*^ps-server = .*^ps-worker = "),
     ],
     ids=["entry", "output", "user", "compose's user", "extra", "commands"],
 )

@@ -18,7 +18,7 @@ from packaging.version import Version
 from tests.tools import audit, requirements
 
 ROOT = Path(__file__).parents[2]
-LOCKS = {"requirements.lock": ("demo",), "requirements-dev.lock": ("dev",)}
+LOCKS = {"requirements.lock": ("examples",), "requirements-dev.lock": ("dev",)}
 
 
 def locked(lock: str) -> dict[str, list[str]]:

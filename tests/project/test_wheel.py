@@ -21,7 +21,7 @@ BUILD = "import setuptools.build_meta as backend; print(backend.build_wheel('.')
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
     """A wheel of this project, built from a copy, so that nothing of an earlier build gets into it."""
     folder = tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     for name in (*PACKAGES, "proto"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,6 +1,6 @@
 """What pyproject.toml asks for, as pip takes it: all but torch to be locked, or the oldest version of each.
 
-    python -m tests.tools.requirements lock demo dev    # for `make lock`
+    python -m tests.tools.requirements lock examples dev    # for `make lock`
     python -m tests.tools.requirements floors           # for `make test-floors`
 
 torch is in no lock: which build of it fits, for CPUs or for a CUDA version, only the machine knows (TORCH in the

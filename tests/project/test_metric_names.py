@@ -1,0 +1,35 @@
+"""The metrics that docs/metrics.md explains are those that the processes serve, each of them and no other."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from tests.tools.imports import PACKAGES
+
+ROOT = Path(__file__).parents[2]
+NAMED = re.compile(r"ps_[a-z]+(?:_[a-z]+)*")
+
+
+def served() -> set[str]:
+    """The names that the code gives to metrics: all texts of that form that are no package's or logger's name."""
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    texts = {
+        node.value
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    return {text for text in texts if NAMED.fullmatch(text)} - {*PACKAGES}
+
+
+def explained() -> set[str]:
+    """The names in the first column of the tables of docs/metrics.md."""
+    rows = re.findall(r"^\| (`ps_[^|]*) \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`(ps_\w+)", row)}
+
+
+def test_every_metric_is_explained_and_what_is_explained_is_served() -> None:
+    assert len(explained()) > 40
+    assert explained() == served()

@@ -1,0 +1,261 @@
+"""A release as a stranger gets it: the wheel runs, the sdist is whole, the site and the workflows stand by themselves.
+
+It needs the tools of the extra `release`: make test-release.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from email import message_from_bytes
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tools.imports import PACKAGES
+
+TOOLS = ("build", "twine", "sphinx", "myst_parser", "furo", "check_jsonschema")
+pytestmark = [
+    pytest.mark.release,
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(tool) is None for tool in TOOLS),
+        reason="the extra `release` is not installed: make test-release",
+    ),
+]
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--steps=6", "--batch-size=2", "--layers=1", "--heads=2", "--width=16", "--block=8", "--goal=6"]
+# Some of every kind: what is published, values, a real cluster.
+SOME_TESTS = [
+    "tests/project/test_publishing.py",
+    "tests/protocol/test_layout.py",
+    "tests/project/test_docs.py::test_the_first_example_runs_as_it_stands[sync]",
+]
+
+
+def call(*command: str | Path, folder: Path = ROOT, seconds: float = 200.0, **variables: str) -> str:
+    """Runs a command to its end, which must be a good one; returns what it said, warnings included."""
+    environment = {**os.environ, **variables}
+    words = [str(word) for word in command]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(words, cwd=folder, env=environment, text=True, timeout=seconds, check=False, **both)
+    assert done.returncode == 0, done.stdout[-8000:]
+    return done.stdout
+
+
+def files_of(folder: Path) -> set[str]:
+    """Every file below a folder, by its path in it; those behind a link, too."""
+    walked = os.walk(folder, followlinks=True)
+    return {(Path(place) / name).relative_to(folder).as_posix() for place, _, names in walked for name in names}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository as a clone has it: without what git ignores, and nothing of an earlier build."""
+    folder = tmp_path_factory.mktemp("clone") / "ps-torch"
+    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(".git", *ignored))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    before = files_of(tree)
+    said = call(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, folder=tree)
+    assert "*****" not in said, f"setuptools frames what will be an error one day: {said}"
+    for name in files_of(tree) - before:
+        (tree / name).unlink()  # the egg-info
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sdist(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist, unpacked."""
+    [archive] = dist.glob("*.tar.gz")
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(archive) as packed:
+        packed.extractall(folder, filter="data")
+    [unpacked] = folder.iterdir()
+    return unpacked
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    """The wheel."""
+    [built] = dist.glob("*.whl")
+    return built
+
+
+# -- the wheel and the sdist -----------------------------------------------------------------------------------------
+
+
+def test_an_index_has_nothing_to_say_against_them(dist: Path) -> None:
+    assert call(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir()).count("PASSED") == 2
+
+
+def test_the_sdist_is_the_repository(sdist: Path, tree: Path) -> None:
+    made = {"PKG-INFO", "setup.cfg"}
+    twice = {"ps_protocol/proto/released.binpb"}  # behind the link to proto/, of which the packages need the rest
+    inside = {name for name in files_of(sdist) if not name.startswith("ps_torch.egg-info/")}
+    assert files_of(tree) - inside == twice, "MANIFEST.in leaves them out"
+    assert inside - files_of(tree) == made
+
+
+def test_the_wheel_has_the_packages_and_its_licence_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    [information] = {name.partition("/")[0] for name in names if ".dist-info/" in name}
+    assert {name.partition("/")[0] for name in names} == {*PACKAGES, information}
+    assert f"{information}/licenses/LICENSE" in names
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert wheel.stat().st_size < 2_000_000
+
+
+def test_the_page_of_the_index_says_what_it_is_and_where_to_read_on(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as packed:
+        [name] = [name for name in packed.namelist() if name.endswith(".dist-info/METADATA")]
+        page = message_from_bytes(packed.read(name))
+    assert page["License-Expression"] == "Apache-2.0"
+    assert page["Description-Content-Type"] == "text/markdown"
+    assert {url.partition(",")[0] for url in page.get_all("Project-URL")} >= {
+        "Repository",
+        "Documentation",
+        "Changelog",
+    }
+    text = page.get_payload(decode=True).decode()
+    assert text.startswith("# ps-torch\n")
+    assert re.findall(r"\]\((?!https://)[^)]*\)", text) == [], "relative links lead nowhere there"
+
+
+def test_strangers_can_install_the_wheel_and_run_a_cluster(wheel: Path, sdist: Path, tmp_path: Path) -> None:
+    fresh = tmp_path / "venv"
+    call(sys.executable, "-m", "venv", "--without-pip", fresh)
+    python = fresh / "bin" / "python"
+    call(sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel)
+    # What it depends on is taken from here: torch alone is 200 MB and more. Its own packages come first.
+    [packages] = fresh.glob("lib/python*/site-packages")
+    outer = {sysconfig.get_path("purelib"), str(Path(torch.__file__).parents[1])}
+    (packages / "outer.pth").write_text("".join(f"import site; site.addsitedir({each!r})\n" for each in outer))
+
+    version = re.findall(r"ps_torch-(.*?)-py3", wheel.name)[0]
+    for command in ("ps-server", "ps-worker"):
+        assert call(fresh / "bin" / command, "--version", folder=tmp_path) == f"{command} {version}\n"
+    where = "import ps_server, ps_worker; print(ps_server.__file__, ps_worker.__file__)"
+    assert call(python, "-c", where, folder=tmp_path).count(str(packages)) == 2
+    said = call(python, sdist / "examples" / "demo.py", f"--out={tmp_path / 'out'}", *TINY, folder=tmp_path)
+    assert "6 of each worker" in said
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["shards"] == 2
+
+
+def test_strangers_can_run_the_tests_of_the_sdist(sdist: Path) -> None:
+    said = call(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SOME_TESTS, folder=sdist)
+    assert re.search(r"\d\d passed", said)
+
+
+# -- the site --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, made as `make docs` makes it: a warning is an error."""
+    made = tmp_path_factory.mktemp("site")
+    recipe = re.findall(r"-m (sphinx .*) -d \S+ docs ", (ROOT / "Makefile").read_text())[0]
+    assert "--fail-on-warning" in recipe
+    assert "--nitpicky" in recipe
+    call(sys.executable, "-m", *recipe.split(), "-d", made / "doctrees", "docs", made / "html")
+    return made / "html"
+
+
+class Resources(HTMLParser):
+    """What a browser would load for a page, without being asked to."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag in ("script", "img", "iframe", "source", "video", "audio", "embed") and given.get("src"):
+            self.loaded.append(str(given["src"]))
+        if tag == "link" and given.get("rel") not in ("next", "prev", "index", "search", "author"):
+            self.loaded.append(str(given.get("href")))
+
+
+def from_elsewhere(file: Path) -> Iterator[str]:
+    """What a file of the site loads from another host."""
+    text = file.read_text()
+    loaded = (
+        Resources(text).loaded if file.suffix == ".html" else re.findall(r"(?:url\(|@import )\s*[\"']?([^)\"']+)", text)
+    )
+    return (url for url in loaded if re.match(r"(?:[a-z]+:)?//", url))
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path, tmp_path: Path) -> None:
+    files = [path for kind in ("*.html", "*.css") for path in site.rglob(kind)]
+    assert len(files) > 20
+    assert {path.name: urls for path in files if (urls := list(from_elsewhere(path)))} == {}
+    (tmp_path / "a.css").write_text("@import 'https://fonts.example/x'; a { background: url(//b.example/y) }")
+    (tmp_path / "a.html").write_text('<script src="https://c.example/z"></script><link rel="stylesheet" href="/own">')
+    assert list(from_elsewhere(tmp_path / "a.css")) == ["https://fonts.example/x", "//b.example/y"]
+    assert list(from_elsewhere(tmp_path / "a.html")) == ["https://c.example/z"]
+
+
+def test_every_page_is_in_the_site_and_can_be_reached_and_searched(site: Path) -> None:
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    assert pages <= {path.stem for path in site.glob("*.html")}
+    menu = (site / "index.html").read_text()
+    assert {page for page in pages if f'href="{page}.html"' not in menu} == {"index"}
+    assert all(page in (site / "searchindex.js").read_text() for page in pages)
+
+
+def test_every_public_name_has_a_place_in_the_site(site: Path) -> None:
+    reference = (site / "reference.html").read_text()
+    import ps_worker
+
+    for name in ps_worker.__all__:
+        assert f'<section id="{name.lower()}"' in reference or f">{name}</span>" in reference, name
+
+
+def test_links_out_of_the_docs_lead_to_the_repository(site: Path) -> None:
+    page = (site / "training.html").read_text()
+    assert 'href="https://github.com/ps-torch/ps-torch/blob/main/examples/wgan_gp.py"' in page
+    assert 'href="../' not in page
+
+
+# -- .github and the like --------------------------------------------------------------------------------------------
+
+SCHEMAS = {
+    ".github/workflows/*.yml": "vendor.github-workflows",
+    ".github/dependabot.yml": "vendor.dependabot",
+    ".github/ISSUE_TEMPLATE/[!c]*.yml": "vendor.github-issue-forms",
+    ".github/ISSUE_TEMPLATE/config.yml": "vendor.github-issue-config",
+    "CITATION.cff": "vendor.citation-file-format",
+}
+
+
+@pytest.mark.parametrize("pattern", SCHEMAS)
+def test_a_file_is_as_its_schema_says(pattern: str) -> None:
+    files = sorted(ROOT.glob(pattern))
+    assert files
+    schema = ["--builtin-schema", SCHEMAS[pattern], "--default-filetype", "yaml"]
+    call(sys.executable, "-m", "check_jsonschema", *schema, *files)
+
+
+@pytest.mark.skipif(
+    shutil.which("zizmor", path=sysconfig.get_path("scripts")) is None, reason="zizmor is not installed"
+)
+def test_the_audit_of_the_workflows_finds_nothing() -> None:
+    call(Path(sysconfig.get_path("scripts")) / "zizmor", "--offline", "--no-progress", ".github")
