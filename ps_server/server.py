@@ -48,10 +48,12 @@ from ps_server.rpc.registration import Registration
 from ps_server.rpc.round_service import RoundService
 from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
+from ps_server.rpc.views import Views
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.view.watch import Watch
 
 log = logging.getLogger("ps_server")
 
@@ -102,10 +104,12 @@ class Server:
             log.warning("insecure: %s serves plaintext beyond this machine, as --insecure says", self.address)
         self.shard: Shard | None = None  # set where this process is a shard
         self.coordinator = self._make_coordinator() if config.shard_count is not None else None
+        self.metrics_address = ""
+        views = self._make_views(self.coordinator) if self.coordinator is not None else None
         self.metrics_address = self._serve_metrics(config)
         names: list[str] = []
-        if self.coordinator is not None:
-            names += self._add_coordinator(self.coordinator)
+        if self.coordinator is not None and views is not None:
+            names += self._add_coordinator(self.coordinator, views)
         if config.index is not None:
             names += self._add_shard()
         health_pool = ThreadPoolExecutor(HEALTH_THREADS, "health")
@@ -169,6 +173,10 @@ class Server:
         coordinator.start()
         return coordinator
 
+    def _make_views(self, coordinator: Coordinator) -> Views:
+        watch = Watch(coordinator, self._config.limits.views)
+        return Views(watch, coordinator.events, coordinator.shard_count, lambda: (self.address, self.metrics_address))
+
     def _serve_metrics(self, config: ServerConfig) -> str:
         coordinator = self.coordinator
         pages = {} if coordinator is None else {"/sd": lambda: service_discovery(coordinator, config.tls is not None)}
@@ -177,20 +185,21 @@ class Server:
         host = self.address.rpartition(":")[0] if config.advertise else _reachable(config.metrics_host)
         return f"{host}:{port}"
 
-    def _add_coordinator(self, coordinator: Coordinator) -> list[str]:
+    def _add_coordinator(self, coordinator: Coordinator, views: Views) -> list[str]:
         senders = ThreadPoolExecutor(CALL_THREADS, "watch")
         membership = MembershipService(coordinator, senders)
+        views.watch.start()
         services: list[Service] = [
             JobService(coordinator),
             membership,
             DataLeaseService(coordinator),
             RoundService(coordinator, senders),
-            ClusterService(coordinator, self.address, self.metrics_address),
+            ClusterService(coordinator, views, senders),
         ]
         for service in services:
             service.register(self._grpc)
         self._registry.register(coordinator_gauges(coordinator))
-        self._stops += [coordinator.stop, membership.stop, senders.shutdown]
+        self._stops += [views.watch.stop, coordinator.stop, membership.stop, senders.shutdown]
         return [service.NAME for service in services]
 
     def _add_shard(self) -> list[str]:

@@ -18,9 +18,11 @@ from ps_protocol.v1 import cluster_pb2, leases_pb2, membership_pb2, rounds_pb2, 
 from ps_server.coordinator.rounds import GatherRequest, Standing
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.data_commits import Committed
+from ps_server.core.figures import WorkerFigures
 from ps_server.core.membership import JoinRequest, JoinResult, Member
 from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, VersionRange
 from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait
+from ps_server.rpc import figure_messages
 
 VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave may be more than a message may have
 
@@ -189,12 +191,14 @@ def shard_job_status(name: str, job: ShardJobStatistics) -> shard_pb2.ShardJobSt
             for wait in job.waits
         ],
         run=job.run,
+        figures=figure_messages.shard_job_message(job.figures) if job.figures is not None else None,
     )
 
 
 def shard_statistics(response: shard_pb2.GetShardStatusResponse) -> ShardStatistics:
     """Returns what a shard holds."""
-    return ShardStatistics({job.job: _shard_job(job) for job in response.jobs})
+    figures = figure_messages.shard_figures(response.figures) if response.HasField("figures") else None
+    return ShardStatistics({job.job: _shard_job(job) for job in response.jobs}, figures)
 
 
 def _shard_job(status: shard_pb2.ShardJobStatus) -> ShardJobStatistics:
@@ -220,6 +224,7 @@ def _shard_job(status: shard_pb2.ShardJobStatus) -> ShardJobStatistics:
         waits=waits,
         waiting_pulls=sum(wait.bucket_count for wait in waits),
         run=status.run,
+        figures=figure_messages.shard_job_figures(status.figures) if status.HasField("figures") else None,
     )
 
 
@@ -241,7 +246,10 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
         lost_step_count=job.lost_steps,
         redone_step_count=job.redone_steps,
         rejoining_ranks=job.rejoining,
-        workers=[_worker_status(worker, job.now) for worker in job.workers],
+        workers=[
+            _worker_status(worker, job.now, job.figures.get((worker.rank, worker.incarnation)))
+            for worker in job.workers
+        ],
         loaders=[
             cluster_pb2.LoaderStatus(
                 loader=loader,
@@ -260,7 +268,7 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
     return status
 
 
-def _worker_status(worker: Member, now: float) -> cluster_pb2.WorkerStatus:
+def _worker_status(worker: Member, now: float, figures: WorkerFigures | None) -> cluster_pb2.WorkerStatus:
     status = cluster_pb2.WorkerStatus(
         rank=worker.rank,
         incarnation=worker.incarnation,
@@ -270,6 +278,7 @@ def _worker_status(worker: Member, now: float) -> cluster_pb2.WorkerStatus:
         metrics_address=worker.metrics_address,
         launch=worker.launch,
         lease_duration=duration(max(0.0, worker.expires - now)),
+        figures=figure_messages.worker_message(figures) if figures is not None else None,
     )
     if worker.since:
         status.join_time.FromMilliseconds(int(worker.since * 1e3))

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest
-from ps_runtime.metrics import PAUSES_PER_PAGE, serve_metrics
+from ps_runtime.metrics import serve_metrics
+from ps_runtime.web import PAUSES_PER_PAGE
 from ps_server.config import ServerConfig
 from ps_server.ops import status
 from ps_server.server import Server
@@ -396,7 +397,7 @@ def exposed(shared: Cluster) -> dict[str, str]:
 
 
 PROCESSES = ["coordinator with a shard", "coordinator", "shard", "worker", "worker alone"]
-LABELS = {"job", "kind", "result", "reason", "rank", "mode", "phase", "le", "generation", "loader", "state"}
+LABELS = {"job", "kind", "name", "result", "reason", "rank", "mode", "phase", "le", "generation", "loader", "state"}
 LABELS |= {"grpc_type", "grpc_service", "grpc_method", "grpc_code"}
 LABELS |= {"implementation", "major", "minor", "patchlevel", "version"}  # of python_info
 UNITS = ("_seconds", "_bytes", "_clocks")
