@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import logging
@@ -28,6 +29,7 @@ from ps_runtime.settings import (
     environment,
     host_port,
     index,
+    port_number,
     seconds,
     unknown_variables,
 )
@@ -51,6 +53,7 @@ SWITCH_SECONDS = 0.0005
 
 SERVER = Setting("server", "the coordinator", host_port, f"127.0.0.1:{DEFAULT_PORT}", "HOST:PORT")
 JOB = Setting("job", "the job", default="default", metavar="NAME")
+PAGE_PORT = Setting("page_port", "port of the page on this machine, 0: any free one", port_number, 8470)
 
 
 def parser() -> CommandLine:
@@ -82,6 +85,16 @@ def parser() -> CommandLine:
     asking = (*access_settings(), SERVER)
     status = add("status", "show what is running, how far it is, and which worker waits for which", *asking)
     status.add_argument("--json", action="store_true", help="for programs: GetStatusResponse as JSON, times in seconds")
+    status.add_argument(
+        "--watch",
+        nargs="?",
+        const=1.0,
+        type=_watch_period,
+        metavar="SECONDS",
+        help="show it again every so many seconds [default 1], with where each worker is",
+    )
+    page = add("page", "serve a page on this machine that shows what is running, for a browser", *asking)
+    page.add_settings(PAGE_PORT)
     add("health", "exit 0 if the server at the address serves, 1 if not", *asking)
     add("end", "end a job and give its memory back", *asking, replace(JOB, text="the job to end", required=True))
     add("checkpoint", "make a checkpoint of a job now", *asking, JOB)
@@ -101,6 +114,14 @@ def parser() -> CommandLine:
     certs.add_argument("--new-ca", action="store_true", help="make a new CA, and everything anew")
     certs.add_argument("--every", type=seconds, metavar="SECONDS", help="stay, and look again this often")
     return root
+
+
+def _watch_period(text: str) -> float:
+    """Returns the seconds between two views. Raises ArgumentTypeError."""
+    period = seconds(text)
+    if not 0.5 <= period <= 60.0:
+        raise argparse.ArgumentTypeError(f"expected 0.5 to 60 seconds, got {text!r}")
+    return period
 
 
 def _add_serving(command: CommandLine) -> None:
@@ -169,6 +190,7 @@ def _ask(arguments: argparse.Namespace) -> int:
     """Runs one of the commands that look in, or ask for something."""
     from ps_runtime.credentials import access
     from ps_server.ops import status
+    from ps_server.rpc import convert
 
     files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca, arguments.token_file
     allowed = access(*files, arguments.insecure)
@@ -176,11 +198,20 @@ def _ask(arguments: argparse.Namespace) -> int:
         return 0 if status.is_serving(arguments.server, allowed) else 1
     if arguments.command == "checkpoint":
         print(status.checkpoint_job(arguments.server, arguments.job, allowed))
+    elif arguments.command == "page":
+        from ps_server.ops.page import serve_page
+
+        serve_page(arguments.server, arguments.page_port, allowed)
+    elif arguments.command == "status" and arguments.watch is not None:
+        from ps_server.ops import screen
+
+        with contextlib.suppress(KeyboardInterrupt):  # its ordinary end
+            screen.watch(arguments.server, allowed, arguments.watch, arguments.json)
     elif arguments.command == "end":
         status.end_job(arguments.server, arguments.job, allowed)
     else:
         running = status.fetch(arguments.server, allowed)
-        print(json.dumps(running, indent=2) if arguments.json else status.table(running))
+        print(convert.json_text(running, indent=2) if arguments.json else status.table(running))
     return 0
 
 

@@ -22,7 +22,7 @@ import torch
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_runtime.channel import server_options
-from ps_runtime.credentials import Access, Tls, server_credentials
+from ps_runtime.credentials import Access, Tls, is_loopback, server_credentials
 from ps_runtime.metrics import process_registry, serve_metrics
 from ps_runtime.retry import Peer
 from ps_server.config import ServerConfig
@@ -35,6 +35,7 @@ from ps_server.ops.gauges import (
     shard_gauges,
 )
 from ps_server.ops.glibc import give_memory_back
+from ps_server.ops.page import coordinators_page
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CALL_THREADS, CallLimits, grpc_options
 from ps_server.rpc.cluster_service import ClusterService, add_health
@@ -106,7 +107,7 @@ class Server:
         self.coordinator = self._make_coordinator() if config.shard_count is not None else None
         self.metrics_address = ""
         views = self._make_views(self.coordinator) if self.coordinator is not None else None
-        self.metrics_address = self._serve_metrics(config)
+        self.metrics_address = self._serve_metrics(config, views)
         names: list[str] = []
         if self.coordinator is not None and views is not None:
             names += self._add_coordinator(self.coordinator, views)
@@ -177,10 +178,14 @@ class Server:
         watch = Watch(coordinator, self._config.limits.views)
         return Views(watch, coordinator.events, coordinator.shard_count, lambda: (self.address, self.metrics_address))
 
-    def _serve_metrics(self, config: ServerConfig) -> str:
+    def _serve_metrics(self, config: ServerConfig, views: Views | None) -> str:
         coordinator = self.coordinator
         pages = {} if coordinator is None else {"/sd": lambda: service_discovery(coordinator, config.tls is not None)}
-        port, stop = serve_metrics(config.metrics_host, config.metrics_port, self._registry, pages, config.tls)
+        # The page tells all: to whoever is on this machine, unless callers are to say who they are.
+        shows = views is not None and is_loopback(config.metrics_host) and config.tokens is None
+        site = coordinators_page(views) if views is not None and shows else None
+        where = config.metrics_host, config.metrics_port
+        port, stop = serve_metrics(*where, self._registry, pages, config.tls, site)
         self._stops.append(stop)
         host = self.address.rpartition(":")[0] if config.advertise else _reachable(config.metrics_host)
         return f"{host}:{port}"

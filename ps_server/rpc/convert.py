@@ -5,6 +5,8 @@ A message of a few plain fields is made and read where it is sent and served.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -293,6 +295,21 @@ def plain(message: Message) -> dict[str, Any]:
         else None
         for field in message.DESCRIPTOR.fields
     }
+
+
+def json_text(data: Any, indent: int | None = None) -> str:
+    """Returns plain data as JSON, in which NaN and infinities are the texts that protobuf's JSON has for them."""
+    return json.dumps(_finite(data), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return value
 
 
 def _plain(value: Any) -> Any:

@@ -113,7 +113,7 @@ class ViewMaker:
             if shard.statistics is not None and not shard.silent and job.name in shard.statistics.jobs
         ]
         current = replace(
-            job, workers=tuple(_ahead(worker, [each.clocks for each in hosted]) for worker in job.workers)
+            job, workers=tuple(_with_clock(worker, [each.clocks for each in hosted]) for worker in job.workers)
         )
         spans = {worker.rank: self._span(job, worker) for worker in job.workers}
         awaited = _sum_awaited(self._spans(sources, job))
@@ -147,10 +147,14 @@ def _work(span: Span[ShardJobFigures]) -> ShardWork:
     )
 
 
-def _ahead(worker: Member, clocks: Sequence[Mapping[int, int]]) -> Member:
-    """Returns a worker with the clock that all shards know of it, if that is ahead of what its heartbeat said."""
-    known = [of_shard[worker.rank] for of_shard in clocks if worker.rank in of_shard]
-    return replace(worker, clock=max(worker.clock, min(known, default=0)))
+def _with_clock(worker: Member, clocks: Sequence[Mapping[int, int]]) -> Member:
+    """Returns a worker with the clock that all shards know of it; where none knows one, that of its last heartbeat.
+
+    Heartbeats come at different moments: between two of them, workers would seem further apart than their mode allows.
+    """
+    # A shard that no optimizer steps a bucket on stays at 0 for all.
+    known = [of_shard[worker.rank] for of_shard in clocks if worker.rank in of_shard and any(of_shard.values())]
+    return replace(worker, clock=min(known, default=worker.clock))
 
 
 def _worker(

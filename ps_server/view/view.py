@@ -32,7 +32,7 @@ class WorkerView:
 class JobView:
     """How a job does.
 
-    statistics: with the clocks that its shards know, where those are ahead of what the coordinator has heard
+    statistics: with the clocks that its shards know, where they know them: heartbeats say older ones
     state, diagnosis: what it is doing, and what limits it, in words
     """
 
