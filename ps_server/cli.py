@@ -82,22 +82,7 @@ def parser() -> CommandLine:
     for command in (up, coordinator, shard):
         _add_serving(command)
 
-    asking = (*access_settings(), SERVER)
-    status = add("status", "show what is running, how far it is, and which worker waits for which", *asking)
-    status.add_argument("--json", action="store_true", help="for programs: GetStatusResponse as JSON, times in seconds")
-    status.add_argument(
-        "--watch",
-        nargs="?",
-        const=1.0,
-        type=_watch_period,
-        metavar="SECONDS",
-        help="show it again every so many seconds [default 1], with where each worker is",
-    )
-    page = add("page", "serve a page on this machine that shows what is running, for a browser", *asking)
-    page.add_settings(PAGE_PORT)
-    add("health", "exit 0 if the server at the address serves, 1 if not", *asking)
-    add("end", "end a job and give its memory back", *asking, replace(JOB, text="the job to end", required=True))
-    add("checkpoint", "make a checkpoint of a job now", *asking, JOB)
+    _add_asking(add)
 
     directory = Setting("checkpoint_dir", "where the checkpoints are", Path, metavar="DIR", required=True)
     text = "write a job's last checkpoint as plain PyTorch files"
@@ -122,6 +107,30 @@ def _watch_period(text: str) -> float:
     if not 0.5 <= period <= 60.0:
         raise argparse.ArgumentTypeError(f"expected 0.5 to 60 seconds, got {text!r}")
     return period
+
+
+def _add_asking(add: Callable[..., CommandLine]) -> None:
+    """Adds the commands that look in, or ask for something."""
+    asking = (*access_settings(), SERVER)
+    status = add("status", "show what is running, how far it is, and which worker waits for which", *asking)
+    status.add_argument(
+        "--json",
+        action="store_true",
+        help="for programs: GetStatusResponse as JSON, times in seconds; with --watch a WatchStatusResponse a line",
+    )
+    status.add_argument(
+        "--watch",
+        nargs="?",
+        const=1.0,
+        type=_watch_period,
+        metavar="SECONDS",
+        help="show it again every so many seconds [default 1], with where each worker is",
+    )
+    page = add("page", "serve a page on this machine that shows what is running, for a browser", *asking)
+    page.add_settings(PAGE_PORT)
+    add("health", "exit 0 if the server at the address serves, 1 if not", *asking)
+    add("end", "end a job and give its memory back", *asking, replace(JOB, text="the job to end", required=True))
+    add("checkpoint", "make a checkpoint of a job now", *asking, JOB)
 
 
 def _add_serving(command: CommandLine) -> None:
@@ -177,11 +186,18 @@ def _make_certificates(arguments: argparse.Namespace) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
     directory, life, new_ca = Path(arguments.directory), timedelta(days=arguments.days), arguments.new_ca
+    is_first = True
     while True:
-        made = write(directory, arguments.host, life, arguments.split, new_ca)
-        new_ca = False  # asked for once, not at each look
-        said = f"made {', '.join(made)}" if made else "all certificates are there, and none ends soon"
-        print(f"ps-server: {directory}: {said}", flush=True)
+        try:
+            made = write(directory, arguments.host, life, arguments.split, new_ca and is_first)
+        except PSError as error:
+            if is_first:
+                raise
+            print(f"ps-server: {error}; looking again in {arguments.every:g} s", file=sys.stderr, flush=True)
+        else:
+            said = f"made {', '.join(made)}" if made else "all certificates are there, and none ends soon"
+            print(f"ps-server: {directory}: {said}", flush=True)
+        is_first = False
         if arguments.every is None or stop.wait(arguments.every):
             return 0
 
@@ -252,6 +268,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from ps_launch.lifeline import Lifeline
 
     lifeline = Lifeline(sys.stdin.fileno(), end) if supervised else None
+    from ps_server.ops.compiler import leave_out_compiler
     from ps_server.server import Server
 
     if lifeline is not None and not coordinates and not coordinator:
@@ -259,6 +276,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if not coordinates and not coordinator:
         raise PSError("a shard needs --coordinator HOST:PORT (or --with-coordinator, to be it)")
     begun.set()
+    leave_out_compiler()
     shard = None if alone else arguments.index
     server = Server(config_of(arguments, arguments.shards if coordinates else None, shard, coordinator))
     _tune_interpreter()

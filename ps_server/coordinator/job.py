@@ -16,10 +16,13 @@ this order: the job's, its data's or its rounds', its members', its removals'.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+from ps_protocol.convert import job_spec_data
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, PSError, TryLater
 from ps_protocol.job import JobSpec
 from ps_server.coordinator.checkpoints import JobCheckpoints
@@ -84,6 +87,7 @@ class CoordinatedJob:
         )
         self.watchers = Watchers(self.members.roster)
         self.figures = HeardFigures()
+        self._note = functools.partial(cluster.events.note, job=spec.name)
         self.life = Lifecycle(spec.name, cluster.clock)
 
     # -- looks -------------------------------------------------------------------------------------------------------
@@ -92,6 +96,11 @@ class CoordinatedJob:
     def spec(self) -> JobSpec:
         """What the job is."""
         return self.placed.spec
+
+    @functools.cached_property
+    def spec_data(self) -> dict[str, Any]:
+        """The same as plain data: made once, because a job of many parameters takes long to write down."""
+        return job_spec_data(self.spec)
 
     @property
     def shard_processes(self) -> Mapping[int, int]:
@@ -148,7 +157,7 @@ class CoordinatedJob:
                 reservation = self.members.reserve(rank, request) if repeated is None else None
         except PSError as error:
             if not error.retryable:
-                self._note("refused", f"a worker at {request.host or 'an unknown host'} is refused: {error}")
+                self._note("refused", text=f"a worker at {request.host or 'an unknown host'} is refused: {error}")
             raise
         if reservation is None:
             assert repeated is not None
@@ -172,14 +181,11 @@ class CoordinatedJob:
         self._announce()
         _log_join(self.spec.name, member, reservation.older, request)
         for kind, text in _described_join(member, reservation.older, request):
-            self._note(kind, text)
+            self._note(kind, text=text)
         result = self._result(member)
         if self.checkpoints is not None:
             self.checkpoints.joined(member.rank)
         return result
-
-    def _note(self, kind: str, text: str) -> None:
-        self._cluster.events.note(kind, self.spec.name, text)
 
     def _abort_join(self, reservation: Reservation) -> None:
         fenced = self.members.abort(reservation)
@@ -201,7 +207,7 @@ class CoordinatedJob:
         if not self.members.leave(rank, incarnation, key):
             return self.life.has_ended
         log.info("job %s: worker %d leaves", self.spec.name, rank)
-        self._note("leave", f"worker {rank} leaves")
+        self._note("leave", text=f"worker {rank} leaves")
         if self.checkpoints is not None:
             limit = self._cluster.limits.state_bytes
             self.checkpoints.left(rank, _if_small(self.spec.name, rank, state, limit))
@@ -235,7 +241,7 @@ class CoordinatedJob:
         late = self.members.stop_waiting()
         if late:
             log.warning("job %s: continues without workers %s, which did not come back", self.spec.name, late)
-            self._note("lost", f"the job goes on without {ranks_text(late)}, which did not come back")
+            self._note("lost", text=f"the job goes on without {ranks_text(late)}, which did not come back")
             with self.life.deciding():
                 for rank in late:
                     self.accounting.give_up(rank)
@@ -247,7 +253,7 @@ class CoordinatedJob:
                 *(self.spec.name, member.rank, member.pid, member.host, self._cluster.lease),
             )
             text = f"worker {member.rank} on {member.host} is gone: no sign of life for {self._cluster.lease:g} s"
-            self._note("lost", text)
+            self._note("lost", text=text)
             self._remove(member.rank, member.incarnation)
         if expired:
             # Before a shard hears of it: a coordinator that comes back must not take for live what a shard has removed.
@@ -351,7 +357,7 @@ class CoordinatedJob:
         )
         lost_shards = f"shard{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
         text = f"{lost_shards} lost the job: it goes back to clock {restored.manifest.clock}"
-        self._note("rollback", f"{text}, checkpoint {restored.manifest.name}")
+        self._note("rollback", text=f"{text}, checkpoint {restored.manifest.name}")
         self.members.removals.tell()
         self._registry.save()
         self._announce()
@@ -397,7 +403,7 @@ class CoordinatedJob:
         self.watchers.end()
         self.rounds.end(ended)
         log.info("%s", ended)
-        self._note("end", f"the job has ended{f': {why}' if why else ''}")
+        self._note("end", text=f"the job has ended{f': {why}' if why else ''}")
 
     def stop(self) -> None:
         """Ends the streams of workers: the coordinator stops, and the job goes on."""

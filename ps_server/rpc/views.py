@@ -15,7 +15,7 @@ from ps_protocol.convert import seconds
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.v1 import cluster_pb2
 from ps_server.coordinator.events import EventLog
-from ps_server.rpc.streams import Outbox
+from ps_server.rpc.streams import ResponseStream
 from ps_server.rpc.view_messages import Sees, event_messages, history_message, view_response
 from ps_server.view.view import View
 from ps_server.view.watch import LOOK_SECONDS, Watch
@@ -90,25 +90,27 @@ class ViewStream:
     """Sends one caller a view every period, for as long as it reads. One that reads slowly misses views: an answer is
     made when the one before is sent."""
 
-    def __init__(self, views: Views, outbox: Outbox, sees: Sees, request: cluster_pb2.WatchStatusRequest) -> None:
-        self._views, self._outbox, self._sees = views, outbox, sees
+    def __init__(
+        self, views: Views, stream: ResponseStream, sees: Sees, request: cluster_pb2.WatchStatusRequest
+    ) -> None:
+        self._views, self._stream, self._sees = views, stream, sees
         self._period, self._told, self._history = period(request), position(request), request.history_wanted
         self._queued = False
         self._due = 0.0
 
     def begin(self) -> None:
         """Sends the first answer, and those that follow. Raises LimitExceeded where too many are watching."""
-        self._outbox.on_close(self._views.watch.add(self._changed))
+        self._stream.on_close(self._views.watch.add(self._changed))
 
     def _changed(self, view: View | None) -> None:
         if view is None:
-            self._outbox.finish()
+            self._stream.finish()
             return
         now = time.monotonic()
         if self._queued or now < self._due - EARLY_SECONDS:
             return
         self._queued, self._due = True, now + self._period
-        self._outbox.put(self._next)
+        self._stream.put(self._next)
 
     def _next(self) -> cluster_pb2.WatchStatusResponse:
         self._queued = False

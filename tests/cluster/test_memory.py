@@ -12,7 +12,8 @@ from ps_protocol.v1.data_pb2_grpc import DataServiceStub
 from ps_runtime.channel import open_channel
 from ps_server.ops.status import fetch
 from tests.tools.cluster import until
-from tests.tools.launching import Command, resident
+from tests.tools.forkserver import Nursery, address_in
+from tests.tools.launching import resident
 from tests.tools.raw_worker import RawWorker, vector_job
 
 KIB = 1024
@@ -20,13 +21,12 @@ AT_ONCE = 50
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[str, int]]:
+def server(nursery: Nursery, tmp_path: Path) -> Iterator[tuple[str, int]]:
     """A shard with a coordinator in a process of its own: its address and process id."""
     flags = ["--with-coordinator", "--shards=1", "--index=0", "--port=0", "--metrics-port=0", "--lease=600"]
-    command = Command(tmp_path, "-m", "ps_server", "shard", *flags, OMP_NUM_THREADS="1")
-    [address] = command.says(r"ready at (\S+)")
-    yield address, command.process.pid
-    command.clean_up()
+    process = nursery.serve(["shard", *flags], tmp_path / "log")
+    yield address_in(tmp_path / "log"), process.pid
+    process.kill()
 
 
 def cancel(address: str, worker: RawWorker, calls: int) -> None:

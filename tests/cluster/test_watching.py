@@ -212,7 +212,7 @@ def test_a_reader_that_reads_nothing_has_one_answer_waiting_and_not_more(cluster
     from ps_server.view.watch import Watch
 
     class Stuck:
-        """An outbox whose stream takes nothing."""
+        """A stream whose reader takes nothing."""
 
         def __init__(self) -> None:
             self.queued: list[Callable[[], Any]] = []
@@ -225,18 +225,18 @@ def test_a_reader_that_reads_nothing_has_one_answer_waiting_and_not_more(cluster
 
     watch = Watch(cluster.coordinator, 4)
     views = Views(watch, cluster.coordinator.events, 2, lambda: ("host:1", ""))
-    outbox, request = Stuck(), cluster_pb2.WatchStatusRequest(history_wanted=True)
+    stuck, request = Stuck(), cluster_pb2.WatchStatusRequest(history_wanted=True)
     request.period_duration.FromMilliseconds(500)
-    stream = ViewStream(views, outbox, lambda _: True, request)  # type: ignore[arg-type]
+    stream = ViewStream(views, stuck, lambda _: True, request)  # type: ignore[arg-type]
     stream.begin()
     for _ in range(10):
         stream._due = 0.0
         watch.look()
-    [make] = outbox.queued
+    [make] = stuck.queued
     assert len(make().history.times) == 10, "it misses answers, and nothing of the history"
     stream._due = 0.0
     watch.look()
-    assert len(outbox.queued) == 2
+    assert len(stuck.queued) == 2
 
 
 def test_too_many_readers_and_wrong_periods_are_refused(make_cluster: Callable[..., Cluster]) -> None:
