@@ -33,7 +33,7 @@ PRINT_OUTER := $(HAS_TORCH); import pathlib; print("import site; site.addsitedir
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-frameworks test-docker test-floors test-newest audit bench simulate fuzz lint format lock \
+.PHONY: help demo test test-frameworks test-browser test-docker test-floors test-newest audit bench simulate fuzz lint format lock \
 	proto proto-release reference clean
 
 help: ## list the targets
@@ -44,10 +44,13 @@ demo: .venv/demo.stamp ## train a small GPT on two shards and two workers, in ab
 
 # Two at a time, because tests of clusters wait more than they compute; a file's tests share what it has started.
 test: .venv/dev.stamp ## run the tests
-	@$(IN_VENV)/python -m pytest -q -m 'not docker and not frameworks' -n 2 --dist loadfile $(ARGS)
+	@$(IN_VENV)/python -m pytest -q -m 'not docker and not frameworks and not browser' -n 2 --dist loadfile $(ARGS)
 
 test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning and Hugging Face's Trainer, and train with them
 	@$(IN_VENV)/python -m pytest -q -m frameworks $(FRAMEWORK_TESTS) $(ARGS)
+
+test-browser: .venv/dev.stamp .venv/browser.stamp ## look at the page in Chromium, which has to be installed
+	@$(IN_VENV)/python -m pytest -q -m browser tests/browser $(ARGS)
 
 test-docker: .venv/dev.stamp ## run the tests that build and start the containers; needs a Docker engine
 	@$(IN_VENV)/python -m pytest -q -m docker $(ARGS)

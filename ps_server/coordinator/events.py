@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from ps_server.coordinator.timing import Clock
@@ -37,13 +37,14 @@ class EventLog:
 
     What comes again and again is one event with a count, so that a caller that is refused in a loop pushes nothing out:
     it is the same event if it has the kind, the job and the text of the last one; a refusal, if it has the job of a
-    refusal that is kept.
+    refusal that is kept. Where there are too many, the oldest of the most frequent kind is forgotten: a rollback is not
+    lost behind a checkpoint a minute.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
+        self._events: list[Event] = []
         self._last = 0
 
     def note(self, kind: str, job: str, text: str) -> None:
@@ -54,10 +55,16 @@ class EventLog:
             before = self._same(kind, job, text)
             if before is None:
                 self._events.append(Event(self._last, self._clock.since_1970(), kind, job, text, self._last))
+                self._forget_one_too_many()
                 return
             self._events.remove(before)
             again = replace(before, number=self._last, time=self._clock.since_1970(), count=before.count + 1)
             self._events.append(replace(again, text=text))
+
+    def _forget_one_too_many(self) -> None:
+        if len(self._events) > EVENTS_KEPT:
+            [(most, _)] = Counter(event.kind for event in self._events).most_common(1)
+            self._events.remove(next(event for event in self._events if event.kind == most))
 
     def _same(self, kind: str, job: str, text: str) -> Event | None:
         if kind == "refused":

@@ -18,7 +18,9 @@ import pytest
 from tests.tools.cluster import until
 from tests.tools.launching import Commands
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make browser")
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: make test-browser installs it"
+)
 CHROMIUM = shutil.which("chromium")
 pytestmark = [
     pytest.mark.browser,

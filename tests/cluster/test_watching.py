@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -322,7 +323,7 @@ def test_a_hung_shard_is_told_and_delays_no_view(commands: Commands) -> None:
                 silent = response.shards[1].silent_duration.ToNanoseconds() / 1e9 if len(response.shards) > 1 else 0
                 if silent >= 5:
                     break
-            assert max(late) < 3.5, "a call to that shard takes 2 s until it is given up"
+            assert median(late) < 2.0, "a call to that shard takes 2 s until it is given up"
             assert not response.status.shards[1].reachable
             assert response.shards[0].silent_duration.ToNanoseconds() == 0
         finally:

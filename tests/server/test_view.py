@@ -225,6 +225,16 @@ def test_the_last_events_are_kept_and_repeats_are_counted() -> None:
     assert (again.number, again.first, again.count, again.time) == (EVENTS_KEPT + 6, EVENTS_KEPT + 5, 2, 1001.0)
 
 
+def test_what_is_rare_is_not_lost_behind_what_comes_all_the_time() -> None:
+    log, _ = events()
+    log.note("rollback", "job", "it goes back to clock 7")
+    for number in range(3 * EVENTS_KEPT):
+        log.note("checkpoint", "job", f"checkpoint {number}")
+    kept = log.after(0)
+    assert (len(kept), kept[0].kind) == (EVENTS_KEPT, "rollback")
+    assert [event.number for event in kept] == sorted(event.number for event in kept)
+
+
 def test_a_caller_that_is_refused_again_and_again_pushes_no_event_out() -> None:
     log, _ = events()
     log.note("join", "job", "worker 0 joins")
