@@ -189,7 +189,10 @@ def test_end_ends_a_job(shared: Cluster, job: str, monkeypatch: pytest.MonkeyPat
 
 
 COMMANDS = [
-    *(("ps-server", command, "--help") for command in ("up", "coordinator", "shard", "status", "health", "end")),
+    *(
+        ("ps-server", command, "--help")
+        for command in ("up", "coordinator", "shard", "status", "page", "health", "end")
+    ),
     ("ps-server", "up", "--help-limits"),
     ("ps-worker", "run", "--help"),
 ]
@@ -207,14 +210,14 @@ def test_help_explains_every_flag_and_names_its_variable(
     for entry in flags:
         flag, _, words = entry.partition(" ")
         assert len(words.split()) >= 3, f"{flag} is not explained"
-        if flag not in ("-h,", "-m,", "--json", "--with-coordinator", "--help-limits"):
+        if flag not in ("-h,", "-m,", "--json", "--with-coordinator", "--help-limits", "--watch"):
             assert f"[PS_{flag[2:].replace('-', '_').upper()}" in entry, entry
     limits = [
         entry
         for entry in flags
         if entry.startswith("--max-") and not entry.startswith(("--max-restarts", "--max-shard-restarts"))
     ]
-    assert len(limits) == (25 if command[2] == "--help-limits" else 0)
+    assert len(limits) == (27 if command[2] == "--help-limits" else 0)
 
 
 def test_help_is_there_at_once() -> None:
