@@ -1,6 +1,6 @@
 """The page in a real browser, beside a cluster that was started as users start one.
 
-With PS_PICTURES=DIR, the pictures of docs/watching.md are made anew in a folder.
+With WATCHING_PICTURES=DIR, the pictures of docs/watching.md are made anew in a folder.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def says(page: Any, selector: str, text: str) -> str:
 
 def picture(page: Any, name: str) -> None:
     """Keeps a picture of the page for the documentation, if that is wanted."""
-    folder = os.environ.get("PS_PICTURES")
+    folder = os.environ.get("WATCHING_PICTURES")
     if folder:
         page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
