@@ -267,7 +267,7 @@ class JobMembers:
     def postpone(self, seconds: float) -> None:
         """Gives all workers more time for a sign of life."""
         with self._lock:
-            self._membership.postpone(seconds)
+            self._membership.postpone(seconds, self._clock.now())
 
     def stop_waiting(self) -> list[int]:
         """Drops the workers that did not rejoin in time after a rollback. Returns their ranks."""

@@ -103,7 +103,8 @@ def check_promises(victim: Victim, attacks: list[Unfinished], begun: int) -> Non
     grown = most - before
     print(
         f"{len(took)} heartbeats: median {statistics.median(took) * 1e3:.1f} ms, worst {max(took) * 1e3:.0f} ms; "
-        f"{sum(attack.begun for attack in attacks)} calls were begun; the server's memory grew by {grown / MIB:.0f} MiB; {sent / MIB:.0f} MiB were sent"
+        f"{sum(attack.begun for attack in attacks)} calls were begun, {sent / MIB:.0f} MiB were sent; "
+        f"the server's memory grew by {grown / MIB:.0f} MiB"
     )
     assert grown < BUDGET + THREADS
     until(lambda: victim.memory() < before + THREADS, "the memory comes back")

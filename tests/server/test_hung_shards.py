@@ -427,6 +427,21 @@ def test_a_coordinator_that_stood_still_ends_no_lease_because_of_it(cluster: One
     assert not members.all()
 
 
+def test_a_coordinator_that_stood_still_waits_for_the_dead_no_longer_than_a_lease(cluster: OneProcess) -> None:
+    """Heartbeats of before lie in its sockets, and are heard before it looks."""
+    worker = DirectWorker(cluster, vector_job("job", "async", CELLS, 0), 0)
+    members = cluster.coordinator.job("job").members
+    expiry = Expiry(cluster.coordinator.jobs, cluster.coordinator._cluster, background.Background())
+    expiry.look_regularly()
+    cluster.clock.seconds += 30  # of a lease of 10
+    members.heartbeat(0, worker.place.member.incarnation, 0, worker.place.member.key)
+    for _ in range(11):
+        expiry.look_regularly()
+        cluster.clock.seconds += 1
+    expiry.look_regularly()
+    assert not members.all()
+
+
 @pytest.mark.usefixtures("caplog")  # the errors are meant
 def test_a_thread_goes_on_after_an_error() -> None:
     rounds: list[int] = []

@@ -63,7 +63,7 @@ class Cluster:
         self.pace = {
             "contribution-added": draw.choice([0.0, 0.01]),
             "update-stepped": draw.choice([0.001, 0.05]),
-            "restore-read": draw.choice([0.01, 1.0]),
+            "restore-read": draw.choice([0.01, 1.0, 4.0]),
             "shard-file-half-written": draw.choice([0.01, 0.3]),
             "manifest-half-written": draw.choice([0.0, 0.2]),
             "coordinator-file-unnamed": draw.choice([0.0, 0.02]),
@@ -201,7 +201,7 @@ class Cluster:
             self.world.at(self.world.random.uniform(0.0, 3.0), self.begin_run)
 
     def _server_died(self, host: Host, shard: int | None) -> None:
-        self.faults.died(host, shard)
+        self.faults.died(host)
         for run in self.running():
             if shard is not None:
                 run.shard_died(shard, self.world.now)

@@ -71,7 +71,6 @@ class Faults:
         self._on = False
         self._images: deque[tuple[str | None, Image]] = deque(maxlen=8)  # of the directory: the run in it
         self.disturbed: dict[Host, float] = {}  # until when a process was disturbed, at the least
-        self.shard_died = 0.0
 
     def weather(self) -> Weather:
         """Returns the weather that the seed draws."""
@@ -150,11 +149,9 @@ class Faults:
 
     # -- servers -----------------------------------------------------------------------------------------------------
 
-    def died(self, host: Host, shard: int | None) -> None:
-        """Notes that a server has died. shard: which shard it was"""
+    def died(self, host: Host) -> None:
+        """Notes that a server has died."""
         self._disturb(host)
-        if shard is not None:
-            self.shard_died = self._world.now
 
     def _kill_shard(self) -> None:
         self._kill(self._world.random.choice(self._cluster.servers.shards).host, AT_SHARDS)

@@ -103,6 +103,10 @@ class Network:
         self._open[host] = {}
         self.connect(host)
 
+    def listener(self, address: str) -> Host | None:
+        """Returns the process that listens at an address, or did last."""
+        return self._listeners.get(address)
+
     def connect(self, host: Host) -> None:
         """Has both ends of a process's connections hear of its death, unless its machine goes down with it."""
         host.on_death.append(lambda: self._died(host))

@@ -11,6 +11,7 @@ from ps_server.storage.checkpoints import MANIFEST, CheckpointStore, Manifest
 from tests.chaos.oracle import Violation
 from tests.simulation.processes import Host
 from tests.simulation.runs import Run
+from tests.simulation.servers import ShardProcess
 from tests.simulation.supervision import DIRECTORY
 
 if TYPE_CHECKING:
@@ -30,7 +31,11 @@ class Promises:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._world = cluster, cluster.world
         self._dead_since: dict[tuple[str, int, int, int], float] = {}  # by job, shard process, rank, incarnation
-        self._beside = -1, 0.0  # the clock of the job beside, and since when
+        self._beside: tuple[int, float, ShardProcess | None] = (
+            -1,
+            0.0,
+            None,
+        )  # clock of the job beside, since when, where
         self._store = CheckpointStore(DIRECTORY, cluster.servers.disks[0])
         self._reported: set[str] = set()
 
@@ -98,18 +103,20 @@ class Promises:
                 self._broken("waits for the dead", said, process=process_number)
 
     def a_job_beside_goes_on(self) -> None:
-        """A job with nothing on a shard that hangs, or dies, goes on: its steps come."""
+        """A job with nothing on a shard that hangs, or dies, goes on: its steps come. What takes a call to every shard,
+        a join or its return to a checkpoint, may wait for that one."""
         cluster, run = self._cluster, self._cluster.beside
         worker = run.workers.get(0) if run is not None else None
         if run is None or run.over or run.may_end or worker is None or not worker.is_training:
             return
         servers, network, now = cluster.servers, cluster.network, self._world.now
-        clock, since = self._beside
+        clock, since, process = self._beside
         hosts = [worker.host, servers.coordinator.host, servers.shards[0].host]
-        disturbed = worker.clock != clock or worker.holds or network.weather.loss
+        steps = worker.clock != clock
+        disturbed = steps or worker.holds or network.weather.loss or process is not servers.shards[0]
         if disturbed or not all(self._is_healthy(host, 2 * LOOK_SECONDS) for host in hosts):
             since = now
-        self._beside = worker.clock, since
+        self._beside = worker.clock, since, servers.shards[0] if steps else process  # its own shard's death is its own
         if now - since > cluster.lease + BESIDE_SECONDS:
             self._broken("another job waits", f"{worker.host.name} is at clock {clock} since {now - since:.1f} s")
 
@@ -130,7 +137,9 @@ class Promises:
         coordinator = cluster.servers.coordinator.host
         ends = [faults.disturbed.get(host, 0.0) for host in (worker.host, coordinator)]
         calm = self._world.now - max(coordinator.since, *ends)
-        rolled_back = faults.shard_died > place.since
+        # A shard that was started again brings a rollback when it has called in, which may take long.
+        shards = cluster.servers.shards
+        rolled_back = any(shard.known_since > place.since - LOOK_SECONDS for shard in shards)
         if calm > CALM_SECONDS and not rolled_back and not cluster.network.weather.loss and not worker.run.over:
             self._broken("lost its place", f"{worker.host.name}, with nothing wrong for {calm:.1f} s")
 

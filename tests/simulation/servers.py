@@ -5,6 +5,7 @@ What stands here is what the services of ps_server.rpc do besides: it takes a ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -142,14 +143,18 @@ class CoordinatorProcess:
 
 
 class ShardProcess:
-    """A process as a shard. process: the number that no other process of a shard has."""
+    """A process as a shard.
+
+    process:     the number that no other process of a shard has
+    known_since: when it called in first with the coordinator of now
+    """
 
     def __init__(
         self, network: Network, host: Host, disk: SimulatedDisk, index: int, process: int, store: Path | None
     ) -> None:
         self.host, self._disk = host, disk
         self.index, self.process = index, process
-        self.known = False
+        self.known_since = math.inf
         self.shard: Shard | None = None
         self._network, self._store = network, store
         self.host.spawn("main", self._main)
@@ -186,10 +191,12 @@ class ShardProcess:
         """Does as rpc.registration does."""
         world, process = self.host.world, self.process
         who = self.index, self.host.address, "", process, process
+        knows: Host | None = None
         while True:
             try:
                 self._network.call(COORDINATOR, "register_shard", *who, seconds=SHARD_CALL_SECONDS, ready=True)
-                self.known = True
+                if knows is not self._network.listener(COORDINATOR):
+                    knows, self.known_since = self._network.listener(COORDINATOR), world.now
             except PSError as error:
                 world.trace(f"{self.host.name}: {error}; trying again")
             world.let_pass(SHARD_CALL_SECONDS)
