@@ -118,8 +118,9 @@ class ViewMaker:
         spans = {worker.rank: self._span(job, worker) for worker in job.workers}
         awaited = _sum_awaited(self._spans(sources, job))
         waits = [wait for each in hosted for wait in each.waits]
+        silent = {shard.shard.index: shard.silent for shard in shards if shard.silent}
         workers = tuple(
-            _worker(worker, job, sources.lease, spans[worker.rank], waits, awaited) for worker in job.workers
+            _worker(worker, job, sources.lease, spans[worker.rank], waits, awaited, silent) for worker in job.workers
         )
         signs = JobSigns(
             live=[worker.rank for worker in job.workers],
@@ -127,7 +128,7 @@ class ViewMaker:
             started=job.started,
             rolling_back=job.rolling_back,
             rejoining=job.rejoining,
-            silent={shard.shard.index: shard.silent for shard in shards if shard.silent},
+            silent=silent,
             missing=[index for index in range(sources.shard_count) if index not in sources.shards],
             phases=_sum_phases(span for span in spans.values() if span is not None),
             awaited=awaited,
@@ -164,6 +165,7 @@ def _worker(
     span: Span[WorkerFigures] | None,
     waits: Iterable[Wait],
     awaited: Mapping[int, float],
+    silent: Iterable[int],
 ) -> WorkerView:
     own = [wait for wait in waits if wait.rank == worker.rank]
     ranks = tuple(sorted({rank for wait in own for rank in wait.waiting_for}))
@@ -171,7 +173,7 @@ def _worker(
     total, total_awaited = sum(phases.values()), sum(awaited.values())
     return WorkerView(
         rank=worker.rank,
-        activity=_activity(worker.expires - job.now, lease, own, ranks),
+        activity=_activity(worker.expires - job.now, lease, own, ranks, silent),
         awaited=ranks,
         steps_per_second=(span.last.steps - span.first.steps) / span.seconds if span is not None else None,
         fractions={phase: seconds / total for phase, seconds in phases.items()} if total > 0 else {},
@@ -179,12 +181,14 @@ def _worker(
     )
 
 
-def _activity(left: float, lease: float, waits: Sequence[Wait], ranks: Sequence[int]) -> str:
+def _activity(left: float, lease: float, waits: Sequence[Wait], ranks: Sequence[int], silent: Iterable[int]) -> str:
     if left < SILENT_LEASE * lease:
         return f"silent, lease ends in {max(0.0, left):.0f} s"
     if waits:
         seconds = max(wait.seconds for wait in waits)
         return f"waits {seconds:.1f} s for {ranks_text(ranks) if ranks else 'its shard'}"
+    for index in silent:
+        return f"needs shard {index}, which does not answer"
     return "training"
 
 

@@ -306,6 +306,7 @@ def test_a_shard_that_does_not_answer_is_told_with_how_long_and_its_last_answer_
     view = made(ViewMaker(), 100.0, job([member(0)]), answer, fresh)
     assert [shard.silent for shard in view.shards] == [4.0, 0.0]
     assert view.jobs["job"].state == "shard 0 does not answer for 4 s"
+    assert view.jobs["job"].workers[0].activity == "needs shard 0, which does not answer"
     assert view.jobs["job"].statistics.workers[0].clock == 6, "what a silent shard said last counts no more"
     assert view.shards[0].statistics is not None
     replaced = Answer(6, 50.0, answer.statistics)
