@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ps_protocol.errors import PSError
 from ps_runtime.channel import DEFAULT_PORT
@@ -45,9 +45,13 @@ from ps_server.config import (
     SETTINGS,
     SHARD_START_TIMEOUT,
     SHARDS,
+    ServerConfig,
     config_of,
 )
 from ps_server.ops.glibc import share_memory_pool, streaming
+
+if TYPE_CHECKING:
+    from ps_server.server import Server
 
 SWITCH_SECONDS = 0.0005
 
@@ -278,18 +282,14 @@ def _serve(arguments: argparse.Namespace) -> int:
     begun.set()
     leave_out_compiler()
     shard = None if alone else arguments.index
-    server = Server(config_of(arguments, arguments.shards if coordinates else None, shard, coordinator))
+    config = config_of(arguments, arguments.shards if coordinates else None, shard, coordinator)
+    server = Server(config)
     _tune_interpreter()
     while not stop.is_set() and not server.wait_ready(0.2):
         pass
     if not stop.is_set():
-        if supervised:
-            print(json.dumps({"address": server.address, "metrics": server.metrics_address}), flush=True)
-        else:
-            role = "coordinator" if alone else f"shard {shard}"
-            print(f"ps-server: {role} ready at {server.address}", flush=True)
-            scheme = "https" if arguments.tls_cert else "http"
-            print(f"ps-server: metrics at {scheme}://{server.metrics_address}/metrics", flush=True)
+        role = "coordinator" if alone else f"shard {shard}"
+        _announce(role, server, config, supervised)
     stop.wait()
     # Told once, it finishes what it has; told again, it ends at once.
     _on_signals(lambda number, _: os._exit(128 + number))
@@ -297,6 +297,19 @@ def _serve(arguments: argparse.Namespace) -> int:
         server.drain(arguments.drain_seconds)
     server.stop()
     return 0
+
+
+def _announce(role: str, server: Server, config: ServerConfig, supervised: bool) -> None:
+    """Says where a process serves: to its parent, or to people."""
+    metrics = f"{'https' if config.tls is not None else 'http'}://{server.metrics_address}/"
+    page = metrics if config.shows_page() else ""
+    if supervised:
+        print(json.dumps({"address": server.address, "metrics": server.metrics_address, "page": page}), flush=True)
+        return
+    print(f"ps-server: {role} ready at {server.address}", flush=True)
+    print(f"ps-server: metrics at {metrics}metrics", flush=True)
+    if page:
+        print(f"ps-server: the page, for a browser on this machine: {page}", flush=True)
 
 
 def _on_signals(action: Callable[[int, FrameType | None], object]) -> None:

@@ -24,7 +24,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_runtime.background import guarded
 from ps_runtime.channel import server_options
-from ps_runtime.credentials import Access, Tls, is_loopback, server_credentials
+from ps_runtime.credentials import Access, Tls, server_credentials
 from ps_runtime.metrics import process_registry, serve_metrics
 from ps_runtime.retry import Peer
 from ps_server.config import ServerConfig
@@ -185,9 +185,7 @@ class Server:
     def _serve_metrics(self, config: ServerConfig, views: Views | None) -> str:
         coordinator = self.coordinator
         pages = {} if coordinator is None else {"/sd": lambda: service_discovery(coordinator, config.tls is not None)}
-        # The page tells all: to whoever is on this machine, unless callers are to say who they are.
-        shows = views is not None and is_loopback(config.metrics_host) and config.tokens is None
-        site = coordinators_page(views) if views is not None and shows else None
+        site = coordinators_page(views) if views is not None and config.shows_page() else None
         where = config.metrics_host, config.metrics_port
         port, stop = serve_metrics(*where, self._registry, pages, config.tls, site)
         self._stops.append(stop)

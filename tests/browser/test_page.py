@@ -63,7 +63,7 @@ class Running:
         ports = ["--port", "0", "--metrics-port", "0"]
         self.up = self.commands.start("-m", "ps_server", "up", "--shards", "2", "--lease", "4", *ports, *checkpoints)
         [server] = self.up.says(r"ready at (\S+) \(2 shards\)")
-        self.page = self.up.says(r"metrics at (http://\S+)/metrics")[0] + "/"
+        [self.page] = self.up.says(r"the page, for a browser on this machine: (http://\S+)")
         script = folder / "train.py"
         script.write_text(TRAINING)
         workers = ["--workers", "4", "--mode", "ssp:4", "--job", "demo", "--server", server]

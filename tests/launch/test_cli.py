@@ -62,7 +62,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Command, str]
     flags = ("--shards", "2", "--port", "0", "--metrics-port", "0")
     command = Command(tmp_path_factory.mktemp("up"), "-m", "ps_server", "up", *flags)
     [address] = command.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
-    command.says(r"ps-server: metrics at http://(\S+)/metrics\n", count=2)
+    command.says(r"ps-server: the page, for a browser on this machine: (\S+)\n")
     yield command, address
     try:
         assert command.end(signal.SIGTERM) == 0, "the third of the signals that end a cluster cleanly"
@@ -88,7 +88,8 @@ def test_up_prints_where_to_point_workers_and_prometheus(up: tuple[Command, str]
     pages = command.says(r"ps-server: metrics at http://(\S+)/metrics\n", count=2)
     assert scrape(pages[0])["ps_shards"] == 2
     assert "ps_shards" not in scrape(pages[1])
-    assert command.out.count("\n") == 3, "three lines, and nothing that nobody asked for"
+    assert command.says(r"ps-server: the page, for a browser on this machine: (\S+)\n") == [f"http://{pages[0]}/"]
+    assert command.out.count("\n") == 4, "four lines, and nothing that nobody asked for"
     found = status.fetch(address)
     assert [shard["index"] for shard in found["shards"]] == [0, 1]
     assert {p["pid"] for p in (found["coordinator"], *found["shards"])} == {child.pid for child in command.family()}
