@@ -87,8 +87,9 @@ class CoordinatedJob:
         )
         self.watchers = Watchers(self.members.roster)
         self.figures = HeardFigures()
-        self._note = functools.partial(cluster.events.note, job=spec.name)
         self.life = Lifecycle(spec.name, cluster.clock)
+        self._not_rolled_back = ""  # why the last try to roll it back failed
+        self._roll_back_at = -math.inf  # not before
 
     # -- looks -------------------------------------------------------------------------------------------------------
 
@@ -152,25 +153,27 @@ class CoordinatedJob:
         """
         try:
             with self.life.deciding():
-                self.life.check_open(self.lost())
+                self.life.check_open(self.lost(), self._not_rolled_back)
                 repeated = self.members.repeated(request)
                 reservation = self.members.reserve(rank, request) if repeated is None else None
         except PSError as error:
             if not error.retryable:
-                self._note("refused", text=f"a worker at {request.host or 'an unknown host'} is refused: {error}")
+                self._cluster.events.note(
+                    "refused", self.spec.name, f"a worker at {request.host or 'an unknown host'} is refused: {error}"
+                )
             raise
         if reservation is None:
             assert repeated is not None
             return self._result(repeated)
         try:
             self._registry.save_ahead()
-        except PSError:
+        except BaseException:
             self.members.release(reservation)
             raise
         try:
             clock = self.members.count(reservation)
             with self.life.deciding():
-                self.life.check_open(self.lost())
+                self.life.check_open(self.lost(), self._not_rolled_back)
                 member = self.members.admit(reservation, request, clock)
                 self.accounting.joined(member.rank, clock, None if request.previous is None else request.clock)
         except BaseException:
@@ -181,7 +184,7 @@ class CoordinatedJob:
         self._announce()
         _log_join(self.spec.name, member, reservation.older, request)
         for kind, text in _described_join(member, reservation.older, request):
-            self._note(kind, text=text)
+            self._cluster.events.note(kind, self.spec.name, text)
         result = self._result(member)
         if self.checkpoints is not None:
             self.checkpoints.joined(member.rank)
@@ -207,7 +210,7 @@ class CoordinatedJob:
         if not self.members.leave(rank, incarnation, key):
             return self.life.has_ended
         log.info("job %s: worker %d leaves", self.spec.name, rank)
-        self._note("leave", text=f"worker {rank} leaves")
+        self._cluster.events.note("leave", self.spec.name, f"worker {rank} leaves")
         if self.checkpoints is not None:
             limit = self._cluster.limits.state_bytes
             self.checkpoints.left(rank, _if_small(self.spec.name, rank, state, limit))
@@ -223,9 +226,11 @@ class CoordinatedJob:
             if not self.members.finished() or not self.life.is_running:
                 return False
             self.life.begin(Phase.ENDING)
-        if self.checkpoints is not None:
-            self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
-        self.end()
+        try:
+            if self.checkpoints is not None:
+                self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
+        finally:
+            self.end()
         return True
 
     def _remove(self, rank: int, incarnation: int) -> None:
@@ -241,7 +246,9 @@ class CoordinatedJob:
         late = self.members.stop_waiting()
         if late:
             log.warning("job %s: continues without workers %s, which did not come back", self.spec.name, late)
-            self._note("lost", text=f"the job goes on without {ranks_text(late)}, which did not come back")
+            self._cluster.events.note(
+                "lost", self.spec.name, f"the job goes on without {ranks_text(late)}, which did not come back"
+            )
             with self.life.deciding():
                 for rank in late:
                     self.accounting.give_up(rank)
@@ -253,7 +260,7 @@ class CoordinatedJob:
                 *(self.spec.name, member.rank, member.pid, member.host, self._cluster.lease),
             )
             text = f"worker {member.rank} on {member.host} is gone: no sign of life for {self._cluster.lease:g} s"
-            self._note("lost", text=text)
+            self._cluster.events.note("lost", self.spec.name, text)
             self._remove(member.rank, member.incarnation)
         if expired:
             # Before a shard hears of it: a coordinator that comes back must not take for live what a shard has removed.
@@ -267,9 +274,11 @@ class CoordinatedJob:
             if not self.members.empty() or not self.life.is_running:
                 return
             self.life.begin(Phase.ENDING)
-        if self.checkpoints is not None and self.members.ever_joined():
-            self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
-        self.end(f"it had no worker for {seconds:.0f} s")
+        try:
+            if self.checkpoints is not None and self.members.ever_joined():
+                self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
+        finally:
+            self.end(f"it had no worker for {seconds:.0f} s")
 
     # -- while they train --------------------------------------------------------------------------------------------
 
@@ -312,10 +321,11 @@ class CoordinatedJob:
 
     def recover(self, recovery: Recovery | None) -> None:
         """Rolls the job back to its last checkpoint if a shard lost its part of it, and ends it if there is none."""
+        now = self._cluster.clock.now()
         with self.life.deciding():
             shards = self._cluster.shards.known()
             lost = self.lost(shards)
-            if not lost or not self.life.is_running:
+            if not lost or not self.life.is_running or now < self._roll_back_at:
                 return
             if self.spec.consistency.aggregate and len(shards) < self._cluster.shards.count:
                 return  # all are rolled back, and one has not called in yet
@@ -327,11 +337,15 @@ class CoordinatedJob:
             if recovery is None:
                 raise NoCheckpoints("these servers were started without --checkpoint-dir")
             self._rollback(recovery, shards, lost)
+            self._not_rolled_back = ""
         except (NoCheckpoints, JobMismatch) as error:
             names = ", ".join(map(str, lost))
             reason = f"shard {names} was started anew and lost its part of the job; {error}"
         except PSError as error:
             log.warning("job %s: not rolled back yet: %s", self.spec.name, error)
+            self._not_rolled_back = str(error)
+            if not isinstance(error, TryLater):  # somebody has to do something first
+                self._roll_back_at = now + self._cluster.timing.roll_back_again
         finally:
             self.life.done()
         if reason:
@@ -357,7 +371,7 @@ class CoordinatedJob:
         )
         lost_shards = f"shard{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
         text = f"{lost_shards} lost the job: it goes back to clock {restored.manifest.clock}"
-        self._note("rollback", text=f"{text}, checkpoint {restored.manifest.name}")
+        self._cluster.events.note("rollback", self.spec.name, f"{text}, checkpoint {restored.manifest.name}")
         self.members.removals.tell()
         self._registry.save()
         self._announce()
@@ -403,7 +417,7 @@ class CoordinatedJob:
         self.watchers.end()
         self.rounds.end(ended)
         log.info("%s", ended)
-        self._note("end", text=f"the job has ended{f': {why}' if why else ''}")
+        self._cluster.events.note("end", self.spec.name, f"the job has ended{f': {why}' if why else ''}")
 
     def stop(self) -> None:
         """Ends the streams of workers: the coordinator stops, and the job goes on."""

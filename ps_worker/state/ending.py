@@ -1,4 +1,4 @@
-"""How this process ends: where its script does, or cut short by a signal or an error. Then a loop it was in is not over.
+"""How this process ends: at its script's end, or cut short by a signal or an error: then a loop it was in is not over.
 
 A signal that ends the script is an exception that may come between any two lines. What has to be noted of a step, and
 the note, are therefore made `undisturbed`.

@@ -117,6 +117,14 @@ def test_however_a_pull_ends_its_buckets_count_no_more(shard: Shard) -> None:
     shard.pull(PullCall("sums", 0, 0, 0, (0, 1, 2)), Stream(), "them")  # type: ignore[arg-type]  # a reader
 
 
+def test_a_pull_of_no_bucket_is_over_at_once_and_counts_nothing(shard: Shard) -> None:
+    for clock in (0, 1):
+        stream = Stream()
+        shard.pull(pull(clock), stream, "them")  # type: ignore[arg-type]
+        assert stream.is_over
+    shard.pull_state(pull(0), Stream(), "them")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("mode", ["sync", "ssp:1", "async"])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_limit_keeps_no_worker_from_getting_on(mode: str, seed: int) -> None:
@@ -188,3 +196,10 @@ def test_the_memory_of_pulls_has_a_bound(clock: int) -> None:
     assert taken < count * calls * BYTES_OF_A_BUCKET
     assert 2 * DEFAULTS.pulled_buckets * BYTES_OF_A_BUCKET <= 2**30
     shard.stop()
+
+
+def test_a_pull_of_no_bucket_ends_as_one_of_some(shard: Shard) -> None:
+    """A worker whose stream broke after its last bucket asks for those that are missing: for none."""
+    stream = Stream()
+    shard.pull(pull(0), stream, "them")  # type: ignore[arg-type]
+    assert stream.is_over
