@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from dataclasses import dataclass, replace
+from threading import Lock
 
 from ps_server.coordinator.timing import Clock
 
@@ -43,7 +43,7 @@ class EventLog:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._events: list[Event] = []
         self._last = 0
 

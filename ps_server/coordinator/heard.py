@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Mapping
+from threading import Lock
 
 from ps_server.core.figures import WorkerFigures
 
@@ -12,7 +12,7 @@ class HeardFigures:
     """The figures of one job's workers. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._heard: dict[int, tuple[int, WorkerFigures]] = {}  # by rank
 
     def heard(self, rank: int, incarnation: int, figures: WorkerFigures) -> None:

@@ -115,7 +115,7 @@ class CoordinatedJob:
 
     def statistics(self) -> JobStatistics:
         """Returns how the job is."""
-        _, world_size, started = self.members.roster()
+        members, (_, world_size, started) = self.members.all(), self.members.roster()
         return JobStatistics(
             name=self.spec.name,
             consistency=self.spec.consistency,
@@ -129,9 +129,9 @@ class CoordinatedJob:
             redone_steps=self.accounting.redone_steps,
             rejoining=self.members.rejoining(),
             rolling_back=self.life.is_rolling_back or bool(self.lost()),
-            workers=tuple(self.members.all()),
+            workers=tuple(members),
             now=self._cluster.clock.now(),
-            figures=self.figures.of({(member.rank, member.incarnation) for member in self.members.all()}),
+            figures=self.figures.of({(member.rank, member.incarnation) for member in members}),
             loaders=self.data.progress(),
             checkpoints=self.checkpoints.statistics() if self.checkpoints is not None else None,
             run=self.placed.run,
