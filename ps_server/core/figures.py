@@ -6,7 +6,7 @@ The numbers come from other processes. Those of workers are checked here; nothin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ps_protocol.errors import InvalidRequest
@@ -92,12 +92,3 @@ def check_worker_figures(figures: WorkerFigures) -> None:
 
 def _is_name(name: str) -> bool:
     return 0 < len(name) <= MAX_VALUE_NAME and name[0] in _LETTERS and _OF_A_NAME.issuperset(name)
-
-
-def gradients_by_staleness(counts: Iterable[ShardJobFigures]) -> tuple[tuple[float, int], ...]:
-    """Returns how many gradients were how stale, over several shards."""
-    total: dict[float, int] = {}
-    for figures in counts:
-        for most, count in figures.staleness:
-            total[most] = total.get(most, 0) + count
-    return tuple(sorted(total.items()))

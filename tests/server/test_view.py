@@ -20,7 +20,6 @@ from ps_server.core.figures import (
     ShardJobFigures,
     WorkerFigures,
     check_worker_figures,
-    gradients_by_staleness,
 )
 from ps_server.core.membership import Member
 from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait
@@ -132,11 +131,6 @@ def test_figures_of_workers_that_are_gone_are_forgotten() -> None:
     heard.heard(1, 2, figures)
     assert heard.of({(0, 1), (1, 3)}) == {(0, 1): figures}
     assert heard.of({(1, 2)}) == {}, "it was forgotten"
-
-
-def test_staleness_adds_up_over_shards() -> None:
-    counts = [ShardJobFigures(staleness=((0, 3), (math.inf, 1))), ShardJobFigures(staleness=((0, 2), (5, 4)))]
-    assert gradients_by_staleness(counts) == ((0, 5), (5, 4), (math.inf, 1))
 
 
 # -- rates -------------------------------------------------------------------------------------------------------------
