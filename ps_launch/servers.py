@@ -166,6 +166,9 @@ class _Shards:
         scheme = "https" if self._environment.get("PS_TLS_CERT") else "http"
         for shard in self._shards:
             self._console.tell(f"metrics at {scheme}://{shard.place['metrics']}/metrics")
+        page = self._shards[COORDINATOR].place.get("page")
+        if page:
+            self._console.tell(f"the page, for a browser on this machine: {page}")
 
     # -- what happens to a shard ------------------------------------------------------------------------------------
 

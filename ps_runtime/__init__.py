@@ -7,7 +7,7 @@ credentials.py    TLS and tokens: what a process shows to its peers, and what it
 launch_id.py      Which launch a process belongs to, and what it tells its launcher
 local_sockets.py  Unix sockets in a directory that other processes write into, too
 memory.py         How much memory this process may still take
-metrics.py        /metrics and pages of JSON over HTTP(S)
+metrics.py        /metrics, and what all metrics have in common
 rank.py           Which worker a process is: its rank, the number of workers, and its place on its host
 reloading.py      Values that are read from files, and read again when they change
 retry.py          The one retry loop, and what a failed call means
@@ -15,6 +15,7 @@ settings.py       One declaration a setting: argument, flag, PS_* variable, type
 status.py         Errors of the project as gRPC statuses, and back
 tls_diagnosis.py  Why a TLS connection does not come about
 version.py        Which version of this software, and of what it stands on, a process runs
+web.py            HTTP(S): bounded connections, and small sites for people on this machine
 """
 
 import os

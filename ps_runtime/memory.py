@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,21 @@ def free_bytes(root: Path = Path("/")) -> int | None:
     `root`: where /proc and /sys are.
     """
     return min(_free(root), default=None)
+
+
+def resident_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes of memory that this process has in use, what it shares with others included; None: unknown."""
+    kilobytes = _numbers(root / "proc/self/status").get("VmRSS:")
+    return None if kilobytes is None else kilobytes * 1024
+
+
+def limit_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes that this process may have at most: those of the machine, or of its control group; None: unknown."""
+    limits = [kilobytes * 1024 for kilobytes in [_numbers(root / "proc/meminfo").get("MemTotal:")] if kilobytes]
+    for group in _groups(root):
+        with contextlib.suppress(OSError, ValueError):  # "max" where there is none
+            limits.append(int((group / "memory.max").read_text()))
+    return min(limits, default=None)
 
 
 def _free(root: Path) -> Iterator[int]:

@@ -4,6 +4,7 @@ core/          The rules, without sockets, clocks, threads, environment or messa
 shard/         A shard at work: locks and threads around `core`
 coordinator/   Which workers take part in a job, and which shard holds which bucket
 storage/       The files of checkpoints
+view/          What people see who watch a cluster, made once a second and kept for 15 minutes
 rpc/           The edge: the only room of the servers that knows gRPC and messages
 ops/           What operators run and read
 config.py      What a server process is told: every setting, declared once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import logging
@@ -15,7 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ps_protocol.errors import PSError
 from ps_runtime.channel import DEFAULT_PORT
@@ -28,6 +29,7 @@ from ps_runtime.settings import (
     environment,
     host_port,
     index,
+    port_number,
     seconds,
     unknown_variables,
 )
@@ -44,14 +46,19 @@ from ps_server.config import (
     SETTINGS,
     SHARD_START_TIMEOUT,
     SHARDS,
+    ServerConfig,
     config_of,
 )
 from ps_server.ops.glibc import share_memory_pool, streaming
+
+if TYPE_CHECKING:
+    from ps_server.server import Server
 
 SWITCH_SECONDS = 0.0005
 
 SERVER = Setting("server", "the coordinator", host_port, f"127.0.0.1:{DEFAULT_PORT}", "HOST:PORT")
 JOB = Setting("job", "the job", default="default", metavar="NAME")
+PAGE_PORT = Setting("page_port", "port of the page on this machine, 0: any free one", port_number, 8470)
 
 
 def parser() -> CommandLine:
@@ -80,12 +87,7 @@ def parser() -> CommandLine:
     for command in (up, coordinator, shard):
         _add_serving(command)
 
-    asking = (*access_settings(), SERVER)
-    status = add("status", "show what is running, how far it is, and which worker waits for which", *asking)
-    status.add_argument("--json", action="store_true", help="for programs: GetStatusResponse as JSON, times in seconds")
-    add("health", "exit 0 if the server at the address serves, 1 if not", *asking)
-    add("end", "end a job and give its memory back", *asking, replace(JOB, text="the job to end", required=True))
-    add("checkpoint", "make a checkpoint of a job now", *asking, JOB)
+    _add_asking(add)
 
     directory = Setting("checkpoint_dir", "where the checkpoints are", Path, metavar="DIR", required=True)
     text = "write a job's last checkpoint as plain PyTorch files"
@@ -102,6 +104,38 @@ def parser() -> CommandLine:
     certs.add_argument("--new-ca", action="store_true", help="make a new CA, and everything anew")
     certs.add_argument("--every", type=seconds, metavar="SECONDS", help="stay, and look again this often")
     return root
+
+
+def _watch_period(text: str) -> float:
+    """Returns the seconds between two views. Raises ArgumentTypeError."""
+    period = seconds(text)
+    if not 0.5 <= period <= 60.0:
+        raise argparse.ArgumentTypeError(f"expected 0.5 to 60 seconds, got {text!r}")
+    return period
+
+
+def _add_asking(add: Callable[..., CommandLine]) -> None:
+    """Adds the commands that look in, or ask for something."""
+    asking = (*access_settings(), SERVER)
+    status = add("status", "show what is running, how far it is, and which worker waits for which", *asking)
+    status.add_argument(
+        "--json",
+        action="store_true",
+        help="for programs: GetStatusResponse as JSON, times in seconds; with --watch a WatchStatusResponse a line",
+    )
+    status.add_argument(
+        "--watch",
+        nargs="?",
+        const=1.0,
+        type=_watch_period,
+        metavar="SECONDS",
+        help="show it again every so many seconds [default 1], with where each worker is",
+    )
+    page = add("page", "serve a page on this machine that shows what is running, for a browser", *asking)
+    page.add_settings(PAGE_PORT)
+    add("health", "exit 0 if the server at the address serves, 1 if not", *asking)
+    add("end", "end a job and give its memory back", *asking, replace(JOB, text="the job to end", required=True))
+    add("checkpoint", "make a checkpoint of a job now", *asking, JOB)
 
 
 def _add_serving(command: CommandLine) -> None:
@@ -177,6 +211,7 @@ def _ask(arguments: argparse.Namespace) -> int:
     """Runs one of the commands that look in, or ask for something."""
     from ps_runtime.credentials import access
     from ps_server.ops import status
+    from ps_server.rpc import convert
 
     files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca, arguments.token_file
     allowed = access(*files, arguments.insecure)
@@ -184,11 +219,20 @@ def _ask(arguments: argparse.Namespace) -> int:
         return 0 if status.is_serving(arguments.server, allowed) else 1
     if arguments.command == "checkpoint":
         print(status.checkpoint_job(arguments.server, arguments.job, allowed))
+    elif arguments.command == "page":
+        from ps_server.ops.page import serve_page
+
+        serve_page(arguments.server, arguments.page_port, allowed)
+    elif arguments.command == "status" and arguments.watch is not None:
+        from ps_server.ops import screen
+
+        with contextlib.suppress(KeyboardInterrupt):  # its ordinary end
+            screen.watch(arguments.server, allowed, arguments.watch, arguments.json)
     elif arguments.command == "end":
         status.end_job(arguments.server, arguments.job, allowed)
     else:
         running = status.fetch(arguments.server, allowed)
-        print(json.dumps(running, indent=2) if arguments.json else status.table(running))
+        print(convert.json_text(running, indent=2) if arguments.json else status.table(running))
     return 0
 
 
@@ -239,18 +283,14 @@ def _serve(arguments: argparse.Namespace) -> int:
     begun.set()
     leave_out_compiler()
     shard = None if alone else arguments.index
-    server = Server(config_of(arguments, arguments.shards if coordinates else None, shard, coordinator))
+    config = config_of(arguments, arguments.shards if coordinates else None, shard, coordinator)
+    server = Server(config)
     _tune_interpreter()
     while not stop.is_set() and not server.wait_ready(0.2):
         pass
     if not stop.is_set():
-        if supervised:
-            print(json.dumps({"address": server.address, "metrics": server.metrics_address}), flush=True)
-        else:
-            role = "coordinator" if alone else f"shard {shard}"
-            print(f"ps-server: {role} ready at {server.address}", flush=True)
-            scheme = "https" if arguments.tls_cert else "http"
-            print(f"ps-server: metrics at {scheme}://{server.metrics_address}/metrics", flush=True)
+        role = "coordinator" if alone else f"shard {shard}"
+        _announce(role, server, config, supervised)
     stop.wait()
     # Told once, it finishes what it has; told again, it ends at once.
     _on_signals(lambda number, _: os._exit(128 + number))
@@ -258,6 +298,19 @@ def _serve(arguments: argparse.Namespace) -> int:
         server.drain(arguments.drain_seconds)
     server.stop()
     return 0
+
+
+def _announce(role: str, server: Server, config: ServerConfig, supervised: bool) -> None:
+    """Says where a process serves: to its parent, or to people."""
+    metrics = f"{'https' if config.tls is not None else 'http'}://{server.metrics_address}/"
+    page = metrics if config.shows_page() else ""
+    if supervised:
+        print(json.dumps({"address": server.address, "metrics": server.metrics_address, "page": page}), flush=True)
+        return
+    print(f"ps-server: {role} ready at {server.address}", flush=True)
+    print(f"ps-server: metrics at {metrics}metrics", flush=True)
+    if page:
+        print(f"ps-server: the page, for a browser on this machine: {page}", flush=True)
 
 
 def _on_signals(action: Callable[[int, FrameType | None], object]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.channel import DEFAULT_PORT
-from ps_runtime.credentials import Tls, require_encryption, tls
+from ps_runtime.credentials import Tls, is_loopback, require_encryption, tls
 from ps_runtime.settings import (
     DEFAULT_SHARED_DIRECTORY,
     Setting,
@@ -92,6 +92,10 @@ class ServerConfig:
     drain_seconds: float = DEFAULT_DRAIN_SECONDS
     timing: Timing = DEFAULT_TIMING
     restart_count: int = 0
+
+    def shows_page(self) -> bool:
+        """Returns whether the metrics port has the page, which tells all to each user of this machine."""
+        return self.shard_count is not None and is_loopback(self.metrics_host) and self.tokens is None
 
     def is_exposed(self) -> bool:
         """Returns whether calls travel in plaintext beyond this machine.

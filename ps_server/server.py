@@ -37,6 +37,7 @@ from ps_server.ops.gauges import (
     shard_gauges,
 )
 from ps_server.ops.glibc import give_memory_back
+from ps_server.ops.page import coordinators_page
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CALL_THREADS, CallLimits, grpc_options
 from ps_server.rpc.cluster_service import ClusterService, add_health
@@ -50,10 +51,12 @@ from ps_server.rpc.registration import Registration
 from ps_server.rpc.round_service import RoundService
 from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
+from ps_server.rpc.views import Views
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.view.watch import Watch
 
 log = logging.getLogger("ps_server")
 
@@ -104,10 +107,12 @@ class Server:
             log.warning("insecure: %s serves plaintext beyond this machine, as --insecure says", self.address)
         self.shard: Shard | None = None  # set where this process is a shard
         self.coordinator = self._make_coordinator() if config.shard_count is not None else None
-        self.metrics_address = self._serve_metrics(config)
+        self.metrics_address = ""
+        views = self._make_views(self.coordinator) if self.coordinator is not None else None
+        self.metrics_address = self._serve_metrics(config, views)
         names: list[str] = []
-        if self.coordinator is not None:
-            names += self._add_coordinator(self.coordinator)
+        if self.coordinator is not None and views is not None:
+            names += self._add_coordinator(self.coordinator, views)
         if config.index is not None:
             names += self._add_shard()
         health_pool = ThreadPoolExecutor(HEALTH_THREADS, "health")
@@ -173,28 +178,35 @@ class Server:
         coordinator.start()
         return coordinator
 
-    def _serve_metrics(self, config: ServerConfig) -> str:
+    def _make_views(self, coordinator: Coordinator) -> Views:
+        watch = Watch(coordinator, self._config.limits.views)
+        return Views(watch, coordinator.events, coordinator.shard_count, lambda: (self.address, self.metrics_address))
+
+    def _serve_metrics(self, config: ServerConfig, views: Views | None) -> str:
         coordinator = self.coordinator
         pages = {} if coordinator is None else {"/sd": lambda: service_discovery(coordinator, config.tls is not None)}
-        port, stop = serve_metrics(config.metrics_host, config.metrics_port, self._registry, pages, config.tls)
+        site = coordinators_page(views) if views is not None and config.shows_page() else None
+        where = config.metrics_host, config.metrics_port
+        port, stop = serve_metrics(*where, self._registry, pages, config.tls, site)
         self._stops.append(stop)
         host = self.address.rpartition(":")[0] if config.advertise else _reachable(config.metrics_host)
         return f"{host}:{port}"
 
-    def _add_coordinator(self, coordinator: Coordinator) -> list[str]:
+    def _add_coordinator(self, coordinator: Coordinator, views: Views) -> list[str]:
         senders = ThreadPoolExecutor(CALL_THREADS, "watch")
         membership = MembershipService(coordinator, senders)
+        views.watch.start()
         services: list[Service] = [
             JobService(coordinator),
             membership,
             DataLeaseService(coordinator),
             RoundService(coordinator, senders),
-            ClusterService(coordinator, self.address, self.metrics_address),
+            ClusterService(coordinator, views, senders),
         ]
         for service in services:
             service.register(self._grpc)
         self._registry.register(coordinator_gauges(coordinator))
-        self._stops += [coordinator.stop, membership.stop, senders.shutdown]
+        self._stops += [views.watch.stop, coordinator.stop, membership.stop, senders.shutdown]
         return [service.NAME for service in services]
 
     def _add_shard(self) -> list[str]:

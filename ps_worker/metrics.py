@@ -7,8 +7,13 @@ pull (the rest, until the last weight is here). In ddp, communication is part of
 
 from __future__ import annotations
 
+import contextlib
+import math
+import numbers
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +21,16 @@ from prometheus_client import Counter, Gauge, Histogram
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
+from ps_protocol.errors import InvalidRequest
 from ps_runtime.credentials import Tls
 from ps_runtime.metrics import LATENCY_BUCKETS, process_registry, serve_metrics
+from ps_worker.values import LoggedValue, WorkerFigures
 
 PHASES = ("data", "forward", "backward", "push", "pull", "wait")
+
+MAX_VALUES = 8  # names that a script may log
+VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+MEAN_WEIGHT = 0.05  # of the newest value in an exponential mean: it remembers about twenty
 
 COUNTERS = {
     "ps_worker_steps_total": "Steps finished.",
@@ -108,6 +119,49 @@ class StepTimer:
         return seconds
 
 
+class LoggedValues:
+    """What a script logs: of each name, the last value and the exponential mean of the finite ones."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, LoggedValue] = {}
+        self._counts: dict[str, int] = {}  # of finite values
+
+    def log(self, given: Mapping[str, Any]) -> tuple[LoggedValue, ...]:
+        """Takes values by name; returns all that there are. Raises InvalidRequest, and takes none, if one is wrong."""
+        numbers_given = {_checked_name(name): _number(name, value) for name, value in given.items()}
+        names = list(dict.fromkeys([*self._values, *numbers_given]))
+        if len(names) > MAX_VALUES:
+            raise InvalidRequest(f"session.log takes at most {MAX_VALUES} names in all, got {', '.join(names)}")
+        for name, value in numbers_given.items():
+            before = self._values.get(name)
+            mean = before.mean if before is not None else math.nan
+            if math.isfinite(value):
+                count = self._counts[name] = self._counts.get(name, 0) + 1
+                weight = max(MEAN_WEIGHT, 1 / count)  # the plain mean of the first ones
+                mean = value if count == 1 else (1 - weight) * mean + weight * value
+            self._values[name] = LoggedValue(name, value, mean)
+        return tuple(self._values.values())
+
+
+def _checked_name(name: str) -> str:
+    if not VALUE_NAME.fullmatch(name):
+        raise InvalidRequest(
+            "a name for session.log is a letter of a to z, then letters of a to z, digits and '_', 40 characters at "
+            f"most, got {name[:80]!r}"
+        )
+    return name
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value.item())
+    if isinstance(value, numbers.Real):
+        with contextlib.suppress(OverflowError):  # an integer that is too large for it
+            return float(value)
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    raise InvalidRequest(f"session.log takes numbers, and tensors of one element, got {name} as {what}")
+
+
 class WorkerMetrics:
     """Counters and histograms of one worker, and the port they are served on.
 
@@ -130,6 +184,13 @@ class WorkerMetrics:
             registry=self.registry,
         )
         self._counters = {name: Counter(name, text, registry=self.registry) for name, text in COUNTERS.items()}
+        self._logged = LoggedValues()
+        text = "What the script logs with session.log: the last value."
+        self._value = Gauge("ps_worker_value", text, ("name",), registry=self.registry)
+        text = "The exponential mean of the finite ones of these values."
+        self._mean = Gauge("ps_worker_value_mean", text, ("name",), registry=self.registry)
+        self._began = time.perf_counter()
+        self._figures = WorkerFigures(phases=dict.fromkeys(PHASES, 0.0))  # replaced as a whole: another thread reads it
         self._clock = Gauge("ps_worker_clock", "Steps finished since the job began.", registry=self.registry)
 
     def serve(self, host: str, port: int, tls: Tls | None = None, known: bool = True) -> None:
@@ -173,9 +234,23 @@ class WorkerMetrics:
         seconds["wait"] = min(waited, rest)
         seconds["pull"] = rest - seconds["wait"]
         seconds["push"] = self.timer.since_mark(pushed)
+        before = self._figures
+        self._figures = replace(before, sent=before.sent + sent, received=before.received + received)
         self._counters["ps_worker_push_bytes_total"].inc(sent)
         self._counters["ps_worker_pull_bytes_total"].inc(received)
         self._observe(clock)
+
+    def figures(self) -> WorkerFigures:
+        """Returns what was measured so far. May be called from any thread."""
+        return replace(self._figures, measured=time.perf_counter() - self._began)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Takes values that the script logs. Raises InvalidRequest, and takes none, if one of them is wrong."""
+        logged = self._logged.log(values)
+        self._figures = replace(self._figures, values=logged)
+        for value in logged:
+            self._value.labels(value.name).set(value.last)
+            self._mean.labels(value.name).set(value.mean)
 
     def not_finite(self) -> None:
         """Counts a step whose gradient holds an infinity or a NaN."""
@@ -194,7 +269,10 @@ class WorkerMetrics:
         self._clock.set(clock)
 
     def _observe(self, clock: int) -> None:
-        for phase, seconds in self.timer.stepped().items():
+        step, before = self.timer.stepped(), self._figures
+        for phase, seconds in step.items():
             self._phase.labels(phase).observe(seconds)
+        phases = {phase: before.phases[phase] + seconds for phase, seconds in step.items()}
+        self._figures = replace(before, steps=before.steps + 1, phases=phases)
         self._counters["ps_worker_steps_total"].inc()
         self._clock.set(clock)

@@ -295,6 +295,22 @@ class Session:
         """Returns when every live worker has called it; see `mean`."""
         self._collectives().barrier()
 
+    def log(self, **values: Any) -> None:
+        """Shows values of this worker, such as its loss, to all that watch the job: `session.log(loss=loss.item())`.
+
+        The last value of each name and an exponential mean travel with the next heartbeat, to `ps-server status
+        --watch`, to the page and its curves; /metrics of this worker has them as ps_worker_value. No value is sent by
+        itself, and none is kept in a checkpoint, so it may be called at every step. Several calls may name different
+        values. In single and ddp, they are in /metrics alone.
+
+        values: up to 8 names in all, each a letter of a to z, then letters, digits and '_', up to 40 characters. A
+                number, or a tensor of one element, of which a GPU has to be waited for. NaN is shown as it is.
+        Raises InvalidRequest, and takes none of the values, for other names and values, and for a ninth name. Not
+        thread-safe: for the thread that trains.
+        """
+        self._check_process()
+        self._metrics.log(values)
+
     def _collectives(self) -> Collectives:
         self._check_process()
         return Collectives(self._strategy, self.device)

@@ -24,12 +24,13 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from ps_protocol.v1 import figures_pb2 as ps__protocol_dot_v1_dot_figures__pb2
 from ps_protocol.v1 import job_pb2 as ps__protocol_dot_v1_dot_job__pb2
 from ps_protocol.v1 import jobs_pb2 as ps__protocol_dot_v1_dot_jobs__pb2
 from ps_protocol.v1 import shard_pb2 as ps__protocol_dot_v1_dot_shard__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cps_protocol/v1/cluster.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18ps_protocol/v1/job.proto\x1a\x19ps_protocol/v1/jobs.proto\x1a\x1aps_protocol/v1/shard.proto\"y\n\x11\x43oordinatorStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x13\n\x0bshard_count\x18\x04 \x01(\r\x12\x18\n\x10software_version\x18\x05 \x01(\t\"\xab\x01\n\x0bShardStatus\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x11\n\treachable\x18\x05 \x01(\x08\x12,\n\x04jobs\x18\x06 \x03(\x0b\x32\x1e.ps_protocol.v1.ShardJobStatus\x12\x15\n\rrestart_count\x18\x07 \x01(\r\"\xb6\x03\n\tJobStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x0b\x63onsistency\x18\x02 \x01(\x0b\x32\x1b.ps_protocol.v1.Consistency\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0f\n\x07started\x18\x04 \x01(\x08\x12\x17\n\x0fparameter_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x62ucket_count\x18\x06 \x01(\r\x12\x11\n\timbalance\x18\x07 \x01(\x01\x12-\n\x07workers\x18\x08 \x03(\x0b\x32\x1c.ps_protocol.v1.WorkerStatus\x12\x15\n\rrestore_count\x18\t \x01(\r\x12\x17\n\x0flost_step_count\x18\n \x01(\x04\x12\x19\n\x11redone_step_count\x18\x0b \x01(\x04\x12\x33\n\x0flast_checkpoint\x18\x0c \x01(\x0b\x32\x1a.ps_protocol.v1.Checkpoint\x12\x17\n\x0frejoining_ranks\x18\r \x03(\r\x12-\n\x07loaders\x18\x0e \x03(\x0b\x32\x1c.ps_protocol.v1.LoaderStatus\x12\x0b\n\x03run\x18\x0f \x01(\t\"\xe6\x01\n\x0cWorkerStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\r\n\x05\x63lock\x18\x03 \x01(\x04\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x06 \x01(\t\x12\x31\n\x0elease_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06launch\x18\x08 \x01(\t\x12-\n\tjoin_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x90\x01\n\x0cLoaderStatus\x12\x0e\n\x06loader\x18\x01 \x01(\r\x12\x13\n\x0bpass_number\x18\x02 \x01(\x04\x12\x14\n\x0csample_count\x18\x03 \x01(\x04\x12\x17\n\x0f\x63ommitted_count\x18\x04 \x01(\x04\x12\x14\n\x0cleased_count\x18\x05 \x01(\x04\x12\x16\n\x0ereturned_count\x18\x06 \x01(\x04\"\x9e\x01\n\x14RegisterShardRequest\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0f\n\x07process\x18\x05 \x01(\x04\x12\x18\n\x10protocol_version\x18\x06 \x01(\r\x12\x15\n\rrestart_count\x18\x07 \x01(\r\">\n\x15RegisterShardResponse\x12\x13\n\x0bshard_count\x18\x01 \x01(\r\x12\x10\n\x08stopping\x18\x02 \x01(\x08\"\x12\n\x10GetStatusRequest\"\xa1\x01\n\x11GetStatusResponse\x12\x36\n\x0b\x63oordinator\x18\x01 \x01(\x0b\x32!.ps_protocol.v1.CoordinatorStatus\x12+\n\x06shards\x18\x02 \x03(\x0b\x32\x1b.ps_protocol.v1.ShardStatus\x12\'\n\x04jobs\x18\x03 \x03(\x0b\x32\x19.ps_protocol.v1.JobStatus2\xc0\x01\n\x0e\x43lusterService\x12\\\n\rRegisterShard\x12$.ps_protocol.v1.RegisterShardRequest\x1a%.ps_protocol.v1.RegisterShardResponse\x12P\n\tGetStatus\x12 .ps_protocol.v1.GetStatusRequest\x1a!.ps_protocol.v1.GetStatusResponseBS\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cps_protocol/v1/cluster.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1cps_protocol/v1/figures.proto\x1a\x18ps_protocol/v1/job.proto\x1a\x19ps_protocol/v1/jobs.proto\x1a\x1aps_protocol/v1/shard.proto\"y\n\x11\x43oordinatorStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x13\n\x0bshard_count\x18\x04 \x01(\r\x12\x18\n\x10software_version\x18\x05 \x01(\t\"\xda\x01\n\x0bShardStatus\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x11\n\treachable\x18\x05 \x01(\x08\x12,\n\x04jobs\x18\x06 \x03(\x0b\x32\x1e.ps_protocol.v1.ShardJobStatus\x12\x15\n\rrestart_count\x18\x07 \x01(\r\x12-\n\x07\x66igures\x18\x08 \x01(\x0b\x32\x1c.ps_protocol.v1.ShardFigures\"\xb6\x03\n\tJobStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x0b\x63onsistency\x18\x02 \x01(\x0b\x32\x1b.ps_protocol.v1.Consistency\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0f\n\x07started\x18\x04 \x01(\x08\x12\x17\n\x0fparameter_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x62ucket_count\x18\x06 \x01(\r\x12\x11\n\timbalance\x18\x07 \x01(\x01\x12-\n\x07workers\x18\x08 \x03(\x0b\x32\x1c.ps_protocol.v1.WorkerStatus\x12\x15\n\rrestore_count\x18\t \x01(\r\x12\x17\n\x0flost_step_count\x18\n \x01(\x04\x12\x19\n\x11redone_step_count\x18\x0b \x01(\x04\x12\x33\n\x0flast_checkpoint\x18\x0c \x01(\x0b\x32\x1a.ps_protocol.v1.Checkpoint\x12\x17\n\x0frejoining_ranks\x18\r \x03(\r\x12-\n\x07loaders\x18\x0e \x03(\x0b\x32\x1c.ps_protocol.v1.LoaderStatus\x12\x0b\n\x03run\x18\x0f \x01(\t\"\x96\x02\n\x0cWorkerStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\r\n\x05\x63lock\x18\x03 \x01(\x04\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x06 \x01(\t\x12\x31\n\x0elease_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06launch\x18\x08 \x01(\t\x12-\n\tjoin_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\x07\x66igures\x18\n \x01(\x0b\x32\x1d.ps_protocol.v1.WorkerFigures\"\x90\x01\n\x0cLoaderStatus\x12\x0e\n\x06loader\x18\x01 \x01(\r\x12\x13\n\x0bpass_number\x18\x02 \x01(\x04\x12\x14\n\x0csample_count\x18\x03 \x01(\x04\x12\x17\n\x0f\x63ommitted_count\x18\x04 \x01(\x04\x12\x14\n\x0cleased_count\x18\x05 \x01(\x04\x12\x16\n\x0ereturned_count\x18\x06 \x01(\x04\"\x9e\x01\n\x14RegisterShardRequest\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0f\n\x07process\x18\x05 \x01(\x04\x12\x18\n\x10protocol_version\x18\x06 \x01(\r\x12\x15\n\rrestart_count\x18\x07 \x01(\r\">\n\x15RegisterShardResponse\x12\x13\n\x0bshard_count\x18\x01 \x01(\r\x12\x10\n\x08stopping\x18\x02 \x01(\x08\"\x12\n\x10GetStatusRequest\"\xa1\x01\n\x11GetStatusResponse\x12\x36\n\x0b\x63oordinator\x18\x01 \x01(\x0b\x32!.ps_protocol.v1.CoordinatorStatus\x12+\n\x06shards\x18\x02 \x03(\x0b\x32\x1b.ps_protocol.v1.ShardStatus\x12\'\n\x04jobs\x18\x03 \x03(\x0b\x32\x19.ps_protocol.v1.JobStatus\"\x9a\x01\n\x12WatchStatusRequest\x12\x32\n\x0fperiod_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0ehistory_wanted\x18\x02 \x01(\x08\x12\x0f\n\x07process\x18\x03 \x01(\x04\x12\x12\n\nlast_event\x18\x04 \x01(\x04\x12\x13\n\x0bnext_sample\x18\x05 \x01(\x04\"\xde\x02\n\x13WatchStatusResponse\x12\x31\n\x06status\x18\x01 \x01(\x0b\x32!.ps_protocol.v1.GetStatusResponse\x12-\n\tview_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\x0elease_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12%\n\x04jobs\x18\x04 \x03(\x0b\x32\x17.ps_protocol.v1.JobView\x12)\n\x06shards\x18\x05 \x03(\x0b\x32\x19.ps_protocol.v1.ShardView\x12%\n\x06\x65vents\x18\x06 \x03(\x0b\x32\x15.ps_protocol.v1.Event\x12(\n\x07history\x18\x07 \x01(\x0b\x32\x17.ps_protocol.v1.History\x12\x0f\n\x07process\x18\x08 \x01(\x04\"\xbb\x01\n\x07JobView\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x11\n\tdiagnosis\x18\x03 \x01(\t\x12+\n\x07workers\x18\x04 \x03(\x0b\x32\x1a.ps_protocol.v1.WorkerView\x12\x18\n\x10steps_per_second\x18\x05 \x01(\x01\x12:\n\x17\x63heckpoint_age_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xaa\x01\n\nWorkerView\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x10\n\x08\x61\x63tivity\x18\x02 \x01(\t\x12\x15\n\rawaited_ranks\x18\x03 \x03(\r\x12\x1d\n\x10steps_per_second\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\x0fphase_fractions\x18\x05 \x03(\x01\x12\x18\n\x10\x61waited_fraction\x18\x06 \x01(\x01\x42\x13\n\x11_steps_per_second\"\xdf\x01\n\tShardView\x12\r\n\x05index\x18\x01 \x01(\r\x12\x32\n\x0fsilent_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12\x61pplies_per_second\x18\x03 \x01(\x01\x12\x31\n\x0e\x61pply_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12!\n\x19received_bytes_per_second\x18\x05 \x01(\x01\x12\x1d\n\x15sent_bytes_per_second\x18\x06 \x01(\x01\"\x95\x01\n\x05\x45vent\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12.\n\nevent_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0b\n\x03job\x18\x04 \x01(\t\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\r\n\x05\x63ount\x18\x06 \x01(\r\x12\x14\n\x0c\x66irst_number\x18\x07 \x01(\x04\"V\n\x07History\x12\x14\n\x0c\x66irst_sample\x18\x01 \x01(\x04\x12\r\n\x05times\x18\x02 \x03(\x01\x12&\n\x06series\x18\x03 \x03(\x0b\x32\x16.ps_protocol.v1.Series\"O\n\x06Series\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\x04rank\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06values\x18\x04 \x03(\x02\x42\x07\n\x05_rank2\x9a\x02\n\x0e\x43lusterService\x12\\\n\rRegisterShard\x12$.ps_protocol.v1.RegisterShardRequest\x1a%.ps_protocol.v1.RegisterShardResponse\x12P\n\tGetStatus\x12 .ps_protocol.v1.GetStatusRequest\x1a!.ps_protocol.v1.GetStatusResponse\x12X\n\x0bWatchStatus\x12\".ps_protocol.v1.WatchStatusRequest\x1a#.ps_protocol.v1.WatchStatusResponse0\x01\x42S\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,24 +38,40 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ps_protocol.v1.cluster_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\023pstorch.protocol.v1P\001Z$ps-torch/ps_protocol/v1;psprotocolv1\252\002\023PsTorch.Protocol.V1'
-  _globals['_COORDINATORSTATUS']._serialized_start=194
-  _globals['_COORDINATORSTATUS']._serialized_end=315
-  _globals['_SHARDSTATUS']._serialized_start=318
-  _globals['_SHARDSTATUS']._serialized_end=489
-  _globals['_JOBSTATUS']._serialized_start=492
-  _globals['_JOBSTATUS']._serialized_end=930
-  _globals['_WORKERSTATUS']._serialized_start=933
-  _globals['_WORKERSTATUS']._serialized_end=1163
-  _globals['_LOADERSTATUS']._serialized_start=1166
-  _globals['_LOADERSTATUS']._serialized_end=1310
-  _globals['_REGISTERSHARDREQUEST']._serialized_start=1313
-  _globals['_REGISTERSHARDREQUEST']._serialized_end=1471
-  _globals['_REGISTERSHARDRESPONSE']._serialized_start=1473
-  _globals['_REGISTERSHARDRESPONSE']._serialized_end=1535
-  _globals['_GETSTATUSREQUEST']._serialized_start=1537
-  _globals['_GETSTATUSREQUEST']._serialized_end=1555
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1558
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1719
-  _globals['_CLUSTERSERVICE']._serialized_start=1722
-  _globals['_CLUSTERSERVICE']._serialized_end=1914
+  _globals['_COORDINATORSTATUS']._serialized_start=224
+  _globals['_COORDINATORSTATUS']._serialized_end=345
+  _globals['_SHARDSTATUS']._serialized_start=348
+  _globals['_SHARDSTATUS']._serialized_end=566
+  _globals['_JOBSTATUS']._serialized_start=569
+  _globals['_JOBSTATUS']._serialized_end=1007
+  _globals['_WORKERSTATUS']._serialized_start=1010
+  _globals['_WORKERSTATUS']._serialized_end=1288
+  _globals['_LOADERSTATUS']._serialized_start=1291
+  _globals['_LOADERSTATUS']._serialized_end=1435
+  _globals['_REGISTERSHARDREQUEST']._serialized_start=1438
+  _globals['_REGISTERSHARDREQUEST']._serialized_end=1596
+  _globals['_REGISTERSHARDRESPONSE']._serialized_start=1598
+  _globals['_REGISTERSHARDRESPONSE']._serialized_end=1660
+  _globals['_GETSTATUSREQUEST']._serialized_start=1662
+  _globals['_GETSTATUSREQUEST']._serialized_end=1680
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1683
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1844
+  _globals['_WATCHSTATUSREQUEST']._serialized_start=1847
+  _globals['_WATCHSTATUSREQUEST']._serialized_end=2001
+  _globals['_WATCHSTATUSRESPONSE']._serialized_start=2004
+  _globals['_WATCHSTATUSRESPONSE']._serialized_end=2354
+  _globals['_JOBVIEW']._serialized_start=2357
+  _globals['_JOBVIEW']._serialized_end=2544
+  _globals['_WORKERVIEW']._serialized_start=2547
+  _globals['_WORKERVIEW']._serialized_end=2717
+  _globals['_SHARDVIEW']._serialized_start=2720
+  _globals['_SHARDVIEW']._serialized_end=2943
+  _globals['_EVENT']._serialized_start=2946
+  _globals['_EVENT']._serialized_end=3095
+  _globals['_HISTORY']._serialized_start=3097
+  _globals['_HISTORY']._serialized_end=3183
+  _globals['_SERIES']._serialized_start=3185
+  _globals['_SERIES']._serialized_end=3264
+  _globals['_CLUSTERSERVICE']._serialized_start=3267
+  _globals['_CLUSTERSERVICE']._serialized_end=3549
 # @@protoc_insertion_point(module_scope)

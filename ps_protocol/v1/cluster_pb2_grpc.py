@@ -45,6 +45,11 @@ class ClusterServiceStub:
                 request_serializer=ps__protocol_dot_v1_dot_cluster__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_cluster__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.WatchStatus = channel.unary_stream(
+                '/ps_protocol.v1.ClusterService/WatchStatus',
+                request_serializer=ps__protocol_dot_v1_dot_cluster__pb2.WatchStatusRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_cluster__pb2.WatchStatusResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
@@ -69,6 +74,17 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchStatus(self, request, context):
+        """Streams a view of the cluster: once at the start and again every period, until the coordinator stops. Each answer
+        is whole in itself but for events and history, of which it has what the answers before it had not. A caller that
+        reads slowly gets fewer answers, and misses nothing of the history that the coordinator still has. A shard that
+        does not answer delays none. A caller sees the jobs that its role lets it see.
+        RESOURCE_EXHAUSTED: too many such streams are open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -81,6 +97,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=ps__protocol_dot_v1_dot_cluster__pb2.GetStatusRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_cluster__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'WatchStatus': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchStatus,
+                    request_deserializer=ps__protocol_dot_v1_dot_cluster__pb2.WatchStatusRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_cluster__pb2.WatchStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -138,6 +159,33 @@ class ClusterService:
             '/ps_protocol.v1.ClusterService/GetStatus',
             ps__protocol_dot_v1_dot_cluster__pb2.GetStatusRequest.SerializeToString,
             ps__protocol_dot_v1_dot_cluster__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ps_protocol.v1.ClusterService/WatchStatus',
+            ps__protocol_dot_v1_dot_cluster__pb2.WatchStatusRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_cluster__pb2.WatchStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

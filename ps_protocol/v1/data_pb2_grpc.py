@@ -90,6 +90,7 @@ class DataServiceServicer:
         life and goes on reading. A bucket is one message, unless it lies in a segment. It changes nothing and is safe to
         repeat.
         INVALID_ARGUMENT: a bucket comes twice. FAILED_PRECONDITION, reason NOT_SHARED: no segment is attached.
+        RESOURCE_EXHAUSTED, reason BACKLOGGED: the caller waits for too many buckets; RetryInfo says when to ask again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,7 +98,7 @@ class DataServiceServicer:
 
     def Exchange(self, request, context):
         """Pushes, then pulls at the same clock, in one call: a call costs as much as a bucket. The pushes are staged before
-        anything is pulled. Safe to repeat. Errors as for Push and Pull.
+        anything is pulled, also where the pull is refused then. Safe to repeat. Errors as for Push and Pull.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,7 +107,7 @@ class DataServiceServicer:
     def PullState(self, request, context):
         """Streams the optimizer state of buckets as it is now, one message for each bucket and kind of state, and ends. In
         sync that is the state of the worker's clock, because no update can complete without the worker's next push.
-        INVALID_ARGUMENT: a bucket comes twice, or no optimizer steps it.
+        INVALID_ARGUMENT: a bucket comes twice, or no optimizer steps it. RESOURCE_EXHAUSTED: as for Pull.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from ps_protocol.v1 import figures_pb2 as _figures_pb2
 from ps_protocol.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -89,12 +90,14 @@ class WatchResponse(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[int]] = ..., world_size: _Optional[int] = ..., started: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker", "clock")
+    __slots__ = ("worker", "clock", "figures")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     clock: int
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ...) -> None: ...
+    figures: _figures_pb2.WorkerFigures
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., figures: _Optional[_Union[_figures_pb2.WorkerFigures, _Mapping]] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("live_count",)

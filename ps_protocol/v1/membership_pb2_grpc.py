@@ -96,8 +96,8 @@ class MembershipServiceServicer:
         """Keeps what a worker needs besides the weights to continue from a checkpoint: its position in the data, its random
         state, its learning-rate schedule. A worker calls it for each clock at which a pull said `state_wanted`. Repeating
         it is safe.
-        FAILED_PRECONDITION, reason FENCED or UNKNOWN_WORKER: the caller lost its place. RESOURCE_EXHAUSTED: too many
-        bytes.
+        FAILED_PRECONDITION, reason FENCED or UNKNOWN_WORKER: the caller lost its place. RESOURCE_EXHAUSTED: more than
+        16 MiB, or what the operator allows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,7 +105,8 @@ class MembershipServiceServicer:
 
     def Leave(self, request, context):
         """Takes the worker off the job at once. The last worker that leaves ends the job and frees its memory. Repeating it
-        is safe.
+        is safe. A state that SaveWorkerState would refuse for its size is left out, and the worker leaves all the same;
+        one that makes the message too large fails the call: leave without it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -23,11 +23,12 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from ps_protocol.v1 import figures_pb2 as ps__protocol_dot_v1_dot_figures__pb2
 from ps_protocol.v1 import job_pb2 as ps__protocol_dot_v1_dot_job__pb2
 from ps_protocol.v1 import types_pb2 as ps__protocol_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aps_protocol/v1/shard.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18ps_protocol/v1/job.proto\x1a\x1aps_protocol/v1/types.proto\"\xa1\x01\n\x0cVersionRange\x12\x13\n\x0bmin_version\x18\x01 \x01(\x04\x12\x13\n\x0bmax_version\x18\x02 \x01(\x04\x12\x38\n\x06\x63locks\x18\x03 \x03(\x0b\x32(.ps_protocol.v1.VersionRange.ClocksEntry\x1a-\n\x0b\x43locksEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"_\n\rCommittedData\x12\x0e\n\x06loader\x18\x01 \x01(\r\x12\x13\n\x0bpass_number\x18\x02 \x01(\x04\x12)\n\x06ranges\x18\x03 \x03(\x0b\x32\x19.ps_protocol.v1.DataRange\"\x98\x01\n\nWaitStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x14\n\x0c\x62ucket_count\x18\x03 \x01(\r\x12\x15\n\rawaited_ranks\x18\x04 \x03(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x30\n\rwait_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xe3\x01\n\x0eShardJobStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x14\n\x0c\x62ucket_count\x18\x02 \x01(\r\x12\x17\n\x0fparameter_bytes\x18\x03 \x01(\x04\x12\x17\n\x0foptimizer_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cstaged_bytes\x18\x05 \x01(\x04\x12.\n\x08versions\x18\x06 \x01(\x0b\x32\x1c.ps_protocol.v1.VersionRange\x12)\n\x05waits\x18\x07 \x03(\x0b\x32\x1a.ps_protocol.v1.WaitStatus\x12\x0b\n\x03run\x18\x08 \x01(\t\"W\n\x10\x43reateJobRequest\x12%\n\x04spec\x18\x01 \x01(\x0b\x32\x17.ps_protocol.v1.JobSpec\x12\x0f\n\x07\x62uckets\x18\x02 \x03(\r\x12\x0b\n\x03run\x18\x03 \x01(\t\"\x13\n\x11\x43reateJobResponse\"*\n\x0e\x44ropJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\"\x11\n\x0f\x44ropJobResponse\"`\n\x10\x41\x64\x64WorkerRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\x12\n\x05\x63lock\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_clock\"%\n\x11\x41\x64\x64WorkerResponse\x12\x10\n\x08\x66rontier\x18\x01 \x01(\x04\"E\n\x13RemoveWorkerRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\"\x16\n\x14RemoveWorkerResponse\"\xb1\x01\n\x14\x42\x65ginSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x12\n\x05\x63lock\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x0b\n\x03run\x18\x04 \x01(\t\x12\x33\n\x10refusal_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10last_incarnation\x18\x06 \x01(\x04\x42\x08\n\x06_clock\"\x17\n\x15\x42\x65ginSnapshotResponse\"D\n\x14\x41waitSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x0b\n\x03run\x18\x03 \x01(\t\"\xac\x01\n\x15\x41waitSnapshotResponse\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\x12.\n\x08versions\x18\x04 \x01(\x0b\x32\x1c.ps_protocol.v1.VersionRange\x12\x31\n\x0estall_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x86\x01\n\x11RestoreJobRequest\x12%\n\x04spec\x18\x01 \x01(\x0b\x32\x17.ps_protocol.v1.JobSpec\x12\x0f\n\x07\x62uckets\x18\x02 \x03(\r\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\x18\n\x10last_incarnation\x18\x04 \x01(\x04\x12\x0b\n\x03run\x18\x05 \x01(\t\"m\n\x12RestoreJobResponse\x12.\n\x08versions\x18\x01 \x01(\x0b\x32\x1c.ps_protocol.v1.VersionRange\x12\x12\n\ndone_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\"3\n\x17GetCommittedDataRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\"b\n\x18GetCommittedDataResponse\x12.\n\x07loaders\x18\x01 \x03(\x0b\x32\x1d.ps_protocol.v1.CommittedData\x12\x16\n\x0etrains_buckets\x18\x02 \x01(\x08\"\x17\n\x15GetShardStatusRequest\"W\n\x16GetShardStatusResponse\x12,\n\x04jobs\x18\x01 \x03(\x0b\x32\x1e.ps_protocol.v1.ShardJobStatus\x12\x0f\n\x07process\x18\x02 \x01(\x04\x32\xb2\x06\n\x0cShardService\x12P\n\tCreateJob\x12 .ps_protocol.v1.CreateJobRequest\x1a!.ps_protocol.v1.CreateJobResponse\x12J\n\x07\x44ropJob\x12\x1e.ps_protocol.v1.DropJobRequest\x1a\x1f.ps_protocol.v1.DropJobResponse\x12P\n\tAddWorker\x12 .ps_protocol.v1.AddWorkerRequest\x1a!.ps_protocol.v1.AddWorkerResponse\x12Y\n\x0cRemoveWorker\x12#.ps_protocol.v1.RemoveWorkerRequest\x1a$.ps_protocol.v1.RemoveWorkerResponse\x12\\\n\rBeginSnapshot\x12$.ps_protocol.v1.BeginSnapshotRequest\x1a%.ps_protocol.v1.BeginSnapshotResponse\x12\\\n\rAwaitSnapshot\x12$.ps_protocol.v1.AwaitSnapshotRequest\x1a%.ps_protocol.v1.AwaitSnapshotResponse\x12S\n\nRestoreJob\x12!.ps_protocol.v1.RestoreJobRequest\x1a\".ps_protocol.v1.RestoreJobResponse\x12\x65\n\x10GetCommittedData\x12\'.ps_protocol.v1.GetCommittedDataRequest\x1a(.ps_protocol.v1.GetCommittedDataResponse\x12_\n\x0eGetShardStatus\x12%.ps_protocol.v1.GetShardStatusRequest\x1a&.ps_protocol.v1.GetShardStatusResponseBS\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aps_protocol/v1/shard.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cps_protocol/v1/figures.proto\x1a\x18ps_protocol/v1/job.proto\x1a\x1aps_protocol/v1/types.proto\"\xa1\x01\n\x0cVersionRange\x12\x13\n\x0bmin_version\x18\x01 \x01(\x04\x12\x13\n\x0bmax_version\x18\x02 \x01(\x04\x12\x38\n\x06\x63locks\x18\x03 \x03(\x0b\x32(.ps_protocol.v1.VersionRange.ClocksEntry\x1a-\n\x0b\x43locksEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"_\n\rCommittedData\x12\x0e\n\x06loader\x18\x01 \x01(\r\x12\x13\n\x0bpass_number\x18\x02 \x01(\x04\x12)\n\x06ranges\x18\x03 \x03(\x0b\x32\x19.ps_protocol.v1.DataRange\"\x98\x01\n\nWaitStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x14\n\x0c\x62ucket_count\x18\x03 \x01(\r\x12\x15\n\rawaited_ranks\x18\x04 \x03(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x30\n\rwait_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x95\x02\n\x0eShardJobStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x14\n\x0c\x62ucket_count\x18\x02 \x01(\r\x12\x17\n\x0fparameter_bytes\x18\x03 \x01(\x04\x12\x17\n\x0foptimizer_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cstaged_bytes\x18\x05 \x01(\x04\x12.\n\x08versions\x18\x06 \x01(\x0b\x32\x1c.ps_protocol.v1.VersionRange\x12)\n\x05waits\x18\x07 \x03(\x0b\x32\x1a.ps_protocol.v1.WaitStatus\x12\x0b\n\x03run\x18\x08 \x01(\t\x12\x30\n\x07\x66igures\x18\t \x01(\x0b\x32\x1f.ps_protocol.v1.ShardJobFigures\"W\n\x10\x43reateJobRequest\x12%\n\x04spec\x18\x01 \x01(\x0b\x32\x17.ps_protocol.v1.JobSpec\x12\x0f\n\x07\x62uckets\x18\x02 \x03(\r\x12\x0b\n\x03run\x18\x03 \x01(\t\"\x13\n\x11\x43reateJobResponse\"*\n\x0e\x44ropJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\"\x11\n\x0f\x44ropJobResponse\"`\n\x10\x41\x64\x64WorkerRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\x12\n\x05\x63lock\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_clock\"%\n\x11\x41\x64\x64WorkerResponse\x12\x10\n\x08\x66rontier\x18\x01 \x01(\x04\"E\n\x13RemoveWorkerRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\"\x16\n\x14RemoveWorkerResponse\"\xb1\x01\n\x14\x42\x65ginSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x12\n\x05\x63lock\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x0b\n\x03run\x18\x04 \x01(\t\x12\x33\n\x10refusal_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10last_incarnation\x18\x06 \x01(\x04\x42\x08\n\x06_clock\"\x17\n\x15\x42\x65ginSnapshotResponse\"D\n\x14\x41waitSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x0b\n\x03run\x18\x03 \x01(\t\"\xac\x01\n\x15\x41waitSnapshotResponse\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\x12.\n\x08versions\x18\x04 \x01(\x0b\x32\x1c.ps_protocol.v1.VersionRange\x12\x31\n\x0estall_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x86\x01\n\x11RestoreJobRequest\x12%\n\x04spec\x18\x01 \x01(\x0b\x32\x17.ps_protocol.v1.JobSpec\x12\x0f\n\x07\x62uckets\x18\x02 \x03(\r\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\x18\n\x10last_incarnation\x18\x04 \x01(\x04\x12\x0b\n\x03run\x18\x05 \x01(\t\"m\n\x12RestoreJobResponse\x12.\n\x08versions\x18\x01 \x01(\x0b\x32\x1c.ps_protocol.v1.VersionRange\x12\x12\n\ndone_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\"3\n\x17GetCommittedDataRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\"b\n\x18GetCommittedDataResponse\x12.\n\x07loaders\x18\x01 \x03(\x0b\x32\x1d.ps_protocol.v1.CommittedData\x12\x16\n\x0etrains_buckets\x18\x02 \x01(\x08\"\x17\n\x15GetShardStatusRequest\"\x86\x01\n\x16GetShardStatusResponse\x12,\n\x04jobs\x18\x01 \x03(\x0b\x32\x1e.ps_protocol.v1.ShardJobStatus\x12\x0f\n\x07process\x18\x02 \x01(\x04\x12-\n\x07\x66igures\x18\x03 \x01(\x0b\x32\x1c.ps_protocol.v1.ShardFigures2\xb2\x06\n\x0cShardService\x12P\n\tCreateJob\x12 .ps_protocol.v1.CreateJobRequest\x1a!.ps_protocol.v1.CreateJobResponse\x12J\n\x07\x44ropJob\x12\x1e.ps_protocol.v1.DropJobRequest\x1a\x1f.ps_protocol.v1.DropJobResponse\x12P\n\tAddWorker\x12 .ps_protocol.v1.AddWorkerRequest\x1a!.ps_protocol.v1.AddWorkerResponse\x12Y\n\x0cRemoveWorker\x12#.ps_protocol.v1.RemoveWorkerRequest\x1a$.ps_protocol.v1.RemoveWorkerResponse\x12\\\n\rBeginSnapshot\x12$.ps_protocol.v1.BeginSnapshotRequest\x1a%.ps_protocol.v1.BeginSnapshotResponse\x12\\\n\rAwaitSnapshot\x12$.ps_protocol.v1.AwaitSnapshotRequest\x1a%.ps_protocol.v1.AwaitSnapshotResponse\x12S\n\nRestoreJob\x12!.ps_protocol.v1.RestoreJobRequest\x1a\".ps_protocol.v1.RestoreJobResponse\x12\x65\n\x10GetCommittedData\x12\'.ps_protocol.v1.GetCommittedDataRequest\x1a(.ps_protocol.v1.GetCommittedDataResponse\x12_\n\x0eGetShardStatus\x12%.ps_protocol.v1.GetShardStatusRequest\x1a&.ps_protocol.v1.GetShardStatusResponseBS\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,52 +38,52 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\023pstorch.protocol.v1P\001Z$ps-torch/ps_protocol/v1;psprotocolv1\252\002\023PsTorch.Protocol.V1'
   _globals['_VERSIONRANGE_CLOCKSENTRY']._loaded_options = None
   _globals['_VERSIONRANGE_CLOCKSENTRY']._serialized_options = b'8\001'
-  _globals['_VERSIONRANGE']._serialized_start=133
-  _globals['_VERSIONRANGE']._serialized_end=294
-  _globals['_VERSIONRANGE_CLOCKSENTRY']._serialized_start=249
-  _globals['_VERSIONRANGE_CLOCKSENTRY']._serialized_end=294
-  _globals['_COMMITTEDDATA']._serialized_start=296
-  _globals['_COMMITTEDDATA']._serialized_end=391
-  _globals['_WAITSTATUS']._serialized_start=394
-  _globals['_WAITSTATUS']._serialized_end=546
-  _globals['_SHARDJOBSTATUS']._serialized_start=549
-  _globals['_SHARDJOBSTATUS']._serialized_end=776
-  _globals['_CREATEJOBREQUEST']._serialized_start=778
-  _globals['_CREATEJOBREQUEST']._serialized_end=865
-  _globals['_CREATEJOBRESPONSE']._serialized_start=867
-  _globals['_CREATEJOBRESPONSE']._serialized_end=886
-  _globals['_DROPJOBREQUEST']._serialized_start=888
-  _globals['_DROPJOBREQUEST']._serialized_end=930
-  _globals['_DROPJOBRESPONSE']._serialized_start=932
-  _globals['_DROPJOBRESPONSE']._serialized_end=949
-  _globals['_ADDWORKERREQUEST']._serialized_start=951
-  _globals['_ADDWORKERREQUEST']._serialized_end=1047
-  _globals['_ADDWORKERRESPONSE']._serialized_start=1049
-  _globals['_ADDWORKERRESPONSE']._serialized_end=1086
-  _globals['_REMOVEWORKERREQUEST']._serialized_start=1088
-  _globals['_REMOVEWORKERREQUEST']._serialized_end=1157
-  _globals['_REMOVEWORKERRESPONSE']._serialized_start=1159
-  _globals['_REMOVEWORKERRESPONSE']._serialized_end=1181
-  _globals['_BEGINSNAPSHOTREQUEST']._serialized_start=1184
-  _globals['_BEGINSNAPSHOTREQUEST']._serialized_end=1361
-  _globals['_BEGINSNAPSHOTRESPONSE']._serialized_start=1363
-  _globals['_BEGINSNAPSHOTRESPONSE']._serialized_end=1386
-  _globals['_AWAITSNAPSHOTREQUEST']._serialized_start=1388
-  _globals['_AWAITSNAPSHOTREQUEST']._serialized_end=1456
-  _globals['_AWAITSNAPSHOTRESPONSE']._serialized_start=1459
-  _globals['_AWAITSNAPSHOTRESPONSE']._serialized_end=1631
-  _globals['_RESTOREJOBREQUEST']._serialized_start=1634
-  _globals['_RESTOREJOBREQUEST']._serialized_end=1768
-  _globals['_RESTOREJOBRESPONSE']._serialized_start=1770
-  _globals['_RESTOREJOBRESPONSE']._serialized_end=1879
-  _globals['_GETCOMMITTEDDATAREQUEST']._serialized_start=1881
-  _globals['_GETCOMMITTEDDATAREQUEST']._serialized_end=1932
-  _globals['_GETCOMMITTEDDATARESPONSE']._serialized_start=1934
-  _globals['_GETCOMMITTEDDATARESPONSE']._serialized_end=2032
-  _globals['_GETSHARDSTATUSREQUEST']._serialized_start=2034
-  _globals['_GETSHARDSTATUSREQUEST']._serialized_end=2057
-  _globals['_GETSHARDSTATUSRESPONSE']._serialized_start=2059
-  _globals['_GETSHARDSTATUSRESPONSE']._serialized_end=2146
-  _globals['_SHARDSERVICE']._serialized_start=2149
-  _globals['_SHARDSERVICE']._serialized_end=2967
+  _globals['_VERSIONRANGE']._serialized_start=163
+  _globals['_VERSIONRANGE']._serialized_end=324
+  _globals['_VERSIONRANGE_CLOCKSENTRY']._serialized_start=279
+  _globals['_VERSIONRANGE_CLOCKSENTRY']._serialized_end=324
+  _globals['_COMMITTEDDATA']._serialized_start=326
+  _globals['_COMMITTEDDATA']._serialized_end=421
+  _globals['_WAITSTATUS']._serialized_start=424
+  _globals['_WAITSTATUS']._serialized_end=576
+  _globals['_SHARDJOBSTATUS']._serialized_start=579
+  _globals['_SHARDJOBSTATUS']._serialized_end=856
+  _globals['_CREATEJOBREQUEST']._serialized_start=858
+  _globals['_CREATEJOBREQUEST']._serialized_end=945
+  _globals['_CREATEJOBRESPONSE']._serialized_start=947
+  _globals['_CREATEJOBRESPONSE']._serialized_end=966
+  _globals['_DROPJOBREQUEST']._serialized_start=968
+  _globals['_DROPJOBREQUEST']._serialized_end=1010
+  _globals['_DROPJOBRESPONSE']._serialized_start=1012
+  _globals['_DROPJOBRESPONSE']._serialized_end=1029
+  _globals['_ADDWORKERREQUEST']._serialized_start=1031
+  _globals['_ADDWORKERREQUEST']._serialized_end=1127
+  _globals['_ADDWORKERRESPONSE']._serialized_start=1129
+  _globals['_ADDWORKERRESPONSE']._serialized_end=1166
+  _globals['_REMOVEWORKERREQUEST']._serialized_start=1168
+  _globals['_REMOVEWORKERREQUEST']._serialized_end=1237
+  _globals['_REMOVEWORKERRESPONSE']._serialized_start=1239
+  _globals['_REMOVEWORKERRESPONSE']._serialized_end=1261
+  _globals['_BEGINSNAPSHOTREQUEST']._serialized_start=1264
+  _globals['_BEGINSNAPSHOTREQUEST']._serialized_end=1441
+  _globals['_BEGINSNAPSHOTRESPONSE']._serialized_start=1443
+  _globals['_BEGINSNAPSHOTRESPONSE']._serialized_end=1466
+  _globals['_AWAITSNAPSHOTREQUEST']._serialized_start=1468
+  _globals['_AWAITSNAPSHOTREQUEST']._serialized_end=1536
+  _globals['_AWAITSNAPSHOTRESPONSE']._serialized_start=1539
+  _globals['_AWAITSNAPSHOTRESPONSE']._serialized_end=1711
+  _globals['_RESTOREJOBREQUEST']._serialized_start=1714
+  _globals['_RESTOREJOBREQUEST']._serialized_end=1848
+  _globals['_RESTOREJOBRESPONSE']._serialized_start=1850
+  _globals['_RESTOREJOBRESPONSE']._serialized_end=1959
+  _globals['_GETCOMMITTEDDATAREQUEST']._serialized_start=1961
+  _globals['_GETCOMMITTEDDATAREQUEST']._serialized_end=2012
+  _globals['_GETCOMMITTEDDATARESPONSE']._serialized_start=2014
+  _globals['_GETCOMMITTEDDATARESPONSE']._serialized_end=2112
+  _globals['_GETSHARDSTATUSREQUEST']._serialized_start=2114
+  _globals['_GETSHARDSTATUSREQUEST']._serialized_end=2137
+  _globals['_GETSHARDSTATUSRESPONSE']._serialized_start=2140
+  _globals['_GETSHARDSTATUSRESPONSE']._serialized_end=2274
+  _globals['_SHARDSERVICE']._serialized_start=2277
+  _globals['_SHARDSERVICE']._serialized_end=3095
 # @@protoc_insertion_point(module_scope)

@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from ps_protocol.v1 import figures_pb2 as _figures_pb2
 from ps_protocol.v1 import job_pb2 as _job_pb2
 from ps_protocol.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
@@ -55,7 +56,7 @@ class WaitStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., clock: _Optional[int] = ..., bucket_count: _Optional[int] = ..., awaited_ranks: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ShardJobStatus(_message.Message):
-    __slots__ = ("job", "bucket_count", "parameter_bytes", "optimizer_bytes", "staged_bytes", "versions", "waits", "run")
+    __slots__ = ("job", "bucket_count", "parameter_bytes", "optimizer_bytes", "staged_bytes", "versions", "waits", "run", "figures")
     JOB_FIELD_NUMBER: _ClassVar[int]
     BUCKET_COUNT_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +65,7 @@ class ShardJobStatus(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
     job: str
     bucket_count: int
     parameter_bytes: int
@@ -72,7 +74,8 @@ class ShardJobStatus(_message.Message):
     versions: VersionRange
     waits: _containers.RepeatedCompositeFieldContainer[WaitStatus]
     run: str
-    def __init__(self, job: _Optional[str] = ..., bucket_count: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., optimizer_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., waits: _Optional[_Iterable[_Union[WaitStatus, _Mapping]]] = ..., run: _Optional[str] = ...) -> None: ...
+    figures: _figures_pb2.ShardJobFigures
+    def __init__(self, job: _Optional[str] = ..., bucket_count: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., optimizer_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., waits: _Optional[_Iterable[_Union[WaitStatus, _Mapping]]] = ..., run: _Optional[str] = ..., figures: _Optional[_Union[_figures_pb2.ShardJobFigures, _Mapping]] = ...) -> None: ...
 
 class CreateJobRequest(_message.Message):
     __slots__ = ("spec", "buckets", "run")
@@ -213,9 +216,11 @@ class GetShardStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetShardStatusResponse(_message.Message):
-    __slots__ = ("jobs", "process")
+    __slots__ = ("jobs", "process", "figures")
     JOBS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
     jobs: _containers.RepeatedCompositeFieldContainer[ShardJobStatus]
     process: int
-    def __init__(self, jobs: _Optional[_Iterable[_Union[ShardJobStatus, _Mapping]]] = ..., process: _Optional[int] = ...) -> None: ...
+    figures: _figures_pb2.ShardFigures
+    def __init__(self, jobs: _Optional[_Iterable[_Union[ShardJobStatus, _Mapping]]] = ..., process: _Optional[int] = ..., figures: _Optional[_Union[_figures_pb2.ShardFigures, _Mapping]] = ...) -> None: ...

@@ -98,6 +98,7 @@ class JobCheckpoints:
             try:
                 yield from self._next_attempt().make()
                 self._progress.seconds, self._progress.at = self._clock.now() - started, self._clock.now()
+                self._note_made()
             except Void:
                 if self._stopping:
                     yield MANY_SECONDS
@@ -109,11 +110,19 @@ class JobCheckpoints:
                 error = CheckpointFailed("the coordinator met an error; its log says more")
                 note_error("checkpoints")
             if error is not None:
+                self._job.cluster.events.note("checkpoint", self._spec.name, f"no checkpoint: {error}")
                 self._progress.failed += 1
                 yield from self._requests.pause(self._clock.now, self._timing.checkpoint_look * 4)
             with self._changed:
                 self._requests.answer(asked, error)
                 self._notify()
+
+    def _note_made(self) -> None:
+        last = self._progress.last
+        if last is not None:
+            missing = f", without the state of workers {list(last.without)}" if last.without else ""
+            text = f"checkpoint {last.name} at clock {last.clock} is complete{missing}"
+            self._job.cluster.events.note("checkpoint", self._spec.name, text)
 
     def _await_due(self) -> Steps[None]:
         """Ends when a checkpoint is to be begun. One at a clock that lies ahead is begun long before that."""

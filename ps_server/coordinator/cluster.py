@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from ps_server.coordinator.events import EventLog
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.shards import MakeExecutor, Shards
 from ps_server.coordinator.timing import Clock, Timing
@@ -36,6 +37,7 @@ class Cluster:
 
     lease:         seconds for which a worker counts as live without a heartbeat
     checkpointing: None: there are no checkpoints
+    events:        what happened lately
     """
 
     shards: Shards
@@ -45,6 +47,7 @@ class Cluster:
     timing: Timing
     clock: Clock
     make_executor: MakeExecutor
+    events: EventLog
 
 
 class Registry(Protocol):

@@ -26,6 +26,7 @@ from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference
 from ps_protocol.optimizers import with_defaults
 from ps_runtime.background import Background, guarded
 from ps_server.coordinator.cluster import Checkpointing, Cluster
+from ps_server.coordinator.events import EventLog
 from ps_server.coordinator.expiry import Expiry
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.new_jobs import NewJobs
@@ -57,6 +58,7 @@ class Coordinator:
     policy:   where checkpoints go and when they are made; None: there are none
     make_executor: makes what calls to shards run in
     disk:     what all files are written with and read from
+    events:   what happened lately
     """
 
     def __init__(
@@ -77,7 +79,8 @@ class Coordinator:
         disk = disk or Disk()
         self._state_file = StateFile(policy.directory, disk) if policy is not None else None
         checkpointing = Checkpointing.open(policy, disk, clock.since_1970()) if policy is not None else None
-        self._cluster = Cluster(shards, lease, limits, checkpointing, timing, clock, make_executor)
+        self.events = EventLog(clock)
+        self._cluster = Cluster(shards, lease, limits, checkpointing, timing, clock, make_executor, self.events)
         self._recovery = Recovery(checkpointing, shards) if checkpointing is not None else None
         self._new_jobs = NewJobs(self._cluster, self, self._recovery)
         self._jobs: dict[str, CoordinatedJob] = {}
@@ -232,6 +235,7 @@ class Coordinator:
             self._new_jobs.done(spec.name)
         size, buckets = job.placed.nbytes, len(job.placed.placement)
         log.info("job %s: %s, %d bytes in %d buckets", spec.name, spec.consistency, size, buckets)
+        self.events.note("started", spec.name, f"the job begins: {spec.consistency}, {size} bytes in {buckets} buckets")
         return job, True
 
     def _resume_jobs(self) -> None:
@@ -247,6 +251,7 @@ class Coordinator:
                 log.error("job %s: cannot be resumed: %s", name, error)
             else:
                 log.info("job %s: resumed, with %d workers", name, len(job.members.all()))
+                self.events.note("started", name, "the job goes on with a coordinator that was started again")
 
     def drain(self, seconds: float) -> None:
         """Takes no job and no worker any more, and makes a last checkpoint of each job.

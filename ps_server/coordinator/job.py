@@ -19,7 +19,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ps_protocol.convert import job_spec_data
@@ -28,9 +28,11 @@ from ps_protocol.job import JobSpec
 from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.cluster import Cluster, Registry
 from ps_server.coordinator.data import JobData
+from ps_server.coordinator.heard import HeardFigures
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
 from ps_server.coordinator.members import JobMembers, Reservation
 from ps_server.coordinator.recovery import Recovery, Restored
+from ps_server.coordinator.refusals import ranks_text
 from ps_server.coordinator.removals import Removal
 from ps_server.coordinator.rounds import JobRounds
 from ps_server.coordinator.shards import RegisteredShard
@@ -47,7 +49,7 @@ log = logging.getLogger("ps_server")
 class CoordinatedJob:
     """One job. Methods may be called from any thread and raise PSError; so may those of its parts.
 
-    members, data, rounds, accounting, watchers, life: its parts
+    members, data, rounds, accounting, watchers, figures, life: its parts
     checkpoints: what makes them; None where there are none
     placed:    the job, and which shard holds which bucket
     shard_processes: by shard, the process that holds the job's part: where another one serves the shard now, it is lost
@@ -84,6 +86,7 @@ class CoordinatedJob:
             JobCheckpoints(placed, self.members, cluster, checkpointing) if checkpointing is not None else None
         )
         self.watchers = Watchers(self.members.roster)
+        self.figures = HeardFigures()
         self.life = Lifecycle(spec.name, cluster.clock)
         self._not_rolled_back = ""  # why the last try to roll it back failed
         self._roll_back_at = -math.inf  # not before
@@ -112,7 +115,7 @@ class CoordinatedJob:
 
     def statistics(self) -> JobStatistics:
         """Returns how the job is."""
-        _, world_size, started = self.members.roster()
+        members, (_, world_size, started) = self.members.all(), self.members.roster()
         return JobStatistics(
             name=self.spec.name,
             consistency=self.spec.consistency,
@@ -125,8 +128,10 @@ class CoordinatedJob:
             lost_steps=self.accounting.lost_steps,
             redone_steps=self.accounting.redone_steps,
             rejoining=self.members.rejoining(),
-            workers=tuple(self.members.all()),
+            rolling_back=self.life.is_rolling_back or bool(self.lost()),
+            workers=tuple(members),
             now=self._cluster.clock.now(),
+            figures=self.figures.of({(member.rank, member.incarnation) for member in members}),
             loaders=self.data.progress(),
             checkpoints=self.checkpoints.statistics() if self.checkpoints is not None else None,
             run=self.placed.run,
@@ -146,10 +151,17 @@ class CoordinatedJob:
         are still live, see Membership.rivals, where a shard does not answer, and where the disk does not take the
         coordinator's file: a coordinator that came back would not know of the worker that the shards count.
         """
-        with self.life.deciding():
-            self.life.check_open(self.lost(), self._not_rolled_back)
-            repeated = self.members.repeated(request)
-            reservation = self.members.reserve(rank, request) if repeated is None else None
+        try:
+            with self.life.deciding():
+                self.life.check_open(self.lost(), self._not_rolled_back)
+                repeated = self.members.repeated(request)
+                reservation = self.members.reserve(rank, request) if repeated is None else None
+        except PSError as error:
+            if not error.retryable:
+                self._cluster.events.note(
+                    "refused", self.spec.name, f"a worker at {request.host or 'an unknown host'} is refused: {error}"
+                )
+            raise
         if reservation is None:
             assert repeated is not None
             return self._result(repeated)
@@ -171,6 +183,8 @@ class CoordinatedJob:
         self._registry.save()
         self._announce()
         _log_join(self.spec.name, member, reservation.older, request)
+        for kind, text in _described_join(member, reservation.older, request):
+            self._cluster.events.note(kind, self.spec.name, text)
         result = self._result(member)
         if self.checkpoints is not None:
             self.checkpoints.joined(member.rank)
@@ -196,6 +210,7 @@ class CoordinatedJob:
         if not self.members.leave(rank, incarnation, key):
             return self.life.has_ended
         log.info("job %s: worker %d leaves", self.spec.name, rank)
+        self._cluster.events.note("leave", self.spec.name, f"worker {rank} leaves")
         if self.checkpoints is not None:
             limit = self._cluster.limits.state_bytes
             self.checkpoints.left(rank, _if_small(self.spec.name, rank, state, limit))
@@ -231,6 +246,9 @@ class CoordinatedJob:
         late = self.members.stop_waiting()
         if late:
             log.warning("job %s: continues without workers %s, which did not come back", self.spec.name, late)
+            self._cluster.events.note(
+                "lost", self.spec.name, f"the job goes on without {ranks_text(late)}, which did not come back"
+            )
             with self.life.deciding():
                 for rank in late:
                     self.accounting.give_up(rank)
@@ -241,6 +259,8 @@ class CoordinatedJob:
                 "job %s: worker %d (pid %d on %s) is gone: no sign of life for %g s",
                 *(self.spec.name, member.rank, member.pid, member.host, self._cluster.lease),
             )
+            text = f"worker {member.rank} on {member.host} is gone: no sign of life for {self._cluster.lease:g} s"
+            self._cluster.events.note("lost", self.spec.name, text)
             self._remove(member.rank, member.incarnation)
         if expired:
             # Before a shard hears of it: a coordinator that comes back must not take for live what a shard has removed.
@@ -349,6 +369,9 @@ class CoordinatedJob:
             "job %s: rolled back to checkpoint %s, clock %d; %d workers are to join again",
             *(self.spec.name, restored.manifest.name, restored.manifest.clock, len(members)),
         )
+        lost_shards = f"shard{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
+        text = f"{lost_shards} lost the job: it goes back to clock {restored.manifest.clock}"
+        self._cluster.events.note("rollback", self.spec.name, f"{text}, checkpoint {restored.manifest.name}")
         self.members.removals.tell()
         self._registry.save()
         self._announce()
@@ -394,6 +417,7 @@ class CoordinatedJob:
         self.watchers.end()
         self.rounds.end(ended)
         log.info("%s", ended)
+        self._cluster.events.note("end", self.spec.name, f"the job has ended{f': {why}' if why else ''}")
 
     def stop(self) -> None:
         """Ends the streams of workers: the coordinator stops, and the job goes on."""
@@ -422,3 +446,11 @@ def _log_join(name: str, member: Member, older: Member | None, request: JoinRequ
         "job %s: worker %d joins at clock %d (incarnation %d), metrics at %s",
         *(name, member.rank, member.clock, member.incarnation, request.metrics_address or "no address"),
     )
+
+
+def _described_join(member: Member, older: Member | None, request: JoinRequest) -> Iterator[tuple[str, str]]:
+    """Yields the events of a join: their kinds, and in words."""
+    if older is not None and request.previous is None:
+        yield "fenced", f"worker {older.rank} (pid {older.pid} on {older.host}) is replaced by a new process"
+    kind, verb = ("join", "joins") if request.previous is None else ("rejoin", "comes back")
+    yield kind, f"worker {member.rank} on {member.host or 'an unknown host'} {verb} at clock {member.clock}"

@@ -42,6 +42,11 @@ class Lifecycle:
         return self._phase is Phase.RUNNING and self._ended is None
 
     @property
+    def is_rolling_back(self) -> bool:
+        """Whether the job is being rolled back."""
+        return self._phase is Phase.ROLLING_BACK
+
+    @property
     def has_ended(self) -> bool:
         """Whether the job is over."""
         return self._ended is not None

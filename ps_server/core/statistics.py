@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ps_protocol.modes import Consistency
 from ps_server.core.data_leases import Progress
+from ps_server.core.figures import ShardFigures, ShardJobFigures, WorkerFigures
 from ps_server.core.membership import Member
 
 
@@ -34,6 +35,7 @@ class ShardJobStatistics:
     clocks:  by live rank, the steps that every bucket here has applied
     waits:   by rank; waiting_pulls: buckets of pulls, of all of them
     run:     of the job
+    figures: what the shard has measured of it; None: nothing is known
     """
 
     bucket_count: int
@@ -46,13 +48,15 @@ class ShardJobStatistics:
     waits: tuple[Wait, ...]
     waiting_pulls: int
     run: str = ""
+    figures: ShardJobFigures | None = None
 
 
 @dataclass(frozen=True)
 class ShardStatistics:
-    """A shard, by the names of its jobs."""
+    """A shard, by the names of its jobs. figures: what it has measured of itself; None: nothing is known"""
 
     jobs: Mapping[str, ShardJobStatistics]
+    figures: ShardFigures | None = None
 
     def progress(self, job: str, aggregate: bool) -> int:
         """Returns how far a job is here: its highest version with `aggregate` (sync), otherwise its highest clock."""
@@ -99,11 +103,13 @@ class JobStatistics:
     imbalance:    most bytes on a shard over the mean of all shards
     restore_count: how many times the whole job was rolled back to a checkpoint
     lost_steps, redone_steps: of all workers; see core.accounting
+    rolling_back: a shard has lost its part, and the job is being rolled back
     rejoining:    ranks that are expected to join again after a rollback
     workers:      the live ones, by rank; now: when this was so, on the clock of their leases
     loaders:      the leased data, by loader
     checkpoints:  None where no checkpoints are made
     run:          tells the job from earlier ones of its name
+    figures:      what live workers have measured, by rank and incarnation
     """
 
     name: str
@@ -122,6 +128,8 @@ class JobStatistics:
     loaders: Mapping[int, Progress]
     checkpoints: CheckpointStatistics | None
     run: str = ""
+    figures: Mapping[tuple[int, int], WorkerFigures] = field(default_factory=dict)
+    rolling_back: bool = False
 
 
 @dataclass(frozen=True)

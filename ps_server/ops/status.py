@@ -13,7 +13,7 @@ from ps_runtime.retry import Peer
 from ps_server.rpc import convert
 from ps_server.rpc.coordinator_client import CoordinatorClient, is_serving
 
-__all__ = ["checkpoint_job", "end_job", "fetch", "is_serving", "table", "waits"]
+__all__ = ["checkpoint_job", "end_job", "fetch", "is_serving", "printable", "table", "waits"]
 
 
 def fetch(server: str, access: Access = PLAINTEXT) -> dict[str, Any]:
@@ -54,6 +54,11 @@ def waits(status: dict[str, Any], job: str) -> dict[int, list[dict[str, Any]]]:
     return ranks
 
 
+def printable(text: str) -> str:
+    """Returns a text of a peer's so that it does nothing to a terminal: escaped where it cannot be printed."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 def table(status: dict[str, Any]) -> str:
     """Returns the state as a table for a person."""
     columns = ("ROLE", "INDEX", "PID", "ADDRESS", "METRICS", "RESTARTS", "JOB", "CLOCK", "VERSION", "BYTES")
@@ -71,12 +76,13 @@ def table(status: dict[str, Any]) -> str:
             head = _process("worker", worker["rank"], {**worker, "address": worker["host"]})
             reason = _wait(waiting.get(worker["rank"], []))
             rows.append((*head, job["name"], str(worker["clock"]), "-", "-", reason))
+    rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for job in status["jobs"]:
-        lines += _job_lines(job)
+        lines += map(printable, _job_lines(job))
     if status["coordinator"]["software_version"]:  # an earlier one does not say
-        lines.append(f"the coordinator runs ps-torch {status['coordinator']['software_version']}")
+        lines.append(printable(f"the coordinator runs ps-torch {status['coordinator']['software_version']}"))
     return "\n".join(lines)
 
 

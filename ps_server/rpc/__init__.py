@@ -7,6 +7,7 @@ convert.py          Where protobuf messages become the server's values, and back
 coordinator_client.py How operators and shards call the coordinator
 data_messages.py    Where the messages of the data path become the server's values, and back
 data_service.py     Serves pushes and pulls
+figure_messages.py  What processes measure of their own work, as messages, and back
 interceptor.py      Intercepts every gRPC method: errors become statuses, and calls are counted
 job_service.py      Serves what is asked of the coordinator about jobs as a whole: they are registered, saved and ended
 layout_messages.py  The layout of a job's buckets as messages, for clients that do not compute it
@@ -19,4 +20,6 @@ round_service.py    Serves workers that gather values from each other, in rounds
 shard_client.py     How the coordinator calls the shards
 shard_service.py    Serves what the coordinator asks of a shard
 streams.py          Server streams that hold no thread while they wait
+view_messages.py    The view of a cluster as messages: what one caller may see of it
+views.py            Answers of WatchStatus: each with what its caller has not been told yet
 """

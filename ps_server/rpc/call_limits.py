@@ -52,11 +52,26 @@ def check_job(job: str) -> None:
 
 def may_see(job: str) -> bool:
     """Returns whether the caller of the method that runs in this thread may be told of that job."""
-    try:
-        check_job(job)
-    except Forbidden:
-        return False
-    return True
+    return what_the_caller_sees()(job)
+
+
+def what_the_caller_sees() -> Callable[[str], bool]:
+    """Returns what says of a job whether the caller of the method that runs in this thread may be told of it.
+
+    It may be called later, from any thread.
+    """
+    call = _CALL.get()
+
+    def sees(job: str) -> bool:
+        try:
+            if call is not None:
+                caller, method = call
+                caller.check(method, job)
+        except Forbidden:
+            return False
+        return True
+
+    return sees
 
 
 def caller_name() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,24 +12,29 @@ from grpc_reflection.v1alpha import reflection
 from ps_protocol.errors import PSError
 from ps_protocol.v1 import cluster_pb2, cluster_pb2_grpc
 from ps_protocol.versions import check_shard_version
-from ps_runtime.version import version
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.statistics import ShardStatistics
-from ps_server.rpc import convert
-from ps_server.rpc.call_limits import may_see
+from ps_server.rpc import convert, figure_messages
+from ps_server.rpc.call_limits import in_pool, may_see, what_the_caller_sees
+from ps_server.rpc.streams import ResponseStream, Send
+from ps_server.rpc.views import Views, ViewStream
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[misc,unused-ignore]
-    """What shards and operators ask of the coordinator."""
+    """What shards and operators ask of the coordinator.
+
+    views:   answers those that watch; senders: send to them
+    """
 
     NAME = cluster_pb2.DESCRIPTOR.services_by_name["ClusterService"].full_name
 
-    def __init__(self, coordinator: Coordinator, address: str, metrics_address: str) -> None:
+    def __init__(self, coordinator: Coordinator, views: Views, senders: ThreadPoolExecutor) -> None:
         self._coordinator = coordinator
-        self._address = address
-        self._metrics_address = metrics_address
+        self._views = views
+        self._senders = senders
         self._pool = ThreadPoolExecutor(max(4, coordinator.shard_count), "status")
+        setattr(self, "WatchStatus", in_pool(self._watch_status, None, non_blocking=True))  # noqa: B010
 
     def register(self, server: grpc.Server) -> None:
         """Adds the methods to a server."""
@@ -51,16 +55,14 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
         jobs = self._coordinator.statistics().jobs
         answers = self._pool.map(_ask_statistics, (shard for _, shard in shards))
         return cluster_pb2.GetStatusResponse(
-            coordinator=cluster_pb2.CoordinatorStatus(
-                address=self._address,
-                metrics_address=self._metrics_address,
-                pid=os.getpid(),
-                shard_count=self._coordinator.shard_count,
-                software_version=version(),
-            ),
+            coordinator=self._views.about(),
             shards=[_shard_status(*answer) for answer in answers],
             jobs=[convert.job_status(job) for name, job in sorted(jobs.items()) if may_see(name)],
         )
+
+    def _watch_status(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
+        stream = ResponseStream(send, context, self._senders)
+        ViewStream(self._views, stream, what_the_caller_sees(), request).begin()
 
 
 def _ask_statistics(shard: RegisteredShard) -> tuple[RegisteredShard, ShardStatistics | None]:
@@ -72,7 +74,7 @@ def _ask_statistics(shard: RegisteredShard) -> tuple[RegisteredShard, ShardStati
 
 def _shard_status(shard: RegisteredShard, statistics: ShardStatistics | None) -> Any:
     """Returns a shard's status for the caller, which may not see all jobs that the shard tells the coordinator of."""
-    jobs = statistics.jobs if statistics is not None else {}
+    jobs, figures = (statistics.jobs, statistics.figures) if statistics is not None else ({}, None)
     return cluster_pb2.ShardStatus(
         index=shard.index,
         address=shard.address,
@@ -80,6 +82,7 @@ def _shard_status(shard: RegisteredShard, statistics: ShardStatistics | None) ->
         pid=shard.pid,
         reachable=statistics is not None,
         restart_count=shard.restart_count,
+        figures=figure_messages.shard_message(figures) if figures is not None else None,
         jobs=[convert.shard_job_status(name, job) for name, job in sorted(jobs.items()) if may_see(name)],
     )
 

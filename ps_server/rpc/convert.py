@@ -5,6 +5,8 @@ A message of a few plain fields is made and read where it is sent and served.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +20,11 @@ from ps_protocol.v1 import cluster_pb2, leases_pb2, membership_pb2, rounds_pb2, 
 from ps_server.coordinator.rounds import GatherRequest, Standing
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.data_commits import Committed
+from ps_server.core.figures import WorkerFigures
 from ps_server.core.membership import JoinRequest, JoinResult, Member
 from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, VersionRange
 from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait
+from ps_server.rpc import figure_messages
 
 VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave may be more than a message may have
 
@@ -189,12 +193,14 @@ def shard_job_status(name: str, job: ShardJobStatistics) -> shard_pb2.ShardJobSt
             for wait in job.waits
         ],
         run=job.run,
+        figures=figure_messages.shard_job_message(job.figures) if job.figures is not None else None,
     )
 
 
 def shard_statistics(response: shard_pb2.GetShardStatusResponse) -> ShardStatistics:
     """Returns what a shard holds."""
-    return ShardStatistics({job.job: _shard_job(job) for job in response.jobs})
+    figures = figure_messages.shard_figures(response.figures) if response.HasField("figures") else None
+    return ShardStatistics({job.job: _shard_job(job) for job in response.jobs}, figures)
 
 
 def _shard_job(status: shard_pb2.ShardJobStatus) -> ShardJobStatistics:
@@ -220,6 +226,7 @@ def _shard_job(status: shard_pb2.ShardJobStatus) -> ShardJobStatistics:
         waits=waits,
         waiting_pulls=sum(wait.bucket_count for wait in waits),
         run=status.run,
+        figures=figure_messages.shard_job_figures(status.figures) if status.HasField("figures") else None,
     )
 
 
@@ -241,7 +248,10 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
         lost_step_count=job.lost_steps,
         redone_step_count=job.redone_steps,
         rejoining_ranks=job.rejoining,
-        workers=[_worker_status(worker, job.now) for worker in job.workers],
+        workers=[
+            _worker_status(worker, job.now, job.figures.get((worker.rank, worker.incarnation)))
+            for worker in job.workers
+        ],
         loaders=[
             cluster_pb2.LoaderStatus(
                 loader=loader,
@@ -260,7 +270,7 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
     return status
 
 
-def _worker_status(worker: Member, now: float) -> cluster_pb2.WorkerStatus:
+def _worker_status(worker: Member, now: float, figures: WorkerFigures | None) -> cluster_pb2.WorkerStatus:
     status = cluster_pb2.WorkerStatus(
         rank=worker.rank,
         incarnation=worker.incarnation,
@@ -270,6 +280,7 @@ def _worker_status(worker: Member, now: float) -> cluster_pb2.WorkerStatus:
         metrics_address=worker.metrics_address,
         launch=worker.launch,
         lease_duration=duration(max(0.0, worker.expires - now)),
+        figures=figure_messages.worker_message(figures) if figures is not None else None,
     )
     if worker.since:
         status.join_time.FromMilliseconds(int(worker.since * 1e3))
@@ -284,6 +295,21 @@ def plain(message: Message) -> dict[str, Any]:
         else None
         for field in message.DESCRIPTOR.fields
     }
+
+
+def json_text(data: Any, indent: int | None = None) -> str:
+    """Returns plain data as JSON, in which NaN and infinities are the texts that protobuf's JSON has for them."""
+    return json.dumps(_finite(data), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return value
 
 
 def _plain(value: Any) -> Any:

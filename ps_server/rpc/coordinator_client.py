@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ps_protocol.errors import PSError, Untrusted
+from ps_protocol.convert import duration
+from ps_protocol.errors import PSError, TryLater, Untrusted
 from ps_protocol.v1 import cluster_pb2, jobs_pb2
 from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
 from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer
+from ps_server.rpc.views import Position
 
 CALL_SECONDS = 10.0
 CHECKPOINT_SECONDS = 310.0
@@ -36,6 +39,32 @@ class CoordinatorClient:
     def status(self) -> Any:
         """Returns what is running, as a GetStatusResponse."""
         return self._call(ClusterServiceStub(self._channel).GetStatus, cluster_pb2.GetStatusRequest())
+
+    def watch(self, period: float) -> Iterator[Any]:
+        """Yields a view now and every period, as WatchStatusResponses, until the coordinator stops."""
+        request = cluster_pb2.WatchStatusRequest(period_duration=duration(period))
+        call = ClusterServiceStub(self._channel).WatchStatus(request)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise self._peer.error(error) from None
+        finally:
+            call.cancel()
+
+    def view(self, told: Position) -> Any:
+        """Returns a view with its history, as a WatchStatusResponse. told: what the caller has already"""
+        request = cluster_pb2.WatchStatusRequest(
+            history_wanted=True, process=told.process, last_event=told.last_event, next_sample=told.next_sample
+        )
+        call = ClusterServiceStub(self._channel).WatchStatus(request, timeout=CALL_SECONDS)
+        try:
+            return next(call)
+        except grpc.RpcError as error:
+            raise self._peer.error(error) from None
+        except StopIteration:
+            raise TryLater(f"{self._peer} stops") from None
+        finally:
+            call.cancel()
 
     def end_job(self, job: str) -> None:
         """Ends a job, also while workers take part in it."""

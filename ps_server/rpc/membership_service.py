@@ -10,7 +10,7 @@ import grpc
 from ps_protocol.v1 import membership_pb2, membership_pb2_grpc
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.members import Roster
-from ps_server.rpc import convert
+from ps_server.rpc import convert, figure_messages
 from ps_server.rpc.call_limits import CALL_THREADS, check_job, in_pool
 from ps_server.rpc.streams import ResponseStream, Send
 
@@ -62,8 +62,11 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
     def _heartbeat(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker = request.worker
         check_job(worker.job)
-        members = self._coordinator.job(worker.job, worker.run).members
-        live = members.heartbeat(worker.rank, worker.incarnation, request.clock, worker.lease_key)
+        job = self._coordinator.job(worker.job, worker.run)
+        figures = figure_messages.worker_figures(request.figures) if request.HasField("figures") else None
+        live = job.members.heartbeat(worker.rank, worker.incarnation, request.clock, worker.lease_key)
+        if figures is not None:
+            job.figures.heard(worker.rank, worker.incarnation, figures)
         return membership_pb2.HeartbeatResponse(live_count=live)
 
     def SaveWorkerState(self, request: Any, context: grpc.ServicerContext) -> Any:

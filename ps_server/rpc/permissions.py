@@ -56,7 +56,7 @@ METHODS: dict[str, Roles] = {
     **_service(membership_pb2, "MembershipService", _WORKERS, Watch=_WORKERS | _LOOKING),
     **_service(leases_pb2, "DataLeaseService", _WORKERS),
     **_service(rounds_pb2, "RoundService", _WORKERS),
-    **_service(cluster_pb2, "ClusterService", _CLUSTER, GetStatus=_LOOKING),
+    **_service(cluster_pb2, "ClusterService", _CLUSTER, GetStatus=_LOOKING, WatchStatus=_LOOKING),
     **_service(shard_pb2, "ShardService", _CLUSTER, GetShardStatus=_LOOKING),
     **_service(health_pb2, "Health", _LOOKING, Check=EVERYONE),
     **_service(reflection_pb2, "ServerReflection", _LOOKING),

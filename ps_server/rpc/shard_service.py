@@ -11,7 +11,7 @@ from ps_protocol.v1 import shard_pb2, shard_pb2_grpc
 from ps_protocol.versions import check_coordinator_run
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.core.validation import check_job_spec
-from ps_server.rpc import convert
+from ps_server.rpc import convert, figure_messages
 from ps_server.rpc.call_limits import may_see
 from ps_server.shard.shard import Shard
 
@@ -81,9 +81,11 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         return convert.restore_response(self._shard.restore_job(*wanted, _within(context, RESTORE_SECONDS)))
 
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
-        jobs = self._shard.statistics().jobs
+        statistics = self._shard.statistics_with_figures()
+        figures = statistics.figures
         return shard_pb2.GetShardStatusResponse(
-            jobs=[convert.shard_job_status(name, job) for name, job in jobs.items() if may_see(name)],
+            jobs=[convert.shard_job_status(name, job) for name, job in statistics.jobs.items() if may_see(name)],
+            figures=figure_messages.shard_message(figures) if figures is not None else None,
             process=self._process,
         )
 

@@ -16,8 +16,14 @@ from ps_runtime.metrics import LATENCY_BUCKETS
 from ps_server.core.commands import Staged
 from ps_server.core.consistency import Add, Step
 from ps_server.core.dense import Gradient
+from ps_server.core.figures import ShardJobFigures
 
-STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+# Each up to 8 has its own: the most that ssp:K allows is K + 1.
+STALENESS_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64)
+
+
+def _samples(metric: Counter | Histogram) -> Iterable[Any]:
+    return [sample for family in metric.collect() for sample in family.samples]
 
 
 class ShardMetrics:
@@ -99,6 +105,44 @@ class ShardMetrics:
         """Counts the time that a pull has waited for these ranks."""
         for rank in ranks:
             self._of(self._waited_for, job, str(rank)).inc(seconds)
+
+    def figures(self) -> dict[str, ShardJobFigures]:
+        """Returns what was measured of each job so far."""
+        sums: dict[str, dict[str, float]] = {}
+        for metric in (self._apply, self._push_bytes, self._pull_bytes):
+            for sample in _samples(metric):
+                sums.setdefault(sample.labels["job"], {})[sample.name] = sample.value
+        staleness, awaited = self._staleness_counts(), self._awaited()
+        return {
+            job: ShardJobFigures(
+                applies=int(of_job.get("ps_apply_seconds_count", 0)),
+                apply_seconds=of_job.get("ps_apply_seconds_sum", 0.0),
+                received=int(of_job.get("ps_push_bytes_total", 0)),
+                sent=int(of_job.get("ps_pull_bytes_total", 0)),
+                staleness=staleness.get(job, ()),
+                awaited=awaited.get(job, {}),
+            )
+            for job, of_job in sums.items()
+        }
+
+    def _staleness_counts(self) -> dict[str, tuple[tuple[float, int], ...]]:
+        """Returns by job how many gradients were how stale; a histogram counts each in all buckets above it, too."""
+        up_to: dict[str, dict[float, int]] = {}
+        for sample in _samples(self._staleness):
+            if "le" in sample.labels:
+                up_to.setdefault(sample.labels["job"], {})[float(sample.labels["le"])] = int(sample.value)
+        counts: dict[str, tuple[tuple[float, int], ...]] = {}
+        for job, of_job in up_to.items():
+            below = [0, *(count for _, count in sorted(of_job.items()))]
+            counts[job] = tuple((most, count - below[i]) for i, (most, count) in enumerate(sorted(of_job.items())))
+        return counts
+
+    def _awaited(self) -> dict[str, dict[int, float]]:
+        awaited: dict[str, dict[int, float]] = {}
+        for sample in _samples(self._waited_for):
+            if sample.name.endswith("_total"):
+                awaited.setdefault(sample.labels["job"], {})[int(sample.labels["rank"])] = sample.value
+        return awaited
 
     def forget(self, job: str) -> None:
         """Drops the series of an ended job, so that a cluster that runs many jobs does not grow."""

@@ -16,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ps_protocol.errors import (
@@ -25,10 +26,12 @@ from ps_protocol.errors import (
 )
 from ps_protocol.job import JobSpec
 from ps_protocol.segment_layout import SegmentOffer
+from ps_runtime.memory import limit_bytes, resident_bytes
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_server.core.budget import PrincipalBudget
 from ps_server.core.commands import AddWorker, RemoveWorker, Staged
 from ps_server.core.data_commits import Committed
+from ps_server.core.figures import ShardFigures
 from ps_server.core.requests import PullCall, PushCall
 from ps_server.core.snapshot import BucketSnapshot, Part, RestoreProgress, ShardSnapshot
 from ps_server.core.statistics import ShardStatistics
@@ -79,7 +82,7 @@ class Shard:
         self._checkpoints = checkpoints
         self._index = index
         self._metrics = metrics
-        self._clock = clock
+        self._clock, self._began = clock, clock()
         self._threads = threads or OwnThreads()
         self._pulls = Pulls(metrics, clock, pulled_limit)
         self._updates = Updates(self._threads, self._pulls, metrics, clock)
@@ -109,6 +112,13 @@ class Shard:
         """Returns how the shard is."""
         now = self._clock()
         return ShardStatistics({name: job.statistics(now) for name, job in sorted(self.jobs().items())})
+
+    def statistics_with_figures(self) -> ShardStatistics:
+        """Returns how the shard is, and what it has measured: for people who watch. It reads files of the system."""
+        statistics, figures = self.statistics(), self._metrics.figures()
+        jobs = {name: replace(job, figures=figures.get(name)) for name, job in statistics.jobs.items()}
+        memory = resident_bytes() or 0, limit_bytes() or 0
+        return ShardStatistics(jobs, ShardFigures(self._clock() - self._began, *memory))
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from ps_runtime.retry import Peer, Retry
 from ps_runtime.status import error_from
 from ps_worker.cluster import convert
 from ps_worker.cluster.options import JobOptions
-from ps_worker.values import Identity, JoinResult, Registration, Roster, RoundNews, SavedState
+from ps_worker.values import Identity, JoinResult, Registration, Roster, RoundNews, SavedState, WorkerFigures
 
 log = logging.getLogger("ps_worker")
 
@@ -59,12 +59,21 @@ class Watch:
 
 
 class CoordinatorClient:
-    """The coordinator, from a worker's side. Methods block, retry until `closing` is set, and raise PSError."""
+    """The coordinator, from a worker's side. Methods block, retry until `closing` is set, and raise PSError.
 
-    def __init__(self, address: str, timeout: float, access: Access = PLAINTEXT) -> None:
+    figures: returns what the worker has measured, for those that watch the job; None: nothing
+    """
+
+    def __init__(
+        self,
+        address: str,
+        timeout: float,
+        access: Access = PLAINTEXT,
+        figures: Callable[[], WorkerFigures] | None = None,
+    ) -> None:
         self.address = address
         self.closing = threading.Event()
-        self._timeout = timeout
+        self._timeout, self._figures = timeout, figures
         self._attempt_seconds = min(CALL_SECONDS, timeout / 2)  # one answer that is slow is not the end
         self._peer = Peer("coordinator", address, access)
         self._channel = open_channel(address, access)
@@ -108,8 +117,10 @@ class CoordinatorClient:
         return convert.join_result(Retry(self._peer, self._timeout, self.closing).call(ask))
 
     def heartbeat(self, worker: Identity, clock: int, timeout: float) -> None:
-        """Renews the lease; one attempt."""
+        """Renews the lease; one attempt. It carries what the worker has measured."""
         request = membership_pb2.HeartbeatRequest(worker=convert.identity(worker), clock=clock)
+        if self._figures is not None:
+            request.figures.CopyFrom(convert.worker_figures(self._figures()))
         try:
             self._members.Heartbeat(request, timeout=timeout)
         except grpc.RpcError as error:

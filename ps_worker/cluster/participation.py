@@ -24,7 +24,7 @@ from ps_worker.cluster.membership import Membership
 from ps_worker.cluster.options import JobOptions
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer_state import States, state_assignments
-from ps_worker.values import Identity, JoinResult, SavedState, ShardMap
+from ps_worker.values import Identity, JoinResult, SavedState, ShardMap, WorkerFigures
 
 log = logging.getLogger("ps_worker")
 
@@ -43,12 +43,19 @@ class Participation:
 
     metrics_address: where this worker serves /metrics, for the servers' side; empty if it cannot be reached there
     started:         called when all declared workers have joined
+    figures:         what this worker has measured, for those that watch the job; None: nothing
     """
 
-    def __init__(self, options: JobOptions, metrics_address: str, started: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        options: JobOptions,
+        metrics_address: str,
+        started: Callable[[], None],
+        figures: Callable[[], WorkerFigures] | None = None,
+    ) -> None:
         assert options.server is not None
         self.options = options
-        self.coordinator = CoordinatorClient(options.server, options.connect_timeout, options.access)
+        self.coordinator = CoordinatorClient(options.server, options.connect_timeout, options.access, figures)
         self.members = Membership(self.coordinator, options, metrics_address, self._finished, self._moved)
         self.came_late = False  # the job was under way when this process joined
         self._metrics_address = metrics_address
@@ -149,7 +156,7 @@ class Participation:
             raise PlaceLost
 
     def beside(self, options: JobOptions) -> Participation:
-        """Returns this worker's part in another job, which it has not joined yet."""
+        """Returns this worker's part in another job, which it has not joined yet. Its figures are those of this one."""
         return Participation(options, self._metrics_address, self._started)
 
     # -- the current place -------------------------------------------------------------------------------------------

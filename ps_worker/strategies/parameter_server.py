@@ -100,7 +100,7 @@ class ParameterServer:
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
     ) -> Prepared:
         """Joins the job; returns the models with rank 0's weights, and optimizers that step on the servers."""
-        self._joining = Participation(self._job, self._metrics.announced, self._started)
+        self._joining = Participation(self._job, self._metrics.announced, self._started, self._metrics.figures)
         training = join(self._joining, options, models, optimizers, self._metrics, self._device)
         self._training, self._rounds = training, Rounds(self._joining, training)
         return models, [ServerOptimizer(optimizer, training, index) for index, optimizer in enumerate(optimizers)]

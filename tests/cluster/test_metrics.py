@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader
 import ps_worker
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.versions import VERSION
-from ps_runtime.metrics import PAUSES_PER_PAGE, serve_metrics
+from ps_runtime.metrics import serve_metrics
 from ps_runtime.version import version
+from ps_runtime.web import PAUSES_PER_PAGE
 from ps_server.config import ServerConfig
 from ps_server.ops import status
 from ps_server.server import Server
@@ -420,6 +421,7 @@ def exposed(shared: Cluster) -> dict[str, str]:
 
 PROCESSES = ["coordinator with a shard", "coordinator", "shard", "worker", "worker alone"]
 LABELS = {"job", "kind", "result", "reason", "rank", "mode", "phase", "le", "generation", "loader", "state", "thread"}
+LABELS |= {"name"}  # of what a script logs
 LABELS |= {"grpc_type", "grpc_service", "grpc_method", "grpc_code"}
 LABELS |= {"implementation", "major", "minor", "patchlevel", "version"}  # of python_info
 LABELS |= {"protocol", "torch"}  # of ps_build_info

@@ -62,7 +62,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Command, str]
     flags = ("--shards", "2", "--port", "0", "--metrics-port", "0")
     command = Command(tmp_path_factory.mktemp("up"), "-m", "ps_server", "up", *flags)
     [address] = command.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
-    command.says(r"ps-server: metrics at http://(\S+)/metrics\n", count=2)
+    command.says(r"ps-server: the page, for a browser on this machine: (\S+)\n")
     yield command, address
     try:
         assert command.end(signal.SIGTERM) == 0, "the third of the signals that end a cluster cleanly"
@@ -88,7 +88,8 @@ def test_up_prints_where_to_point_workers_and_prometheus(up: tuple[Command, str]
     pages = command.says(r"ps-server: metrics at http://(\S+)/metrics\n", count=2)
     assert scrape(pages[0])["ps_shards"] == 2
     assert "ps_shards" not in scrape(pages[1])
-    assert command.out.count("\n") == 3, "three lines, and nothing that nobody asked for"
+    assert command.says(r"ps-server: the page, for a browser on this machine: (\S+)\n") == [f"http://{pages[0]}/"]
+    assert command.out.count("\n") == 4, "four lines, and nothing that nobody asked for"
     found = status.fetch(address)
     assert [shard["index"] for shard in found["shards"]] == [0, 1]
     assert {p["pid"] for p in (found["coordinator"], *found["shards"])} == {child.pid for child in command.family()}
@@ -189,7 +190,10 @@ def test_end_ends_a_job(shared: Cluster, job: str, monkeypatch: pytest.MonkeyPat
 
 
 COMMANDS = [
-    *(("ps-server", command, "--help") for command in ("up", "coordinator", "shard", "status", "health", "end")),
+    *(
+        ("ps-server", command, "--help")
+        for command in ("up", "coordinator", "shard", "status", "page", "health", "end")
+    ),
     ("ps-server", "up", "--help-limits"),
     ("ps-worker", "run", "--help"),
 ]
@@ -207,14 +211,14 @@ def test_help_explains_every_flag_and_names_its_variable(
     for entry in flags:
         flag, _, words = entry.partition(" ")
         assert len(words.split()) >= 3, f"{flag} is not explained"
-        if flag not in ("-h,", "-m,", "--json", "--with-coordinator", "--help-limits"):
+        if flag not in ("-h,", "-m,", "--json", "--with-coordinator", "--help-limits", "--watch"):
             assert f"[PS_{flag[2:].replace('-', '_').upper()}" in entry, entry
     limits = [
         entry
         for entry in flags
         if entry.startswith("--max-") and not entry.startswith(("--max-restarts", "--max-shard-restarts"))
     ]
-    assert len(limits) == (26 if command[2] == "--help-limits" else 0)
+    assert len(limits) == (27 if command[2] == "--help-limits" else 0)
 
 
 def test_help_is_there_at_once() -> None:

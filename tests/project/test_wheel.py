@@ -14,6 +14,7 @@ from tests.tools.imports import PACKAGES
 
 ROOT = Path(__file__).parents[2]
 CONTRACT = ROOT / "proto" / "ps_protocol" / "v1"
+PAGE = "ps_server/page/"
 BUILD = "import setuptools.build_meta as backend; print(backend.build_wheel('.'))"
 
 
@@ -46,4 +47,10 @@ def test_the_code_and_its_types_are_in_the_wheel_and_nothing_else(wheel: zipfile
         for path in (ROOT / package).rglob("*")
         if path.name.endswith(kinds)
     }
-    assert {name for name in names if not name.endswith(".proto")} == here
+    assert {name for name in names if not name.endswith(".proto") and not name.startswith(PAGE)} == here
+
+
+def test_the_page_is_in_the_wheel_as_it_is_here(wheel: zipfile.Path) -> None:
+    inside = {path.name: path.read_bytes() for path in (wheel / "ps_server" / "page").iterdir()}
+    assert inside == {path.name: path.read_bytes() for path in (ROOT / PAGE).iterdir()}
+    assert b"MIT License" in inside["uPlot.LICENSE.txt"]

@@ -132,7 +132,7 @@ def test_scrapers_that_ask_byte_by_byte_keep_nobody_else_out_and_are_cut_off(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, prefix: bytes
 ) -> None:
     """Their timeout alone would begin anew with every byte."""
-    monkeypatch.setattr("ps_runtime.metrics.CONNECTION_SECONDS", 3.0)
+    monkeypatch.setattr("ps_runtime.web.CONNECTION_SECONDS", 3.0)
     cluster = make_cluster(shards=1)
     address = cluster.servers[0].metrics_address
     with Dripping(address, [Drops(b"x", prefix) for _ in range(DRIPPING)], source="127.0.0.2") as clients:

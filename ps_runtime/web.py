@@ -1,0 +1,227 @@
+"""Serves HTTP(S): a thread for each connection, each for a bounded time; and sites of a few files and pages of data."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import math
+import socket
+import socketserver
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from ps_protocol.errors import InvalidRequest, PSError
+from ps_runtime.credentials import Tls
+from ps_runtime.reloading import ReloadingFiles
+
+# How long stopping may take; serve_forever looks at its flag this often.
+_POLL_SECONDS = 0.05
+# A scrape is one short request: a client that takes longer to ask, to shake hands, or to read is cut off.
+CONNECTION_SECONDS = 10.0
+MAX_CONNECTIONS = 64
+MAX_CONNECTIONS_OF_A_HOST = 16  # so that no single host keeps the scraper out
+
+# A page is made anew after so many times the time that making it took: scrapers in a loop take a tenth of a core.
+PAUSES_PER_PAGE = 10
+
+# What a site's pages may do: show what this server has. Nothing is loaded from elsewhere, and no other site may show
+# them in a frame or read them.
+_SITE_HEADERS = [
+    ("Content-Security-Policy", "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"),
+    ("Cross-Origin-Opener-Policy", "same-origin"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Referrer-Policy", "no-referrer"),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Cache-Control", "no-store"),
+]
+
+App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
+    """A thread for each connection, up to a limit; more are closed at once. `secure` wraps each in TLS, or not.
+
+    A connection is over when its time is: a timeout alone would begin anew with every byte that comes.
+    """
+
+    daemon_threads = True
+    block_on_close = False  # a connection that lies idle does not hold up the end of the process
+    request_queue_size = 128
+    secure: Callable[[socket.socket], socket.socket] = staticmethod(lambda plain: plain)
+
+    def server_activate(self) -> None:
+        # A second handle on each socket (TLS takes the first away), its host, and when its time is over.
+        self._open: dict[socket.socket, tuple[str, float]] = {}
+        self._lock = threading.Lock()
+        super().server_activate()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        host = str(client_address[0])
+        with self._lock:
+            full = len(self._open) >= MAX_CONNECTIONS
+            if full or sum(host == other for other, _ in self._open.values()) >= MAX_CONNECTIONS_OF_A_HOST:
+                self.shutdown_request(request)
+                return
+            handle = request.dup()
+            self._open[handle] = host, time.monotonic() + CONNECTION_SECONDS
+        try:
+            super().process_request((request, handle), client_address)
+        except RuntimeError:  # no thread can be had
+            self._over(handle)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        plain, handle = request
+        try:
+            plain.settimeout(CONNECTION_SECONDS)
+            super().process_request_thread(self.secure(plain), client_address)
+        except OSError:
+            self.shutdown_request(plain)  # its handshake failed, or took too long
+        finally:
+            self._over(handle)
+
+    def _over(self, handle: socket.socket) -> None:
+        with self._lock:
+            del self._open[handle]
+            handle.close()
+
+    def service_actions(self) -> None:
+        """Hangs up, every _POLL_SECONDS, on connections whose time is over."""
+        now = time.monotonic()
+        with self._lock:
+            late = [handle for handle, (_, until) in self._open.items() if until <= now]
+            for handle in late:
+                with contextlib.suppress(OSError):  # it hung up itself
+                    handle.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignores clients that disconnect during a scrape."""
+
+
+class Page:
+    """A page that is made once for all that wait for it, and never older than the request that it answers.
+
+    make: returns it for a query, what stands behind the question mark
+    """
+
+    def __init__(self, make: Callable[[str], bytes]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._query, self._page = "", b""
+        self._begun = self._next = -math.inf  # when it was made, and when it may be made again
+
+    def get(self, query: str = "") -> bytes:
+        """Returns the page, after a pause if it was made just now."""
+        asked = time.monotonic()
+        with self._lock:
+            if self._begun < asked or self._query != query:
+                time.sleep(max(0.0, self._next - time.monotonic()))
+                self._begun = time.monotonic()
+                self._query, self._page = query, self._make(query)
+                ended = time.monotonic()
+                self._next = ended + PAUSES_PER_PAGE * (ended - self._begun)
+            return self._page
+
+
+class _Silent(WSGIRequestHandler):
+    timeout = CONNECTION_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Logs nothing: there is a scrape every few seconds."""
+
+
+def _context(tls: Tls) -> ssl.SSLContext:
+    tls.load()
+    if tls.cert is None:
+        raise InvalidRequest("metrics over TLS need --tls-cert and --tls-key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(tls.cert, tls.key)
+        if tls.ca is not None:
+            context.load_verify_locations(tls.ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (ssl.SSLError, OSError) as error:
+        raise InvalidRequest(f"{tls.cert} cannot be served with its key ({error.strerror or error})") from None
+    return context
+
+
+class Site:
+    """A few files, and pages of JSON that are made when they are asked for: for people on this machine, to look at.
+
+    A browser is to reach it by the name of this machine's loopback: a page of another site, whose name was pointed
+    here, would otherwise read it (DNS rebinding).
+
+    files: by path, the type of each and its content
+    data:  by path, what makes the JSON for a query; it may raise InvalidRequest
+    """
+
+    def __init__(self, files: Mapping[str, tuple[str, bytes]], data: Mapping[str, Callable[[str], bytes]]) -> None:
+        self._files = files
+        self._pages = {path: Page(make) for path, make in data.items()}
+        self.paths = files.keys() | data.keys()
+
+    def app(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Answers a request."""
+        status, kind, body = self._answer(environ)
+        start_response(status, [("Content-Type", kind), ("Content-Length", str(len(body))), *_SITE_HEADERS])
+        return [b""] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+
+    def _answer(self, environ: dict[str, Any]) -> tuple[str, str, bytes]:
+        path, text = environ.get("PATH_INFO", ""), "text/plain; charset=utf-8"
+        if not _is_of_loopback(environ.get("HTTP_HOST", "")):
+            return "403 Forbidden", text, b"this page is for this machine alone: ask for it at 127.0.0.1 or localhost\n"
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            return "405 Method Not Allowed", text, b"this page is only to be read\n"
+        if path in self._files:
+            return "200 OK", *self._files[path]
+        if path not in self._pages:
+            return "404 Not Found", text, f"here are {', '.join(sorted(self.paths))}\n".encode()
+        try:
+            return "200 OK", "application/json", self._pages[path].get(environ.get("QUERY_STRING", ""))
+        except InvalidRequest as error:
+            return "400 Bad Request", text, f"{error}\n".encode()
+        except PSError as error:  # of a server behind this one
+            return "502 Bad Gateway", text, f"{error}\n".encode()
+
+
+def _is_of_loopback(host: str) -> bool:
+    """Whether a Host header names this machine's loopback."""
+    name = host.rsplit(":", 1)[0] if host.rpartition(":")[2].isdigit() else host
+    if name.lower().rstrip(".") == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    return False
+
+
+def serve(
+    host: str, port: int, app: App, what: str, flag: str, tls: Tls | None = None
+) -> tuple[int, Callable[[], None]]:
+    """Serves an application until it is told to stop. Returns the port and a function that stops serving.
+
+    port: 0 lets the system choose. tls: with it, https, and with its CA a client must show a certificate of that CA;
+    the files may change while it is served. what, flag: of the error where the port cannot be bound, an InvalidRequest
+    """
+    try:
+        server = make_server(host, port, app, _ThreadingServer, handler_class=_Silent)
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot serve {what} on {host}:{port} ({error.strerror}); choose another {flag}"
+        ) from None
+    if tls is not None:
+        watched = ReloadingFiles(tls.paths(), lambda: _context(tls))
+        server.secure = lambda plain: watched.get().wrap_socket(plain, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), name=what, daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return server.server_port, stop

@@ -1,0 +1,78 @@
+"""What happened to the jobs of a coordinator lately, for people who watch: the last events, in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from threading import Lock
+
+from ps_server.coordinator.timing import Clock
+
+EVENTS_KEPT = 200
+MOST_CHARACTERS = 500  # of an event's text
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened.
+
+    number: rises with every event, also with one that happens again; first: that it had when it happened first
+    time:   when it happened last, in seconds since 1970
+    kind:   a word for programs; see cluster.proto
+    job:    empty: it concerns all
+    count:  how many times it happened
+    """
+
+    number: int
+    time: float
+    kind: str
+    job: str
+    text: str
+    first: int
+    count: int = 1
+
+
+class EventLog:
+    """Keeps the last events. Thread-safe.
+
+    What comes again and again is one event with a count, so that a caller that is refused in a loop pushes nothing out:
+    it is the same event if it has the kind, the job and the text of the last one; a refusal, if it has the job of a
+    refusal that is kept. Where there are too many, the oldest of the most frequent kind is forgotten: a rollback is not
+    lost behind a checkpoint a minute.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = Lock()
+        self._events: list[Event] = []
+        self._last = 0
+
+    def note(self, kind: str, job: str, text: str) -> None:
+        """Keeps an event."""
+        text = text[:MOST_CHARACTERS]
+        with self._lock:
+            self._last += 1
+            before = self._same(kind, job, text)
+            if before is None:
+                self._events.append(Event(self._last, self._clock.since_1970(), kind, job, text, self._last))
+                self._forget_one_too_many()
+                return
+            self._events.remove(before)
+            again = replace(before, number=self._last, time=self._clock.since_1970(), count=before.count + 1)
+            self._events.append(replace(again, text=text))
+
+    def _forget_one_too_many(self) -> None:
+        if len(self._events) > EVENTS_KEPT:
+            [(most, _)] = Counter(event.kind for event in self._events).most_common(1)
+            self._events.remove(next(event for event in self._events if event.kind == most))
+
+    def _same(self, kind: str, job: str, text: str) -> Event | None:
+        if kind == "refused":
+            return next((event for event in self._events if (event.kind, event.job) == (kind, job)), None)
+        last = self._events[-1] if self._events else None
+        return last if last is not None and (last.kind, last.job, last.text) == (kind, job, text) else None
+
+    def after(self, number: int) -> tuple[Event, ...]:
+        """Returns the events with a higher number, oldest first."""
+        with self._lock:
+            return tuple(event for event in self._events if event.number > number)

@@ -1,0 +1,94 @@
+"""What processes measure of their own work, for people who watch: sums since each began to measure, by its own clock.
+
+The numbers come from other processes. Those of workers are checked here; nothing in training depends on any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ps_protocol.errors import InvalidRequest
+
+PHASES = ("data", "forward", "backward", "push", "pull", "wait")
+MAX_VALUES = 8
+MAX_VALUE_NAME = 40
+_LETTERS = frozenset("abcdefghijklmnopqrstuvwxyz")
+_OF_A_NAME = _LETTERS | frozenset("0123456789_")
+
+
+@dataclass(frozen=True)
+class LoggedValue:
+    """A value that a script logs. last: as it was logged last; mean: the exponential mean of the finite ones"""
+
+    name: str
+    last: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class WorkerFigures:
+    """What a worker's process has measured.
+
+    measured: seconds for which it has
+    steps:    made; phases: their seconds, by phase; sent, received: their bytes
+    """
+
+    measured: float = 0.0
+    steps: int = 0
+    phases: Mapping[str, float] = field(default_factory=dict)
+    sent: int = 0
+    received: int = 0
+    values: tuple[LoggedValue, ...] = ()
+
+
+@dataclass(frozen=True)
+class ShardFigures:
+    """What a shard's process has measured of itself.
+
+    measured: seconds for which it has
+    resident, limit: bytes of memory that it has in use, and that it may have; 0: not known
+    """
+
+    measured: float = 0.0
+    resident: int = 0
+    limit: int = 0
+
+
+@dataclass(frozen=True)
+class ShardJobFigures:
+    """What a shard has measured of one job.
+
+    applies:   optimizer steps of single buckets; apply_seconds: how long they took, all together
+    received, sent: payload bytes of accepted pushes, and to workers
+    staleness: (the most clocks that count here, how many gradients), ascending
+    awaited:   by rank, seconds for which pulls of single buckets have waited for that worker
+    """
+
+    applies: int = 0
+    apply_seconds: float = 0.0
+    received: int = 0
+    sent: int = 0
+    staleness: tuple[tuple[float, int], ...] = ()
+    awaited: Mapping[int, float] = field(default_factory=dict)
+
+
+def check_worker_figures(figures: WorkerFigures) -> None:
+    """Raises InvalidRequest naming the first thing that is wrong with what a worker says of itself."""
+    for what, seconds in (("measured_duration", figures.measured), *figures.phases.items()):
+        if not 0.0 <= seconds < math.inf:
+            raise InvalidRequest(f"figures: {what} must be 0 or more, got {seconds:g} s")
+    names = [value.name for value in figures.values]
+    if len(names) > MAX_VALUES or len(set(names)) < len(names):
+        raise InvalidRequest(f"figures: expected up to {MAX_VALUES} values, each name once, got {len(names)}")
+    for name in names:
+        if not _is_name(name):
+            raise InvalidRequest(
+                f"figures: a value's name is a letter of a to z, then letters, digits and '_', {MAX_VALUE_NAME} "
+                f"characters at most, got {name[:80]!r}"
+            )
+
+
+def _is_name(name: str) -> bool:
+    return 0 < len(name) <= MAX_VALUE_NAME and name[0] in _LETTERS and _OF_A_NAME.issuperset(name)

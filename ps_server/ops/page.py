@@ -1,0 +1,83 @@
+"""The page on which a browser shows a cluster: its files, and the view as JSON; and `ps-server page`, which serves it.
+
+The page is only to be read, and only on this machine: on loopback, at the metrics port of a coordinator that listens
+there, or by `ps-server page`, which asks a coordinator elsewhere as `status` does.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from ps_protocol.errors import InvalidRequest
+from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.retry import Peer
+from ps_runtime.web import Site, serve
+from ps_server.rpc import convert
+from ps_server.rpc.coordinator_client import CoordinatorClient
+from ps_server.rpc.views import Position, Views
+
+FILES = Path(__file__).parents[1] / "page"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+HOST = "127.0.0.1"
+DIGITS = 5  # of a sample, that a curve needs
+
+
+def page_site(answer: Callable[[Position], Any]) -> Site:
+    """Returns the page. answer: returns a WatchStatusResponse for a reader that has been told so much"""
+    files = {f"/{path.name}": (TYPES[path.suffix], path.read_bytes()) for path in sorted(FILES.iterdir())}
+    files["/"] = files.pop("/index.html")
+    return Site(files, {"/api/view": lambda query: view_json(answer(_position(query)))})
+
+
+def coordinators_page(views: Views) -> Site:
+    """Returns the page of a coordinator in this process, which shows all jobs."""
+    return page_site(lambda told: views.answer(lambda _: True, told, history=True)[0])
+
+
+def view_json(response: Any) -> bytes:
+    """Returns a WatchStatusResponse as JSON; a sample that there is not is null."""
+    plain = convert.plain(response)
+    for series in (plain["history"] or {}).get("series", ()):
+        series["values"] = [None if math.isnan(each) else float(f"{each:.{DIGITS}g}") for each in series["values"]]
+    return convert.json_text(plain).encode()
+
+
+def _position(query: str) -> Position:
+    """Returns what the reader has been told. Raises InvalidRequest for a query that does not say it in numbers."""
+    try:
+        given = parse_qs(query, keep_blank_values=True, max_num_fields=8)
+    except ValueError:
+        raise InvalidRequest("too much is asked for at once") from None
+    numbers = {}
+    for name in ("process", "last_event", "next_sample"):
+        text = given.pop(name, ["0"])[-1]
+        if not (text.isascii() and text.isdigit() and len(text) <= 16):
+            raise InvalidRequest(f"{name} must be a whole number below 10^16, got {text[:40]!r}")
+        numbers[name] = int(text)
+    if given:
+        raise InvalidRequest("the view is asked for with process, last_event and next_sample, got " + ", ".join(given))
+    return Position(**numbers)
+
+
+def serve_page(server: str, port: int, access: Access = PLAINTEXT) -> None:
+    """Serves the page of a cluster on this machine, until it is interrupted. Raises PSError if the coordinator cannot
+    be asked, InvalidRequest if the port is in use."""
+    with CoordinatorClient(Peer("coordinator", server, access)) as coordinator:
+        coordinator.view(Position())  # what is wrong with the address or the certificates is said here
+        bound, stop = serve(HOST, port, page_site(coordinator.view).app, "the page", "--page-port")
+        print(f"ps-server: the page of {server} is at http://{HOST}:{bound}/", flush=True)
+        try:
+            threading.Event().wait()
+        finally:
+            stop()

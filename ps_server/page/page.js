@@ -1,0 +1,472 @@
+// The page: asks for the view once a second and draws it. Nothing that a peer sent is ever markup: texts are set as
+// textContent, and all else is numbers.
+
+const PHASES = ["data", "forward", "backward", "push", "pull", "wait"];
+const KEPT = 900; // samples
+const EVENTS_KEPT = 200;
+const OLD_CHECKPOINT = 900; // seconds
+const LINES = ["#3b82d4", "#d9822b", "#2c9a6b", "#b455c9", "#c94a4a", "#7a8a2b", "#3aa7b8", "#8b6f5a"];
+
+const $ = (id) => document.getElementById(id);
+const told = { process: 0, last_event: 0, next_sample: 0 };
+let times = [];
+let series = new Map(); // by job, name and rank: { job, name, rank, values }
+let events = new Map(); // by first number
+let chosen = null; // the job that is shown
+const charts = new Map(); // by title
+
+// -- elements ---------------------------------------------------------------------------------------------------------
+
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children.map(String));
+  return made;
+}
+
+function holding(tag, attributes, children) {
+  const made = element(tag, attributes);
+  made.append(...children);
+  return made;
+}
+
+function drawn(tag, attributes = {}, text = null) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (text !== null) made.textContent = text;
+  return made;
+}
+
+// A table: heads are [text, class]; rows are lists of cells, each a text, a node, or [text, class].
+function fill(table, heads, rows) {
+  const cell = (tag, content) => {
+    const [value, kind] = Array.isArray(content) ? content : [content, ""];
+    const made = element(tag, kind ? { class: kind } : {});
+    made.append(value instanceof Node ? value : String(value));
+    return made;
+  };
+  const head = holding("thead", {}, [holding("tr", {}, heads.map((each) => cell("th", each)))]);
+  const body = rows.map((row) => holding("tr", {}, row.map((each) => cell("td", each))));
+  table.replaceChildren(head, holding("tbody", {}, body));
+}
+
+const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
+const rate = (value) => (value === null || value === undefined ? "–" : value >= 100 ? value.toFixed(0) : value.toFixed(1));
+
+function bytes(count) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let unit = 0;
+  while (count >= 1000 && unit < units.length - 1) [count, unit] = [count / 1000, unit + 1];
+  return `${count.toFixed(unit && count < 100 ? 1 : 0)} ${units[unit]}`;
+}
+
+function span(seconds) {
+  if (seconds < 1) return `${(1000 * seconds).toFixed(seconds < 0.01 ? 2 : 0)} ms`;
+  if (seconds < 120) return `${seconds.toFixed(0)} s`;
+  return seconds < 7200 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(1)} h`;
+}
+
+function number(value) {
+  if (typeof value === "string") return value; // NaN and infinities come as words
+  return Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(2) : String(+value.toPrecision(4));
+}
+
+// -- what came --------------------------------------------------------------------------------------------------------
+
+function take(view) {
+  if (view.process !== told.process) {
+    [times, series, events] = [[], new Map(), new Map()];
+    Object.assign(told, { process: view.process, last_event: 0, next_sample: 0 });
+  }
+  for (const event of view.events) {
+    events.set(event.first_number, event);
+    told.last_event = Math.max(told.last_event, event.number);
+  }
+  events = new Map([...events.values()].sort((a, b) => a.number - b.number).slice(-EVENTS_KEPT).map((e) => [e.first_number, e]));
+  takeSamples(view.history);
+}
+
+function takeSamples(history) {
+  if (history === null || history.times.length === 0) return;
+  if (history.first_sample !== told.next_sample) [times, series] = [[], new Map()]; // some are forgotten
+  const before = times.length;
+  times.push(...history.times);
+  for (const each of history.series) {
+    const key = `${each.job} ${each.name} ${each.rank}`;
+    if (!series.has(key)) series.set(key, { ...each, values: Array(before).fill(null) });
+    const kept = series.get(key);
+    kept.values.push(...each.values);
+  }
+  told.next_sample = history.first_sample + history.times.length;
+  const surplus = Math.max(0, times.length - KEPT);
+  times.splice(0, surplus);
+  for (const [key, kept] of series) {
+    while (kept.values.length < times.length + surplus) kept.values.push(null);
+    kept.values.splice(0, surplus);
+    if (kept.values.every((value) => value === null)) series.delete(key);
+  }
+}
+
+// -- the head ---------------------------------------------------------------------------------------------------------
+
+function mode(consistency) {
+  if (consistency.aggregate) return "sync";
+  return consistency.max_staleness === null ? "async" : `ssp:${consistency.max_staleness}`;
+}
+
+function drawHead(job, view) {
+  $("title").textContent = `${job.name} · ${mode(job.consistency)} · ${view.state}`;
+  $("title").className = view.state === "training" ? "" : "bad";
+  $("diagnosis").textContent = view.diagnosis;
+  document.title = `${job.name}: ${view.state}`;
+}
+
+function drawFigures(job, view, status) {
+  const clocks = job.workers.map((worker) => worker.clock);
+  const low = Math.min(...clocks), high = Math.max(...clocks);
+  const held = status.shards.flatMap((shard) => shard.jobs).filter((each) => each.job === job.name);
+  const state = held.reduce((sum, each) => sum + each.optimizer_bytes, 0);
+  const silent = status.shards.filter((shard) => !shard.reachable).length;
+  const age = view.checkpoint_age_duration;
+  const loader = job.loaders[0];
+  const part = loader ? `${Math.floor((100 * loader.committed_count) / Math.max(1, loader.sample_count))} % of pass ${loader.pass_number}` : "–";
+  const figures = [
+    ["clocks", clocks.length === 0 ? "–" : low === high ? String(low) : `${low} – ${high}`],
+    ["steps a second", rate(view.steps_per_second)],
+    ["workers", job.world_size ? `${clocks.length} of ${job.world_size}` : `${clocks.length}, elastic`],
+    ["shards", `${status.shards.length - silent} of ${status.coordinator.shard_count}`, silent ? "bad" : ""],
+    ["weights + state", `${bytes(job.parameter_bytes)} + ${bytes(state)}`],
+    ["leased data", part],
+    ["last checkpoint", age === null ? "none" : `${span(age)} ago`, age !== null && age > OLD_CHECKPOINT ? "bad" : ""],
+  ];
+  $("figures").replaceChildren(
+    ...figures.map(([name, value, kind]) => holding("div", {}, [element("b", kind ? { class: kind } : {}, value), element("span", {}, name)])),
+  );
+}
+
+// -- the race ---------------------------------------------------------------------------------------------------------
+
+function drawRace(job, views) {
+  const lane = 24, left = 64, right = 20, width = Math.max(320, Math.min(1060, $("race").clientWidth || 700));
+  const clocks = job.workers.map((worker) => worker.clock);
+  const bound = job.consistency.max_staleness;
+  const low = Math.min(...clocks), wall = bound === null ? null : low + bound + 1;
+  const high = Math.max(...clocks, wall ?? 0, low + 4);
+  const x = (clock) => left + ((clock - low) / (high - low)) * (width - left - right);
+  const y = (index) => 14 + index * lane;
+  const height = y(job.workers.length) + 14;
+  const svg = drawn("svg", { width, height, role: "img", "aria-label": "the workers' clocks" });
+  if (wall !== null) {
+    svg.append(drawn("rect", { class: "band", x: x(low), y: 2, width: x(wall) - x(low), height: height - 22 }));
+    svg.append(drawn("line", { class: "wall", x1: x(wall), x2: x(wall), y1: 2, y2: height - 20 }));
+  }
+  const places = new Map(job.workers.map((worker, index) => [worker.rank, { x: x(worker.clock), y: y(index) }]));
+  job.workers.forEach((worker, index) => {
+    svg.append(drawn("line", { class: "lane", x1: left, x2: width - right, y1: y(index), y2: y(index) }));
+    svg.append(drawn("text", { x: 0, y: y(index) + 4 }, `worker ${worker.rank}`));
+  });
+  job.workers.forEach((worker) => {
+    const from = places.get(worker.rank), view = views.get(worker.rank);
+    for (const rank of view.awaited_ranks) {
+      const to = places.get(rank);
+      if (to && to !== from) svg.append(...arrow(from, to));
+    }
+  });
+  job.workers.forEach((worker) => {
+    const { x: cx, y: cy } = places.get(worker.rank), view = views.get(worker.rank);
+    const kind = view.activity.startsWith("silent") ? " silent" : view.activity.startsWith("waits") ? " waiting" : "";
+    const runner = drawn("circle", { class: `runner${kind}`, cx, cy, r: 6 });
+    runner.append(drawn("title", {}, `worker ${worker.rank}: clock ${worker.clock}, ${view.activity}`));
+    svg.append(runner);
+  });
+  svg.append(drawn("text", { class: "faint", x: left, y: height - 4 }, String(low)));
+  svg.append(drawn("text", { class: "faint", x: width - right, y: height - 4, "text-anchor": "end" }, String(high)));
+  $("race").replaceChildren(svg);
+  $("race-note").textContent =
+    wall === null
+      ? "Clocks, slowest to fastest. In async no worker waits for another. Arrows: who waits for whom."
+      : `Clocks. The band is what ${mode(job.consistency)} allows: up to ${bound + 1} ahead of the slowest. Arrows: who waits for whom.`;
+}
+
+function arrow(from, to) {
+  const length = Math.hypot(to.x - from.x, to.y - from.y) || 1;
+  const [ux, uy] = [(to.x - from.x) / length, (to.y - from.y) / length];
+  const end = { x: to.x - 8 * ux, y: to.y - 8 * uy };
+  const points = [
+    [end.x, end.y],
+    [end.x - 7 * ux + 3.5 * uy, end.y - 7 * uy - 3.5 * ux],
+    [end.x - 7 * ux - 3.5 * uy, end.y - 7 * uy + 3.5 * ux],
+  ];
+  return [
+    drawn("line", { class: "waits", x1: from.x, y1: from.y, x2: end.x, y2: end.y }),
+    drawn("polygon", { class: "head", points: points.map((point) => point.join(",")).join(" ") }),
+  ];
+}
+
+// -- workers and shards -----------------------------------------------------------------------------------------------
+
+function split(fractions) {
+  const width = 150, height = 12;
+  const svg = drawn("svg", { width, height, role: "img" });
+  let at = 0;
+  fractions.forEach((fraction, index) => {
+    const part = drawn("rect", { class: PHASES[index], x: at * width, y: 0, width: fraction * width, height });
+    part.append(drawn("title", {}, `${PHASES[index]} ${(100 * fraction).toFixed(0)} %`));
+    svg.append(part);
+    at += fraction;
+  });
+  return svg;
+}
+
+function drawWorkers(job, views) {
+  const values = [...new Set(job.workers.flatMap((worker) => worker.figures?.values.map((value) => value.name) ?? []))].sort();
+  const heads = ["rank", "host", ["clock", "number"], ["steps/s", "number"], "where a step's time goes", "now", ...values.map((name) => [name, "number"])];
+  const rows = job.workers.map((worker) => {
+    const view = views.get(worker.rank);
+    const logged = new Map(worker.figures?.values.map((value) => [value.name, value.last]) ?? []);
+    return [
+      worker.rank,
+      worker.host || "–",
+      [worker.clock, "number"],
+      [rate(view.steps_per_second), "number"],
+      view.phase_fractions.length ? split(view.phase_fractions) : ["not known", "faint"],
+      [view.activity, view.activity.startsWith("silent") ? "bad" : ""],
+      ...values.map((name) => [logged.has(name) ? number(logged.get(name)) : "–", "number"]),
+    ];
+  });
+  fill($("workers"), heads, rows);
+}
+
+function drawLegend() {
+  $("phases").replaceChildren(
+    ...PHASES.flatMap((phase) => {
+      const key = drawn("svg", { width: 10, height: 10 });
+      key.append(drawn("rect", { class: phase, width: 10, height: 10 }));
+      return [key, phase];
+    }),
+  );
+}
+
+function drawShards(job, view) {
+  const does = new Map(view.shards.map((shard) => [shard.index, shard]));
+  const heads = ["shard", "address", "state", "memory", "weights + state", "staged", "versions", "in", "out", "applies/s", "one apply"].map((head, index) => (index > 2 ? [head, "number"] : head));
+  const rows = view.status.shards.map((shard) => {
+    const held = shard.jobs.find((each) => each.job === job.name);
+    const { silent_duration: silent, ...work } = does.get(shard.index);
+    const memory = shard.figures ? `${bytes(shard.figures.resident_bytes)} of ${bytes(shard.figures.memory_limit_bytes)}` : "–";
+    const { min_version: low, max_version: high } = held?.versions ?? {};
+    const state = silent > 0 ? [`does not answer for ${span(silent)}`, "bad"] : shard.reachable ? ["answers", "good"] : ["starts", "faint"];
+    const cells = [
+      memory,
+      held ? `${bytes(held.parameter_bytes)} + ${bytes(held.optimizer_bytes)}` : "holds nothing",
+      held ? bytes(held.staged_bytes) : "–",
+      held ? (low === high ? low : `${low}–${high}`) : "–",
+      `${bytes(work.received_bytes_per_second)}/s`,
+      `${bytes(work.sent_bytes_per_second)}/s`,
+      rate(work.applies_per_second),
+      work.apply_duration === null ? "–" : span(work.apply_duration),
+    ];
+    const name = shard.restart_count ? `${shard.index} (${plural(shard.restart_count, "restart")})` : shard.index;
+    return [name, shard.address, state, ...cells.map((cell) => [cell, "number"])];
+  });
+  fill($("shards"), heads, rows);
+}
+
+// -- bars -------------------------------------------------------------------------------------------------------------
+
+function bars(place, entries, nothing) {
+  if (entries.length === 0) {
+    place.replaceChildren(element("p", { class: "faint" }, nothing));
+    return;
+  }
+  const most = Math.max(...entries.map(([, value]) => value)) || 1;
+  const width = Math.max(240, Math.min(520, place.clientWidth || 320)), line = 20, left = 78, right = 70;
+  const svg = drawn("svg", { width, height: entries.length * line, role: "img" });
+  entries.forEach(([name, value, text], index) => {
+    svg.append(drawn("text", { x: 0, y: index * line + 14 }, name));
+    svg.append(drawn("rect", { class: "bar", x: left, y: index * line + 4, width: (value / most) * (width - left - right), height: 12 }));
+    svg.append(drawn("text", { class: "faint", x: left + (value / most) * (width - left - right) + 6, y: index * line + 14 }, text));
+  });
+  place.replaceChildren(svg);
+}
+
+function drawStaleness(job, status) {
+  const counts = new Map();
+  for (const held of status.shards.flatMap((shard) => shard.jobs)) {
+    if (held.job !== job.name || !held.figures) continue;
+    for (const { max_clocks: most, gradient_count: count } of held.figures.staleness) {
+      counts.set(most ?? Infinity, (counts.get(most ?? Infinity) ?? 0) + count);
+    }
+  }
+  const ends = [...counts.keys()].sort((a, b) => a - b);
+  const total = [...counts.values()].reduce((sum, count) => sum + count, 0);
+  const name = (end, index) => {
+    const begin = index ? ends[index - 1] + 1 : 0;
+    return end === Infinity ? `${begin} or more` : begin === end ? String(end) : `${begin}–${end}`;
+  };
+  const last = ends.findLastIndex((end) => counts.get(end) > 0);
+  const entries = ends.slice(0, last + 1).map((end, index) => [name(end, index), counts.get(end), `${((100 * counts.get(end)) / total).toFixed(1)} %`]);
+  bars($("staleness"), entries, "No gradient was applied yet.");
+}
+
+function drawAwaited(view) {
+  const entries = view.workers.filter((worker) => worker.awaited_fraction > 0).sort((a, b) => b.awaited_fraction - a.awaited_fraction).slice(0, 12);
+  bars(
+    $("awaited"),
+    entries.map((worker) => [`worker ${worker.rank}`, worker.awaited_fraction, `${(100 * worker.awaited_fraction).toFixed(0)} %`]),
+    "No worker was waited for.",
+  );
+}
+
+// -- curves -----------------------------------------------------------------------------------------------------------
+
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function drawCurves(job) {
+  const own = [...series.values()].filter((each) => each.job === job.name);
+  const wanted = new Map();
+  for (const each of own.filter((each) => each.name.startsWith("value."))) {
+    const name = each.name.slice("value.".length);
+    wanted.set(name, [[name, each.values]]);
+  }
+  const byRank = own.filter((each) => each.name === "steps_per_second" && each.rank !== null).sort((a, b) => a.rank - b.rank);
+  wanted.set("steps a second, by worker", byRank.slice(0, LINES.length).map((each) => [`worker ${each.rank}`, each.values]));
+  const flow = (name) => own.find((each) => each.name === name && each.rank === null)?.values;
+  const flows = [["to the shards", flow("received_bytes_per_second")], ["to the workers", flow("sent_bytes_per_second")]];
+  wanted.set("bytes a second", flows.filter(([, values]) => values));
+  for (const [title, chart] of charts) {
+    if (!wanted.has(title) || chart.names !== wanted.get(title).map(([name]) => name).join("\n")) {
+      chart.plot.destroy();
+      chart.place.remove();
+      charts.delete(title);
+    }
+  }
+  for (const [title, lines] of wanted) {
+    if (lines.length === 0) continue;
+    const data = [times, ...lines.map(([, values]) => values)];
+    if (charts.has(title)) charts.get(title).plot.setData(data);
+    else addChart(title, lines, data);
+  }
+}
+
+function addChart(title, lines, data) {
+  const place = holding("div", {}, [element("h2", {}, title)]);
+  $("curves").append(place);
+  const short = (plot, values) => values.map((value) => (title.startsWith("bytes") ? bytes(value) : number(value)));
+  const hours = (plot, moments) => moments.map((moment) => new Date(1000 * moment).toLocaleTimeString("en-GB"));
+  const axis = { stroke: () => color("--faint"), grid: { stroke: () => color("--grid"), width: 1 }, ticks: { stroke: () => color("--grid"), width: 1 } };
+  const options = {
+    width: place.clientWidth || 320,
+    height: 170,
+    cursor: { y: false },
+    legend: { show: lines.length > 1, live: false },
+    axes: [{ ...axis, space: 80, values: hours }, { ...axis, size: 62, values: short }],
+    series: [{}, ...lines.map(([name], index) => ({ label: name, stroke: LINES[index % LINES.length], width: 1.5, points: { show: false } }))],
+  };
+  charts.set(title, { plot: new uPlot(options, data, place), place, names: lines.map(([name]) => name).join("\n") });
+}
+
+function redraw() {
+  for (const { plot, place } of charts.values()) {
+    plot.setSize({ width: place.clientWidth || 320, height: 170 });
+    plot.redraw();
+  }
+}
+
+// -- what was and what happened ---------------------------------------------------------------------------------------
+
+function drawProgress(job) {
+  const parts = job.loaders.flatMap((loader) => [
+    element("p", {}, `loader ${loader.loader}, pass ${loader.pass_number}: ${loader.committed_count} of ${loader.sample_count} samples, ${loader.leased_count} leased, ${loader.returned_count} came back`),
+    element("progress", { max: Math.max(1, loader.sample_count), value: loader.committed_count }),
+  ]);
+  const last = job.last_checkpoint;
+  parts.push(element("p", {}, last ? `Last checkpoint: ${last.name}, at clock ${last.clock}.` : "There is no checkpoint."));
+  if (last?.missing_ranks.length) parts.push(element("p", { class: "bad" }, `It lacks the state of workers ${last.missing_ranks.join(", ")}.`));
+  if (job.restore_count) parts.push(element("p", {}, `Rolled back ${plural(job.restore_count, "time")}: ${plural(job.redone_step_count, "step")} made again.`));
+  if (job.lost_step_count) parts.push(element("p", {}, `${plural(job.lost_step_count, "step")} lost with shards.`));
+  $("progress").replaceChildren(...parts);
+}
+
+function drawEvents(job) {
+  const shown = [...events.values()].filter((event) => !event.job || event.job === job?.name).reverse();
+  const clock = (time) => new Date(time).toLocaleTimeString();
+  const bad = new Set(["lost", "rollback", "refused", "fenced"]);
+  const row = (event) => [
+    [clock(event.event_time), "faint"],
+    [event.kind, bad.has(event.kind) || event.text.includes("does not answer") ? "bad" : ""],
+    [event.count > 1 ? `${event.text} (${event.count} times)` : event.text, "words"],
+  ];
+  fill($("events"), ["when", "what", ""], shown.slice(0, 50).map(row));
+}
+
+// -- round and round --------------------------------------------------------------------------------------------------
+
+function choose(jobs) {
+  const names = jobs.map((job) => job.name);
+  if (!names.includes(chosen)) chosen = names[0] ?? null;
+  $("choice").hidden = names.length < 2;
+  const options = [...$("jobs").options].map((option) => option.value);
+  if (options.join("\n") !== names.join("\n")) $("jobs").replaceChildren(...names.map((name) => element("option", { value: name }, name)));
+  $("jobs").value = chosen ?? "";
+  return jobs.find((job) => job.name === chosen);
+}
+
+function draw(view) {
+  const job = choose(view.status.jobs);
+  $("content").hidden = job === undefined;
+  $("empty").hidden = job !== undefined;
+  const silent = view.shards.filter((shard) => shard.silent_duration > 0);
+  if (job === undefined) {
+    $("title").textContent = `ps-torch · ${view.status.shards.length} of ${plural(view.status.coordinator.shard_count, "shard")}`;
+    $("diagnosis").textContent = silent.map((shard) => `shard ${shard.index} does not answer for ${span(shard.silent_duration)}`).join("; ");
+    document.title = "ps-torch";
+  } else {
+    const of = view.jobs.find((each) => each.job === job.name);
+    const views = new Map(of.workers.map((worker) => [worker.rank, worker]));
+    drawHead(job, of);
+    drawFigures(job, of, view.status);
+    if (job.workers.length) drawRace(job, views);
+    else $("race").replaceChildren();
+    drawWorkers(job, views);
+    drawShards(job, view);
+    drawStaleness(job, view.status);
+    drawAwaited(of);
+    drawProgress(job);
+    drawEvents(job);
+    drawCurves(job);
+  }
+  $("footer").textContent = `coordinator ${view.status.coordinator.address}, pid ${view.status.coordinator.pid} · as of ${new Date(view.view_time).toLocaleTimeString()}`;
+}
+
+let latest = null;
+
+async function look() {
+  try {
+    const answer = await fetch(`/api/view?${new URLSearchParams(told)}`, { signal: AbortSignal.timeout(10000) });
+    if (!answer.ok) throw new Error(await answer.text());
+    latest = await answer.json();
+    take(latest);
+    $("trouble").hidden = true;
+    draw(latest);
+    document.body.dataset.looks = String(Number(document.body.dataset.looks ?? 0) + 1);
+  } catch (error) {
+    $("trouble").textContent = `The coordinator does not answer (${error.message.trim()}). Below is what it said last.`;
+    $("trouble").hidden = false;
+  }
+  setTimeout(look, 1000);
+}
+
+$("jobs").addEventListener("change", (event) => {
+  chosen = event.target.value;
+  for (const { plot, place } of charts.values()) {
+    plot.destroy();
+    place.remove();
+  }
+  charts.clear();
+  if (latest !== null) draw(latest);
+});
+new ResizeObserver(redraw).observe($("curves"));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+drawLegend();
+look();

@@ -1,0 +1,88 @@
+"""What processes measure of their own work, as messages, and back."""
+
+from __future__ import annotations
+
+import math
+
+from ps_protocol.convert import duration, seconds
+from ps_protocol.v1 import figures_pb2
+from ps_server.core.figures import (
+    PHASES,
+    LoggedValue,
+    ShardFigures,
+    ShardJobFigures,
+    WorkerFigures,
+    check_worker_figures,
+)
+
+
+def worker_figures(message: figures_pb2.WorkerFigures) -> WorkerFigures:
+    """Returns what a worker says that it has measured. Raises InvalidRequest for what no worker can measure."""
+    figures = WorkerFigures(
+        measured=seconds(message.measured_duration),
+        steps=message.step_count,
+        phases={phase: seconds(getattr(message, f"{phase}_duration")) for phase in PHASES},
+        sent=message.sent_bytes,
+        received=message.received_bytes,
+        values=tuple(LoggedValue(value.name, value.last, value.mean) for value in message.values),
+    )
+    check_worker_figures(figures)
+    return figures
+
+
+def worker_message(figures: WorkerFigures) -> figures_pb2.WorkerFigures:
+    """Returns the message of what a worker has measured."""
+    return figures_pb2.WorkerFigures(
+        measured_duration=duration(figures.measured),
+        step_count=figures.steps,
+        sent_bytes=figures.sent,
+        received_bytes=figures.received,
+        values=[figures_pb2.LoggedValue(name=v.name, last=v.last, mean=v.mean) for v in figures.values],
+        **{f"{phase}_duration": duration(seconds) for phase, seconds in figures.phases.items()},
+    )
+
+
+def shard_figures(message: figures_pb2.ShardFigures) -> ShardFigures:
+    """Returns what a shard has measured of itself."""
+    return ShardFigures(seconds(message.measured_duration), message.resident_bytes, message.memory_limit_bytes)
+
+
+def shard_message(figures: ShardFigures) -> figures_pb2.ShardFigures:
+    """Returns the message of what a shard has measured of itself."""
+    return figures_pb2.ShardFigures(
+        measured_duration=duration(figures.measured),
+        resident_bytes=figures.resident,
+        memory_limit_bytes=figures.limit,
+    )
+
+
+def shard_job_figures(message: figures_pb2.ShardJobFigures) -> ShardJobFigures:
+    """Returns what a shard has measured of a job."""
+    return ShardJobFigures(
+        applies=message.apply_count,
+        apply_seconds=seconds(message.apply_duration),
+        received=message.received_bytes,
+        sent=message.sent_bytes,
+        staleness=tuple(
+            (each.max_clocks if each.HasField("max_clocks") else math.inf, each.gradient_count)
+            for each in message.staleness
+        ),
+        awaited={rank: seconds(waited) for rank, waited in message.awaited_durations.items()},
+    )
+
+
+def shard_job_message(figures: ShardJobFigures) -> figures_pb2.ShardJobFigures:
+    """Returns the message of what a shard has measured of a job."""
+    message = figures_pb2.ShardJobFigures(
+        apply_count=figures.applies,
+        apply_duration=duration(figures.apply_seconds),
+        received_bytes=figures.received,
+        sent_bytes=figures.sent,
+        staleness=[
+            figures_pb2.StalenessCount(max_clocks=None if most == math.inf else int(most), gradient_count=count)
+            for most, count in figures.staleness
+        ],
+    )
+    for rank, waited in figures.awaited.items():
+        message.awaited_durations[rank].CopyFrom(duration(waited))
+    return message

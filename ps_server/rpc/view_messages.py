@@ -1,0 +1,128 @@
+"""The view of a cluster as messages: what one caller may see of it, and what that caller has not been told yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from ps_protocol.convert import duration
+from ps_protocol.v1 import cluster_pb2
+from ps_server.coordinator.events import Event
+from ps_server.core.figures import PHASES
+from ps_server.rpc import convert, figure_messages
+from ps_server.view.history import Samples
+from ps_server.view.view import JobView, ShardView, ShardWork, View, WorkerView
+
+Sees = Callable[[str], bool]  # whether the caller may be told of a job
+
+
+def view_response(
+    coordinator: cluster_pb2.CoordinatorStatus, view: View, sees: Sees
+) -> cluster_pb2.WatchStatusResponse:
+    """Returns a view without events and history."""
+    jobs = {name: job for name, job in view.jobs.items() if sees(name)}
+    return cluster_pb2.WatchStatusResponse(
+        status=cluster_pb2.GetStatusResponse(
+            coordinator=coordinator,
+            shards=[_shard_status(shard, sees) for shard in view.shards],
+            jobs=[convert.job_status(job.statistics) for job in jobs.values()],
+        ),
+        view_time=_timestamp(view.time),
+        lease_duration=duration(view.lease),
+        jobs=[_job(name, job) for name, job in jobs.items()],
+        shards=[_shard(shard, sees) for shard in view.shards],
+    )
+
+
+def event_messages(events: Iterable[Event], sees: Sees) -> list[cluster_pb2.Event]:
+    """Returns the events that the caller may see: those of all, and those of its jobs."""
+    return [
+        cluster_pb2.Event(
+            number=event.number,
+            event_time=_timestamp(event.time),
+            kind=event.kind,
+            job=event.job,
+            text=event.text,
+            count=event.count,
+            first_number=event.first,
+        )
+        for event in events
+        if not event.job or sees(event.job)
+    ]
+
+
+def history_message(samples: Samples) -> cluster_pb2.History:
+    """Returns samples as a message."""
+    return cluster_pb2.History(
+        first_sample=samples.first,
+        times=samples.times,
+        series=[
+            cluster_pb2.Series(job=job, name=name, rank=rank, values=values)
+            for job, series in samples.series.items()
+            for (name, rank), values in series.items()
+        ],
+    )
+
+
+def _timestamp(seconds: float) -> Timestamp:
+    message = Timestamp()
+    message.FromMilliseconds(int(seconds * 1e3))
+    return message
+
+
+def _job(name: str, job: JobView) -> cluster_pb2.JobView:
+    message = cluster_pb2.JobView(
+        job=name,
+        state=job.state,
+        diagnosis=job.diagnosis,
+        workers=[_worker(worker) for worker in job.workers],
+        steps_per_second=job.steps_per_second,
+    )
+    checkpoints = job.statistics.checkpoints
+    if checkpoints is not None and checkpoints.name is not None:
+        message.checkpoint_age_duration.CopyFrom(duration(max(0.0, checkpoints.age_seconds)))
+    return message
+
+
+def _worker(worker: WorkerView) -> cluster_pb2.WorkerView:
+    return cluster_pb2.WorkerView(
+        rank=worker.rank,
+        activity=worker.activity,
+        awaited_ranks=worker.awaited,
+        steps_per_second=worker.steps_per_second,
+        phase_fractions=[worker.fractions[phase] for phase in PHASES] if worker.fractions else [],
+        awaited_fraction=worker.awaited_fraction,
+    )
+
+
+def _shard_status(shard: ShardView, sees: Sees) -> cluster_pb2.ShardStatus:
+    known, held = shard.shard, shard.statistics
+    figures = held.figures if held is not None else None
+    jobs = held.jobs if held is not None else {}
+    return cluster_pb2.ShardStatus(
+        index=known.index,
+        address=known.address,
+        metrics_address=known.metrics_address,
+        pid=known.pid,
+        reachable=held is not None and not shard.silent,
+        restart_count=known.restart_count,
+        figures=figure_messages.shard_message(figures) if figures is not None else None,
+        jobs=[convert.shard_job_status(name, job) for name, job in sorted(jobs.items()) if sees(name)],
+    )
+
+
+def _shard(shard: ShardView, sees: Sees) -> cluster_pb2.ShardView:
+    work: list[ShardWork] = [each for name, each in shard.work.items() if sees(name)]
+    applies = sum(each.applies for each in work)
+    message = cluster_pb2.ShardView(
+        index=shard.shard.index,
+        silent_duration=duration(shard.silent),
+        applies_per_second=applies,
+        received_bytes_per_second=sum(each.received for each in work),
+        sent_bytes_per_second=sum(each.sent for each in work),
+    )
+    if applies > 0:
+        spent = sum(each.applies * each.apply_seconds for each in work if each.apply_seconds is not None)
+        message.apply_duration.CopyFrom(duration(spent / applies))
+    return message

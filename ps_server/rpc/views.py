@@ -1,0 +1,123 @@
+"""Answers of WatchStatus: each with the view of the moment, and with what its caller has not been told yet.
+
+A view is whole in itself: it is small, and a reader that has missed some, or begins anew, has nothing to put together.
+Events and samples only grow, so that each answer brings what came since the one before; a position says where that is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ps_protocol.convert import seconds
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.v1 import cluster_pb2
+from ps_runtime.version import version
+from ps_server.coordinator.events import EventLog
+from ps_server.rpc.streams import ResponseStream
+from ps_server.rpc.view_messages import Sees, event_messages, history_message, view_response
+from ps_server.view.view import View
+from ps_server.view.watch import LOOK_SECONDS, Watch
+
+SHORTEST_PERIOD, LONGEST_PERIOD = 0.5, 60.0
+EARLY_SECONDS = 0.25  # a view that comes so much early is taken: looks come a little more often than once a second
+
+
+@dataclass(frozen=True)
+class Position:
+    """What a caller has been told. process: by which coordinator; numbers of another one mean nothing"""
+
+    process: int = 0
+    last_event: int = 0
+    next_sample: int = 0
+
+
+def position(request: cluster_pb2.WatchStatusRequest) -> Position:
+    """Returns what the caller says that it has been told already."""
+    return Position(request.process, request.last_event, request.next_sample)
+
+
+def period(request: cluster_pb2.WatchStatusRequest) -> float:
+    """Returns the seconds between two answers. Raises InvalidRequest for a period that is none."""
+    if not request.HasField("period_duration"):
+        return LOOK_SECONDS
+    wanted = seconds(request.period_duration)
+    if not SHORTEST_PERIOD <= wanted <= LONGEST_PERIOD:
+        raise InvalidRequest(
+            f"WatchStatus: the period must be {SHORTEST_PERIOD:g} to {LONGEST_PERIOD:g} s, got {wanted:g}"
+        )
+    return wanted
+
+
+class Views:
+    """Makes answers of what is watched. Thread-safe.
+
+    where: returns where the coordinator's services are, and its metrics
+    """
+
+    def __init__(self, watch: Watch, events: EventLog, shard_count: int, where: Callable[[], tuple[str, str]]) -> None:
+        self.watch = watch
+        self._events, self._shard_count, self._where = events, shard_count, where
+
+    def about(self) -> cluster_pb2.CoordinatorStatus:
+        """Describes the coordinator."""
+        address, metrics_address = self._where()
+        return cluster_pb2.CoordinatorStatus(
+            address=address,
+            metrics_address=metrics_address,
+            pid=os.getpid(),
+            shard_count=self._shard_count,
+            software_version=version(),
+        )
+
+    def answer(self, sees: Sees, told: Position, history: bool) -> tuple[cluster_pb2.WatchStatusResponse, Position]:
+        """Returns the answer to a caller, and what it has been told then."""
+        watch = self.watch
+        if told.process != watch.process:
+            told = Position(watch.process)
+        view = watch.view
+        response = view_response(self.about(), view, sees)
+        response.process = watch.process
+        events = self._events.after(told.last_event)
+        response.events.extend(event_messages(events, sees))
+        next_sample = told.next_sample
+        if history:
+            samples = watch.samples(told.next_sample, [name for name in view.jobs if sees(name)])
+            response.history.CopyFrom(history_message(samples))
+            next_sample = samples.first + len(samples.times)
+        last_event = events[-1].number if events else told.last_event
+        return response, Position(watch.process, last_event, next_sample)
+
+
+class ViewStream:
+    """Sends one caller a view every period, for as long as it reads. One that reads slowly misses views: an answer is
+    made when the one before is sent."""
+
+    def __init__(
+        self, views: Views, stream: ResponseStream, sees: Sees, request: cluster_pb2.WatchStatusRequest
+    ) -> None:
+        self._views, self._stream, self._sees = views, stream, sees
+        self._period, self._told, self._history = period(request), position(request), request.history_wanted
+        self._queued = False
+        self._due = 0.0
+
+    def begin(self) -> None:
+        """Sends the first answer, and those that follow. Raises LimitExceeded where too many are watching."""
+        self._stream.on_close(self._views.watch.add(self._changed))
+
+    def _changed(self, view: View | None) -> None:
+        if view is None:
+            self._stream.finish()
+            return
+        now = time.monotonic()
+        if self._queued or now < self._due - EARLY_SECONDS:
+            return
+        self._queued, self._due = True, now + self._period
+        self._stream.put(self._next)
+
+    def _next(self) -> cluster_pb2.WatchStatusResponse:
+        self._queued = False
+        response, self._told = self._views.answer(self._sees, self._told, self._history)
+        return response

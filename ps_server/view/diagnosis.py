@@ -1,0 +1,92 @@
+"""What a job is doing, and what limits it: each in a line of words.
+
+state      training, or why it is not: a shard that does not answer, workers that are missing, a rollback
+diagnosis  where the workers' time went over the last seconds, and what that says
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ps_server.coordinator.refusals import ranks_text
+
+MOST = 0.5  # of a whole, above which one thing is called most of it
+ENOUGH_SECONDS = 0.5  # of workers' time, below which there is nothing to say
+
+
+@dataclass(frozen=True)
+class JobSigns:
+    """What tells how a job does.
+
+    live, world_size: ranks that take part, and how many are declared (0: elastic)
+    started:   whether all declared workers had joined
+    rolling_back: a shard lost its part of the job, and a checkpoint is being read
+    rejoining: ranks that are to come back after a rollback
+    silent:    by shard, seconds for which it has not answered; only those that do not
+    missing:   shards that have not called in
+    phases:    seconds of all workers together over the last seconds, by phase
+    awaited:   by rank, seconds for which the others waited for it, over the last seconds
+    """
+
+    live: Sequence[int] = ()
+    world_size: int = 0
+    started: bool = True
+    rolling_back: bool = False
+    rejoining: Sequence[int] = ()
+    silent: Mapping[int, float] = field(default_factory=dict)
+    missing: Sequence[int] = ()
+    phases: Mapping[str, float] = field(default_factory=dict)
+    awaited: Mapping[int, float] = field(default_factory=dict)
+
+
+def state(signs: JobSigns) -> str:
+    """Returns what a job is doing, in words: the first thing that keeps it from training, or that it trains."""
+    if signs.silent:
+        return "; ".join(
+            f"shard {index} does not answer for {seconds:.0f} s" for index, seconds in sorted(signs.silent.items())
+        )
+    if signs.missing:
+        names = ", ".join(map(str, signs.missing))
+        return f"waits for shard{'s' if len(signs.missing) > 1 else ''} {names} to call in"
+    if signs.rolling_back:
+        return "is being rolled back to its last checkpoint"
+    if signs.rejoining:
+        return f"rolled back, waits for {ranks_text(signs.rejoining)}"
+    if not signs.started:
+        return f"waits for {signs.world_size - len(signs.live)} more of {signs.world_size} workers"
+    if not signs.live:
+        return "has no worker"
+    return "training"
+
+
+def diagnosis(signs: JobSigns) -> str:
+    """Returns what limits a job that trains, in words; empty where it does not train, or too little is known."""
+    total = sum(signs.phases.values())
+    if state(signs) != "training" or total < ENOUGH_SECONDS:
+        return ""
+    parts = {
+        "waiting": signs.phases.get("wait", 0.0),
+        "push and pull": signs.phases.get("push", 0.0) + signs.phases.get("pull", 0.0),
+        "forward and backward": signs.phases.get("forward", 0.0) + signs.phases.get("backward", 0.0),
+        "waiting for the loader": signs.phases.get("data", 0.0),
+    }
+    largest = max(parts, key=lambda part: parts[part])
+    whose = "the workers' time" if len(signs.live) > 1 else "the worker's time"
+    because = {
+        "waiting": f", {_for_whom(signs)}",
+        "push and pull": ": the servers or the network are the limit",
+        "forward and backward": ": the workers' own computing is the limit",
+        "waiting for the loader": ": reading the data is the limit",
+    }
+    return f"{100 * parts[largest] / total:.0f} % of {whose} is {largest}{because[largest]}"
+
+
+def _for_whom(signs: JobSigns) -> str:
+    total = sum(signs.awaited.values())
+    if total <= 0.0:
+        return "and not for another worker"
+    rank, seconds = max(signs.awaited.items(), key=lambda item: item[1])
+    if seconds > MOST * total:
+        return f"most of it for worker {rank}"
+    return "for no worker in particular"

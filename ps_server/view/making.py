@@ -1,0 +1,243 @@
+"""Makes the view from what coordinator and shards say. It asks for nothing itself, and knows no clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ps_server.coordinator.refusals import ranks_text
+from ps_server.coordinator.shards import RegisteredShard
+from ps_server.core.figures import PHASES, ShardJobFigures, WorkerFigures
+from ps_server.core.membership import Member
+from ps_server.core.statistics import JobStatistics, ShardStatistics, Wait
+from ps_server.view.diagnosis import JobSigns, diagnosis, state
+from ps_server.view.history import Name
+from ps_server.view.rates import Span, Window
+from ps_server.view.view import JobView, ShardView, ShardWork, View, WorkerView
+
+SILENT_SECONDS = 2.5  # after which a shard counts as one that does not answer: it is asked every second
+SILENT_LEASE = 0.5  # of a lease, below which a worker counts as silent: it sends a heartbeat every quarter
+RANKS_SAMPLED = 32  # of a job: the lowest ones
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is known of one process of a shard. at: when it answered last, or was heard of first"""
+
+    process: int
+    at: float
+    statistics: ShardStatistics | None = None
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a view is made of. now: on the clock of the answers; time: in seconds since 1970"""
+
+    now: float
+    time: float
+    lease: float
+    shard_count: int
+    jobs: Mapping[str, JobStatistics]
+    shards: Mapping[int, RegisteredShard]
+    answers: Mapping[int, Answer]
+
+
+class ViewMaker:
+    """Makes one view after the other; between them, it keeps what rates are made of. Not thread-safe."""
+
+    def __init__(self) -> None:
+        # By run of a job, rank and incarnation; and by shard, its process and the run of a job.
+        self._workers: dict[tuple[str, int, int], Window[WorkerFigures]] = {}
+        self._shards: dict[tuple[int, int, str], Window[ShardJobFigures]] = {}
+
+    def make(self, sources: Sources) -> View:
+        """Returns the view of a moment."""
+        self._report(sources)
+        shards = tuple(self._shard(sources, index) for index in sorted(sources.shards))
+        jobs = {name: self._job(sources, shards, job) for name, job in sorted(sources.jobs.items())}
+        return View(sources.time, sources.lease, jobs, shards)
+
+    # -- rates -------------------------------------------------------------------------------------------------------
+
+    def _report(self, sources: Sources) -> None:
+        """Takes in what workers and shards report; forgets those that are gone."""
+        workers = {
+            (job.run, *worker): figures for job in sources.jobs.values() for worker, figures in job.figures.items()
+        }
+        self._workers = {key: self._workers.get(key, Window()) for key in workers}
+        for key, figures in workers.items():
+            self._workers[key].report(figures.measured, figures)
+        shards = {}
+        for index, answer in sources.answers.items():
+            held = answer.statistics
+            if held is not None and held.figures is not None:
+                for job in held.jobs.values():
+                    if job.figures is not None:
+                        shards[index, answer.process, job.run] = held.figures.measured, job.figures
+        self._shards = {key: self._shards.get(key, Window()) for key in shards}
+        for of_shard, report in shards.items():
+            self._shards[of_shard].report(*report)
+
+    def _span(self, job: JobStatistics, worker: Member) -> Span[WorkerFigures] | None:
+        window = self._workers.get((job.run, worker.rank, worker.incarnation))
+        return window.span() if window is not None else None
+
+    def _spans(self, sources: Sources, job: JobStatistics) -> Iterable[Span[ShardJobFigures]]:
+        """Yields what each shard did for a job."""
+        for index, answer in sources.answers.items():
+            window = self._shards.get((index, answer.process, job.run))
+            span = window.span() if window is not None else None
+            if span is not None:
+                yield span
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _shard(self, sources: Sources, index: int) -> ShardView:
+        shard, answer = sources.shards[index], sources.answers.get(index)
+        if answer is None or answer.process != shard.process:
+            return ShardView(shard, None, 0.0, {})
+        held, quiet = answer.statistics, sources.now - answer.at
+        work: dict[str, ShardWork] = {}
+        for name, job in held.jobs.items() if held is not None else ():
+            window = self._shards.get((index, answer.process, job.run))
+            span = window.span() if window is not None else None
+            if span is not None:
+                work[name] = _work(span)
+        return ShardView(shard, held, quiet if quiet >= SILENT_SECONDS else 0.0, work)
+
+    def _job(self, sources: Sources, shards: Sequence[ShardView], job: JobStatistics) -> JobView:
+        hosted = [
+            shard.statistics.jobs[job.name]
+            for shard in shards
+            if shard.statistics is not None and not shard.silent and job.name in shard.statistics.jobs
+        ]
+        current = replace(
+            job, workers=tuple(_with_clock(worker, [each.clocks for each in hosted]) for worker in job.workers)
+        )
+        spans = {worker.rank: self._span(job, worker) for worker in job.workers}
+        awaited = _sum_awaited(self._spans(sources, job))
+        waits = [wait for each in hosted for wait in each.waits]
+        silent = {shard.shard.index: shard.silent for shard in shards if shard.silent}
+        workers = tuple(
+            _worker(worker, job, sources.lease, spans[worker.rank], waits, awaited, silent) for worker in job.workers
+        )
+        signs = JobSigns(
+            live=[worker.rank for worker in job.workers],
+            world_size=job.world_size,
+            started=job.started,
+            rolling_back=job.rolling_back,
+            rejoining=job.rejoining,
+            silent=silent,
+            missing=[index for index in range(sources.shard_count) if index not in sources.shards],
+            phases=_sum_phases(span for span in spans.values() if span is not None),
+            awaited=awaited,
+        )
+        total = sum(worker.steps_per_second or 0.0 for worker in workers)
+        return JobView(current, state(signs), diagnosis(signs), workers, total)
+
+
+def _work(span: Span[ShardJobFigures]) -> ShardWork:
+    first, last, seconds = span.first, span.last, span.seconds
+    applies = last.applies - first.applies
+    return ShardWork(
+        applies=applies / seconds,
+        apply_seconds=(last.apply_seconds - first.apply_seconds) / applies if applies > 0 else None,
+        received=(last.received - first.received) / seconds,
+        sent=(last.sent - first.sent) / seconds,
+    )
+
+
+def _with_clock(worker: Member, clocks: Sequence[Mapping[int, int]]) -> Member:
+    """Returns a worker with the clock that all shards know of it; where none knows one, that of its last heartbeat.
+
+    Heartbeats come at different moments: between two of them, workers would seem further apart than their mode allows.
+    """
+    # A shard that no optimizer steps a bucket on stays at 0 for all.
+    known = [of_shard[worker.rank] for of_shard in clocks if worker.rank in of_shard and any(of_shard.values())]
+    return replace(worker, clock=min(known, default=worker.clock))
+
+
+def _worker(
+    worker: Member,
+    job: JobStatistics,
+    lease: float,
+    span: Span[WorkerFigures] | None,
+    waits: Iterable[Wait],
+    awaited: Mapping[int, float],
+    silent: Iterable[int],
+) -> WorkerView:
+    own = [wait for wait in waits if wait.rank == worker.rank]
+    ranks = tuple(sorted({rank for wait in own for rank in wait.waiting_for}))
+    phases = _sum_phases([span] if span is not None else [])
+    total, total_awaited = sum(phases.values()), sum(awaited.values())
+    return WorkerView(
+        rank=worker.rank,
+        activity=_activity(worker.expires - job.now, lease, own, ranks, silent),
+        awaited=ranks,
+        steps_per_second=(span.last.steps - span.first.steps) / span.seconds if span is not None else None,
+        fractions={phase: seconds / total for phase, seconds in phases.items()} if total > 0 else {},
+        awaited_fraction=awaited.get(worker.rank, 0.0) / total_awaited if total_awaited > 0 else 0.0,
+    )
+
+
+def _activity(left: float, lease: float, waits: Sequence[Wait], ranks: Sequence[int], silent: Iterable[int]) -> str:
+    if left < SILENT_LEASE * lease:
+        return f"silent, lease ends in {max(0.0, left):.0f} s"
+    if waits:
+        seconds = max(wait.seconds for wait in waits)
+        return f"waits {seconds:.1f} s for {ranks_text(ranks) if ranks else 'its shard'}"
+    for index in silent:
+        return f"needs shard {index}, which does not answer"
+    return "training"
+
+
+def _sum_phases(spans: Iterable[Span[WorkerFigures]]) -> dict[str, float]:
+    total = dict.fromkeys(PHASES, 0.0)
+    for span in spans:
+        for phase in PHASES:
+            total[phase] += max(0.0, span.last.phases.get(phase, 0.0) - span.first.phases.get(phase, 0.0))
+    return total
+
+
+def _sum_awaited(spans: Iterable[Span[ShardJobFigures]]) -> dict[int, float]:
+    total: dict[int, float] = {}
+    for span in spans:
+        for rank, seconds in span.last.awaited.items():
+            total[rank] = total.get(rank, 0.0) + seconds - span.first.awaited.get(rank, 0.0)
+    return {rank: seconds for rank, seconds in total.items() if seconds > 0}
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+def samples(view: View) -> dict[str, dict[Name, float]]:
+    """Returns what the history keeps of a view, by job."""
+    return {
+        name: dict(_sample(job, [shard.work.get(name) for shard in view.shards])) for name, job in view.jobs.items()
+    }
+
+
+def _sample(job: JobView, work: Iterable[ShardWork | None]) -> Iterable[tuple[Name, float]]:
+    yield ("steps_per_second", None), job.steps_per_second
+    known = [each for each in work if each is not None]
+    yield ("received_bytes_per_second", None), sum(each.received for each in known)
+    yield ("sent_bytes_per_second", None), sum(each.sent for each in known)
+    waits = [worker.fractions["wait"] for worker in job.workers if worker.fractions]
+    if waits:
+        yield ("wait_fraction", None), sum(waits) / len(waits)
+    for name, mean in _values(job).items():
+        yield (f"value.{name}", None), mean
+    for worker in job.workers[:RANKS_SAMPLED]:
+        if worker.steps_per_second is not None:
+            yield ("steps_per_second", worker.rank), worker.steps_per_second
+
+
+def _values(job: JobView) -> dict[str, float]:
+    """Returns the mean over the workers of what they log; NaN where the last value of each is not finite."""
+    logged: dict[str, list[float]] = {}
+    for figures in job.statistics.figures.values():
+        for value in figures.values:
+            logged.setdefault(value.name, []).append(value.mean if math.isfinite(value.last) else math.nan)
+    finite = {name: [mean for mean in means if math.isfinite(mean)] for name, means in logged.items()}
+    return {name: sum(means) / len(means) if means else math.nan for name, means in finite.items()}

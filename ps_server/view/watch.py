@@ -1,0 +1,162 @@
+"""Looks once a second at coordinator and shards, and tells those that wait for the next view.
+
+A shard is asked beside that, one question at a time, and the view has its last answer: one that hangs delays nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Collection
+from functools import partial
+
+from ps_protocol.errors import LimitExceeded, PSError
+from ps_runtime.background import Background
+from ps_server.coordinator.coordinator import Coordinator
+from ps_server.coordinator.shards import RegisteredShard
+from ps_server.coordinator.timing import Clock
+from ps_server.view.history import History, Samples
+from ps_server.view.making import Answer, Sources, ViewMaker, samples
+from ps_server.view.view import View
+
+LOOK_SECONDS = 1.0
+PAUSES_PER_ANSWER = 20  # times as long as an answer took until a shard is asked again: watching costs it a twentieth
+
+# Is told the view; None: the coordinator stops. It does not wait.
+Reader = Callable[[View | None], None]
+
+
+class Watch:
+    """Makes the view of a cluster. Methods may be called from any thread.
+
+    most_readers: at the same time
+    process:      a number that tells this watch from that of another coordinator
+    """
+
+    def __init__(self, coordinator: Coordinator, most_readers: int, clock: Clock | None = None) -> None:
+        self._coordinator = coordinator
+        self._most_readers = most_readers
+        self._clock = clock or Clock()
+        self._lock = threading.Lock()  # of all below
+        self._maker, self._history = ViewMaker(), History()
+        self._answers: dict[int, Answer] = {}
+        self._ask_at: dict[int, float] = {}
+        self._silent: set[int] = set()
+        self._readers: list[Reader] = []
+        self._over = False
+        self._background = Background()
+        self.process = secrets.randbits(53)
+        self._view = self._make()
+
+    def start(self) -> None:
+        """Starts the thread that looks."""
+        self._background.start()
+        self._background.repeat("view", LOOK_SECONDS, self.look)
+
+    def stop(self) -> None:
+        """Ends the thread, and tells the readers that nothing more comes."""
+        self._background.stop()
+        with self._lock:
+            self._over = True
+            readers, self._readers = self._readers, []
+        for reader in readers:
+            reader(None)
+
+    def look(self) -> None:
+        """Has the shards asked, makes the view of what is known, keeps a sample of it, and tells the readers."""
+        for index, shard in self._coordinator.shards().items():
+            if self._is_due(shard):
+                self._background.apart("view", str(index), partial(self._ask, shard))
+        view = self._make()
+        self._note_shards(view)
+        with self._lock:
+            self._view = view
+            self._history.add(view.time, samples(view))
+            readers = list(self._readers)
+        for reader in readers:
+            reader(view)
+
+    @property
+    def view(self) -> View:
+        """The last view."""
+        return self._view
+
+    def samples(self, after: int, jobs: Collection[str]) -> Samples:
+        """Returns the samples of jobs from a number on, or from the first that is kept."""
+        with self._lock:
+            return self._history.after(after, jobs)
+
+    def add(self, reader: Reader) -> Callable[[], None]:
+        """Tells a reader the view now and each one that comes. Returns how to stop that.
+
+        Raises LimitExceeded where there are too many.
+        """
+        with self._lock:
+            if len(self._readers) >= self._most_readers:
+                raise LimitExceeded(f"max-views is {self._most_readers}: so many watch this cluster already")
+            over = self._over
+            if not over:
+                self._readers.append(reader)
+        reader(None if over else self._view)
+
+        def stop() -> None:
+            with self._lock:
+                if reader in self._readers:
+                    self._readers.remove(reader)
+
+        return stop
+
+    # -- a look ------------------------------------------------------------------------------------------------------
+
+    def _is_due(self, shard: RegisteredShard) -> bool:
+        """Whether a shard is to be asked; notes a process that is heard of for the first time."""
+        now, index = self._clock.now(), shard.index
+        with self._lock:
+            known = self._answers.get(index)
+            if known is None or known.process != shard.process:
+                self._answers[index] = Answer(shard.process, now)
+                self._ask_at[index] = now
+        if known is not None and known.process != shard.process:
+            text = f"shard {index} is served by a new process, {shard.pid} at {shard.address}"
+            self._coordinator.events.note("shard", "", text)
+        return now >= self._ask_at[index]
+
+    def _ask(self, shard: RegisteredShard) -> None:
+        """Asks a shard, and keeps its answer."""
+        began = self._clock.now()
+        try:
+            statistics = shard.api.statistics()
+        except PSError:
+            return  # for how long it has not answered is in the view
+        except ValueError:  # the connection is closed
+            if not self._background.stopping:
+                raise
+            return
+        now = self._clock.now()
+        with self._lock:
+            self._ask_at[shard.index] = now + PAUSES_PER_ANSWER * (now - began)
+            if self._answers[shard.index].process == shard.process:  # another one may serve it by now
+                self._answers[shard.index] = Answer(shard.process, now, statistics)
+
+    def _make(self) -> View:
+        jobs = self._coordinator.statistics().jobs
+        with self._lock:
+            sources = Sources(
+                now=self._clock.now(),
+                time=self._clock.since_1970(),
+                lease=self._coordinator.lease,
+                shard_count=self._coordinator.shard_count,
+                jobs=jobs,
+                shards=self._coordinator.shards(),
+                answers=dict(self._answers),
+            )
+            return self._maker.make(sources)
+
+    def _note_shards(self, view: View) -> None:
+        """Notes the shards that have stopped to answer since the last view, and those that do again."""
+        silent = {shard.shard.index for shard in view.shards if shard.silent}
+        for index in sorted(silent - self._silent):
+            self._coordinator.events.note("shard", "", f"shard {index} does not answer")
+        for index in sorted(self._silent - silent):
+            self._coordinator.events.note("shard", "", f"shard {index} answers again")
+        self._silent = silent
