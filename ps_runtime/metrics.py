@@ -29,6 +29,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_runtime.background import errors
 from ps_runtime.credentials import Tls, certificate_expiry
 from ps_runtime.reloading import ReloadingFiles
+from ps_runtime.troubles import counts
 
 # How long stopping may take; serve_forever looks at its flag this often.
 _POLL_SECONDS = 0.05
@@ -188,10 +189,14 @@ def process_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
-    name, text = "ps_background_errors_total", "Exceptions in background threads, which went on."
-    registry.register(
-        Gauges(errors, [(name, text, ("thread",), lambda counts: [((k,), v) for k, v in counts.items()])])
-    )
+
+    def samples(numbers: Mapping[str, int]) -> Iterable[Sample]:
+        return [((name,), number) for name, number in numbers.items()]
+
+    text = "Exceptions in background threads, which went on."
+    registry.register(Gauges(errors, [("ps_background_errors_total", text, ("thread",), samples)]))
+    text = "Troubles that come again and again, by kind: the log has each once."
+    registry.register(Gauges(counts, [("ps_troubles_total", text, ("kind",), samples)]))
     return registry
 
 

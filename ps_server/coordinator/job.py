@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping
 
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, PSError, TryLater
 from ps_protocol.job import JobSpec
+from ps_runtime.troubles import Troubles
 from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.cluster import Cluster, Registry
 from ps_server.coordinator.data import JobData
@@ -82,6 +83,7 @@ class CoordinatedJob:
         )
         self.watchers = Watchers(self.members.roster)
         self.life = Lifecycle(spec.name, cluster.clock)
+        self._troubles = Troubles(log, "rollback")
 
     # -- looks -------------------------------------------------------------------------------------------------------
 
@@ -306,7 +308,9 @@ class CoordinatedJob:
             names = ", ".join(map(str, lost))
             reason = f"shard {names} was started anew and lost its part of the job; {error}"
         except PSError as error:
-            log.warning("job %s: not rolled back yet: %s", self.spec.name, error)
+            self._troubles.met("", "job %s: not rolled back yet: %s", self.spec.name, error)
+        else:
+            self._troubles.over("")
         finally:
             self.life.done()
         if reason:

@@ -20,6 +20,7 @@ from ps_protocol.errors import (
 from ps_protocol.job import JobSpec, difference
 from ps_protocol.layout import bucket_layout
 from ps_runtime.memory import free_bytes
+from ps_runtime.troubles import Troubles
 from ps_server.core.budget import PrincipalBudget
 from ps_server.core.commands import RestoreSnapshot
 from ps_server.core.partition import JobPartition
@@ -55,6 +56,7 @@ class HostedJobs:
         self._threads, self._pulls, self._metrics = threads, pulls, metrics
         self._jobs: dict[str, HostedJob] = {}
         self._restores = Restores()
+        self._troubles = Troubles(log, "restore")
         self._lock = threading.Lock()
 
     def stop(self) -> None:
@@ -107,10 +109,10 @@ class HostedJobs:
         try:
             self._read(store, restoring)
         except PSError as error:
-            log.warning("job %s: cannot be restored: %s", name, error)
+            self._troubles.met(name, "job %s: cannot be restored: %s", name, error)
             restoring.fail(error)
-        except Exception:
-            log.exception("job %s: cannot be restored", name)
+        except Exception as error:
+            self._troubles.met(name, "job %s: cannot be restored", name, trace=error, level=logging.ERROR)
             restoring.fail(PSError(f"job {name!r} cannot be restored on this shard; its log says why"))
 
     def _read(self, store: CheckpointStore, restoring: Restoring) -> None:
@@ -129,6 +131,7 @@ class HostedJobs:
             restoring.read(0)  # unless another one took its place
             self._jobs[spec.name] = job
             restoring.complete(job.state.buckets.extent())
+        self._troubles.over(spec.name)
         log.info("job %s: %d buckets as of checkpoint %s", spec.name, len(job.buckets), request.checkpoint)
 
     def _let_go(self, name: str, restoring: Restoring) -> None:

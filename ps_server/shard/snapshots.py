@@ -129,7 +129,6 @@ class SnapshotTask:
             part = self._write(self.name, buckets)
             failpoint("shard-file-written")
         except PSError as error:
-            log.warning("checkpoint %s: %s", self.name, error)
             self._end(error=error)
         except Exception:
             log.exception("checkpoint %s cannot be written", self.name)
