@@ -42,9 +42,10 @@ help: ## list the targets
 demo: .venv/demo.stamp ## train a small GPT on two shards and two workers, in about two minutes
 	@$(IN_VENV)/python examples/demo.py $(ARGS)
 
-# Two at a time, because tests of clusters wait more than they compute; a file's tests share what it has started.
+# Two at a time, because tests of clusters wait more than they compute. Each takes the next tests of one half, so that a
+# file's tests share what it has started, and the one that is done first takes over some of the other's.
 test: .venv/dev.stamp ## run the tests
-	@$(IN_VENV)/python -m pytest -q -m 'not docker and not frameworks' -n 2 --dist loadfile $(ARGS)
+	@$(IN_VENV)/python -m pytest -q -m 'not docker and not frameworks' -n 2 --dist worksteal $(ARGS)
 
 test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning and Hugging Face's Trainer, and train with them
 	@$(IN_VENV)/python -m pytest -q -m frameworks $(FRAMEWORK_TESTS) $(ARGS)

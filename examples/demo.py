@@ -58,8 +58,7 @@ def main() -> None:
     result["shards"] = arguments.shards
     result_file.write_text(json.dumps(result, indent=2) + "\n")
     report(result, endpoints(server_log.read_text()), out, time.monotonic() - started)
-    if not result["last_loss"] < arguments.goal:
-        sys.exit(f"demo: the loss should have fallen below {arguments.goal}, but is {result['last_loss']:.3f}")
+    check(result["last_loss"], arguments.goal)
 
 
 @contextmanager
@@ -117,6 +116,12 @@ def report(result: dict[str, Any], metrics: dict[str, str], out: Path, seconds: 
         sep="\n",
         flush=True,
     )
+
+
+def check(loss: float, goal: float) -> None:
+    """Ends the demo with an error if the model did not learn."""
+    if not loss < goal:
+        sys.exit(f"demo: the loss should have fallen below {goal}, but is {loss:.3f}")
 
 
 def threads(workers: int) -> str:

@@ -15,7 +15,7 @@
     ├── OutOfOrder            a push that skips a clock
     ├── TryLater              nothing is wrong; come back in a moment
     ├── LimitExceeded         past a named limit
-    │   └── Backlogged        no room for a push yet; try again at the time it names
+    │   └── Backlogged        no room for a push or a pull yet; try again at the time it names
     ├── NoCheckpoints         no directory for checkpoints, or no checkpoint in it
     ├── CheckpointFailed      a checkpoint could not be written
     ├── CheckpointDamaged     what is on disk is not what was written
@@ -171,7 +171,7 @@ class LimitExceeded(PSError):
 
 
 class Backlogged(LimitExceeded):
-    """No room for a push yet, or its last one to the bucket is not applied; the same call may succeed later."""
+    """No room for a push or a pull yet, or the last push is not applied; the same call may succeed later."""
 
     reason = "BACKLOGGED"
     retryable = True

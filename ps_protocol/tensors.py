@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 
@@ -44,4 +45,4 @@ def is_finite(values: torch.Tensor) -> bool:
     if not values.dtype.is_floating_point or values.numel() == 0:
         return True
     total = values.sum(dtype=torch.float32 if values.itemsize < 4 else None)
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(values).all())
+    return math.isfinite(total.item()) or bool(torch.isfinite(values).all())

@@ -37,6 +37,9 @@ def note_error(name: str) -> None:
 
 def guarded(name: str, work: Callable[[], object]) -> None:
     """Calls `work`; notes an exception under `name`."""
+    if name not in _errors:  # from now on it is counted, from 0: an alert on its increase needs the number before
+        with _lock:
+            _errors.setdefault(name, 0)
     try:
         work()
     except Exception:
@@ -101,7 +104,12 @@ class Background:
                 with self._lock:
                     self._apart.discard(key)
 
-        threading.Thread(target=run, name=name, daemon=True).start()
+        try:
+            threading.Thread(target=run, name=name, daemon=True).start()
+        except RuntimeError:  # no thread can be had: the next call tries again
+            with self._lock:
+                self._apart.discard(key)
+            note_error(name)
 
     def stop(self) -> None:
         """Ends the threads that repeat something."""

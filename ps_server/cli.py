@@ -160,11 +160,18 @@ def _make_certificates(arguments: argparse.Namespace) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
     directory, life, new_ca = Path(arguments.directory), timedelta(days=arguments.days), arguments.new_ca
+    is_first = True
     while True:
-        made = write(directory, arguments.host, life, arguments.split, new_ca)
-        new_ca = False  # asked for once, not at each look
-        said = f"made {', '.join(made)}" if made else "all certificates are there, and none ends soon"
-        print(f"ps-server: {directory}: {said}", flush=True)
+        try:
+            made = write(directory, arguments.host, life, arguments.split, new_ca and is_first)
+        except PSError as error:
+            if is_first:
+                raise
+            print(f"ps-server: {error}; looking again in {arguments.every:g} s", file=sys.stderr, flush=True)
+        else:
+            said = f"made {', '.join(made)}" if made else "all certificates are there, and none ends soon"
+            print(f"ps-server: {directory}: {said}", flush=True)
+        is_first = False
         if arguments.every is None or stop.wait(arguments.every):
             return 0
 
@@ -226,6 +233,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from ps_launch.lifeline import Lifeline
 
     lifeline = Lifeline(sys.stdin.fileno(), end) if supervised else None
+    from ps_server.ops.compiler import leave_out_compiler
     from ps_server.server import Server
 
     if lifeline is not None and not coordinates and not coordinator:
@@ -233,6 +241,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if not coordinates and not coordinator:
         raise PSError("a shard needs --coordinator HOST:PORT (or --with-coordinator, to be it)")
     begun.set()
+    leave_out_compiler()
     shard = None if alone else arguments.index
     server = Server(config_of(arguments, arguments.shards if coordinates else None, shard, coordinator))
     _tune_interpreter()

@@ -34,6 +34,7 @@ POINTS: Mapping[str, str] = {
     "pull-half-sent": "shard: a bucket of a pull is read, and not sent; with =2, another one was",
     "shard-file-half-written": "shard: half of its file of a checkpoint is on disk",
     "shard-file-written": "shard: its file of a checkpoint is on disk, and the coordinator does not know",
+    "restore-half-read": "shard: it has read a piece of a checkpoint, of 1 MiB at most",
     "restore-read": "shard: it has read a checkpoint, and holds nothing of the job yet",
     "manifest-missing": "coordinator: all files of a checkpoint are on disk, but the manifest",
     "manifest-half-written": "coordinator: half of the manifest is written, under its temporary name",

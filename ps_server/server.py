@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import grpc
@@ -21,6 +22,7 @@ import torch
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.optimizers import ELEMENTWISE
+from ps_runtime.background import guarded
 from ps_runtime.channel import server_options
 from ps_runtime.credentials import Access, Tls, server_credentials
 from ps_runtime.metrics import process_registry, serve_metrics
@@ -141,9 +143,11 @@ class Server:
             self.coordinator.drain(seconds)
         elif self.shard is not None and self._registration is not None:
             most = seconds + self._config.timing.fallback + ANSWER_SECONDS
-            for name, job in self.shard.jobs().items():
-                job.refusals.seconds = most + self._config.timing.refusal
-                self._registration.checkpoint(name, most)
+            jobs = self.shard.jobs()
+            with ThreadPoolExecutor(max(1, len(jobs)), "drain") as pool:  # each job has all of the time
+                for name, job in jobs.items():
+                    job.refusals.seconds = most + self._config.timing.refusal
+                    pool.submit(guarded, "drain", partial(self._registration.checkpoint, name, most))
 
     def stop(self) -> None:
         """Stops admitting calls, finishes what is staged, and ends every thread."""
@@ -203,11 +207,12 @@ class Server:
             index=self._config.index or 0,
             norm_limit=self._config.limits.push_norm,
             principal_limit=self._config.limits.caller_bytes,
+            pulled_limit=self._config.limits.pulled_buckets,
         )
         self.shard = shard
         data = DataService(shard, Answers(self._config.index or 0, self._process))
         data.register(self._grpc)
-        control = ShardService(shard, self._config.limits)
+        control = ShardService(shard, self._config.limits, self._process)
         control.register(self._grpc)
         self._registry.register(shard_gauges(shard))
         self._registry.register(restart_gauges(self._config.restart_count))

@@ -17,7 +17,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from ps_worker.config import WorkerConfig, resolve
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.no_sync import lend
-from ps_worker.state.ending import note_signal
+from ps_worker.state.ending import end_by_signal
 from ps_worker.strategies.collectives import Collectives
 from ps_worker.strategies.ddp import Ddp
 from ps_worker.strategies.parameter_server import ParameterServer
@@ -476,7 +475,6 @@ def _close_at_exit(session: Session) -> None:
 
         def terminate(number: int, frame: FrameType | None) -> None:
             if not ending.is_set():
-                note_signal()
-                sys.exit(128 + number)
+                end_by_signal(number)
 
         signal.signal(signal.SIGTERM, terminate)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.tools.cluster import Cluster
+from tests.tools.forkserver import Nursery
 
 # The same examples on every run, however slow the machine.
 settings.register_profile("claims", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -49,9 +50,12 @@ def _no_surprises(request: pytest.FixtureRequest) -> Iterator[None]:
             found.append(logging.Formatter().format(record))
 
     handler = Errors(logging.ERROR)
-    logging.getLogger("ps_server").addHandler(handler)
+    loggers = [logging.getLogger(name) for name in ("ps_server", "ps_runtime")]  # background threads are the latter's
+    for logger in loggers:
+        logger.addHandler(handler)
     yield
-    logging.getLogger("ps_server").removeHandler(handler)
+    for logger in loggers:
+        logger.removeHandler(handler)
     assert not found or "caplog" in request.fixturenames, "\n".join(found)
 
 
@@ -61,6 +65,13 @@ def shared() -> Iterator[Cluster]:
     running = Cluster()
     yield running
     running.stop()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Starts servers and scripts as processes, without waiting for their imports."""
+    with Nursery() as found:
+        yield found
 
 
 @pytest.fixture

@@ -53,7 +53,9 @@ class ClusterServiceServicer:
 
     def RegisterShard(self, request, context):
         """Makes a shard known, or renews it. Every shard calls it every few seconds.
-        UNAVAILABLE: another live process has that index. INVALID_ARGUMENT: the index is not below the shard count.
+        The coordinator asks a process that it does not know, at the address that it gives, for its number: what a process
+        said before it died may arrive after its successor has taken its place.
+        UNAVAILABLE: another live process has that index or that address. INVALID_ARGUMENT: the index is not below the shard count.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -125,18 +125,20 @@ class RemoveWorkerResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class BeginSnapshotRequest(_message.Message):
-    __slots__ = ("job", "checkpoint", "clock", "run", "refusal_duration")
+    __slots__ = ("job", "checkpoint", "clock", "run", "refusal_duration", "last_incarnation")
     JOB_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_DURATION_FIELD_NUMBER: _ClassVar[int]
+    LAST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     job: str
     checkpoint: str
     clock: int
     run: str
     refusal_duration: _duration_pb2.Duration
-    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., clock: _Optional[int] = ..., run: _Optional[str] = ..., refusal_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    last_incarnation: int
+    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., clock: _Optional[int] = ..., run: _Optional[str] = ..., refusal_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_incarnation: _Optional[int] = ...) -> None: ...
 
 class BeginSnapshotResponse(_message.Message):
     __slots__ = ()
@@ -211,7 +213,9 @@ class GetShardStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetShardStatusResponse(_message.Message):
-    __slots__ = ("jobs",)
+    __slots__ = ("jobs", "process")
     JOBS_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     jobs: _containers.RepeatedCompositeFieldContainer[ShardJobStatus]
-    def __init__(self, jobs: _Optional[_Iterable[_Union[ShardJobStatus, _Mapping]]] = ...) -> None: ...
+    process: int
+    def __init__(self, jobs: _Optional[_Iterable[_Union[ShardJobStatus, _Mapping]]] = ..., process: _Optional[int] = ...) -> None: ...

@@ -292,8 +292,8 @@ class CheckpointAttempt:
     def _begin_on_shards(self) -> None:
         job, name, clock, run = self._spec.name, self._name, self._clock, self._job.placed.run
         pool, shards = self._job.pool, self._shards.all()
-        refusal = self._refusal()
-        answers_of([pool.submit(shard.api.begin_snapshot, job, name, clock, run, refusal) for shard in shards])
+        until = self._refusal(), self._job.members.last_incarnation()
+        answers_of([pool.submit(shard.api.begin_snapshot, job, name, clock, run, *until) for shard in shards])
 
     def _refusal(self) -> float:
         """Returns for how many seconds shards take no push that would not be in the checkpoint; 0: they take all."""

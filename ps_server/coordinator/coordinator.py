@@ -209,6 +209,8 @@ class Coordinator:
             known = self._jobs.get(spec.name)
             if known is None:
                 self._new_jobs.begin(spec.name, limits.jobs - len(self._jobs))
+            else:
+                self._new_jobs.check(spec.name)  # one that is not on disk yet may not come to be
         if known is not None:
             spec = spec if spec.bucket_bytes else replace(spec, bucket_bytes=known.spec.bucket_bytes)
             differs = difference(known.spec, spec)
@@ -222,13 +224,13 @@ class Coordinator:
             with self._lock:
                 self._jobs[spec.name] = job
                 self._why_ended.pop(spec.name, None)
+            try:
+                self.save_ahead()
+            except PSError as error:
+                job.end(str(error))
+                raise
         finally:
             self._new_jobs.done(spec.name)
-        try:
-            self.save_ahead()
-        except PSError as error:
-            job.end(str(error))
-            raise
         self._run_checkpoints(job)
         size, buckets = job.placed.nbytes, len(job.placed.placement)
         log.info("job %s: %s, %d bytes in %d buckets", spec.name, spec.consistency, size, buckets)
@@ -256,6 +258,8 @@ class Coordinator:
         self._draining = True
         log.info("stopping: workers have %g s (--drain-seconds) to end their steps for the last checkpoints", seconds)
         failpoint("drain-begun")
+        for job in self.jobs().values():
+            job.members.close()
         jobs = [job.checkpoints for job in self.jobs().values() if job.checkpoints is not None]
         with self._cluster.make_executor(max(1, len(jobs)), "drain") as pool:
             for checkpoints in jobs:

@@ -16,10 +16,13 @@ this order: the job's, its data's or its rounds', its members', its removals'.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+from ps_protocol.convert import job_spec_data
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, PSError, TryLater
 from ps_protocol.job import JobSpec
 from ps_runtime.troubles import Troubles
@@ -91,6 +94,11 @@ class CoordinatedJob:
     def spec(self) -> JobSpec:
         """What the job is."""
         return self.placed.spec
+
+    @functools.cached_property
+    def spec_data(self) -> dict[str, Any]:
+        """The same as plain data: made once, because a job of many parameters takes long to write down."""
+        return job_spec_data(self.spec)
 
     @property
     def shard_processes(self) -> Mapping[int, int]:

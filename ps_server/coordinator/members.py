@@ -69,6 +69,7 @@ class JobMembers:
         self.removals = Removals(name, run, cluster.shards, pending_removals)
         self._joining: dict[int, Reservation] = {}  # by rank
         self._last_left = False  # no worker has joined since one left
+        self._closed = False
 
     # -- looks -------------------------------------------------------------------------------------------------------
 
@@ -143,6 +144,8 @@ class JobMembers:
         Raises Fenced, JobInUse, TryLater or LimitExceeded where the worker cannot join.
         """
         with self._lock:
+            if self._closed:
+                raise TryLater("the cluster is stopping")
             membership = self._membership
             rank = membership.claim(rank, request, self._joining.keys())
             rivals = membership.rivals(rank, request, self._clock.now())
@@ -158,6 +161,11 @@ class JobMembers:
             reservation = Reservation(rank, membership.next_incarnation(), request.attempt, key, older)
             self._joining[rank] = reservation
             return reservation
+
+    def close(self) -> None:
+        """Takes no worker any more: the servers end. What joins at this moment still may."""
+        with self._lock:
+            self._closed = True
 
     def release(self, reservation: Reservation) -> None:
         """Takes back a reservation of which no shard has heard."""
@@ -259,7 +267,7 @@ class JobMembers:
     def postpone(self, seconds: float) -> None:
         """Gives all workers more time for a sign of life."""
         with self._lock:
-            self._membership.postpone(seconds)
+            self._membership.postpone(seconds, self._clock.now())
 
     def stop_waiting(self) -> list[int]:
         """Drops the workers that did not rejoin in time after a rollback. Returns their ranks."""

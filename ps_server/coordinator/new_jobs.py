@@ -37,15 +37,25 @@ class NewJobs:
     def begin(self, name: str, room: int) -> None:
         """Notes that a job is going to be made, until `done`. room: how many more jobs there may be
 
-        Raises TryLater while one of that name is being made, LimitExceeded if there is no room.
+        Raises TryLater while one of that name is being made, saying how far the restore of its checkpoint is if there
+        is one; LimitExceeded if there is no room.
         """
         with self._lock:
-            if name in self._names:
-                raise try_soon(f"job {name!r} is being registered at this moment")
+            self._check(name)
             if len(self._names) >= room:
                 limit = self._cluster.limits.jobs
                 raise LimitExceeded(f"there are {limit} jobs already: that is the limit max-jobs")
             self._names.add(name)
+
+    def check(self, name: str) -> None:
+        """Raises TryLater while a job of this name is being made, or written down: see `begin`."""
+        with self._lock:
+            self._check(name)
+
+    def _check(self, name: str) -> None:
+        if name in self._names:
+            restoring = self._recovery.progress(name) if self._recovery is not None else None
+            raise restoring or try_soon(f"job {name!r} is being registered at this moment")
 
     def done(self, name: str) -> None:
         """Notes that a job is made, or will not be."""

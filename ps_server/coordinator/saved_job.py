@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ps_protocol.convert import job_spec_data
 from ps_protocol.job import JobSpec
 from ps_server.coordinator.cluster import Cluster, Registry
 from ps_server.coordinator.job import CoordinatedJob
@@ -58,7 +57,7 @@ def saved(job: CoordinatedJob) -> SavedJob:
     completed, rounds = job.rounds.done()
     accounting = job.accounting
     return SavedJob(
-        spec=job_spec_data(job.spec),
+        spec=job.spec_data,
         run=job.placed.run,
         placement=job.placed.placement,
         shard_processes=dict(job.shard_processes),

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from ps_protocol.errors import InvalidRequest, PSError, TryLater
@@ -50,10 +50,13 @@ class ShardApi(Protocol):
     def committed(self, job: str, run: str) -> Committed | None:
         """Returns the leased data that every bucket that trains there has had; None if there is no such bucket."""
 
-    def begin_snapshot(self, job: str, name: str, clock: int | None, run: str, refusal: float) -> None:
+    def begin_snapshot(
+        self, job: str, name: str, clock: int | None, run: str, refusal: float, last_incarnation: int
+    ) -> None:
         """Has the shard take its part of a checkpoint: at a clock, or now.
 
         refusal: for so many seconds the shard takes no push that would not be in it; 0: it takes all
+        last_incarnation: a worker of a later one ends the refusal
         """
 
     def await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
@@ -66,6 +69,9 @@ class ShardApi(Protocol):
 
     def statistics(self) -> ShardStatistics:
         """Returns what the shard holds."""
+
+    def process(self) -> int:
+        """Returns the number of the process that answers at the shard's address."""
 
     def close(self) -> None:
         """Closes the connection."""
@@ -123,30 +129,47 @@ class Shards:
     def register(
         self, index: int, address: str, metrics_address: str, pid: int, process: int, restart_count: int = 0
     ) -> None:
-        """Makes a shard known, or renews it. Raises TryLater while another process has its index."""
+        """Makes a shard known, or renews it. Raises TryLater while another process has its index.
+
+        A process that is not known yet is asked for its number: it may have died since it sent this, and another one
+        serve at its address.
+        """
         if not 0 <= index < self.count:
             raise InvalidRequest(f"shard index must be below {self.count}, got {index}")
         check_address(address, "a shard's address")
         if metrics_address:
             check_address(metrics_address, "where metrics are served")
-        now = self._clock.now()
         with self._lock:
-            known = self._known.get(index)
-            if process in self._replaced:  # its call was late: what it held is lost
-                raise TryLater(f"shard {index}: process {pid} at {address} was replaced by another one")
-            if known is not None and known.process == process:
-                address, api = known.address, known.api
-            else:
-                # Only one process can listen at an address: at the same one it is the shard, started again.
-                if known is not None and known.address != address and now - known.seen < self._lost_after:
-                    raise TryLater(f"shard {index} is already served by process {known.pid} at {known.address}")
-                if known is not None:
-                    self._replaced.add(known.process)
-                log.info("shard %d at %s", index, address)
-                api = self._connect(index, address)
-            self._known[index] = RegisteredShard(
-                *(index, address, api, metrics_address, pid, process), seen=now, restart_count=restart_count
-            )
+            before = self._known.get(index)
+            if before is not None and before.process == process:
+                self._known[index] = replace(before, seen=self._clock.now(), restart_count=restart_count)
+                return
+            self._check_free(before, address, process)
+        api = self._connect(index, address)
+        try:
+            if api.process() != process:
+                raise TryLater(f"shard {index}: process {pid} is gone, and another one serves at {address}")
+            seen = self._clock.now()
+            shard = RegisteredShard(index, address, api, metrics_address, pid, process, seen, restart_count)
+            with self._lock:
+                current = self._known.get(index)
+                if current is not None and (before is None or current.process != before.process):
+                    raise TryLater(f"shard {index} was taken by process {current.pid} at this moment")
+                if before is not None:
+                    self._replaced.add(before.process)
+                self._known[index] = shard
+        except PSError:
+            api.close()
+            raise
+        log.info("shard %d at %s", index, address)
+
+    def _check_free(self, before: RegisteredShard | None, address: str, process: int) -> None:
+        """Raises TryLater where a new process cannot have a shard's index. The caller holds the lock."""
+        if process in self._replaced:  # its call was late: what it held is lost
+            raise TryLater(f"a process at {address} was replaced by another one")
+        # Only one process can listen at an address: at the same one it is the shard, started again.
+        if before is not None and before.address != address and self._clock.now() < before.seen + self._lost_after:
+            raise TryLater(f"shard {before.index} is already served by process {before.pid} at {before.address}")
 
     def known(self) -> dict[int, RegisteredShard]:
         """Returns the shards that have called in, by index."""

@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class StateFile:
 
 def _data(job: SavedJob) -> dict[str, Any]:
     """Returns a job as JSON has it."""
-    data = asdict(job)
+    data = {**asdict(replace(job, spec={})), "spec": job.spec}  # which is large, and plain data already
     for worker in data["workers"]:
         del worker["expires"], worker["heard"]  # by the clock of a process that is gone when they are read
     return dict(json.loads(json.dumps(data, default=bytes.hex)))

@@ -19,14 +19,19 @@ class Watchers:
 
     def __init__(self, roster: Callable[[], Roster]) -> None:
         self._roster = roster
+        self._told = roster()
         self._lock = threading.Lock()
         self._watchers: list[Watcher] = []
         self._over = False
 
     def add(self, watcher: Watcher) -> Callable[[], None]:
-        """Tells a watcher the roster now and after every change, and None at the end. Returns how to stop it."""
+        """Tells a watcher the roster and, after every change, the next, and None at the end. Returns how to stop it.
+
+        The roster is the one that was told last: a worker that joins at this moment is not on disk yet, and training
+        must not begin because of one that a coordinator which came back would not know.
+        """
         with self._lock:
-            watcher(None if self._over else self._roster())
+            watcher(None if self._over else self._told)
             self._watchers.append(watcher)
 
         def stop() -> None:
@@ -39,8 +44,9 @@ class Watchers:
     def tell(self) -> None:
         """Tells the roster as it is now."""
         with self._lock:
+            self._told = self._roster()
             for watcher in self._watchers:
-                watcher(self._roster())
+                watcher(self._told)
 
     def end(self) -> None:
         """Tells that nothing more comes."""

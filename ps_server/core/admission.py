@@ -143,12 +143,13 @@ class Admission(Generic[C]):
         waiting = Counter(origin for origin, since in self._waiting.values() if now - since >= given.patience)
         overdue: list[C] = []
         for call, (origin, since) in self._received.items():
+            claimant = None
             if now - since >= given.patience:
                 claimant = next((other for other in waiting if self._has_claim(other, origin)), None)
-                if claimant is not None:
-                    waiting -= Counter((claimant,))
-                if claimant is not None or now - since >= given.seconds:
-                    overdue.append(call)
+            if claimant is not None:
+                waiting -= Counter((claimant,))
+            if claimant is not None or now - since >= given.seconds:
+                overdue.append(call)
         return overdue
 
     def _has_claim(self, waiting: Origin, received: Origin) -> bool:

@@ -39,8 +39,9 @@ class PrincipalBudget:
         return True
 
     def release(self, principal: str, size: int) -> None:
-        """Gives bytes back."""
-        self._set(principal, self._bytes[principal] - size)
+        """Gives bytes back. Of a principal that has reserved none, none: what is not there may be asked for."""
+        if size:
+            self._set(principal, self.bytes_of(principal) - size)
 
     def _set(self, principal: str, size: int) -> None:
         if size:

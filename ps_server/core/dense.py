@@ -345,11 +345,12 @@ def _optimizer(spec: JobSpec, name: str, bucket: BucketSpec, slices: list[torch.
 
 
 def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """Returns the optimizer's step, without what torch wraps around it for its profiler and for hooks, of which there
-    are none here: that takes as long as a small bucket (measured)."""
-    step = type(optimizer).step
-    bare = getattr(step, "__wrapped__", step)
-    return lambda: bare(optimizer)
+    """Returns the optimizer's step, without what torch wraps around it: for its profiler and for hooks, of which there
+    are none here, and for its compiler and gradients of gradients. That takes as long as a small bucket (measured)."""
+    step: Callable[[torch.optim.Optimizer], object] = type(optimizer).step
+    while hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return lambda: step(optimizer)
 
 
 _SCALES: dict[int, torch.Tensor] = {}  # a tensor of one number each: to make one costs as much as to add up a bucket

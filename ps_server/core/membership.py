@@ -239,10 +239,15 @@ class Membership:
         del self.members[rank]
         return True
 
-    def postpone(self, seconds: float) -> None:
-        """Has all leases, and all waits for workers to rejoin, end so much later."""
-        self.members = {rank: replace(m, expires=m.expires + seconds) for rank, m in self.members.items()}
-        self.rejoining = {rank: until + seconds for rank, until in self.rejoining.items()}
+    def postpone(self, seconds: float, now: float) -> None:
+        """Has all leases, and all waits for workers to rejoin, end so much later, but none later than a lease from now:
+        heartbeats that lay in a queue meanwhile may be heard already."""
+
+        def later(until: float) -> float:
+            return max(until, min(until + seconds, now + self.lease))
+
+        self.members = {rank: replace(m, expires=later(m.expires)) for rank, m in self.members.items()}
+        self.rejoining = {rank: later(until) for rank, until in self.rejoining.items()}
 
     def expired(self, now: float) -> list[Member]:
         """Returns the workers whose lease has run out."""

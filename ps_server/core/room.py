@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
 from ps_protocol.optimizers import state_tensors
+from ps_server.core.budget import derived_limit
 
 # What a job costs beside its tensors, whatever they hold (measured).
 BUCKET_BYTES, SLICE_BYTES, GROUP_BYTES = 5 * 1024, 1536, 1024
@@ -46,8 +47,10 @@ def room_for(spec: JobSpec, indices: Sequence[int], staged_limit: int | None = N
         for part in bucket.slices:
             group = spec.parameters[part.parameter].group
             optimizer += part.length * itemsize * kept[group] if group is not None else 0
-    trained = sum(bucket.nbytes for bucket in buckets if not bucket.frozen)
-    staged = 0 if spec.world_size == 1 else min(trained * (spec.world_size - 1), staged_limit or trained)
+    staged = staged_limit or derived_limit(weights, spec.bucket_bytes, max(1, spec.world_size))
+    if spec.world_size:  # one of them waits for no other
+        trained = sum(bucket.nbytes for bucket in buckets if not bucket.frozen)
+        staged = min(staged, trained * (spec.world_size - 1))
     slices = sum(len(bucket.slices) for bucket in buckets)
     objects = len(buckets) * BUCKET_BYTES + slices * SLICE_BYTES + len(spec.groups) * GROUP_BYTES
     return Room(weights, optimizer, staged, objects)

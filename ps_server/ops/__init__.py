@@ -1,5 +1,6 @@
 """What operators run and read.
 
+compiler.py   What keeps torch's compiler out of a server
 dev_certs.py  `ps-server dev-certs`: a small CA, and certificates for servers, clients and readers, to try things out
 gauges.py     A server process' gauges, read at each scrape; and /sd, where Prometheus finds all processes
 glibc.py      What a server asks of the C library: one pool of memory, and copies that go past the processor's cache

@@ -66,7 +66,8 @@ class DataService:
         call = data_messages.pull(request)
         check_job(call.job)
         call = replace(call, run=call.run or self._shard.run_of(call.job))  # a reader gets one run's weights
-        self._shard.pull(call, PullStream(send, context, self.senders, self._answers_of(call).pulled))
+        outbox = PullStream(send, context, self.senders, self._answers_of(call).pulled)
+        self._shard.pull(call, outbox, caller_name())
 
     def _exchange(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         push, pull = data_messages.exchange(request)
@@ -77,4 +78,5 @@ class DataService:
     def _pull_state(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull_state(request)
         check_job(call.job)
-        self._shard.pull_state(call, PullStream(send, context, self.senders, self._answers_of(call).state))
+        outbox = PullStream(send, context, self.senders, self._answers_of(call).state)
+        self._shard.pull_state(call, outbox, caller_name())

@@ -12,7 +12,7 @@ from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.members import Roster
 from ps_server.rpc import convert
 from ps_server.rpc.call_limits import CALL_THREADS, check_job, in_pool
-from ps_server.rpc.streams import Outbox, Send
+from ps_server.rpc.streams import ResponseStream, Send
 
 
 class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type: ignore[misc,unused-ignore]
@@ -47,17 +47,17 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
 
     def _watch(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
         check_job(request.job)
-        outbox = Outbox(send, context, self._senders)
+        stream = ResponseStream(send, context, self._senders)
 
         def changed(roster: Roster | None) -> None:
             if roster is None:
-                outbox.finish()
+                stream.finish()
             else:
                 ranks, world_size, started = roster
                 response = membership_pb2.WatchResponse(ranks=ranks, world_size=world_size, started=started)
-                outbox.put(lambda: response)
+                stream.put(lambda: response)
 
-        outbox.on_close(self._coordinator.job(request.job).watchers.add(changed))
+        stream.on_close(self._coordinator.job(request.job).watchers.add(changed))
 
     def _heartbeat(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker = request.worker

@@ -17,6 +17,7 @@ KINDS = {
     "/ps_protocol.v1.DataService/Exchange": Kind.EXCHANGE,
     "/ps_protocol.v1.DataService/Push": Kind.DATA,
     "/ps_protocol.v1.JobService/RegisterJob": Kind.LARGE,
+    "/ps_protocol.v1.MembershipService/Leave": Kind.LARGE,  # it brings what SaveWorkerState does
     "/ps_protocol.v1.MembershipService/SaveWorkerState": Kind.LARGE,
     "/ps_protocol.v1.RoundService/GatherValues": Kind.LARGE,
     "/ps_protocol.v1.ShardService/CreateJob": Kind.LARGE,

@@ -12,7 +12,7 @@ from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.rounds import Standing
 from ps_server.rpc import convert
 from ps_server.rpc.call_limits import check_job, in_pool
-from ps_server.rpc.streams import Outbox, Send
+from ps_server.rpc.streams import ResponseStream, Send
 
 
 class RoundService(rounds_pb2_grpc.RoundServiceServicer):  # type: ignore[misc,unused-ignore]
@@ -32,22 +32,22 @@ class RoundService(rounds_pb2_grpc.RoundServiceServicer):  # type: ignore[misc,u
     def _gather(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
         worker = request.worker
         check_job(worker.job)
-        outbox = Outbox(send, context, self._senders)
+        stream = ResponseStream(send, context, self._senders)
         asked = convert.gather_request(request)
-        outbox.on_close(
-            self._coordinator.job(worker.job, worker.run).rounds.gather_values(asked, _RoundListener(outbox))
+        stream.on_close(
+            self._coordinator.job(worker.job, worker.run).rounds.gather_values(asked, _RoundListener(stream))
         )
 
 
 class _RoundListener:
     """Tells a worker over its stream how a round stands; see rounds.Listener."""
 
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
-        self.finish, self.fail = outbox.finish, outbox.fail
+    def __init__(self, stream: ResponseStream) -> None:
+        self._stream = stream
+        self.finish, self.fail = stream.finish, stream.fail
 
     def tell(self, standing: Standing) -> None:
         for response in convert.gather_responses(standing):
-            self._outbox.put(lambda response=response: response)  # type: ignore[misc]
+            self._stream.put(lambda response=response: response)  # type: ignore[misc]
         if standing.complete is not None:
             self.finish()

@@ -64,9 +64,13 @@ class ShardClient:
         request = shard_pb2.GetCommittedDataRequest(job=job, run=run)
         return convert.committed(self._call(self._stub.GetCommittedData, request, min(STATUS_SECONDS, self._seconds)))
 
-    def begin_snapshot(self, job: str, name: str, clock: int | None, run: str, refusal: float) -> None:
+    def begin_snapshot(
+        self, job: str, name: str, clock: int | None, run: str, refusal: float, last_incarnation: int
+    ) -> None:
         """Has the shard take its part of a checkpoint."""
-        request = shard_pb2.BeginSnapshotRequest(job=job, checkpoint=name, clock=clock, run=run)
+        request = shard_pb2.BeginSnapshotRequest(
+            job=job, checkpoint=name, clock=clock, run=run, last_incarnation=last_incarnation
+        )
         if refusal:
             request.refusal_duration.CopyFrom(duration(refusal))
         self._call(self._stub.BeginSnapshot, request)
@@ -87,10 +91,15 @@ class ShardClient:
 
     def statistics(self) -> ShardStatistics:
         """Returns what the shard holds."""
+        return convert.shard_statistics(self._status())
+
+    def process(self) -> int:
+        """Returns the number of the process that answers at the shard's address."""
+        return int(self._status().process)
+
+    def _status(self) -> Any:
         request = shard_pb2.GetShardStatusRequest()
-        return convert.shard_statistics(
-            self._call(self._stub.GetShardStatus, request, min(STATUS_SECONDS, self._seconds))
-        )
+        return self._call(self._stub.GetShardStatus, request, min(STATUS_SECONDS, self._seconds))
 
     def close(self) -> None:
         """Closes the connection."""

@@ -20,13 +20,17 @@ RESTORE_SECONDS = 2.0  # after which a call is told how far a restore is
 
 
 class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,unused-ignore]
-    """What the coordinator asks of a shard."""
+    """What the coordinator asks of a shard.
+
+    process: the number of this process
+    """
 
     NAME = shard_pb2.DESCRIPTOR.services_by_name["ShardService"].full_name
 
-    def __init__(self, shard: Shard, limits: Limits = DEFAULTS) -> None:
+    def __init__(self, shard: Shard, limits: Limits = DEFAULTS, process: int = 0) -> None:
         self._shard = shard
         self._limits = limits
+        self._process = process
 
     def register(self, server: grpc.Server) -> None:
         """Adds the methods to a server."""
@@ -60,7 +64,8 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
     def BeginSnapshot(self, request: Any, context: grpc.ServicerContext) -> Any:
         clock = request.clock if request.HasField("clock") else None
         refusal = seconds(request.refusal_duration)
-        self._shard.begin_snapshot(request.job, request.checkpoint, clock, request.run, refusal)
+        last = request.last_incarnation
+        self._shard.begin_snapshot(request.job, request.checkpoint, clock, request.run, refusal, last)
         return shard_pb2.BeginSnapshotResponse()
 
     def AwaitSnapshot(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -77,5 +82,6 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         jobs = self._shard.statistics().jobs
         return shard_pb2.GetShardStatusResponse(
-            jobs=[convert.shard_job_status(name, job) for name, job in jobs.items() if may_see(name)]
+            jobs=[convert.shard_job_status(name, job) for name, job in jobs.items() if may_see(name)],
+            process=self._process,
         )

@@ -8,7 +8,6 @@ returns at once; its messages are sent later by a pool of senders. (This is how 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -19,10 +18,9 @@ from typing import Any
 import grpc
 
 from ps_protocol.errors import PSError
+from ps_runtime.background import note_error
 from ps_runtime.status import STATUS_KEY, code_of, status_of
 from ps_server.shard.waiting import Answer
-
-log = logging.getLogger("ps_server")
 
 Send = Callable[[Any], None]
 
@@ -34,7 +32,7 @@ def set_error(context: grpc.ServicerContext, error: PSError) -> None:
     context.set_trailing_metadata(((STATUS_KEY, status_of(error).SerializeToString()),))
 
 
-class Outbox:
+class ResponseStream:
     """One server stream: messages are put by any thread without waiting, and sent one after the other by the pool."""
 
     def __init__(self, send: Send, context: grpc.ServicerContext, senders: ThreadPoolExecutor) -> None:
@@ -91,7 +89,7 @@ class Outbox:
             try:
                 message = make()
             except Exception:
-                log.exception("a message of a stream cannot be made")
+                note_error("send")
                 set_error(self._context, PSError("internal error; the server's log says more"))
                 message = None
             self._send(message)
@@ -113,7 +111,7 @@ class Outbox:
             self._senders.submit(task)
 
 
-class PullStream(Outbox):
+class PullStream(ResponseStream):
     """The answers to one pull, as a shard hands them over.
 
     write: what makes a message of an answer

@@ -1,14 +1,15 @@
 """A shard at work: locks and threads around `core`. Knows no coordinator and no gRPC.
 
 apply.py      Applies what is staged: adds contributions and steps optimizers
+budgets.py    What principals have on a shard, counted over all its jobs
 hosted.py     The jobs that a shard has: made, restored from checkpoints, and dropped
 job.py        What a shard holds while it runs: the state of `core`, with locks, segments and waiting pulls beside it
 metrics.py    What a shard tells Prometheus
 pulls.py      Pulls: sent as soon as they are admitted; the others wait without a thread
 pushes.py     Pushes: each is checked, then staged, then its bucket is scheduled
+restores.py   Restores of jobs from checkpoints, and how far they are
 segments.py   Mapping a worker's segment, without trusting what it says
 shard.py      A shard: the jobs that it has, and what is asked of it
-restores.py  Restores of jobs from checkpoints, and how far they are
 snapshots.py  Taking a checkpoint of a job on one shard, beside training
 threads.py    The threads of a shard: they apply updates, write checkpoints, and tick
 waiting.py    A pull while it is under way: what was asked for, where the answers go, which of its buckets wait

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from ps_protocol.errors import PSError
+from ps_runtime.background import note_error
 from ps_server.core.consistency import Add, Step
 from ps_server.failpoints import failpoint
 from ps_server.shard.job import HostedBucket, HostedJob
@@ -80,6 +81,7 @@ class Updates:
                 if isinstance(work, Step):
                     self._pulls.release(job, bucket)
         except Exception:
-            log.exception("job %s: bucket %d cannot be applied", job.name, bucket.spec.index)
+            log.error("job %s: bucket %d cannot be applied", job.name, bucket.spec.index)
+            note_error("apply")
             job.failure = PSError(f"job {job.name!r} failed on this shard; its log says why")
             self._pulls.fail(job, job.failure)

@@ -19,6 +19,7 @@ from ps_protocol.errors import (
 )
 from ps_protocol.job import JobSpec, difference
 from ps_protocol.layout import bucket_layout
+from ps_runtime.background import note_error
 from ps_runtime.memory import free_bytes
 from ps_runtime.troubles import Troubles
 from ps_server.core.budget import PrincipalBudget
@@ -58,6 +59,8 @@ class HostedJobs:
         self._restores = Restores()
         self._troubles = Troubles(log, "restore")
         self._lock = threading.Lock()
+        self._made: set[HostedJob] = set()  # those that have memory, and are not here yet: they are being restored
+        self._making = threading.Lock()  # held while memory is looked for and taken; behind `_lock`, where both are
 
     def stop(self) -> None:
         """Breaks off what is being restored."""
@@ -76,7 +79,8 @@ class HostedJobs:
                 known = None
             if known is None:
                 self._restores.forget(spec.name)
-                self._jobs[spec.name] = self._make(spec, buckets, run)
+                job = self._jobs[spec.name] = self._make(spec, buckets, run)
+                self._made.discard(job)
                 log.info("job %s: %d buckets", spec.name, len(buckets))
                 return
         known.check_run(run)
@@ -111,8 +115,9 @@ class HostedJobs:
         except PSError as error:
             self._troubles.met(name, "job %s: cannot be restored: %s", name, error)
             restoring.fail(error)
-        except Exception as error:
-            self._troubles.met(name, "job %s: cannot be restored", name, trace=error, level=logging.ERROR)
+        except Exception:
+            self._troubles.met(name, "job %s: cannot be restored", name, level=logging.ERROR)
+            note_error("restore")
             restoring.fail(PSError(f"job {name!r} cannot be restored on this shard; its log says why"))
 
     def _read(self, store: CheckpointStore, restoring: Restoring) -> None:
@@ -123,14 +128,22 @@ class HostedJobs:
         restoring.begin(store.bytes_to_read(spec.name, manifest, specs))
         self._let_go(spec.name, restoring)
         job = self._make(spec, request.buckets, request.run)
-        weights = {index: bucket.weights.flat for index, bucket in job.buckets.items()}
-        snapshots = store.read_buckets(spec.name, manifest, specs, restoring.read, weights)
-        job.state.execute(RestoreSnapshot(snapshots, request.last_incarnation, owned=True))
-        failpoint("restore-read")
-        with self._lock:
-            restoring.read(0)  # unless another one took its place
-            self._jobs[spec.name] = job
-            restoring.complete(job.state.buckets.extent())
+
+        def read(count: int) -> None:
+            restoring.read(count)
+            failpoint("restore-half-read")
+
+        try:
+            weights = {index: bucket.weights.flat for index, bucket in job.buckets.items()}
+            snapshots = store.read_buckets(spec.name, manifest, specs, read, weights)
+            job.state.execute(RestoreSnapshot(snapshots, request.last_incarnation, owned=True))
+            failpoint("restore-read")
+            with self._lock:
+                restoring.read(0)  # unless another one took its place
+                self._jobs[spec.name] = job
+                restoring.complete(job.state.buckets.extent())
+        finally:
+            self._made.discard(job)
         self._troubles.over(spec.name)
         log.info("job %s: %d buckets as of checkpoint %s", spec.name, len(job.buckets), request.checkpoint)
 
@@ -189,11 +202,15 @@ class HostedJobs:
         return job
 
     def _make(self, spec: JobSpec, buckets: Sequence[int], run: str) -> HostedJob:
+        """Returns a job with the memory for its weights: one of `_made`, until the caller has a place for it."""
         room = room_for(spec, buckets, self._limits[0])
-        promised = sum(job.promised() for job in list(self._jobs.values()))
-        with _making_room(spec.name, room, promised):
-            state = JobPartition(spec, buckets, *self._limits, self._principals)
-            return HostedJob(spec, state, run, room)
+        with self._making:
+            promised = sum(job.promised() for job in {*list(self._jobs.values()), *list(self._made)})
+            with _making_room(spec.name, room, promised):
+                state = JobPartition(spec, buckets, *self._limits, self._principals)
+                job = HostedJob(spec, state, run, room)
+            self._made.add(job)
+        return job
 
 
 @contextlib.contextmanager

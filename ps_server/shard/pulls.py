@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from ps_protocol.tensors import bytes_of
 from ps_server.core.consistency import Admission
 from ps_server.core.requests import PullCall
 from ps_server.failpoints import failpoint
+from ps_server.shard.budgets import PulledBuckets
 from ps_server.shard.job import HostedBucket, HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.segments import copy_out
@@ -30,8 +32,10 @@ READER = 0  # the incarnation of a caller that is no worker
 class Pulls:
     """Every pull of one shard. Methods may be called from any thread; none waits for a worker."""
 
-    def __init__(self, metrics: ShardMetrics, clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: ShardMetrics, clock: Callable[[], float], limit: float = math.inf) -> None:
+        """limit: buckets that one principal may have asked for and not got"""
         self._clock = clock
+        self._under_way = PulledBuckets(limit)
         self._metrics = metrics
         self._with_pushes: deque[tuple[HostedJob, Pull]] = deque()  # by age
 
@@ -44,8 +48,8 @@ class Pulls:
             if seconds is not None:
                 pull.outbox.tell(Notice(staged_seconds=seconds))
 
-    def check(self, job: HostedJob, call: PullCall, outbox: Outbox) -> Pull:
-        """Returns a pull to `ask` for. Raises what is wrong with it."""
+    def check(self, job: HostedJob, call: PullCall, outbox: Outbox, principal: str) -> Pull:
+        """Returns a pull to `ask` for. Raises what is wrong with it. principal: whose it is"""
         rank, incarnation, indices, shared = call.rank, call.incarnation, call.buckets, call.in_segment
         segment = job.segment(rank, incarnation, call.key) if shared else None
         if len(indices) > len(job.buckets):
@@ -59,23 +63,42 @@ class Pulls:
                 job.state.check_worker(rank, incarnation, call.key)
         elif call.clock or shared:
             raise InvalidRequest(f"a caller that has not joined may only Pull at clock 0, got clock {call.clock}")
-        now = self._clock()
-        return Pull(rank, incarnation, call.clock, outbox, len(indices), now, segment, notify_bytes=call.notify_bytes)
+        return Pull(
+            rank,
+            incarnation,
+            call.clock,
+            outbox,
+            len(indices),
+            self._clock(),
+            segment,
+            notify_bytes=call.notify_bytes,
+            principal=principal,
+        )
 
     def ask(self, job: HostedJob, pull: Pull, indices: Sequence[int]) -> None:
-        """Sends each bucket on the pull's outbox as soon as it is admitted, then ends the stream. Returns at once."""
+        """Sends each bucket on the pull's outbox as soon as it is admitted, then ends the stream. Returns at once.
+
+        Raises Backlogged where its principal has asked for too much. Pushes that came with it are staged by then: what
+        other pulls wait for is not held up by that.
+        """
         now, outbox = self._clock(), pull.outbox
         with job.lock:
             pull.since = now
             if pull.incarnation != READER:  # it may have lost its place since
                 job.state.check_worker(pull.rank, pull.incarnation)
             admissions = {index: job.state.admits(index, pull.rank, pull.clock) for index in indices}
-            for index, admission in admissions.items():
-                if not admission.admitted:
-                    job.buckets[index].waiters[pull.number] = Waiter(pull, admission, now)
+            waiting = [(index, admission) for index, admission in admissions.items() if not admission.admitted]
+            over = self._under_way.take(pull.principal, len(indices), waits=bool(waiting))
+            for index, admission in waiting:
+                job.buckets[index].waiters[pull.number] = Waiter(pull, admission, now)
         if pull.with_pushes:
             self._with_pushes.append((job, pull))
-        outbox.on_close(lambda: self._forget(job, pull, indices))
+
+        def forget() -> None:
+            self._forget(job, pull, indices)
+            over()
+
+        outbox.on_close(forget)
         if not indices:
             outbox.finish()
         for index, admission in admissions.items():
@@ -140,13 +163,15 @@ class Pulls:
         failpoint("pull-half-sent")
         self._metrics.pulled(job.name, len(payload))
 
-    def send_state(self, job: HostedJob, call: PullCall, outbox: Outbox) -> None:
+    def send_state(self, job: HostedJob, call: PullCall, outbox: Outbox, principal: str) -> None:
         """Sends the optimizer state of buckets as it is now, one name after the other, then ends the stream."""
         with job.lock:
             job.state.check_worker(call.rank, call.incarnation, call.key)
         if len(set(call.buckets)) != len(call.buckets):
             raise InvalidRequest("a pull names each bucket at most once")
-        for bucket in [job.buckets[job.state.checker.trained(index).index] for index in call.buckets]:
+        buckets = [job.buckets[job.state.checker.trained(index).index] for index in call.buckets]
+        outbox.on_close(self._under_way.take(principal, len(buckets), waits=False))
+        for bucket in buckets:
             with bucket.tensors:
                 names = bucket.weights.state_names()
             for name in names:

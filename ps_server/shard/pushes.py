@@ -45,7 +45,7 @@ class Pushes:
 
     def exchange(self, job: HostedJob, call: PushCall, principal: str, wanted: PullCall, outbox: Outbox) -> None:
         """Stages buckets, then pulls; where all lies in a segment, the calling thread applies what can be applied."""
-        pull = self._pulls.check(job, wanted, outbox)
+        pull = self._pulls.check(job, wanted, outbox, principal)
         pull.with_pushes = wanted.in_segment
         if not wanted.in_segment:
             self.push(job, call, principal)  # apply threads begin while the pull looks at each of its buckets

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +35,7 @@ from ps_server.core.requests import PullCall, PushCall
 from ps_server.core.snapshot import BucketSnapshot, Part, RestoreProgress, ShardSnapshot
 from ps_server.core.statistics import ShardStatistics
 from ps_server.shard.apply import Updates
+from ps_server.shard.budgets import SharedBudget
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
@@ -60,6 +60,7 @@ class Shard:
     checkpoints: where checkpoints are; None: there are none
     index:       of this shard: its part of a checkpoint is called after it
     principal_limit: bytes that one principal may have staged, over all its workers
+    pulled_limit: buckets that one principal may have asked for and not got, over all its workers
     norm_limit:  the L2 norm that the gradient in one push may have
     """
 
@@ -74,14 +75,15 @@ class Shard:
         index: int = 0,
         norm_limit: float = math.inf,
         principal_limit: float = math.inf,
+        pulled_limit: float = math.inf,
     ) -> None:
-        self.principals: PrincipalBudget = _SharedBudget(principal_limit)
+        self.principals: PrincipalBudget = SharedBudget(principal_limit)
         self._checkpoints = checkpoints
         self._index = index
         self._metrics = metrics
         self._clock = clock
         self._threads = threads or OwnThreads()
-        self._pulls = Pulls(metrics, clock)
+        self._pulls = Pulls(metrics, clock, pulled_limit)
         self._updates = Updates(self._threads, self._pulls, metrics, clock)
         self._pushes = Pushes(metrics, self._pulls, self._updates, shared_directory)
         self._hosted = HostedJobs((staged_limit, norm_limit), self.principals, self._threads, self._pulls, metrics)
@@ -151,7 +153,7 @@ class Shard:
         job = self._hosted.get(name, run)
         with job.lock:
             frontier = job.state.execute(AddWorker(rank, incarnation, clock, key))
-            job.refusals.current = None  # its coordinator takes workers, and so does not end
+            job.refusals.worker_added(incarnation)
         job.detach(rank, incarnation)
         self._roster_changed(job)
         return frontier
@@ -194,23 +196,30 @@ class Shard:
         """Does as `push`, then as `pull`, for one worker at one clock."""
         self._pushes.exchange(self._hosted.get(push.job, push.run, True), push, principal, pull, outbox)
 
-    def pull(self, call: PullCall, outbox: Outbox) -> None:
+    def pull(self, call: PullCall, outbox: Outbox, principal: str = "") -> None:
         """Sends buckets on the outbox as they are admitted; see Pulls."""
         job = self._hosted.get(call.job, call.run, call.incarnation != READER)
-        self._pulls.ask(job, self._pulls.check(job, call, outbox), call.buckets)
+        self._pulls.ask(job, self._pulls.check(job, call, outbox, principal), call.buckets)
 
-    def pull_state(self, call: PullCall, outbox: Outbox) -> None:
+    def pull_state(self, call: PullCall, outbox: Outbox, principal: str = "") -> None:
         """Sends the optimizer state of buckets as it is now on the outbox, and ends it. Returns at once."""
-        self._pulls.send_state(self._hosted.get(call.job, call.run, True), call, outbox)
+        self._pulls.send_state(self._hosted.get(call.job, call.run, True), call, outbox, principal)
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def begin_snapshot(
-        self, name: str, checkpoint: str, clock: int | None, run: str = "", refusal: float = 0.0
+        self,
+        name: str,
+        checkpoint: str,
+        clock: int | None,
+        run: str = "",
+        refusal: float = 0.0,
+        last_incarnation: int = 0,
     ) -> None:
         """Copies each bucket of a job when it has applied `clock` updates, or now. Returns at once.
 
         refusal: for so many seconds, pushes are refused that would not be in the snapshot
+        last_incarnation: a worker of a later one ends the refusal
         """
         job, store = self._hosted.get(name, run), self._store()
         store.path(name, checkpoint)
@@ -227,7 +236,9 @@ class Shard:
         specs = [bucket.spec for bucket in job.buckets.values()]
         task = SnapshotTask(checkpoint, clock, specs, job.snapshot, write, self._threads, self._clock)
         seconds = max(refusal, job.refusals.seconds)
-        job.begin_snapshot(task, Refusal(clock, self._clock() + seconds, self._clock) if seconds else None)
+        newest = None if job.refusals.seconds else last_incarnation
+        until = self._clock() + seconds
+        job.begin_snapshot(task, Refusal(clock, until, self._clock, newest) if seconds else None)
 
     def await_snapshot(self, name: str, checkpoint: str, seconds: float, run: str = "") -> ShardSnapshot:
         """Returns this shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""
@@ -240,19 +251,3 @@ class Shard:
         if self._checkpoints is None:
             raise NoCheckpoints("this shard was started without --checkpoint-dir")
         return self._checkpoints
-
-
-class _SharedBudget(PrincipalBudget):
-    """What principals may have staged in all jobs, each of which has a lock of its own: thread-safe."""
-
-    def __init__(self, limit: float) -> None:
-        super().__init__(limit)
-        self._lock = threading.Lock()
-
-    def reserve(self, principal: str, size: int, instead_of: int = 0, always: bool = False) -> bool:
-        with self._lock:
-            return super().reserve(principal, size, instead_of, always)
-
-    def release(self, principal: str, size: int) -> None:
-        with self._lock:
-            super().release(principal, size)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
 from ps_protocol.layout import BucketSpec
+from ps_runtime.background import note_error
 from ps_server.core.consistency import UpdateRule
 from ps_server.core.dense import Gradient
 from ps_server.core.snapshot import BucketSnapshot, Part, ShardSnapshot, extent
@@ -34,11 +35,14 @@ class Refusal:
     clock: the version that the snapshot is of; None: none, so that every new push is refused, and a bucket is copied
            when what was staged before is in its weights
     until: when this ends, if the servers have not ended; on the clock `now`
+    last_incarnation: a worker of a later one shows that the servers take workers again, which ends this; None: this
+           shard itself ends, and no worker shows otherwise
     """
 
     clock: int | None
     until: float
     now: Callable[[], float]
+    last_incarnation: int | None
 
     def covers(self, clock: int) -> bool:
         """Whether a new push of a clock is refused."""
@@ -53,6 +57,12 @@ class Refusals:
 
     current: Refusal | None = None
     seconds: float = 0.0
+
+    def worker_added(self, incarnation: int) -> None:
+        """Ends the refusal for a worker that joined after it. One that was on its way before ends nothing."""
+        refusal = self.current
+        if refusal is not None and refusal.last_incarnation is not None and incarnation > refusal.last_incarnation:
+            self.current = None
 
 
 class SnapshotTask:
@@ -131,7 +141,8 @@ class SnapshotTask:
         except PSError as error:
             self._end(error=error)
         except Exception:
-            log.exception("checkpoint %s cannot be written", self.name)
+            log.error("checkpoint %s cannot be written", self.name)
+            note_error("checkpoint")
             self._end(error=PSError("the checkpoint failed on this shard; its log says why"))
         else:
             self._end(ShardSnapshot(part, reached, self._held_up))

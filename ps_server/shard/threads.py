@@ -83,7 +83,7 @@ class ApplyThreads:
                     self._changed.notify_all()
                     return
                 task = self._tasks.popleft()
-            task()
+            guarded("apply", task)
 
 
 class OwnThreads(ApplyThreads):
@@ -98,11 +98,11 @@ class OwnThreads(ApplyThreads):
 
     def write(self, task: Task) -> None:
         """Has the writing thread run a task."""
-        self._writer.submit(task)
+        self._writer.submit(guarded, "checkpoint", task)
 
     def read(self, task: Task) -> None:
         """Has a reading thread run a task."""
-        self._readers.submit(task)
+        self._readers.submit(guarded, "restore", task)
 
     def repeat(self, seconds: float, task: Task) -> None:
         """Starts a thread that runs a task every so many seconds."""

@@ -85,6 +85,7 @@ class Pull:
     pending:      buckets that are in the segment, and that the worker was not told of yet; pending_bytes: of those
     number:       tells it from all others
     with_pushes:  it came with pushes, and the worker was not told yet that they are staged
+    principal:    whose it is
     """
 
     rank: int
@@ -99,6 +100,7 @@ class Pull:
     pending: list[PulledBucket] = field(default_factory=list)
     pending_bytes: int = 0
     with_pushes: bool = False
+    principal: str = ""
     number: int = field(default_factory=itertools.count().__next__)
 
     def landed(self, bucket: PulledBucket, size: int) -> tuple[PulledBucket, ...]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -120,7 +119,7 @@ class CheckpointStore:
             self._disk.make_directory(directory)
         except OSError as error:
             raise InvalidRequest(f"the checkpoint directory {directory} cannot be made: {error.strerror}") from None
-        if not os.access(directory, os.W_OK | os.X_OK):
+        if not self._disk.is_writable(directory):
             raise InvalidRequest(f"the checkpoint directory {directory} cannot be written to")
 
     def path(self, job: str, name: str | None = None) -> Path:

@@ -1,6 +1,7 @@
 """The files of a directory of checkpoints, as the programs here use them: all goes through one object.
 
-A simulation hands in a Disk of its own that is full, slow, or has the content of an hour ago.
+What is written is flushed here, and so is each new name: what is in a file that is there survives a power failure. A
+simulation hands in a Disk of its own, which has files in memory, and forgets what was not flushed.
 """
 
 from __future__ import annotations
@@ -24,14 +25,21 @@ class Disk:
     """The file system of this machine. Methods raise OSError and may be called from any thread; no file is a link."""
 
     def make_directory(self, path: Path, is_new: bool = False) -> None:
-        """Makes a directory, and those above it, where they are missing: open to this user alone.
+        """Makes a directory, and those above it, where they are missing: open to this user alone. Flushes their names.
 
         is_new: raises FileExistsError if it is there
         """
-        for above in reversed(path.parents):
-            if not above.exists():
-                above.mkdir(mode=0o700, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=not is_new)
+        for directory in (*reversed(path.parents), path):
+            before = self.kind(directory)
+            if before is None or directory is path:
+                self._make_directory(directory, exist_ok=directory is not path or not is_new)
+            if before is None:
+                with contextlib.suppress(PermissionError):  # one above may be written to, and not be read
+                    self._flush_directory(directory.parent)
+
+    def is_writable(self, path: Path) -> bool:
+        """Whether files can be made in a directory."""
+        return os.access(path, os.W_OK | os.X_OK)
 
     def kind(self, path: Path) -> str | None:
         """Returns what is at a path: "a file", "a directory", "a link" or "something else"; None: nothing is."""
@@ -102,19 +110,19 @@ class Disk:
 
         Each chunk is written before the next one is asked for. Where it raises, part of the file may be there.
         """
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+        file = self._create(path, mode)
         try:
             for piece in pieces(chunks):
                 while piece:
-                    piece = piece[os.write(handle, piece) :]
-            os.fsync(handle)
+                    piece = piece[file.write(piece) :]
+            self._flush(file)
         finally:
-            os.close(handle)
+            file.close()
         self._flush_directory(path.parent)
 
     def rename(self, path: Path, new: Path) -> None:
         """Gives a file another name, in place of a file that has it, and flushes the name to disk."""
-        path.replace(new)
+        self._rename(path, new)
         self._flush_directory(new.parent)
 
     def remove(self, path: Path) -> None:
@@ -124,6 +132,21 @@ class Disk:
     def remove_tree(self, path: Path) -> None:
         """Removes a directory with all that is in it, as far as it can."""
         shutil.rmtree(path, ignore_errors=True)
+
+    # -- of what the rest is made: each is one call of the system, and a simulation has its own ------------------------
+
+    def _make_directory(self, path: Path, exist_ok: bool) -> None:
+        path.mkdir(mode=0o700, exist_ok=exist_ok)
+
+    def _create(self, path: Path, mode: int) -> BinaryIO:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+        return open(handle, "wb", buffering=0)
+
+    def _flush(self, file: BinaryIO) -> None:
+        os.fsync(file.fileno())
+
+    def _rename(self, path: Path, new: Path) -> None:
+        path.replace(new)
 
     def _flush_directory(self, path: Path) -> None:
         handle = os.open(path, os.O_RDONLY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import secrets
 import threading
@@ -30,8 +31,12 @@ from ps_worker.cluster import convert
 from ps_worker.cluster.options import JobOptions
 from ps_worker.values import Identity, JoinResult, Registration, Roster, RoundNews, SavedState
 
+log = logging.getLogger("ps_worker")
+
 CALL_SECONDS = 15.0
 ROUND_SECONDS = 30.0  # longer than the coordinator keeps a caller waiting before it has it ask again
+# How a server, or gRPC itself, ends a call whose request is past a limit, or does not arrive in time.
+_TOO_LARGE = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
 
 
 class Watch:
@@ -60,6 +65,7 @@ class CoordinatorClient:
         self.address = address
         self.closing = threading.Event()
         self._timeout = timeout
+        self._attempt_seconds = min(CALL_SECONDS, timeout / 2)  # one answer that is slow is not the end
         self._peer = Peer("coordinator", address, access)
         self._channel = open_channel(address, access)
         self._jobs = JobServiceStub(self._channel)
@@ -92,7 +98,7 @@ class CoordinatorClient:
             waited = max(0.0, time.monotonic() - since)
             request = convert.join_request(options, run, metrics_address, before, clock, request_id, waited)
             try:
-                return self._members.Join(request, timeout=min(CALL_SECONDS, self._timeout))
+                return self._members.Join(request, timeout=self._attempt_seconds)
             except grpc.RpcError as error:
                 # The coordinator knows of this request, and of the workers in the way.
                 if error_from(error, str(self._peer)).retry_after is not None:
@@ -148,12 +154,19 @@ class CoordinatorClient:
                 retry.failed(error)
 
     def leave(self, worker: Identity, state: SavedState | None = None) -> None:
-        """Leaves the job, and leaves this worker's own state behind; one attempt, because the lease ends it anyway."""
+        """Leaves the job, and leaves this worker's own state behind; one attempt, because the lease ends it anyway.
+
+        One more, without the state, where that is too large for a message or arrives too slowly.
+        """
         request = membership_pb2.LeaveRequest(worker=convert.identity(worker))
         if state is not None:
             request.state.clock, request.state.content = state.clock, state.content
-        with contextlib.suppress(grpc.RpcError):
+        try:
             self._members.Leave(request, timeout=CALL_SECONDS)
+        except grpc.RpcError as error:
+            if state is not None and error.code() in _TOO_LARGE:
+                log.warning("this worker leaves without its state at clock %d: %s", state.clock, error.details())
+                self.leave(worker)
 
     def watch(self, job: str) -> Watch:
         """Watches the roster: as it is now, and after every change."""
@@ -166,4 +179,4 @@ class CoordinatorClient:
 
     def _call(self, method: Callable[..., Any], request: Any) -> Any:
         retry = Retry(self._peer, self._timeout, self.closing)
-        return retry.call(lambda: method(request, timeout=min(CALL_SECONDS, self._timeout)))
+        return retry.call(lambda: method(request, timeout=self._attempt_seconds))

@@ -31,7 +31,7 @@ CLOSE_SECONDS = 1.0
 class Doubt:
     """What may be wrong with a place; the heartbeat's thread looks into it before its time. Thread-safe.
 
-    disowned: the place that a shard does not know of
+    disowned: the place that a shard does not know of, or whose job it does not know
     """
 
     def __init__(self) -> None:
@@ -136,8 +136,9 @@ class Membership:
                 is_late = time.monotonic() >= until and not self._joining
                 if cause is not None and (self._coordinator.closing.is_set() or is_late):
                     raise cause
-                # A shard does not count this worker, and the coordinator does: one of them missed something.
-                if isinstance(cause, UnknownWorker) and time.monotonic() >= disowned:
+                # A shard does not count this worker, or does not know its job, and the coordinator does: one of them
+                # missed something, or the job is being rolled back. That may take long, and a worker that joins waits.
+                if isinstance(cause, NotFound | UnknownWorker) and time.monotonic() >= disowned:
                     self._doubt.disowned = place
                 self._doubt.raise_it()  # the coordinator says whether the place is lost, or the job
                 self._changed.wait(DOUBT_SECONDS)

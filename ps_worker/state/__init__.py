@@ -3,6 +3,6 @@
 checkpoint.py       What is captured at a clock, and restored when the job is rolled back to it
 loader_position.py  How far a script's loops over one loader are, and how they go somewhere else
 encoding.py         The state of a worker besides the weights, as values and as bytes
-ending.py           Whether a script comes to its end, or is cut short
+ending.py           Whether a script comes to its end, or is cut short; and where no signal may cut it
 sender.py           Sends each captured state to the coordinator, beside training
 """

@@ -24,7 +24,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ from ps_worker.model.optimizer import ParameterStates, ServerOptimizer
 from ps_worker.model.optimizer_state import StateCollector, States, check_states, tensors_of
 from ps_worker.model.step import StepMaker
 from ps_worker.state.checkpoint import BesideCheckpoint, WorkerCheckpoint
-from ps_worker.state.ending import is_cut_short
+from ps_worker.state.ending import is_cut_short, undisturbed
 from ps_worker.state.sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups, added_name
 from ps_worker.strategies.assignments import Assignments
@@ -218,6 +218,20 @@ def _states_before(
     return states
 
 
+@dataclass(frozen=True)
+class SentStep:
+    """A step that is under way.
+
+    clock:      that it leads to
+    pushed:     once all of these are done, it counts
+    committing: those of them that are pulls, and wait for other workers
+    """
+
+    clock: int
+    pushed: Sequence[Future[Any]]
+    committing: Sequence[Future[Any]]
+
+
 class JobTraining:
     """Trains models in one job, from joining it to its end: the step loop.
 
@@ -249,8 +263,8 @@ class JobTraining:
         self._metrics = metrics
         self._sender = StateSender(participation.coordinator, participation.members)
         self.checkpoint = (BesideCheckpoint if beside else WorkerCheckpoint)(device, self._sender.send)
-        self._pushed: list[Future[Any]] = []  # once all of these are done, the step at hand counts
-        self._committing: list[Future[Any]] = []  # those of them that are pulls, and wait for other workers
+        self._sent: SentStep | None = None
+        self._restore_count = participation.connection.place.restore_count  # the rollbacks that this worker has made
         self._rolled_back = False  # and the script has asked for no batch since
         self._closing = False
 
@@ -291,16 +305,19 @@ class JobTraining:
         """Returns this worker's state after its last step that counts: a signal may have ended it in the middle of one.
 
         A step counts if all its pushes are staged, whether or not the other workers have come. Of drafts, which count
-        with the pull that commits them, it is known only if that has failed.
+        with the pull that commits them, it is known only if that has failed. After a rollback that this worker has not
+        made yet, it is the state that it would go back to.
         """
-        pushed, clock = self._pushed, self.clock
-        wait([push for push in pushed if push not in self._committing], LEAVING_SECONDS)
-        failed = [push for push in pushed if (push.exception() if push.done() else push not in self._committing)]
-        if failed:
-            clock -= 1
-            if len(failed) < len(pushed):
-                log.warning("this worker stops in step %d, of which a part may count", clock + 1)
-        counts = bool(pushed) and not failed
+        sent, place = self._sent, self.participation.members.place
+        if place is not None and place.restore_count > self._restore_count and place.state is not None:
+            return place.state  # it stops before it has gone on from there
+        if sent is None:
+            return SavedState(self.clock, self.checkpoint.last_state(self.clock, False, cut_short=is_cut_short()))
+        wait([push for push in sent.pushed if push not in sent.committing], LEAVING_SECONDS)
+        failed = [push for push in sent.pushed if (push.exception() if push.done() else push not in sent.committing)]
+        if failed and len(failed) < len(sent.pushed):
+            log.warning("this worker stops in step %d, of which a part may count", sent.clock)
+        clock, counts = sent.clock - bool(failed), not failed
         return SavedState(clock, self.checkpoint.last_state(clock, counts, cut_short=is_cut_short()))
 
     @property
@@ -351,7 +368,7 @@ class JobTraining:
             except BaseException as error:
                 self.participation.connection.drop_drafts()
                 if isinstance(error, Exception):  # a signal that ends the script leaves what is sent under way
-                    self._pushed = []
+                    self._sent = None
                 self.data.failed()
                 raise
         return self.come_back()
@@ -366,8 +383,9 @@ class JobTraining:
             participation.settle()
         self._model.begin_pull()
         pushes = self._steps.pushes(step, connection.clock + 1, self.data.use())
-        pushed, pulls, committing = connection.push_pull(pushes, step.drafts_hold)
-        self._pushed, self._committing = [*pushed, *committing], [*committing]
+        with undisturbed():
+            pushed, pulls, committing = connection.push_pull(pushes, step.drafts_hold)
+            self._sent = SentStep(connection.clock, [*pushed, *committing], committing)
         self._finish(pushed, pulls)
         self.data.pushed()
 
@@ -379,35 +397,39 @@ class JobTraining:
         sent = [push.result() for push in pushes]
         pushed = max([began, *(push.staged for push in sent)])
         pulled = [pull.result() for pull in pulls]
-        self._pushed = []
         self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
         waited = max((pull.waited for pull in pulled), default=0.0)
         self._metrics.stepped(
             sum(push.size for push in sent), sum(pull.size for pull in pulled), pushed, waited, self.clock
         )
-        if any(pull.checkpoint for pull in pulled):
-            self.checkpoint.want(self.clock)
-        self.checkpoint.stepped()
+        with undisturbed():
+            self._sent = None
+            if any(pull.checkpoint for pull in pulled):
+                self.checkpoint.want(self.clock)
+            self.checkpoint.stepped()
 
     # -- lost --------------------------------------------------------------------------------------------------------
 
     def come_back(self) -> bool:
         """Goes on in a new place, where the old one is lost. Ends the step at hand; returns whether it counts."""
-        pushed, self._pushed = self._pushed, []
         self._steps.abandon()
         self._assignments.lost_step()
         lost = self.participation.connection
-        if self.participation.rejoin(self._model):
-            self.checkpoint.want(self.clock)
-        # Every push is done: no call of the old place is under way.
-        staged = bool(pushed) and all(push.exception() is None for push in pushed)
+        checkpoint_wanted = self.participation.rejoin(self._model)
         place = self.participation.connection.place
         self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
-        rolled_back = place.restore_count > lost.place.restore_count
-        if rolled_back:
-            self._roll_back(place.state)
-        else:
-            self.checkpoint.stepped()
+        rolled_back = place.restore_count > self._restore_count
+        with undisturbed():
+            self._restore_count = place.restore_count
+            sent, self._sent = self._sent, None
+            # Every push is done: no call of the old place is under way.
+            staged = sent is not None and all(push.exception() is None for push in sent.pushed)
+            if checkpoint_wanted:
+                self.checkpoint.want(self.clock)
+            if rolled_back:
+                self._roll_back(place.state)
+            else:
+                self.checkpoint.stepped()
         self._metrics.rejoined(not staged and not rolled_back, self.clock)
         log.warning(
             "worker %d lost its place at clock %d and goes on at clock %d as incarnation %d; %s",

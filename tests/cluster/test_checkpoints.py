@@ -23,7 +23,6 @@ from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.v1 import jobs_pb2
-from ps_runtime.credentials import PLAINTEXT
 from ps_server.config import parse_every
 from ps_server.coordinator.timing import Timing
 from ps_server.core.buckets import Bucket
@@ -32,12 +31,11 @@ from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.dense import DenseBucket, Gradient, Scratch
 from ps_server.core.partition import JobPartition
 from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, extent
-from ps_server.ops import status
-from ps_server.storage.checkpoints import CheckpointStore, Manifest, WorkerPart
+from ps_server.storage.checkpoints import CheckpointStore, Manifest
 from ps_server.storage.export import export, optimizer_state_dict
-from tests.chaos.cluster import free_ports
+from tests.tools.checkpoint_files import write_checkpoint
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
-from tests.tools.forkserver import Nursery
+from tests.tools.forkserver import Nursery, address_in
 from tests.tools.launching import END_SECONDS, Command
 from tests.tools.optimizers import UNUSUAL, make
 from tests.tools.raw_worker import RawWorker, joined, vector_job
@@ -80,25 +78,7 @@ def train(buckets: list[Bucket], steps: int, seed: int = 0) -> None:
 
 def write(store: CheckpointStore, images: list[BucketSnapshot], spec: JobSpec, name: str = "000001") -> Manifest:
     """A complete checkpoint of one shard and one worker."""
-    store.begin(spec.name, name)
-    part = store.write_shard(spec.name, name, 0, images)
-    worker = store.write_worker(spec.name, name, 0, b"state")
-    manifest = Manifest(
-        name=name,
-        job=job_spec_data(spec),
-        run="run",
-        mode="sync",
-        clock=3,
-        placement=(0,) * len(images),
-        shards={0: part},
-        workers={0: WorkerPart(worker, 3)},
-        versions=(3, 3),
-        clocks={0: 3},
-        last_incarnation=1,
-        restore_count=0,
-    )
-    store.commit(spec.name, manifest)
-    return manifest
+    return write_checkpoint(store, spec, images, name, {0: b"state"})
 
 
 def test_a_manifest_of_the_format_before_is_read(tmp_path: Path) -> None:
@@ -431,27 +411,17 @@ def test_there_is_nothing_to_export_where_there_is_no_checkpoint(tmp_path: Path)
 # -- SIGTERM ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_is_told_to_stop_makes_a_last_checkpoint(tmp_path: Path) -> None:
-    port, ended, codes = free_ports(2), threading.Event(), []
-
-    def note(code: int) -> None:
-        codes.append(code)
-        ended.set()
-
-    flags = ["--with-coordinator", "--shards=1", "--index=0", f"--port={port}", f"--metrics-port={port + 1}"]
-    checkpoints = tmp_path / "checkpoints"
-    with Nursery() as nursery:
-        pid = nursery.start(["shard", *flags, f"--checkpoint-dir={checkpoints}"], tmp_path / "log", note)
-        address = f"127.0.0.1:{port}"
-        until(lambda: status.is_serving(address, PLAINTEXT), "the server")
-        until(lambda: status.fetch(address)["shards"], "its shard")
-        with RawWorker(address, vector_job("job", "sync", 64, 1), 0) as worker:
-            worker.initialise()
-            worker.step(torch.full((64,), -1.0))
-            worker.pull()
-            os.kill(pid, signal.SIGTERM)
-            assert ended.wait(60)
-    assert codes == [0]
+def test_a_server_that_is_told_to_stop_makes_a_last_checkpoint(nursery: Nursery, tmp_path: Path) -> None:
+    flags = ["--with-coordinator", "--shards=1", "--index=0", "--port=0", "--metrics-port=0"]
+    checkpoints, log = tmp_path / "checkpoints", tmp_path / "log"
+    server = nursery.serve(["shard", *flags, f"--checkpoint-dir={checkpoints}"], log)
+    address = address_in(log)
+    with RawWorker(address, vector_job("job", "sync", 64, 1), 0) as worker:
+        worker.initialise()
+        worker.step(torch.full((64,), -1.0))
+        worker.pull()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(END_SECONDS) == 0
     store = CheckpointStore(checkpoints)
     assert store.manifest("job", store.names("job")[-1]).clock == 1
 

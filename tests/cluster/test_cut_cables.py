@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -25,13 +24,12 @@ from tests.chaos.ledger import Ledgers, Record
 from tests.chaos.oracle import Rules, Shape, judge
 from tests.chaos.worker import Task
 from tests.tools.cluster import until
+from tests.tools.forkserver import ROOT, Forked, Nursery, address_in
 
-ROOT = Path(__file__).parents[2]
 SHAPE = Shape(buckets=4, rows=4, columns=7)
-LEASE = 2.0
+LEASE = 5.0
 WORKERS = 2
-PORT = 50051
-START_SECONDS = 90.0  # each process imports torch
+WORKER = ROOT / "tests" / "chaos" / "worker.py"
 READ = """
 import json, pathlib, sys
 from safetensors.torch import save_file
@@ -85,18 +83,9 @@ class Network:
         """Plugs it in again."""
         ip(f"-n {self._switch} link set p{host} up")
 
-    def start(self, host: int, words: list[str], log: Path) -> subprocess.Popen[bytes]:
-        """Runs `python WORDS` on a host."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("PS_")}
-        path = os.pathsep.join([str(ROOT), *sys.path])
-        with log.open("ab") as file:
-            return subprocess.Popen(
-                ["ip", "netns", "exec", self._hosts[host], sys.executable, *words],
-                env={**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PS_INSECURE": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-            )
+    def name(self, host: int) -> str:
+        """A host's network namespace."""
+        return self._hosts[host]
 
 
 def ip(words: str) -> None:
@@ -119,39 +108,33 @@ def network() -> Iterator[Network]:
 
 
 @pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
+def processes() -> Iterator[list[Forked]]:
     """Those that are in it are killed at the test's end."""
-    found: list[subprocess.Popen[bytes]] = []
+    found: list[Forked] = []
     yield found
     for process in found:
-        process.terminate()
-    for process in found:
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.kill()
 
 
 @pytest.mark.netns
-@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_worker_whose_cable_was_pulled_for_longer_than_its_lease_comes_back_and_nothing_is_lost(
     request: pytest.FixtureRequest,
     network: Network,
-    processes: list[subprocess.Popen[bytes]],
+    nursery: Nursery,
+    processes: list[Forked],
     tmp_path: Path,
-    mode: str,
 ) -> None:
-    server = f"{network.address(0)}:{PORT}"
-    up = ["-m", "ps_server", "up", "--host", network.address(0), "--lease", str(LEASE), "--metrics-port", "0"]
-    processes.append(network.start(0, up, tmp_path / "servers.log"))
-    until(lambda: "ready at" in (tmp_path / "servers.log").read_text(), "the servers", START_SECONDS)
-    task = Task(mode, "default", server, WORKERS, 0.02, SHAPE, transports=("grpc",))
+    words = ["shard", "--with-coordinator", "--shards=1", "--index=0", f"--lease={LEASE}", "--insecure"]
+    ports = [f"--host={network.address(0)}", "--port=0", "--metrics-port=0"]
+    log = tmp_path / "server.log"
+    processes.append(nursery.serve([*words, *ports], log, network=network.name(0)))
+    server = address_in(log)
+    task = Task("sync", "default", server, WORKERS, 0.02, SHAPE, transports=("grpc",))
     (tmp_path / "task.json").write_text(json.dumps(asdict(task)))
     for rank in range(WORKERS):
-        words = ["-m", "tests.chaos.worker", str(tmp_path), str(rank)]
-        processes.append(network.start(1 + rank, words, tmp_path / f"worker-{rank}.log"))
-    rules = Rules.of(mode, WORKERS, SHAPE)
+        words, log_of = [tmp_path, rank], tmp_path / f"worker-{rank}.log"
+        processes.append(nursery.run(WORKER, words, log_of, network=network.name(1 + rank), PS_INSECURE="1"))
+    rules = Rules.of("sync", WORKERS, SHAPE)
     ledgers = Ledgers(tmp_path / "lives", rules.averaged)
     request.addfinalizer(ledgers.close)
 
@@ -162,10 +145,10 @@ def test_a_worker_whose_cable_was_pulled_for_longer_than_its_lease_comes_back_an
         return lambda: sum(at > when for at in records()[rank].steps) if rank in records() else 0
 
     for rank in range(WORKERS):
-        until(lambda rank=rank: steps_since(rank, 0.0)() > 10, "the first steps", START_SECONDS)
+        until(lambda rank=rank: steps_since(rank, 0.0)() > 10, "the first steps")
     cut = time.monotonic()
     network.cut(1 + 1)
-    until(lambda: "worker 1 (pid" in (tmp_path / "servers.log").read_text(), "the end of the lease")
+    until(lambda: "worker 1 (pid" in log.read_text(), "the end of the lease")
     fenced = time.monotonic()
     until(lambda: steps_since(0, fenced)() > 20, "the other's going on")
     healed = time.monotonic()
@@ -178,7 +161,10 @@ def test_a_worker_whose_cable_was_pulled_for_longer_than_its_lease_comes_back_an
     (tmp_path / "stop.new").write_text(str(clock))
     (tmp_path / "stop.new").rename(tmp_path / "stop")
     until(lambda: all(record.has("held") for record in records().values()), "the end")
-    read = network.start(0, ["-c", READ, str(tmp_path)], tmp_path / "read.log")
+    (tmp_path / "read.py").write_text(READ)
+    read = nursery.run(
+        tmp_path / "read.py", [tmp_path], tmp_path / "read.log", network=network.name(0), PS_INSECURE="1"
+    )
     assert read.wait(60) == 0, (tmp_path / "read.log").read_text()
     (tmp_path / "leave").touch()
     view, found = load_file(tmp_path / "view.safetensors")["view"], list(records().values())

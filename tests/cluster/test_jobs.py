@@ -5,16 +5,20 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, UnknownWorker
+from ps_server.coordinator.saved_job import SavedJob
+from ps_server.coordinator.state_file import StateFile
 from ps_server.ops import status
 from ps_worker import Session
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
+from tests.tools.raw_worker import RawWorker, vector_job
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +182,29 @@ def test_training_begins_when_every_declared_worker_is_there(cluster: Cluster) -
             return session.world_size
 
     assert in_parallel(2, work) == [2, 2]
+
+
+def test_who_asks_amid_the_last_join_hears_that_training_begins_once_that_is_on_disk(
+    make_cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the coordinator might die and come back without the last worker, while the others train already."""
+    cluster, save, heard = make_cluster(checkpoint_dir=tmp_path), StateFile.save, list[bool]()
+    spec = vector_job("job", "sync", 16, 2)
+
+    def ask() -> None:
+        stop = cluster.coordinator.job("job").watchers.add(lambda roster: heard.append(roster is not None and roster[2]))
+        stop()
+
+    def ask_and_save(file: StateFile, jobs: Callable[[], Mapping[str, SavedJob]]) -> None:
+        ask()
+        save(file, jobs)
+
+    with RawWorker(cluster.address, spec, 0):
+        with monkeypatch.context() as patched:
+            patched.setattr(StateFile, "save", ask_and_save)
+            RawWorker(cluster.address, spec, 1).__exit__(None, None, None)
+        ask()
+    assert heard == [False, False, True]
 
 
 def test_closing_a_session_ends_a_prepare_that_waits_for_others(cluster: Cluster) -> None:

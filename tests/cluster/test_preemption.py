@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import pytest
 
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import Cluster, until
+from tests.tools.forkserver import Forked, Nursery
 
 SAMPLES, WORKERS, WAIT_SECONDS = 600, 2, 120
 LEASE = 120.0
@@ -37,15 +35,13 @@ with open(directory / f"began-{session.rank}", "a", buffering=1) as began:
 """
 
 
-def start(cluster: Cluster, mode: str, directory: Path) -> list[subprocess.Popen[bytes]]:
+def start(nursery: Nursery, cluster: Cluster, mode: str, directory: Path) -> list[Forked]:
     directory.mkdir()
-    variables = {**os.environ, "PS_SERVER": cluster.address, "PS_MODE": mode, "PS_WORLD_SIZE": str(WORKERS)}
+    script, words = directory / "script.py", [directory, SAMPLES]
+    script.write_text(SCRIPT)
+    variables = {"PS_SERVER": cluster.address, "PS_MODE": mode, "PS_WORLD_SIZE": str(WORKERS)}
     return [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(directory), str(SAMPLES)],
-            env={**variables, "PS_RANK": str(rank), "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        for rank in range(WORKERS)
+        nursery.run(script, words, directory / f"log-{rank}", PS_RANK=str(rank), **variables) for rank in range(WORKERS)
     ]
 
 
@@ -55,13 +51,64 @@ def began(directory: Path) -> list[list[int]]:
     return [[int(line) for line in file.read_text().split()] if file.exists() else [] for file in files]
 
 
+# Where the script of a worker is told to stop: between what is done of a step and the note of it.
+PLACES = {
+    "sent": ("ps_worker.cluster.connection", "Connection", "push_pull", "after", 5),
+    "finished": ("ps_worker.state.checkpoint", "WorkerCheckpoint", "stepped", "before", 5),
+    "in its next place": ("ps_worker.cluster.participation", "Participation", "_enter", "before", 2),
+}
+TOLD = """
+import importlib, os, signal, sys
+
+module, holder, name, when, call = sys.argv[3:]
+holder = getattr(importlib.import_module(module), holder)
+method = getattr(holder, name)
+calls = 0
+
+def told(*arguments):
+    global calls
+    calls += 1
+    stops = calls == int(call)
+    if stops and when == "before":
+        os.kill(os.getpid(), signal.SIGTERM)
+    result = method(*arguments)
+    if stops and when == "after":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return result
+
+setattr(holder, name, told)
+"""
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_worker_that_is_told_to_stop_amid_a_step_counts_it_once(
+    make_cluster: Callable[..., Cluster], nursery: Nursery, tmp_path: Path, place: str
+) -> None:
+    samples, kept, script = 40, tmp_path / "checkpoints", tmp_path / "script.py"
+    script.write_text(TOLD + SCRIPT)
+    first = make_cluster(checkpoint_dir=kept, lease=LEASE)
+    alone = {"PS_MODE": "async", "PS_RANK": "0", "PS_WORLD_SIZE": "1"}
+    words, log = [tmp_path, samples, *PLACES[place]], tmp_path / "log"
+    running = nursery.run(script, words, log, PS_SERVER=first.address, **alone)
+    if place == "in its next place":
+        until(lambda: len(began(tmp_path)[0]) > 5, "training")
+        first.end_lease(0)
+    assert running.wait(WAIT_SECONDS) == 128 + signal.SIGTERM
+    until(lambda: not first.coordinator.jobs(), "the job's end", WAIT_SECONDS)
+    first.stop()
+    second = make_cluster(checkpoint_dir=kept, restore=True, lease=LEASE)
+    running = nursery.run(script, [*words[:-1], 0], log, PS_SERVER=second.address, **alone)
+    assert running.wait(WAIT_SECONDS) == 0, log.read_text()
+    assert set(json.loads((tmp_path / "cells-0").read_text())) == {1.0}
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_workers_that_are_told_to_stop_go_on_where_they_were(
-    make_cluster: Callable[..., Cluster], tmp_path: Path, mode: str
+    make_cluster: Callable[..., Cluster], nursery: Nursery, tmp_path: Path, mode: str
 ) -> None:
     kept = tmp_path / "checkpoints"
     first = make_cluster(checkpoint_dir=kept, lease=LEASE)
-    running = start(first, mode, tmp_path / "first")
+    running = start(nursery, first, mode, tmp_path / "first")
     try:
         until(lambda: all(len(samples) > 20 for samples in began(tmp_path / "first")), "training", WAIT_SECONDS)
         for process in running:
@@ -73,7 +120,7 @@ def test_workers_that_are_told_to_stop_go_on_where_they_were(
         assert (sorted(manifest.workers), manifest.without) == ([0, 1], ())
         first.stop()
         second = make_cluster(checkpoint_dir=kept, restore=True, lease=LEASE)
-        running += start(second, mode, tmp_path / "second")
+        running += start(nursery, second, mode, tmp_path / "second")
         assert [process.wait(WAIT_SECONDS) for process in running[WORKERS:]] == [0] * WORKERS
     finally:
         for process in running:

@@ -6,14 +6,11 @@ which steps counted, and that none counted twice.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,12 +22,12 @@ from ps_server.ops import status
 from ps_worker import Session
 from tests.tools.cable import LEASE, Cable, live, lose, session_at
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
+from tests.tools.forkserver import Nursery
 from tests.tools.raw_worker import RawWorker
 
 CELLS = 64
 BUCKET_BYTES = 64
 MODES = ["sync", "ssp:2", "async"]
-TRANSPORTS = ["grpc", "shm"]
 
 
 @pytest.fixture
@@ -83,8 +80,9 @@ class Worker:
 # -- partitions ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "transport"), [("sync", "grpc"), ("sync", "shm"), ("ssp:2", "grpc"), ("async", "shm")]
+)
 def test_a_worker_that_was_cut_off_takes_its_place_again_and_goes_on(
     cluster: Cluster, cable: Cable, mode: str, transport: str
 ) -> None:
@@ -122,8 +120,7 @@ def test_a_worker_that_was_cut_off_takes_its_place_again_and_goes_on(
         assert torch.equal(*trained), "after the same step all have the same weights"
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("mode", ["sync", "ssp:0"])
+@pytest.mark.parametrize(("mode", "transport"), [("sync", "grpc"), ("ssp:0", "shm")])
 def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
     cluster: Cluster, cable: Cable, mode: str, transport: str
 ) -> None:
@@ -132,8 +129,8 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
     sessions: list[Session] = []
 
     def acknowledged() -> bool:
-        pushed = list(sessions[0]._strategy._training._pushed)  # type: ignore[attr-defined]
-        return len(pushed) == 8 and all(push.done() for push in pushed)
+        sent = sessions[0]._strategy._training._sent  # type: ignore[attr-defined]
+        return sent is not None and len(sent.pushed) == 8 and all(push.done() for push in sent.pushed)
 
     def work(which: int) -> None:
         if which == 0:
@@ -149,7 +146,7 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
                 assert 0.0 not in worker.mine()
         else:
             spec = until(lambda: cluster.coordinator.jobs().get("default")).spec
-            with RawWorker(cluster.address, spec, 1) as peer, alive(peer):
+            with RawWorker(cluster.address, spec, 1) as peer:
                 for clock in (1, 2):
                     until(lambda clock=clock: cluster.waits("default").get(0) == (clock, [1]))
                     if clock == 1:
@@ -165,22 +162,6 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
 
     in_parallel(2, work)
     status.end_job(cluster.address, "default")
-
-
-@contextlib.contextmanager
-def alive(peer: RawWorker) -> Iterator[None]:
-    """Keeps a worker's lease."""
-    stop = threading.Event()
-
-    def beat() -> None:
-        while not stop.wait(LEASE / 4):
-            peer.heartbeat()
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    yield
-    stop.set()
-    thread.join()
 
 
 def test_buckets_that_leave_during_backward_are_lost_with_the_place_and_none_twice(
@@ -276,7 +257,7 @@ def test_a_worker_whose_rank_another_process_took_gives_up(cluster: Cluster, cab
         worker.step()
         lose(cluster, cable)
         spec = cluster.coordinator.jobs()["default"].spec
-        with RawWorker(cluster.address, spec, 0) as new, alive(new):
+        with RawWorker(cluster.address, spec, 0) as new:
             before = cluster.state("default")
             cable.heal()
             for _ in range(2):
@@ -310,52 +291,42 @@ def test_a_session_may_be_closed_while_it_is_cut_off(cluster: Cluster, cable: Ca
 # -- a process that is stopped ---------------------------------------------------------------------------------------
 
 SCRIPT = """
-import sys
-import torch
-import ps_worker
+import pathlib, sys, threading, torch, ps_worker
 
+stop = pathlib.Path(sys.argv[1])
 session = ps_worker.connect()
 model = torch.nn.Linear(64, 64)
 model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), bucket_bytes=4096)
-while session.clock < 100000 and not sys.stdin.closed:
+while not stop.exists():
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     print("clock", session.clock, session.metrics_address, flush=True)
-    if sys.stdin.readline() == "stop\\n":
-        break
-session.close()
+    threading.Event().wait(0.02)
 """
 
 
-def test_a_process_that_was_stopped_goes_on_when_it_is_continued(cluster: Cluster) -> None:
-    variables = {"PS_MODE": "sync", "PS_RANK": "0", "PS_WORLD_SIZE": "1", "PS_TRANSPORT": "shm"}
-    environment = {**os.environ, "PS_SERVER": cluster.address, **variables}
-    with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        words = process.stdin, process.stdout
-        for _ in range(3):
-            step(*words)
-        os.kill(process.pid, signal.SIGSTOP)
-        until(lambda: live(cluster) == {}, "the lease runs out")
-        os.kill(process.pid, signal.SIGCONT)
-        step(*words)
-        clock, address = step(*words)
-        assert clock >= 4
-        assert scrape(address)["ps_worker_rejoins_total"] == 1
-        process.stdin.write("stop\n")
-        process.stdin.flush()
-        assert process.wait(60) == 0
+def test_a_process_that_was_stopped_goes_on_when_it_is_continued(
+    cluster: Cluster, nursery: Nursery, tmp_path: Path
+) -> None:
+    script, stop, log = tmp_path / "script.py", tmp_path / "stop", tmp_path / "log"
+    script.write_text(SCRIPT)
+    variables = {"PS_SERVER": cluster.address, "PS_MODE": "sync", "PS_RANK": "0", "PS_WORLD_SIZE": "1"}
+    process = nursery.run(script, [stop], log, PS_TRANSPORT="shm", **variables)
+
+    def steps() -> list[tuple[str, str]]:
+        """The clock after each step, and where the process' metrics are."""
+        return re.findall(r"^clock (\d+) (\S+)$", log.read_text(), re.MULTILINE) if log.exists() else []
+
+    until(lambda: len(steps()) >= 3, "the first steps")
+    process.send_signal(signal.SIGSTOP)
+    until(lambda: cluster.end_lease(0) or live(cluster) == {}, "the end of the lease")
+    before = len(steps())
+    process.send_signal(signal.SIGCONT)
+    until(lambda: len(steps()) > before + 2, "more steps")
+    clock, address = steps()[-1]
+    assert int(clock) >= 4
+    assert scrape(address)["ps_worker_rejoins_total"] == 1
+    stop.touch()
+    assert process.wait(60) == 0
     assert cluster.coordinator.jobs() == {}
-
-
-def step(asks: object, says: object) -> tuple[int, str]:
-    """Lets the process make one more step; the clock it then has, and where its metrics are."""
-    found = re.fullmatch(r"clock (\d+) (\S+)\n", says.readline())  # type: ignore[attr-defined]
-    assert found is not None
-    asks.write("on\n")  # type: ignore[attr-defined]
-    asks.flush()  # type: ignore[attr-defined]
-    return int(found[1]), found[2]

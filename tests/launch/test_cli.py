@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import signal
 import socket
 import subprocess
@@ -24,9 +23,9 @@ import ps_worker.cli
 from ps_server.ops import status
 from ps_server.ops.status import is_serving
 from tests.tools.cluster import Cluster, scrape, until
-from tests.tools.launching import END_SECONDS, ROOT, Command, Commands, run, script
+from tests.tools.launching import END_SECONDS, ROOT, Command, Commands, run, run_here, script
 
-SCRIPT = str(ROOT / "tests" / "scripts" / "train_everything.py")
+SCRIPT = ROOT / "tests" / "scripts" / "train_everything.py"
 FOR_EVER = "1000000000"
 
 Start = Callable[..., Command]
@@ -99,7 +98,7 @@ def test_up_prints_where_to_point_workers_and_prometheus(up: tuple[Command, str]
 def test_torchrun_and_variables_start_the_same_script(up: tuple[Command, str], start: Start, tmp_path: Path) -> None:
     _, address = up
     torchrun = start(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, str(tmp_path), "3"),
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), str(tmp_path), "3"),
         PS_SERVER=address,
         PS_MODE="ssp:1",
         PS_JOB="torchrun",
@@ -115,7 +114,7 @@ def test_torchrun_and_variables_start_the_same_script(up: tuple[Command, str], s
 def test_ctrl_c_ends_workers_and_takes_them_off_the_job(up: tuple[Command, str], start: Start, tmp_path: Path) -> None:
     _, address = up
     flags = ("--server", address, "--workers", "2", "--job", "interrupted", "--metrics-host", "127.0.0.1")
-    workers = start("-m", "ps_worker", "run", *flags, SCRIPT, str(tmp_path), FOR_EVER)
+    workers = start("-m", "ps_worker", "run", *flags, str(SCRIPT), str(tmp_path), FOR_EVER)
 
     def training() -> bool:
         assert workers.process.poll() is None, workers.err
@@ -270,12 +269,9 @@ def test_flags_of_run_have_variables_too(tmp_path: Path) -> None:
 def test_the_same_script_trains_in_every_mode(
     shared: Cluster, job: str, mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # ddp: see test_ddp.py. In this process, because a process of its own takes seconds to import torch.
-    for name, value in {"PS_SERVER": shared.address, "PS_JOB": job, "PS_MODE": mode}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", [SCRIPT, str(tmp_path), "3"])
-    monkeypatch.syspath_prepend(str(Path(SCRIPT).parent))
-    runpy.run_path(SCRIPT, run_name="__main__")
+    # ddp: see test_ddp.py.
+    where = {"PS_SERVER": shared.address, "PS_JOB": job, "PS_MODE": mode}
+    run_here(monkeypatch, SCRIPT, str(tmp_path), "3", **where)
     assert (tmp_path / f"{mode}-0.safetensors").exists()
     assert job not in shared.coordinator.jobs()
 
@@ -348,7 +344,7 @@ def test_an_address_where_nobody_answers_is_one_line_and_an_error(tmp_path: Path
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-        done = run("--server", address, "--connect-timeout", "1.5", SCRIPT, str(tmp_path))
+        done = run("--server", address, "--connect-timeout", "1.5", str(SCRIPT), str(tmp_path))
     assert done.returncode == 1
     assert done.stdout == ""
     *said, last = [line for line in done.stderr.splitlines() if line]

@@ -119,55 +119,60 @@ def test_the_coordinator_dies_while_another_shard_is_being_brought_back(up: Star
 
 
 def test_all_shards_die_at_once_and_the_log_and_the_status_say_how_often(up: Start) -> None:
-    command = up("--shards=3")
+    command = up("--shards=2")
     address = ready(command)
     before = shards_of(address)
-    assert [shard["restart_count"] for shard in before.values()] == [0, 0, 0]
+    assert [shard["restart_count"] for shard in before.values()] == [0, 0]
     for shard in before.values():
         kill(shard["pid"])
-    after = await_return(address, before, 0, 1, 2)
-    assert [shard["restart_count"] for shard in after.values()] == [1, 1, 1]
-    kill(after[2]["pid"])
-    last = await_return(address, after, 2)
-    assert [shard["restart_count"] for shard in last.values()] == [1, 1, 2]
-    assert [scrape(shard["metrics_address"])["ps_shard_restarts_total"] for shard in last.values()] == [1, 1, 2]
+    after = await_return(address, before, 0, 1)
+    assert [shard["restart_count"] for shard in after.values()] == [1, 1]
+    kill(after[1]["pid"])
+    last = await_return(address, after, 1)
+    assert [shard["restart_count"] for shard in last.values()] == [1, 2]
+    assert [scrape(shard["metrics_address"])["ps_shard_restarts_total"] for shard in last.values()] == [1, 2]
     head, coordinator, *rows = [row.split() for row in status.table(status.fetch(address)).splitlines()]
     column = head.index("RESTARTS")
-    assert [row[column] for row in (coordinator, *rows)] == ["-", "1", "1", "2"]
+    assert [row[column] for row in (coordinator, *rows)] == ["-", "1", "2"]
 
     def said(text: str) -> list[str]:
         return [line for line in command.err.splitlines() if line.startswith("ps-server:") and text in line]
 
-    until(lambda: len(said("is back")) == 4, "a line for each return", START_SECONDS)
-    for index in range(3):
+    until(lambda: len(said("is back")) == 3, "a line for each return", START_SECONDS)
+    for index in range(2):
         assert said(f"shard {index} ended")[0] == (
             f"ps-server: shard {index} ended with code -9; starting it again (restart 1)"
         )
         assert said(f"shard {index} is")[0] == f"ps-server: shard {index} is back (restart 1)"
-    assert said("shard 2 ended")[1:] == ["ps-server: shard 2 ended with code -9; starting it again in 1 s (restart 2)"]
-    assert said("shard 2 is")[1:] == ["ps-server: shard 2 is back (restart 2)"]
+    assert said("shard 1 ended")[1:] == ["ps-server: shard 1 ended with code -9; starting it again in 1 s (restart 2)"]
+    assert said("shard 1 is")[1:] == ["ps-server: shard 1 is back (restart 2)"]
     assert command.end(signal.SIGTERM) == 0
 
 
-@pytest.mark.parametrize(("hung", "other"), [(1, 0), (0, 1)])
-def test_a_shard_that_hangs_in_its_start_is_killed_and_the_others_come_back_meanwhile(
-    up: Start, hung: int, other: int
-) -> None:
-    """A shard that waits for a coordinator which hangs is not late: its time begins when the coordinator is back."""
-    command = up("--shards=2", "--shard-start-timeout=15")
-    address = ready(command)
-    before = shards_of(address)
-    kill(before[hung]["pid"])
-    process(command, hung, before[hung]["pid"]).suspend()
-    kill(before[other]["pid"])
-    await_return(address, before, 0, 1)
-    killed = re.search(rf"shard {hung} is not ready after \d+ s: killing it\n", command.err)
-    assert killed
-    if hung:
-        assert command.err.index("shard 0 is back") < killed.start()
-    else:
-        assert "shard 1 is not ready" not in command.err
-    assert command.end(signal.SIGTERM) == 0
+def test_a_shard_that_hangs_in_its_start_is_killed_and_the_others_come_back_meanwhile(up: Start) -> None:
+    """A shard that waits for a coordinator which hangs is not late: its time begins when the coordinator is back.
+
+    In one cluster shard 1 hangs and in another one the coordinator: they wait for the same time.
+    """
+    clusters = [up("--shards=2", "--shard-start-timeout=15") for _ in range(2)]
+    addresses = [ready(command) for command in clusters]
+    before = [shards_of(address) for address in addresses]
+    for command, shards, hung in zip(clusters, before, (1, 0), strict=True):
+        kill(shards[hung]["pid"])
+        process(command, hung, shards[hung]["pid"]).suspend()
+        kill(shards[1 - hung]["pid"])
+    for address, shards in zip(addresses, before, strict=True):
+        await_return(address, shards, 0, 1)
+    killed = [
+        re.search(rf"shard {hung} is not ready after \d+ s: killing it\n", command.err)
+        for command, hung in zip(clusters, (1, 0), strict=True)
+    ]
+    assert killed[0]
+    assert clusters[0].err.index("shard 0 is back") < killed[0].start()
+    assert killed[1]
+    assert "shard 1 is not ready" not in clusters[1].err
+    for command in clusters:
+        assert command.end(signal.SIGTERM) == 0
 
 
 def test_a_shard_whose_port_is_taken_for_a_moment_is_started_until_it_is_free(up: Start) -> None:
@@ -278,17 +283,13 @@ def test_a_signal_during_the_start_ends_up_at_once(up: Start, number: int) -> No
     assert "Traceback" not in command.err
 
 
-@pytest.mark.parametrize("how", ["told", "its parent is gone"])
-def test_a_supervised_shard_that_waits_for_its_line_ends(how: str) -> None:
+def test_a_supervised_shard_that_waits_for_its_line_ends_with_its_parent() -> None:
     words = [sys.executable, "-m", "ps_server", "shard", "--supervised", "--index=1", "--port=0", "--metrics-port=0"]
     with subprocess.Popen(words, env=environment(), stdin=subprocess.PIPE) as shard:
         try:
             assert shard.stdin is not None
             until(lambda: has_imported_torch(psutil.Process(shard.pid)), "its imports", RETURN_SECONDS)
-            if how == "told":
-                shard.terminate()
-            else:
-                shard.stdin.close()
+            shard.stdin.close()
             assert shard.wait(PROMPT_SECONDS) == 0
         finally:
             shard.kill()
@@ -298,10 +299,10 @@ def test_shards_that_stand_still_are_killed_when_the_grace_is_over(tmp_path: Pat
     """One grace for all of them, and not one for each in turn."""
     hurried = "import ps_launch.servers as s; s.WRITE_SECONDS, s.SHARDS_STOP_SECONDS = 1, 2"
     run = f"{hurried}; import ps_server.cli as c; c.main()"
-    command = Command(tmp_path, "-c", run, "up", "--shards=3", "--port=0", "--metrics-port=0", "--drain-seconds=1")
+    command = Command(tmp_path, "-c", run, "up", "--shards=2", "--port=0", "--metrics-port=0", "--drain-seconds=1")
     try:
         ready(command)
-        for index in range(3):
+        for index in range(2):
             process(command, index).suspend()
         assert command.end(signal.SIGTERM) == 0
     finally:

@@ -12,7 +12,7 @@ from tests.tools.launching import python
 
 SMALLEST = {
     "round": "--mib 1 --rounds 1 --transport shm --wire float32 --no-peers",
-    "scale": "--mib 1 --workers 2 --shards 1 --rounds 1 --transport shm",
+    "scale": "--mib 1 --workers 1 --shards 1 --rounds 1 --transport shm",
     "train": "--layers 1 --width 64 --batch 1 --turns 1 --steps 2",
     "straggler": "--workers 2 --shards 1 --base-ms 5 --seconds 1 --turns 1",
     "memory": "--layers 1 --width 64 --batch 1 --workers 2 --shards 1 --steps 2 --transport grpc --bucket-kib 64",

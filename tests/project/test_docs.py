@@ -32,12 +32,6 @@ def _scripts(document: Path) -> list[str]:
     return [block for block in blocks if "import ps_worker" in block and "connect()" in block]
 
 
-def _run(script: Path, *arguments: str, **variables: str) -> str:
-    done = launching.python(str(script), *arguments, folder=script.parent, **variables)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_the_reference_is_what_the_docstrings_say() -> None:
     made = launching.load(DOCS / "make_reference.py").document()
     assert (DOCS / "reference.md").read_text() == made, "run `make reference`"
@@ -59,19 +53,28 @@ def test_the_first_example_of_the_readme_is_the_file() -> None:
 
 
 @pytest.mark.parametrize("mode", ["single", "sync", "async"])
-def test_the_first_example_runs_as_it_stands(shared: Cluster, job: str, tmp_path: Path, mode: str) -> None:
+def test_the_first_example_runs_as_it_stands(
+    shared: Cluster,
+    job: str,
+    tmp_path: Path,
+    mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     [shown] = _scripts(README)
     script = tmp_path / "train.py"
     script.write_text(shown)
-    written = _run(script, PS_MODE=mode, PS_SERVER=shared.address, PS_JOB=job)
-    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", written)]
+    launching.run_here(monkeypatch, script, PS_MODE=mode, PS_SERVER=shared.address, PS_JOB=job)
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
     assert len(losses) == 5
     assert losses[-1] < 0.3
     assert set(load_file(tmp_path / "model.safetensors")) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
 @pytest.mark.parametrize(("first", "second"), [("sync", "sync"), ("single", "sync"), ("sync", "single")])
-def test_the_recipe_resumes(shared: Cluster, job: str, tmp_path: Path, first: str, second: str) -> None:
+def test_the_recipe_resumes(
+    shared: Cluster, job: str, tmp_path: Path, first: str, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [shown] = _scripts(DOCS / "save-and-resume.md")
 
     def train(folder: str, *epochs: tuple[int, str]) -> Any:
@@ -79,7 +82,8 @@ def test_the_recipe_resumes(shared: Cluster, job: str, tmp_path: Path, first: st
         script.parent.mkdir()
         script.write_text(shown)
         for count, mode in epochs:
-            _run(script, str(count), PS_MODE=mode, PS_SERVER=shared.address, PS_JOB=job)
+            where = {"PS_MODE": mode, "PS_SERVER": shared.address, "PS_JOB": job}
+            launching.run_here(monkeypatch, script, str(count), **where)
         return torch.load(script.parent / "checkpoint.pt", weights_only=True)
 
     found = train("halves", (2, first), (4, second))

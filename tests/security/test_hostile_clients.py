@@ -27,8 +27,9 @@ from ps_runtime.status import error_from
 from ps_server.core.limits import Limits
 from ps_server.ops.status import is_serving
 from tests.tools.cluster import Cluster, scrape, until
+from tests.tools.http2 import PREFACE
 from tests.tools.raw_worker import RawWorker
-from tests.tools.slow_client import PREFACE, Dripping, opening
+from tests.tools.slow_client import CallDrops, Dripping, Drops
 
 MakeCluster = Callable[..., Cluster]
 
@@ -102,20 +103,26 @@ DRIPPING = 100
 def test_clients_that_send_a_request_byte_by_byte_delay_nobody_and_are_cut_off(
     make_cluster: MakeCluster, method: str
 ) -> None:
-    cluster = make_cluster(shards=1, limits=Limits(upload_seconds=0.5))
+    """They come from another host, with more of them than there are places for requests."""
+    cluster = make_cluster(shards=1, limits=Limits(upload_seconds=1.0))
     server = cluster.servers[0]
-    with Dripping(server.address, DRIPPING, opening(f"/ps_protocol.v1.{method}", 10**6), b"x", 0.1) as clients:
-        until(lambda: calls(cluster, "started", method.rpartition("/")[2]) >= DRIPPING, "the start of every call")
+    drops = [CallDrops(f"/ps_protocol.v1.{method}", 10**6) for _ in range(12)]
+    with Dripping(server.address, drops, 0.1, source="127.0.0.2") as clients:
+        until(lambda: calls(cluster, "started", method.rpartition("/")[2]) >= len(drops), "the start of every call")
         assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
         until(lambda: server.calls_in_flight() == 0, "the end of every call")
-        assert clients.sent, "they had begun"
+        turns = clients.turns
+        until(lambda: clients.turns > turns + 1, "another byte on each connection")
+        assert not clients.refused, "the calls are over; the connections may make others"
         assert worst_step(cluster, "after") < SLOWEST_STEP_SECONDS
         until(lambda: server.calls_in_flight() == 0, "the end of the worker's own calls, and no other")
 
 
 def test_clients_that_shake_hands_byte_by_byte_delay_nobody_and_are_cut_off(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(shards=1, limits=Limits(handshake_seconds=2.0))
-    with Dripping(cluster.address, DRIPPING, b"", PREFACE, pause=0.2) as clients:  # a preface takes 4.8 s
+    with Dripping(
+        cluster.address, [Drops(PREFACE) for _ in range(DRIPPING)], pause=0.2
+    ) as clients:  # a preface takes 4.8 s
         assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
         until(lambda: clients.refused == DRIPPING, "the end of every connection")
 
@@ -128,7 +135,7 @@ def test_scrapers_that_ask_byte_by_byte_keep_nobody_else_out_and_are_cut_off(
     monkeypatch.setattr("ps_runtime.metrics.CONNECTION_SECONDS", 3.0)
     cluster = make_cluster(shards=1)
     address = cluster.servers[0].metrics_address
-    with Dripping(address, DRIPPING, prefix, b"x", source="127.0.0.2") as clients:
+    with Dripping(address, [Drops(b"x", prefix) for _ in range(DRIPPING)], source="127.0.0.2") as clients:
         assert scrape(address), "who scrapes from another host is answered"
         assert worst_step(cluster, "beside") < SLOWEST_STEP_SECONDS
         until(lambda: clients.refused == DRIPPING, "the end of every connection")

@@ -83,6 +83,13 @@ def test_a_place_is_given_back_when_its_time_is_over_or_another_has_waited() -> 
     assert admission.overdue(25.0) == ["a.h.1.0"], "one waits, so one makes room"
 
 
+def test_a_time_shorter_than_the_patience_with_others_holds_too() -> None:
+    admission: Admission[str] = Admission(Terms(PLACES, WAITING, seconds=1.0, patience=10.0))
+    ask(admission, "a.h.1.x")
+    assert admission.overdue(0.9) == []
+    assert admission.overdue(1.0) == ["a.h.1.x"]
+
+
 @pytest.mark.parametrize("flood", ["a.h.1.", "a.other.1."])
 def test_no_flood_of_one_principal_has_the_request_of_another_broken_off(flood: str) -> None:
     admission: Admission[str] = Admission(Terms(2, WAITING, seconds=30.0, patience=1.0))

@@ -16,23 +16,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from ps_protocol.convert import job_spec_data
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, VersionMismatch
-from ps_protocol.job import JobSpec
-from ps_protocol.layout import bucket_layout
 from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.shards import Shards
 from ps_server.coordinator.state_file import FILE, StateFile
 from ps_server.core.placement import place_job
-from ps_server.core.snapshot import BucketSnapshot
-from ps_server.storage.checkpoints import CheckpointStore, Manifest, WorkerPart, seal
+from ps_server.storage.checkpoints import CheckpointStore, seal
 from ps_server.storage.directory_lock import lock_directory
 from ps_server.storage.disk import Disk
 from ps_server.storage.export import export
+from tests.tools.checkpoint_files import filled, write_checkpoint
 from tests.tools.one_process import AtOnce, DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
 
@@ -45,31 +41,6 @@ release = lock_directory(Path(sys.argv[1]), "there:1", Disk(), 0.0)
 print("held", flush=True)
 sys.stdin.read()
 """
-
-
-def checkpoint_of(spec: JobSpec, store: CheckpointStore, name: str = "000001") -> Manifest:
-    """A complete checkpoint of a job on one shard with one worker."""
-    buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
-    assert store.begin(spec.name, name)
-    part = store.write_shard(
-        spec.name, name, 0, [BucketSnapshot(bucket.index, 3, {0: 3}, torch.ones(bucket.numel)) for bucket in buckets]
-    )
-    manifest = Manifest(
-        name=name,
-        job=job_spec_data(spec),
-        run="run",
-        mode="sync",
-        clock=3,
-        placement=(0,) * len(buckets),
-        shards={0: part},
-        workers={0: WorkerPart(store.write_worker(spec.name, name, 0, b"state"), 3)},
-        versions=(3, 3),
-        clocks={0: 3},
-        last_incarnation=1,
-        restore_count=0,
-    )
-    store.commit(spec.name, manifest)
-    return manifest
 
 
 def reseal(path: Path, **changed: object) -> None:
@@ -185,7 +156,7 @@ NEWER = r"written by a newer version of ps-torch \(format 3\), this one reads up
 def test_a_manifest_of_a_newer_version_is_refused_and_not_passed_over(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for name in ("000001", "000002"):
-        checkpoint_of(SPEC, store, name)
+        write_checkpoint(store, SPEC, filled(SPEC), name)
     (tmp_path / "job" / "000002" / "manifest.json").write_text('{"format": 3, "sealed": "otherwise"}')
     with pytest.raises(VersionMismatch, match=NEWER):
         store.manifest("job", "000002")
@@ -211,7 +182,7 @@ def test_a_state_file_of_a_newer_version_is_neither_used_nor_written_over(tmp_pa
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000])
 def test_a_nested_file_is_damaged_and_ends_nothing(tmp_path: Path, content: str) -> None:
     store = CheckpointStore(tmp_path)
-    checkpoint_of(SPEC, store)
+    write_checkpoint(store, SPEC, filled(SPEC))
     (tmp_path / "job" / "000001" / "manifest.json").write_text(content)
     with pytest.raises(CheckpointDamaged, match=r"manifest\.json"):
         store.manifest("job", "000001")
@@ -222,7 +193,7 @@ def test_a_nested_file_is_damaged_and_ends_nothing(tmp_path: Path, content: str)
 @pytest.mark.parametrize("job", [{}, {"name": "job"}, [], None, {"parameters": "x"}], ids=str)
 def test_a_manifest_without_a_job_is_refused(tmp_path: Path, job: object) -> None:
     store = CheckpointStore(tmp_path)
-    checkpoint_of(SPEC, store)
+    write_checkpoint(store, SPEC, filled(SPEC))
     reseal(tmp_path / "job" / "000001" / "manifest.json", job=job)
     with pytest.raises(CheckpointDamaged, match=r"manifest\.json"):
         store.manifest("job", "000001")
@@ -235,7 +206,7 @@ def test_only_their_owner_reads_the_files(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         store = CheckpointStore(tmp_path / "checkpoints")
-        checkpoint_of(SPEC, store)
+        write_checkpoint(store, SPEC, filled(SPEC), states={0: b"state"})
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "checkpoints").rglob("*")}

@@ -38,8 +38,8 @@ HANGS = 600.0  # seconds: what waits for a call that hangs waits longer than any
 class HangingShard(DirectShard):
     """A shard that answers nothing while `hangs`; calls of that time are carried out when it goes on."""
 
-    def __init__(self, shard: Shard) -> None:
-        super().__init__(shard)
+    def __init__(self, shard: Shard, process: int) -> None:
+        super().__init__(shard, process)
         self.goes_on = threading.Event()
         self.goes_on.set()
         self.waiting = 0
@@ -62,7 +62,7 @@ class Threaded:
 
     def __init__(self, lease: float) -> None:
         self.shards = [Shard(ShardMetrics(CollectorRegistry()), NoThreads(), index=index) for index in range(2)]
-        self.apis = [HangingShard(shard) for shard in self.shards]
+        self.apis = [HangingShard(shard, index + 1) for index, shard in enumerate(self.shards)]
         self.coordinator = Coordinator(
             2,
             lambda index, _: self.apis[index],
@@ -89,7 +89,7 @@ class Threaded:
 
 @pytest.fixture
 def threaded() -> Iterator[Threaded]:
-    cluster = Threaded(lease=1.0)
+    cluster = Threaded(lease=2.0)
     yield cluster
     cluster.stop()
 
@@ -228,6 +228,40 @@ def test_what_the_disk_does_not_take_is_not_done(tmp_path: Path) -> None:
     cluster.stop()
 
 
+class AskingDisk(FullDisk):
+    """A full disk that calls back before it refuses something."""
+
+    def __init__(self, ask: Callable[[], object]) -> None:
+        self.ask = ask
+
+    def write(self, *arguments: Any, **named: Any) -> Any:
+        if self.full:
+            self.ask()
+        return super().write(*arguments, **named)
+
+
+@pytest.mark.usefixtures("caplog")
+def test_a_job_that_is_not_on_disk_yet_is_not_given_to_a_second_caller(tmp_path: Path) -> None:
+    """It may not come to be: a worker that was told that it is there would end with NotFound."""
+    asked: list[str] = []
+
+    def ask() -> None:
+        if not asked:
+            with pytest.raises(TryLater) as refused:
+                cluster.coordinator.register_job(spec)
+            asked.append(str(refused.value))
+
+    spec, disk = vector_job("job", "async", CELLS, 0), AskingDisk(ask)
+    cluster = OneProcess(tmp_path, disk=disk)
+    disk.full = True
+    with pytest.raises(TryLater, match="No space left on device"):
+        cluster.coordinator.register_job(spec)
+    assert asked == ["job 'job' is being registered at this moment"]
+    disk.full = False
+    assert cluster.coordinator.register_job(spec)[1]
+    cluster.stop()
+
+
 @pytest.mark.usefixtures("caplog")
 def test_what_the_disk_did_not_take_is_written_when_it_can(tmp_path: Path) -> None:
     disk = FullDisk()
@@ -243,23 +277,12 @@ def test_what_the_disk_did_not_take_is_written_when_it_can(tmp_path: Path) -> No
     cluster.stop()
 
 
-def saved(cluster: OneProcess, worker: DirectWorker) -> None:
-    """Makes a checkpoint while the worker trains."""
-
-    def meanwhile() -> None:
-        cluster.coordinator.make_checkpoints()
-        steps(worker, 1)
-
-    cluster.clock.meanwhile = meanwhile
-    cluster.coordinator.job("job").checkpoint()
-    cluster.clock.meanwhile = cluster.coordinator.make_checkpoints
-
-
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_second_shard_that_dies_during_a_rollback_is_rolled_back_too(cluster: OneProcess, mode: str) -> None:
     worker = DirectWorker(cluster, vector_job("job", mode, CELLS, 1), 0)
     worker.initialise()
-    saved(cluster, worker)
+    worker.checkpoint()
+    cluster.while_waiting()
     before = worker.clock
     cluster.start_shard(1)
     restore = cluster.shards[1].restore_job
@@ -282,7 +305,8 @@ def test_a_second_shard_that_dies_during_a_rollback_is_rolled_back_too(cluster: 
 def test_a_shard_that_dies_while_the_last_worker_leaves_brings_no_job_back(cluster: OneProcess) -> None:
     worker = DirectWorker(cluster, vector_job("job", "sync", CELLS, 1), 0)
     worker.initialise()
-    saved(cluster, worker)
+    worker.checkpoint()
+    cluster.while_waiting()
     steps(worker, 1)
 
     def dies() -> None:
@@ -304,7 +328,8 @@ def test_a_shard_that_dies_while_the_last_worker_leaves_brings_no_job_back(clust
 def test_a_last_worker_that_leaves_during_a_rollback_ends_the_job_after_it(cluster: OneProcess) -> None:
     worker = DirectWorker(cluster, vector_job("job", "sync", CELLS, 1), 0)
     worker.initialise()
-    saved(cluster, worker)
+    worker.checkpoint()
+    cluster.while_waiting()
     cluster.start_shard(1)
     restore = cluster.shards[1].restore_job
 
@@ -320,7 +345,8 @@ def test_a_last_worker_that_leaves_during_a_rollback_ends_the_job_after_it(clust
 def test_a_join_that_a_rollback_overtakes_is_made_again(cluster: OneProcess) -> None:
     worker = DirectWorker(cluster, vector_job("job", "async", CELLS, 0), 0)
     worker.initialise()
-    saved(cluster, worker)
+    worker.checkpoint()
+    cluster.while_waiting()
     add = cluster.shards[0].add_worker
 
     def loses_a_shard(*arguments: Any) -> Any:
@@ -341,17 +367,30 @@ def test_a_join_that_a_rollback_overtakes_is_made_again(cluster: OneProcess) -> 
 
 
 def test_a_process_that_was_replaced_does_not_come_back_as_its_shard(cluster: OneProcess) -> None:
-    """Its call was on its way when it died, and is carried out after that of its successor at the same address."""
+    """Its call was on its way when it died, and is carried out after that of its successor."""
     address, before = cluster.address_of(1), cluster.process_of(1)
-    cluster.coordinator.register_shard(1, address, "", 1, 99)
+    cluster.start_shard(1)
     with pytest.raises(TryLater, match="was replaced by another one"):
         cluster.coordinator.register_shard(1, address, "", 1, before)
-    assert cluster.coordinator.shards()[1].process == 99
+    assert cluster.coordinator.shards()[1].process == cluster.process_of(1)
+
+
+def test_a_coordinator_asks_the_process_at_an_address_which_one_it_is(cluster: OneProcess, tmp_path: Path) -> None:
+    """A shard's process calls in, dies, and another one has its address; only then the call arrives, at a coordinator
+    that was started meanwhile and knows neither."""
+    cluster.start_coordinator(CheckpointPolicy(tmp_path), calling=[0])
+    address, process = cluster.address_of(1), cluster.process_of(1)
+    with pytest.raises(TryLater, match="process 7 is gone, and another one serves at"):
+        cluster.coordinator.register_shard(1, address, "", 7, process - 1)
+    assert list(cluster.coordinator.shards()) == [0]
+    cluster.coordinator.register_shard(1, address, "", 8, process)
+    assert cluster.coordinator.shards()[1].process == process
 
 
 # -- background threads, and jobs that workers have deserted ---------------------------------------------------------
 
 
+@pytest.mark.usefixtures("caplog")  # the errors are meant
 def test_an_error_in_one_job_is_counted_and_keeps_no_other_from_its_turn(
     cluster: OneProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,6 +427,22 @@ def test_a_coordinator_that_stood_still_ends_no_lease_because_of_it(cluster: One
     assert not members.all()
 
 
+def test_a_coordinator_that_stood_still_waits_for_the_dead_no_longer_than_a_lease(cluster: OneProcess) -> None:
+    """Heartbeats of before lie in its sockets, and are heard before it looks."""
+    worker = DirectWorker(cluster, vector_job("job", "async", CELLS, 0), 0)
+    members = cluster.coordinator.job("job").members
+    expiry = Expiry(cluster.coordinator.jobs, cluster.coordinator._cluster, background.Background())
+    expiry.look_regularly()
+    cluster.clock.seconds += 30  # of a lease of 10
+    members.heartbeat(0, worker.place.member.incarnation, 0, worker.place.member.key)
+    for _ in range(11):
+        expiry.look_regularly()
+        cluster.clock.seconds += 1
+    expiry.look_regularly()
+    assert not members.all()
+
+
+@pytest.mark.usefixtures("caplog")  # the errors are meant
 def test_a_thread_goes_on_after_an_error() -> None:
     rounds: list[int] = []
 
@@ -414,7 +469,7 @@ def test_a_job_without_workers_ends(cluster: OneProcess, joins: bool, seconds: i
     else:
         cluster.coordinator.register_job(spec)
     cluster.coordinator.expire_workers()
-    cluster.clock.meanwhile = cluster.coordinator.make_checkpoints
+    cluster.while_waiting()
     cluster.clock.seconds += seconds - 11
     cluster.coordinator.expire_workers()
     assert "job" in cluster.coordinator.jobs()

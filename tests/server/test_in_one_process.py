@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,10 +11,7 @@ import torch
 
 from ps_protocol.errors import NotFound, TryLater, UnknownWorker
 from ps_server.core.membership import JoinRequest
-from tests.tools.one_process import DirectWorker, OneProcess
-from tests.tools.raw_worker import vector_job
-
-CELLS = 64  # four buckets of 16, on two shards
+from tests.tools.one_process import CELLS, OneProcess, join_all, train
 
 
 @pytest.fixture
@@ -24,41 +21,9 @@ def cluster(tmp_path: Path) -> Iterator[OneProcess]:
     cluster.stop()
 
 
-def workers(cluster: OneProcess, mode: str, count: int = 2) -> list[DirectWorker]:
-    joined = [DirectWorker(cluster, vector_job("job", mode, CELLS, count), rank) for rank in range(count)]
-    joined[0].initialise()
-    return joined
-
-
-def train(each: list[DirectWorker]) -> torch.Tensor:
-    """One step of all workers, after which each sends its state if that belongs to a checkpoint."""
-    for worker in each:
-        worker.push()
-    weights = [worker.pull() for worker in each]
-    assert all(torch.equal(other, weights[0]) for other in weights)
-    for worker in each:
-        if worker.in_checkpoint:
-            worker.save_state()
-    return weights[0]
-
-
-def while_waiting(cluster: OneProcess, work: Callable[[], object]) -> None:
-    """Has the cluster do this, and the coordinator make checkpoints, whenever the coordinator waits."""
-
-    def meanwhile() -> None:
-        cluster.coordinator.make_checkpoints()
-        work()
-
-    cluster.clock.meanwhile = meanwhile
-
-
-def nothing() -> None:
-    pass
-
-
 def test_workers_join_train_and_leave(cluster: OneProcess) -> None:
     before = {thread.name for thread in threading.enumerate()}
-    each = workers(cluster, "sync")
+    each = join_all(cluster, "sync")
     assert torch.equal(train(each), torch.ones(CELLS))
     assert torch.equal(train(each), torch.full((CELLS,), 2.0))
     for worker in each:
@@ -68,7 +33,7 @@ def test_workers_join_train_and_leave(cluster: OneProcess) -> None:
     assert [(worker.rank, worker.clock) for worker in statistics.workers] == [(0, 2), (1, 2)]
     assert (statistics.started, statistics.buckets, statistics.lost_steps) == (True, 4, 0)
     assert not each[0].leave()
-    while_waiting(cluster, nothing)
+    cluster.while_waiting()
     assert each[1].leave(), "the last one ends the job"
     assert cluster.coordinator.jobs() == {}
     assert all(shard.jobs() == {} for shard in cluster.shards.values())
@@ -81,11 +46,11 @@ def test_workers_join_train_and_leave(cluster: OneProcess) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_shard_that_dies_comes_back_from_a_checkpoint(cluster: OneProcess, mode: str) -> None:
-    [worker] = workers(cluster, mode, 1)
+    [worker] = join_all(cluster, mode, 1)
     train([worker])
-    while_waiting(cluster, lambda: train([worker]))
+    cluster.while_waiting(lambda: train([worker]))
     manifest = cluster.coordinator.job("job").checkpoint()
-    while_waiting(cluster, nothing)
+    cluster.while_waiting()
     assert sorted(manifest.workers) == [0]
     if mode == "sync":
         assert manifest.versions == (manifest.clock, manifest.clock)

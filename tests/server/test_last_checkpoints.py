@@ -21,10 +21,9 @@ from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads, Task
 from ps_server.storage.checkpoints import CheckpointStore, Manifest
-from tests.tools.one_process import DirectWorker, OneProcess
+from tests.tools.one_process import CELLS, DirectWorker, OneProcess, join_all, train
 from tests.tools.raw_worker import vector_job
 
-CELLS = 64  # four buckets of 16, on two shards
 SLOW_STEP_SECONDS = 8.0
 
 
@@ -33,32 +32,6 @@ def cluster(tmp_path: Path) -> Iterator[OneProcess]:
     cluster = OneProcess(tmp_path)
     yield cluster
     cluster.stop()
-
-
-def workers(cluster: OneProcess, mode: str, count: int = 2) -> list[DirectWorker]:
-    joined = [DirectWorker(cluster, vector_job("job", mode, CELLS, count), rank) for rank in range(count)]
-    joined[0].initialise()
-    return joined
-
-
-def train(each: list[DirectWorker]) -> None:
-    """One step of all workers, after which each sends its state if that belongs to a checkpoint."""
-    for worker in each:
-        worker.push()
-    for worker in each:
-        worker.pull()
-        if worker.in_checkpoint:
-            worker.save_state()
-
-
-def while_waiting(cluster: OneProcess, work: Callable[[], object]) -> None:
-    """Has the cluster do this, and the coordinator make checkpoints, whenever the coordinator waits."""
-
-    def meanwhile() -> None:
-        cluster.coordinator.make_checkpoints()
-        work()
-
-    cluster.clock.meanwhile = meanwhile
 
 
 def slowly(cluster: OneProcess, each: list[DirectWorker]) -> Callable[[], None]:
@@ -74,10 +47,6 @@ def slowly(cluster: OneProcess, each: list[DirectWorker]) -> Callable[[], None]:
     return work
 
 
-def nothing() -> None:
-    pass
-
-
 def asked(cluster: OneProcess, seconds: float) -> Manifest:
     checkpoints = cluster.coordinator.job("job").checkpoints
     assert checkpoints is not None
@@ -86,9 +55,9 @@ def asked(cluster: OneProcess, seconds: float) -> Manifest:
 
 def whole(cluster: OneProcess, each: list[DirectWorker]) -> Manifest:
     """A checkpoint with all states."""
-    while_waiting(cluster, slowly(cluster, each))
+    cluster.while_waiting(slowly(cluster, each))
     manifest = asked(cluster, 30.0)
-    while_waiting(cluster, nothing)
+    cluster.while_waiting()
     assert manifest.without == ()
     return manifest
 
@@ -97,9 +66,9 @@ def whole(cluster: OneProcess, each: list[DirectWorker]) -> Manifest:
 
 
 def test_a_checkpoint_that_is_asked_for_waits_for_slow_steps(cluster: OneProcess) -> None:
-    each = workers(cluster, "sync")
+    each = join_all(cluster, "sync")
     train(each)
-    while_waiting(cluster, slowly(cluster, each))
+    cluster.while_waiting(slowly(cluster, each))
     manifest = asked(cluster, 60.0)
     assert sorted(manifest.workers) == [0, 1]
     assert manifest.without == ()
@@ -107,9 +76,9 @@ def test_a_checkpoint_that_is_asked_for_waits_for_slow_steps(cluster: OneProcess
 
 
 def test_servers_that_are_told_to_stop_wait_for_slow_steps(cluster: OneProcess, tmp_path: Path) -> None:
-    each = workers(cluster, "sync")
+    each = join_all(cluster, "sync")
     train(each)
-    while_waiting(cluster, slowly(cluster, each))
+    cluster.while_waiting(slowly(cluster, each))
     cluster.coordinator.drain(2 * SLOW_STEP_SECONDS)
     store = CheckpointStore(tmp_path)
     manifest = store.manifest("job", store.names("job")[-1])
@@ -119,9 +88,9 @@ def test_servers_that_are_told_to_stop_wait_for_slow_steps(cluster: OneProcess, 
 def test_a_checkpoint_says_which_workers_have_not_come_in_time(
     cluster: OneProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    each = workers(cluster, "sync")
+    each = join_all(cluster, "sync")
     train(each)
-    while_waiting(cluster, nothing)
+    cluster.while_waiting()
     with caplog.at_level(logging.WARNING):
         manifest = asked(cluster, 2.0)
     assert (manifest.clock, manifest.workers, manifest.without) == (1, {}, (0, 1))
@@ -138,13 +107,13 @@ def test_nothing_is_waited_for_before_training_begins(cluster: OneProcess) -> No
     [worker] = [DirectWorker(cluster, vector_job("job", "sync", CELLS, 2), 0)]
     worker.initialise()
     before = cluster.clock.now()
-    while_waiting(cluster, nothing)
+    cluster.while_waiting()
     assert asked(cluster, 60.0).clock == 0
     assert cluster.clock.now() < before + 1
 
 
 def test_what_was_asked_for_in_vain_is_not_made_again_at_the_same_clock(cluster: OneProcess, tmp_path: Path) -> None:
-    each = workers(cluster, "sync")
+    each = join_all(cluster, "sync")
     made = whole(cluster, each)
     assert made.clock == each[0].clock
     assert asked(cluster, 2.0).name == made.name, "it has the same weights, and all states"
@@ -153,7 +122,7 @@ def test_what_was_asked_for_in_vain_is_not_made_again_at_the_same_clock(cluster:
 
 def test_the_last_checkpoint_with_all_states_is_kept(cluster: OneProcess, tmp_path: Path) -> None:
     cluster.start_coordinator(CheckpointPolicy(tmp_path, keep=1))
-    each = workers(cluster, "sync")
+    each = join_all(cluster, "sync")
     good = whole(cluster, each)
     without = []
     for _ in range(2):
@@ -178,11 +147,11 @@ def test_workers_that_are_told_to_stop_leave_their_states(
     cluster: OneProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int
 ) -> None:
     """One has pushed its step and waits for the other, which is in the middle of that step, when both are told."""
-    each = workers(cluster, "sync")
+    each = join_all(cluster, "sync")
     train(each)
     ahead, behind = each
     ahead.push()
-    while_waiting(cluster, nothing)
+    cluster.while_waiting()
     states = {ahead.rank: (2, b"after 2"), behind.rank: (1, b"after 1")}
     with caplog.at_level(logging.WARNING):
         for worker in (each[first], each[1 - first]):
@@ -201,9 +170,9 @@ def test_workers_that_are_told_to_stop_leave_their_states(
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_worker_that_left_without_a_state_is_named(cluster: OneProcess, tmp_path: Path, mode: str) -> None:
-    each = workers(cluster, mode)
+    each = join_all(cluster, mode)
     train(each)
-    while_waiting(cluster, nothing)
+    cluster.while_waiting()
     each[0].leave()
     each[1].leave((1, b"state"))
     store = CheckpointStore(tmp_path)
@@ -212,14 +181,14 @@ def test_a_worker_that_left_without_a_state_is_named(cluster: OneProcess, tmp_pa
 
 
 def test_a_state_that_is_too_large_does_not_keep_a_worker_in_its_job(cluster: OneProcess) -> None:
-    each = workers(cluster, "sync")
+    each = join_all(cluster, "sync")
     train(each)
     each[0].leave((1, bytes(17 * 2**20)))
     assert [member.rank for member in cluster.coordinator.job("job").members.all()] == [1]
 
 
 def test_a_process_goes_on_from_what_its_rank_has_left_behind(cluster: OneProcess) -> None:
-    each = workers(cluster, "sync")
+    each = join_all(cluster, "sync")
     whole(cluster, each)
     train(each)
     clock = each[0].clock
@@ -234,14 +203,14 @@ def test_a_process_goes_on_from_what_its_rank_has_left_behind(cluster: OneProces
 def test_a_coordinator_that_comes_back_knows_the_last_checkpoint(
     cluster: OneProcess, tmp_path: Path, mode: str
 ) -> None:
-    each = workers(cluster, mode)
+    each = join_all(cluster, mode)
     made = whole(cluster, each)
     cluster.start_coordinator(CheckpointPolicy(tmp_path, seconds=1000.0, resume=True))
     job = cluster.coordinator.job("job")
     told = job.statistics().checkpoints
     assert told is not None
     assert (told.name, told.clock, told.without) == (made.name, made.clock, ())
-    while_waiting(cluster, nothing)
+    cluster.while_waiting()
     cluster.coordinator.make_checkpoints()
     assert job.checkpoints is not None
     cluster.clock.wait(job.checkpoints._changed, lambda: False, 5.0)
@@ -257,7 +226,7 @@ def test_a_coordinator_that_comes_back_knows_the_last_checkpoint(
 def test_a_damaged_state_is_not_given_to_a_worker(
     cluster: OneProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    each = workers(cluster, "sync")
+    each = join_all(cluster, "sync")
     made = whole(cluster, each)
     (tmp_path / "job" / made.name / "worker-1.state").write_bytes(b"stale at 1")
     cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))
@@ -270,9 +239,26 @@ def test_a_damaged_state_is_not_given_to_a_worker(
 # -- what is acknowledged is in the last checkpoint --------------------------------------------------------------------
 
 
+def test_a_join_that_was_under_way_when_the_servers_stop_ends_no_refusal(cluster: OneProcess) -> None:
+    """The shards hear of its worker after the last checkpoint was begun: the pushes of all are refused nevertheless."""
+    worker = DirectWorker(cluster, vector_job("job", "async", CELLS, 0), 0)
+    worker.initialise()
+    train([worker])
+    members = cluster.coordinator.job("job").members
+    late = JoinRequest(host="here", run=worker.run)
+    reservation = members.reserve(1, late)
+    cluster.while_waiting(lambda: None)
+    cluster.coordinator.drain(0.0)
+    members.admit(reservation, late, members.count(reservation))
+    with pytest.raises(TryLater, match="the servers are stopping"):
+        worker.push()
+    with pytest.raises(TryLater, match="the cluster is stopping"):
+        members.reserve(2, late)
+
+
 @pytest.mark.parametrize("mode", ["async", "ssp:3"])
 def test_no_push_is_acknowledged_after_the_last_checkpoint(cluster: OneProcess, tmp_path: Path, mode: str) -> None:
-    each = workers(cluster, mode)
+    each = join_all(cluster, mode)
     train(each)
     acknowledged = [1, 1]
 
@@ -288,7 +274,7 @@ def test_no_push_is_acknowledged_after_the_last_checkpoint(cluster: OneProcess, 
             if worker.in_checkpoint:
                 worker.save_state()
 
-    while_waiting(cluster, push)
+    cluster.while_waiting(push)
     cluster.coordinator.drain(15.0)
     for _ in range(3):
         push()
@@ -387,3 +373,22 @@ def test_in_sync_the_last_snapshot_lets_its_own_clock_complete(shard: Shard) -> 
     assert shard.await_snapshot("job", "000001", 0.0, "1").extent.clocks == {0: 1}
     shard.begin_snapshot("job", "000002", 2, "1")
     assert push(shard, 2), "another snapshot, so the servers go on"
+
+
+@pytest.mark.parametrize("ends", ["the servers", "this shard"])
+def test_only_a_worker_that_joined_later_ends_the_refusal_of_pushes(shard: Shard, ends: str) -> None:
+    shard.create_job(vector_job("job", "async", 16, 2), [0], "1")
+    shard.add_worker("job", 0, 1, None, run="1")
+    push(shard, 0, PushKind.INITIAL_VALUE)
+    if ends == "this shard":
+        shard.jobs()["job"].refusals.seconds = 10.0
+    shard.begin_snapshot("job", "000001", None, "1", 10.0 if ends == "the servers" else 0.0, 3)
+    shard.add_worker("job", 1, 3, None, run="1")
+    with pytest.raises(TryLater):
+        push(shard, 1)
+    shard.add_worker("job", 1, 4, None, run="1")
+    if ends == "the servers":
+        assert push(shard, 1)
+    else:
+        with pytest.raises(TryLater):
+            push(shard, 1)

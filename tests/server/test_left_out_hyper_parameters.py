@@ -97,7 +97,7 @@ def test_the_checkpoint_of_an_older_cluster_has_the_same_job(
     worker = DirectWorker(cluster, FEW, 0)
     worker.initialise()
     worker.push()
-    cluster.clock.meanwhile = cluster.coordinator.make_checkpoints
+    cluster.while_waiting()
     made = cluster.coordinator.job("job").checkpoint()
     cluster.coordinator.job("job").end()
     take_away_what_was_left_out(tmp_path / "job" / made.name / "manifest.json")

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
-import torch
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.convert import job_spec_data
 from ps_protocol.errors import (
     CheckpointDamaged,
     NotFound,
@@ -30,19 +28,19 @@ from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.shards import Shards
 from ps_server.core.placement import place_job
 from ps_server.core.requests import PullCall
-from ps_server.core.snapshot import BucketSnapshot, RestoreProgress, VersionRange
+from ps_server.core.snapshot import RestoreProgress, VersionRange
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import OwnThreads
-from ps_server.storage.checkpoints import CheckpointStore, Manifest
+from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.disk import Disk
+from tests.tools.checkpoint_files import RUN, filled, write_checkpoint
 from tests.tools.one_process import AtOnce, DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
 
 SPEC = with_defaults(vector_job("job", "sync", 64, 1))
 LAYOUT = bucket_layout(SPEC.parameters, SPEC.bucket_bytes).buckets
 BUCKETS = range(len(LAYOUT))
-RUN = "1"
 
 
 class SlowDisk(Disk):
@@ -58,22 +56,10 @@ class SlowDisk(Disk):
         return super().open(path)
 
 
-def checkpoint(store: CheckpointStore, name: str, value: float, spec: JobSpec = SPEC) -> Manifest:
-    """A checkpoint whose weights all have this value, at clock 3."""
-    assert store.begin(spec.name, name)
-    snapshots = [
-        BucketSnapshot(bucket.index, 3, {0: 3}, torch.full((bucket.numel,), value))
-        for bucket in bucket_layout(spec.parameters, spec.bucket_bytes).buckets
-    ]
-    part = store.write_shard(spec.name, name, 0, snapshots)
-    placement = (0,) * len(snapshots)
-    counts: dict[str, Any] = {"clock": 3, "versions": (3, 3), "clocks": {0: 3}, "last_incarnation": 1}
-    manifest = Manifest(
-        name, job_spec_data(spec), RUN, "sync", placement=placement, shards={0: part}, workers={}, restore_count=0,
-        **counts,
-    )  # fmt: skip
-    store.commit(spec.name, manifest)
-    return manifest
+def write_two(store: CheckpointStore) -> None:
+    """Writes two checkpoints; in each of them all weights are the number of its name."""
+    for number in (1, 2):
+        write_checkpoint(store, SPEC, filled(SPEC, float(number)), f"{number:06d}")
 
 
 @pytest.fixture
@@ -84,8 +70,7 @@ def disk() -> SlowDisk:
 @pytest.fixture
 def shard(tmp_path: Path, disk: SlowDisk) -> Iterator[Shard]:
     store = CheckpointStore(tmp_path, disk)
-    checkpoint(store, "000001", 1.0)
-    checkpoint(store, "000002", 2.0)
+    write_two(store)
     shard = Shard(ShardMetrics(CollectorRegistry()), OwnThreads(), checkpoints=store)
     yield shard
     disk.go.set()
@@ -202,6 +187,9 @@ class ReadingShard:
         self.seen: list[str] = []
         self.recovery: Recovery | None = None
 
+    def process(self) -> int:
+        return 1
+
     def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last: int, run: str) -> RestoreProgress:
         self.asked.append((name, last))
         assert self.recovery is not None
@@ -216,8 +204,7 @@ class ReadingShard:
 
 def recovery_of(tmp_path: Path, api: ReadingShard) -> tuple[Recovery, Shards]:
     store = CheckpointStore(tmp_path)
-    checkpoint(store, "000001", 1.0)
-    checkpoint(store, "000002", 2.0)
+    write_two(store)
     shards = Shards(1, lambda index, address: api, AtOnce)  # type: ignore[arg-type, return-value]
     shards.register(0, "127.0.0.1:1", "", 1, 1)
     api.recovery = Recovery(Checkpointing(store, CheckpointPolicy(tmp_path), lambda: None), shards)

@@ -127,7 +127,7 @@ def test_calls_that_come_late_change_nothing_of_a_later_run() -> None:
 def test_a_restored_job_is_a_new_run_that_may_go_back_to_where_it_began(cluster: OneProcess, tmp_path: Path) -> None:
     old = started(cluster)
     steps(old, 2)
-    cluster.clock.meanwhile = cluster.coordinator.make_checkpoints
+    cluster.while_waiting()
     made = cluster.coordinator.job("job").checkpoint()
     steps(old, 3)
     cluster.coordinator.job("job").end()

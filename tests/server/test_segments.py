@@ -558,7 +558,7 @@ optimizer.step()
 
 def test_a_worker_killed_while_shards_read_its_segment_leaves_what_it_pushed(make_cluster: MakeCluster) -> None:
     """Its gradient lies in its own memory, held back for rank 0's, which comes when its worker is gone."""
-    cluster = make_cluster(shards=2, lease=1.0)
+    cluster = make_cluster(shards=2, lease=5.0)
     vector = nn.ParameterList([nn.Parameter(torch.zeros(64))])
     command = [sys.executable, "-c", LENDER, cluster.address]
     with (
@@ -613,9 +613,9 @@ def test_a_worker_is_told_of_weights_early_only_where_it_has_to_take_them_over(
     asked = []
     check = cluster.shards[0]._pulls.check
 
-    def checked(job: HostedJob, call: PullCall, outbox: Outbox) -> Pull:
+    def checked(job: HostedJob, call: PullCall, outbox: Outbox, principal: str) -> Pull:
         asked.append((call.in_segment, call.notify_bytes))
-        return check(job, call, outbox)
+        return check(job, call, outbox, principal)
 
     monkeypatch.setattr(cluster.shards[0]._pulls, "check", checked)
     with cluster.connect("sync", transport="shm") as session:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ps_server.rpc.streams import Outbox
+from ps_server.rpc.streams import ResponseStream
 
 
 class EndedCall:
@@ -29,7 +29,7 @@ def test_a_stream_whose_call_ends_while_it_is_made_is_over(ends_now: bool) -> No
     sent: list[Any] = []
     heard = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        outbox = Outbox(sent.append, EndedCall(ends_now), pool)  # type: ignore[arg-type]
+        outbox = ResponseStream(sent.append, EndedCall(ends_now), pool)  # type: ignore[arg-type]
         outbox.on_close(heard.set)
         outbox.put(lambda: "too late")
         assert heard.wait(10.0)

@@ -5,8 +5,9 @@ processes.py    Processes that are killed, stopped and continued
 threads.py      What stands for `threading` and `concurrent.futures`
 binding.py      Puts that, and chance and failpoints, in the place of the real ones in the servers' modules
 network.py      Calls over links that delay, lose, repeat, and are cut
-disk.py         Disks that are full, slow, or hold what was there earlier
-servers.py      The processes of the coordinator and of a shard
+disk.py         Files in memory, on disks that are full or slow, and forget what was not flushed
+servers.py      What a process does as coordinator, and as shard
+supervision.py  The servers' processes, started again where they have died
 worker.py       A worker that trains the counting oracle's job
 runs.py         A job from its beginning to its end, as its user knows it
 cluster.py      All together, and its course

@@ -8,12 +8,12 @@ get on, and all that was acknowledged has to be in the weights exactly once.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
+import itertools
 import logging
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -21,59 +21,60 @@ from ps_protocol.errors import Fenced, PSError
 from ps_server.coordinator.policy import CheckpointPolicy
 from tests.chaos.oracle import Life, Violation
 from tests.simulation.binding import bound
-from tests.simulation.disk import SimulatedDisk
 from tests.simulation.faults import Faults
 from tests.simulation.network import Network
 from tests.simulation.processes import Host
 from tests.simulation.promises import Promises
-from tests.simulation.runs import RUNS, SHAPE, WORKERS, Run
-from tests.simulation.servers import CoordinatorProcess, ShardProcess
+from tests.simulation.runs import NAME, RUNS, WORKERS, Run, job_beside, job_under_test
+from tests.simulation.supervision import DIRECTORY, Servers, Setup
 from tests.simulation.worker import Place, Worker
 from tests.simulation.world import World
 
 MODES = ("sync", "ssp:0", "ssp:2", "async")
-SHARDS = 2
 LEASE = 3.0
 FAULTY_SECONDS, SETTLE_SECONDS = 14.0, 120.0
 AGREE_SECONDS = 30.0  # within which the servers must know who lives, once all hold
-QUIET_SECONDS = 5.0  # after the last fault, before all are told to finish
+QUIET_SECONDS = 2.0  # after the last fault, before all are told to finish
 GONE_FOR_GOOD = 0.2  # of the workers that die; the others are started again
-LAST_STEPS = 5
-TEMPORARY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+LAST_STEPS = 3
 
 
 class Cluster:
-    """A cluster. `violations`: the promises that were broken."""
+    """A cluster. `violations`: the promises that were broken.
 
-    def __init__(self, mode: str, seed: int, tracing: bool = False) -> None:
+    faults: the kinds that there are, where not all are wanted: these are frequent then
+    """
+
+    def __init__(self, mode: str, seed: int, tracing: bool = False, faults: Collection[str] | None = None) -> None:
         self.world = World(f"{mode} {seed}", tracing)
-        self.mode, self.lease = mode, LEASE
+        self.lease, self.job = LEASE, job_under_test(mode)
         self.violations: list[Violation] = []
         self.network = Network(self.world)
         self.runs: list[Run] = []
-        self.shards: list[ShardProcess] = []
+        self.beside: Run | None = None
         self.holders: dict[tuple[str, int, int], Worker] = {}  # by the servers' run, rank and incarnation
-        self.lossy: dict[int, float] = {}  # by bucket, when its shard died first in this run
-        self.placement: list[int] = []
-        self.faults = Faults(self)
+        self.servers = Servers(self.network, self._setup(), self._server_died)
+        self.faults = Faults(self, faults)
         self.promises = Promises(self)
-        self.disks: list[SimulatedDisk] = []
+        self._lives = itertools.count()
         draw = self.world.random
-        self._processes = 0
-        self._life = 0
         self._step_mean = draw.choice([0.15, 0.4])
         self.world.preemption = draw.choice([0.0, 0.0, 0.001, 0.01])
         self.pace = {
             "contribution-added": draw.choice([0.0, 0.01]),
             "update-stepped": draw.choice([0.001, 0.05]),
-            "restore-read": draw.choice([0.01, 1.0]),
+            "restore-read": draw.choice([0.01, 1.0, 4.0]),
             "shard-file-half-written": draw.choice([0.01, 0.3]),
             "manifest-half-written": draw.choice([0.0, 0.2]),
             "coordinator-file-unnamed": draw.choice([0.0, 0.02]),
             "worker-half-added": draw.choice([0.0, 0.05]),
         }
-        self._keeps = draw.random() < 0.9  # checkpoints, and what a coordinator needs to come back
-        self._steps, self._seconds = draw.choice([(5, None), (20, None), (None, 2.0), (None, 5.0)])
+
+    def _setup(self) -> Setup:
+        draw = self.world.random
+        steps, seconds = draw.choice([(5, None), (20, None), (None, 2.0), (None, 5.0)])
+        policy = CheckpointPolicy(DIRECTORY, steps, seconds, keep=2, resume=True)
+        return Setup(draw.random() < 0.5, policy if draw.random() < 0.9 else None, self.lease)
 
     # -- what its user does ------------------------------------------------------------------------------------------
 
@@ -82,35 +83,20 @@ class Cluster:
         """The run of now."""
         return self.runs[-1]
 
-    @property
-    def keeps(self) -> bool:
-        """Whether there are checkpoints."""
-        return self._keeps
+    def running(self) -> list[Run]:
+        """Returns the runs of now: of the job under test, and of the one beside it."""
+        return [run for run in (*self.runs[-1:], self.beside) if run is not None and not run.over]
 
     def step_seconds(self) -> float:
         """Returns how long a worker computes."""
         draw = self.world.random
         return draw.uniform(0.1, 2.0) * self._step_mean * (10 if draw.random() < 0.02 else 1)
 
-    def start_coordinator(self) -> None:
-        """Starts the coordinator."""
-        directory = self.disks[0].directory
-        policy = CheckpointPolicy(directory, self._steps, self._seconds, keep=2, resume=True) if self._keeps else None
-        self.coordinator = CoordinatorProcess(self.network, self.disks[0], SHARDS, LEASE, policy)
-
-    def start_shard(self, index: int, address: str = "") -> None:
-        """Starts a shard, in place of one that has died."""
-        self._processes += 1
-        disk, store = self.disks[1 + index], self.disks[0].directory if self._keeps else None
-        address = address or f"10.0.1.{index}:{7000 + self._processes}"
-        shard = ShardProcess(self.network, disk, index, address, self._processes, store)
-        self.shards[index:] = [shard, *self.shards[index + 1 :]]
-
     def start_worker(self, run: Run, rank: int, launch: str) -> None:
         """Starts a worker."""
-        life = Life(RUNS + self._life, rank)
-        self._life += 1
-        worker = Worker(self, run, rank, launch, life, run.row(life.number - RUNS, rank))
+        number = len(run.lives) if run.is_beside else next(self._lives)
+        life = Life(RUNS + number, rank)
+        worker = Worker(self, run, rank, launch, life, run.row(number, rank))
         self.network.connect(worker.host)
         run.lives.append(life)
         run.everybody.append(worker)
@@ -118,13 +104,21 @@ class Cluster:
 
     def begin_run(self) -> None:
         """Begins a run: a launch that starts all its workers."""
-        self.runs.append(Run(len(self.runs), self.mode))
-        run, draw = self.this_run, self.world.random
-        self.lossy = {}
+        run = Run(len(self.runs), self.job)
+        self.runs.append(run)
         self.world.trace(f"run {run.number} begins")
-        for rank in range(WORKERS):
+        self._launch(run)
+
+    def _begin_beside(self) -> None:
+        draw = self.world.random
+        if draw.random() < 0.3:
+            self.beside = Run(0, job_beside(draw.choice(MODES)))
+            self._launch(self.beside)
+
+    def _launch(self, run: Run) -> None:
+        for rank in range(run.job.workers):
             start = partial(self.start_worker, run, rank, f"launch {run.number}")
-            self.world.at(draw.uniform(0.0, 0.5), start)
+            self.world.at(self.world.random.uniform(0.0, 0.5), start)
 
     def kill_worker(self, worker: Worker) -> None:
         """kill -9 of a worker; mostly it is started again a little later."""
@@ -135,11 +129,11 @@ class Cluster:
         run, rank, draw = worker.run, worker.rank, self.world.random
         if run.over or run.workers.get(rank) is not worker:
             return
-        if rank and self._has_started() and draw.random() < GONE_FOR_GOOD:
+        if run.is_beside or (rank and self._has_started(run) and draw.random() < GONE_FOR_GOOD):
             run.gone.add(rank)
             return
         # Its launcher starts it again, or somebody does, for whom that is a launch of its own.
-        launch = worker.launch if draw.random() < 0.5 else f"process {self._life}"
+        launch = worker.launch if draw.random() < 0.5 else f"process {worker.life.number}"
 
         def start() -> None:
             if not run.over and run.workers.get(rank) is worker:
@@ -147,14 +141,14 @@ class Cluster:
 
         self.world.at(draw.uniform(0.2, 2 * LEASE), start)
 
-    def _has_started(self) -> bool:
-        job = self.promises.job()
+    def _has_started(self, run: Run) -> bool:
+        job = self.promises.job(run.name)
         return job is not None and job.members._membership.started
 
     @property
     def has_room(self) -> bool:
         """Whether there are rows left for more lives."""
-        return self._life < SHAPE.rows - RUNS - 2 * WORKERS
+        return sum(len(run.lives) for run in self.runs) < self.job.shape.rows - RUNS - 2 * WORKERS
 
     # -- what its processes tell it ----------------------------------------------------------------------------------
 
@@ -166,7 +160,8 @@ class Cluster:
     def took(self, worker: Worker, place: Place) -> None:
         """Notes that a worker has a place."""
         self.holders[place.run, worker.rank, place.incarnation] = worker
-        self.placement, run = list(place.result.placement), worker.run
+        run = worker.run
+        run.placement = list(place.result.placement)
         run.identity = run.identity or place.run
         if place.run == run.identity or run.over:
             return
@@ -185,19 +180,19 @@ class Cluster:
         self.world.at(0.0, worker.host.kill)
         if error is None or run.over:
             return
-        if isinstance(error, Fenced):
+        if isinstance(error, Fenced) and not run.is_beside:
             self._restart(worker)
         elif run.may_end:
             self._is_lost(run, f"{run.may_end}: {error}")
         else:
             where = {"life": worker.life.number, "at": round(self.world.now - 1000, 3)}
-            self.violated(Violation("gave up", f"{type(error).__name__}: {error}", where))
+            self.violated(Violation("gave up", f"{worker.host.name}: {type(error).__name__}: {error}", where))
             self._is_lost(run, str(error))
 
     def _is_lost(self, run: Run, why: str) -> None:
         """The user hears that a job is lost, and begins the next run."""
         run.over = True
-        self.world.trace(f"run {run.number} is lost: {why}")
+        self.world.trace(f"run {run.number} of {run.name} is lost: {why}")
         for worker in run.everybody:  # its launcher ends them all; one that hangs somewhere may wake up much later
             is_left = worker.host.stopped and worker.places and self.world.random.random() < 0.7
             if worker.host.alive and not is_left:
@@ -205,13 +200,21 @@ class Cluster:
         if len(self.runs) < RUNS and run is self.this_run:
             self.world.at(self.world.random.uniform(0.0, 3.0), self.begin_run)
 
+    def _server_died(self, host: Host, shard: int | None) -> None:
+        self.faults.died(host)
+        for run in self.running():
+            if shard is not None:
+                run.shard_died(shard, self.world.now)
+            if self.servers.setup.policy is None and host is self.servers.coordinator.host:
+                run.may_end = run.may_end or "the coordinator came back without its file"
+
     # -- its course --------------------------------------------------------------------------------------------------
 
     def run(self) -> list[Violation]:
         """Runs the cluster. Returns the promises that were broken."""
         quiet = contextlib.nullcontext() if self.world.tracing else _silence()
-        with quiet, tempfile.TemporaryDirectory(dir=TEMPORARY) as directory, bound(self.world, self.pace):
-            self.disks = [SimulatedDisk(self.world, Path(directory)) for _ in range(1 + SHARDS)]
+        gc.freeze()  # what is imported stays: a shard that lets go of a job has everything looked through
+        with quiet, bound(self.world, self.pace):
             try:
                 for phase in self._course():
                     if self.violations:
@@ -223,12 +226,11 @@ class Cluster:
 
     def _course(self) -> Iterator[str]:
         draw = self.world.random
-        self.start_coordinator()
-        for index in range(SHARDS):
-            self.start_shard(index)
+        self.servers.start()
         self.network.weather = self.faults.weather()
         self.promises.begin()
         self.begin_run()
+        self._begin_beside()
         yield "faults"
         self.faults.begin()
         self._let_pass(FAULTY_SECONDS)
@@ -256,24 +258,26 @@ class Cluster:
     def _finish(self) -> None:
         """Has the workers of now train to one clock, and judges what is there then."""
         until = self.world.now + SETTLE_SECONDS
+        for run in [self.beside] if self.beside is not None and not self.beside.over else []:
+            self._has_finished(run, until)
         while not self._has_finished(self.this_run, until):
             run = self.this_run
             if self.violations or not self._waits(lambda run=run: self.this_run is not run, until):  # type: ignore[misc]
                 return  # there were as many runs as there can be
         self._waits(self.promises.all_agree, self.world.now + AGREE_SECONDS)
         self._let_pass(1.0)
-        if not self.violations:
-            self.promises.check_finished(self.this_run)
+        for run in self.running() if not self.violations else []:
+            self.promises.check_finished(run)
 
     def _has_finished(self, run: Run, until: float) -> bool:
         """Returns True once all workers of a run hold at one clock; False if the run was lost, or a promise broken."""
         self._start_all(run)
-        self._waits(lambda: run.over or self._is_training(run), until)
+        self._waits(lambda: run.over or run.is_training(), until)
         run.target = run.furthest() + LAST_STEPS
-        self._waits(lambda: run.over or self._all_hold(run), until)
+        self._waits(lambda: run.over or run.all_hold(), until)
         if run.over or self.violations:
             return False
-        if not self._all_hold(run):
+        if not run.all_hold():
             where = {worker.host.name: (worker.clock, worker.holds) for worker in run.workers.values()}
             self.violated(Violation("stuck", f"not everybody reaches clock {run.target}: {where}", {}))
             return False
@@ -283,30 +287,18 @@ class Cluster:
         return self.world.run(lambda: bool(self.violations) or until(), max(10.0, deadline - self.world.now))
 
     def _start_all(self, run: Run) -> None:
-        job = self.promises.job()
-        if run.over:
+        if run.over or self._has_started(run):
             return
-        if job is None or not job.members._membership.started:  # then every declared worker is needed
-            for rank in sorted(run.gone):
-                self.start_worker(run, rank, f"process {self._life}")
-            run.gone.clear()
-
-    def _staying(self, run: Run) -> list[Worker]:
-        return [worker for rank, worker in run.workers.items() if rank not in run.gone]
-
-    def _is_training(self, run: Run) -> bool:
-        return len(run.workers) == WORKERS and all(worker.is_there for worker in self._staying(run))
-
-    def _all_hold(self, run: Run) -> bool:
-        holds = all(worker.holds and worker.host.alive for worker in self._staying(run))
-        return len(run.workers) == WORKERS and holds
+        for rank in sorted(run.gone):  # every declared worker is needed
+            self.start_worker(run, rank, f"process {rank}")
+        run.gone.clear()
 
     def _leave(self) -> None:
         """Has all workers leave, while something goes wrong perhaps."""
         run, draw = self.this_run, self.world.random
         run.may_end = "all leave"
         self.faults.begin_of_an_end()
-        workers = self._staying(run)
+        workers = run.staying()
         for worker in workers:
             self.world.at(draw.uniform(0.0, 1.0), worker.leave)
         self.world.run(lambda: bool(self.violations) or all(w.left or not w.host.alive for w in workers), 60.0)
@@ -318,7 +310,7 @@ class Cluster:
         self._let_pass(draw.choice([0.0, 0.5, 3.0]))
         if not ended:  # the last one's call was lost, perhaps: a launch then continues the job, if it is there
             self._let_pass(2 * LEASE)
-            if not self.world.run(lambda: self.coordinator.is_serving, 30.0) or self.promises.job() is not None:
+            if not self.world.run(lambda: self.servers.coordinator.is_serving, 30.0) or self.promises.job(NAME):
                 return False
         run.over = True
         self.begin_run()
@@ -328,20 +320,17 @@ class Cluster:
         """Returns what tells whether two runs of a simulation were the same."""
         lives = [
             (life.number, life.rank, life.attempted, sorted(life.done.items()))
-            for run in self.runs
+            for run in (*self.runs, *([self.beside] if self.beside is not None else ()))
             for life in run.lives
         ]
         return hashlib.sha256(repr((lives, round(self.world.now, 9))).encode()).hexdigest()
 
-    def servers(self) -> list[Host]:
-        """Returns the processes that serve."""
-        return [self.coordinator.host, *(shard.host for shard in self.shards)]
-
-    def view(self) -> torch.Tensor:
+    def view(self, run: Run) -> torch.Tensor:
         """Returns the weights as the shards have them: [buckets, rows, 1 + columns]."""
-        view = torch.zeros(SHAPE.buckets, SHAPE.rows, 1 + SHAPE.columns)
-        for process in self.shards:
-            job = process.hosted("cells")
+        shape = run.job.shape
+        view = torch.zeros(shape.buckets, shape.rows, 1 + shape.columns)
+        for process in self.servers.shards:
+            job = process.hosted().get(run.name)
             for bucket in job.buckets.values() if job is not None else ():
                 view[bucket.spec.index] = bucket.weights.flat[: view[0].numel()].view(view[0].shape)
         return view

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
+from tests.simulation.disk import Image
 from tests.simulation.network import Weather
 from tests.simulation.processes import Host
+from tests.simulation.runs import NAME
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
 MEAN_SECONDS = 1.5  # between two faults
-OLD_FILES = 0  # how often a coordinator comes back with an old file, against the others: no promise covers it
+TOGETHER_SECONDS = 3.0  # within which the second of two comes
+AT_A_FAILPOINT = 0.3  # of the kills of servers: in the middle of something
+# What goes wrong, and how often, one against the others; bad weather on all links comes besides.
+KINDS = {
+    "a worker is killed": 4,
+    "a worker hangs": 3,
+    "a worker is cut off": 3,
+    "a shard is killed": 3,
+    "a shard hangs": 2,
+    "the coordinator is killed": 3,
+    "the coordinator hangs": 1,
+    "the coordinator is cut off from a shard": 1,
+    "a disk is full": 1,
+    "a disk is slow": 1,
+    "the coordinator's file is lost": 1,
+    "the directory is set back": 1,
+}
 AT_SHARDS = (
     *("shard-file-half-written", "shard-file-written", "restore-read", "contribution-added", "update-stepped"),
     *("push-checked", "push-staged", "pull-half-sent"),
@@ -24,31 +43,34 @@ AT_THE_COORDINATOR = (
 
 
 class Faults:
-    """The faults of one simulation."""
+    """The faults of one simulation. kinds: those that there are; None: the seed draws them."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, kinds: Collection[str] | None = None) -> None:
         self._cluster, self._world = cluster, cluster.world
         draw = self._world.random
-        kinds: dict[str, tuple[int, Callable[[], object]]] = {
-            "kill a worker": (4, self._kill_worker),
-            "stop a worker": (3, self._stop_worker),
-            "cut a worker off": (3, self._cut_worker),
-            "kill a shard": (2, self._kill_shard),
-            "stop a shard": (2, self._stop_shard),
-            "kill the coordinator": (2, self._kill_coordinator),
-            "stop the coordinator": (1, self._stop_coordinator),
-            "cut the coordinator off": (1, self._cut_coordinator),
-            "kill at a failpoint": (2, self._kill_at_a_failpoint),
-            "kill two": (2, self._kill_two),
-            "fill a disk": (1, self._fill_disk),
-            "slow a disk": (1, self._slow_disk),
-            "lose the coordinator's file": (1, self._lose_file),
-            "bring back an old file": (OLD_FILES, self._bring_back_old_file),
+        self._do: dict[str, Callable[[], object]] = {
+            "a worker is killed": self._kill_worker,
+            "a worker hangs": self._stop_worker,
+            "a worker is cut off": self._cut_worker,
+            "a shard is killed": self._kill_shard,
+            "a shard hangs": self._stop_shard,
+            "the coordinator is killed": self._kill_coordinator,
+            "the coordinator hangs": self._stop_coordinator,
+            "the coordinator is cut off from a shard": self._cut_coordinator,
+            "a disk is full": self._fill_disk,
+            "a disk is slow": self._slow_disk,
+            "the coordinator's file is lost": self._lose_file,
+            "the directory is set back": self._set_back,
         }
-        self._kinds = {name: (weight * draw.choice([0, 0, 1, 3]), do) for name, (weight, do) in kinds.items()}
+        assert self._do.keys() == KINDS.keys()
+        self._weights = {kind: weight * draw.choice([0, 0, 1, 3]) for kind, weight in KINDS.items()}
+        self._pairs = draw.choice([0.0, 0.2, 0.6])  # of the faults: another one comes at once, or soon
+        self._seconds = [*KINDS]
+        if kinds is not None:
+            self._weights, self._pairs, self._seconds = {kind: KINDS[kind] for kind in kinds}, 0.6, [*kinds]
         self._on = False
+        self._images: deque[tuple[str | None, Image]] = deque(maxlen=8)  # of the directory: the run in it
         self.disturbed: dict[Host, float] = {}  # until when a process was disturbed, at the least
-        self.shard_died = 0.0
 
     def weather(self) -> Weather:
         """Returns the weather that the seed draws."""
@@ -59,13 +81,15 @@ class Faults:
     def begin(self) -> None:
         """Begins."""
         self._on = True
+        if "the directory is set back" in self._seconds and (self._pairs or self._weights["the directory is set back"]):
+            self._keep_image()
         self._world.at(self._world.random.expovariate(1 / MEAN_SECONDS), self._next)
 
     def end(self) -> None:
         """Ends: nothing fails any more, and the weather is good."""
         self._on = False
         self._cluster.network.weather = Weather()
-        for disk in self._cluster.disks:
+        for disk in self._cluster.servers.disks:
             disk.full_until, disk.slow = 0.0, 0.0
         for host in self._world.hosts:
             host.dies_at.clear()
@@ -82,9 +106,17 @@ class Faults:
             return
         draw = self._world.random
         self._world.at(draw.expovariate(1 / MEAN_SECONDS), self._next)
-        kinds = [name for name, (weight, _) in self._kinds.items() if weight]
-        if kinds:
-            self._kinds[draw.choices(kinds, [self._kinds[name][0] for name in kinds])[0]][1]()
+        kinds = [kind for kind, weight in self._weights.items() if weight]
+        if not kinds:
+            return
+        self._make(draw.choices(kinds, [self._weights[kind] for kind in kinds])[0])
+        if draw.random() < self._pairs:
+            second = draw.choices(self._seconds, [KINDS[kind] for kind in self._seconds])[0]
+            self._world.at(draw.choice([0.0, draw.uniform(0.0, TOGETHER_SECONDS)]), lambda: self._make(second))
+
+    def _make(self, kind: str) -> None:
+        if self._on:
+            self._do[kind]()
 
     def _hang_seconds(self) -> float:
         return self._world.random.choice([0.3, 1.5, 3.0]) * self._cluster.lease
@@ -110,118 +142,90 @@ class Faults:
         draw, cluster = self._world.random, self._cluster
         worker = draw.choice([*cluster.this_run.workers.values()] or [None])
         if worker is not None and worker.host.alive:
-            seconds, servers = self._hang_seconds(), cluster.servers()
+            seconds, servers = self._hang_seconds(), cluster.servers.hosts()
             self._disturb(worker.host, seconds)
             for server in draw.choice([servers[:1], servers[1:], servers[1:2], servers]):
                 cluster.network.cut(worker.host, server, seconds)
 
     # -- servers -----------------------------------------------------------------------------------------------------
 
+    def died(self, host: Host) -> None:
+        """Notes that a server has died."""
+        self._disturb(host)
+
     def _kill_shard(self) -> None:
-        shard = self._world.random.choice(self._cluster.shards)
-        self._prepare_loss(shard.index)
-        shard.host.kill()
+        self._kill(self._world.random.choice(self._cluster.servers.shards).host, AT_SHARDS)
 
-    def _prepare_loss(self, index: int) -> None:
-        """Has a shard be started again when it dies, and its run know what that may cost."""
-        cluster, shard, draw = self._cluster, self._cluster.shards[index], self._world.random
-        if not shard.host.alive:
-            return
+    def _kill_coordinator(self) -> None:
+        self._kill(self._cluster.servers.coordinator.host, AT_THE_COORDINATOR)
 
-        def died() -> None:
-            self.shard_died, run = self._world.now, cluster.this_run
-            for bucket, home in enumerate(cluster.placement):
-                if home == index:
-                    cluster.lossy.setdefault(bucket, self._world.now)
-            if not cluster.promises.has_checkpoint(run):
-                run.may_end = run.may_end or "a shard is lost, and there is no checkpoint"
-            address = shard.host.address if draw.random() < 0.7 else ""
-            self._world.at(draw.uniform(0.3, cluster.lease), lambda: cluster.start_shard(index, address))
-
-        if not any(getattr(notice, "__name__", "") == "died" for notice in shard.host.on_death):
-            shard.host.on_death.append(died)
+    def _kill(self, host: Host, places: tuple[str, ...]) -> None:
+        draw = self._world.random
+        if draw.random() < AT_A_FAILPOINT:
+            host.dies_at = {draw.choice(places): draw.choice([1, 1, 2, 5])}
+        else:
+            host.kill()
 
     def _stop_shard(self) -> None:
         draw = self._world.random
-        shard = draw.choice(self._cluster.shards)
-        if shard.host.alive:
+        host = draw.choice(self._cluster.servers.shards).host
+        if host.alive:
             seconds = draw.choice([self._hang_seconds(), self._hang_seconds(), 12.0, 25.0])
-            self._disturb(shard.host, seconds)
-            shard.host.stop(seconds)
-
-    def _kill_coordinator(self) -> None:
-        self._prepare_death_of_the_coordinator()
-        self._cluster.coordinator.host.kill()
-
-    def _prepare_death_of_the_coordinator(self, lose_file: bool = False, back: int = 0) -> None:
-        cluster, host = self._cluster, self._cluster.coordinator.host
-
-        def died() -> None:
-            self._disturb(host)
-            run = cluster.this_run
-            if lose_file or not cluster.keeps:
-                run.may_end = run.may_end or "the coordinator came back without its file"
-            if lose_file:
-                self._world.trace("its file is lost")
-                cluster.disks[0].lose_state_file()
-            if back and cluster.disks[0].bring_back_state_file(back):
-                self._world.trace(f"its file is the one of {back} writes ago")
-            self._world.at(self._world.random.uniform(0.3, cluster.lease), cluster.start_coordinator)
-
-        if host.alive and not any(getattr(notice, "__name__", "") == "died" for notice in host.on_death):
-            host.on_death.append(died)
-
-    def _lose_file(self) -> None:
-        if self._world.random.random() < 0.3:
-            self._prepare_death_of_the_coordinator(lose_file=True)
-            self._cluster.coordinator.host.kill()
-
-    def _bring_back_old_file(self) -> None:
-        self._prepare_death_of_the_coordinator(back=self._world.random.choice([1, 2, 5]))
-        self._cluster.coordinator.host.kill()
+            self._disturb(host, seconds)
+            host.stop(seconds)
 
     def _stop_coordinator(self) -> None:
-        host = self._cluster.coordinator.host
+        host = self._cluster.servers.coordinator.host
         if host.alive:
             seconds = self._world.random.choice([self._hang_seconds(), 12.0])
             self._disturb(host, seconds)
             host.stop(seconds)
 
     def _cut_coordinator(self) -> None:
-        draw, cluster = self._world.random, self._cluster
-        shard = draw.choice(cluster.shards)
+        draw, servers = self._world.random, self._cluster.servers
+        coordinator = servers.coordinator.host
+        host = draw.choice([shard.host for shard in servers.shards if shard.host is not coordinator])
         seconds = draw.choice([self._hang_seconds(), 12.0])
-        self._disturb(shard.host, seconds)
-        cluster.network.cut(cluster.coordinator.host, shard.host, seconds)
-
-    def _kill_at_a_failpoint(self) -> None:
-        draw, cluster = self._world.random, self._cluster
-        shard = draw.choice([None, *cluster.shards])
-        if shard is None:
-            self._prepare_death_of_the_coordinator()
-            host, name = cluster.coordinator.host, draw.choice(AT_THE_COORDINATOR)
-        else:
-            self._prepare_loss(shard.index)
-            host, name = shard.host, draw.choice(AT_SHARDS)
-        host.dies_at = {name: draw.choice([1, 1, 2, 5])}
-
-    def _kill_two(self) -> None:
-        draw = self._world.random
-        kinds = [self._kill_worker, self._kill_shard, self._kill_coordinator, self._kill_at_a_failpoint]
-        draw.choice(kinds)()
-        self._world.at(draw.choice([0.0, draw.uniform(0.0, 3.0)]), draw.choice(kinds))
+        self._disturb(host, seconds)
+        self._cluster.network.cut(coordinator, host, seconds)
 
     # -- disks -------------------------------------------------------------------------------------------------------
 
     def _fill_disk(self) -> None:
-        disk = self._world.random.choice(self._cluster.disks)
-        disk.full_until = self._world.now + self._hang_seconds()
-        self._world.trace(
-            f"disk {self._cluster.disks.index(disk)} is full for {disk.full_until - self._world.now:.1f} s"
-        )
+        disks, seconds = self._cluster.servers.disks, self._hang_seconds()
+        disk = self._world.random.choice(disks)
+        disk.full_until = self._world.now + seconds
+        self._world.trace(f"disk {disks.index(disk)} is full for {seconds:.1f} s")
 
     def _slow_disk(self) -> None:
-        disk = self._world.random.choice(self._cluster.disks)
+        disks = self._cluster.servers.disks
+        disk = self._world.random.choice(disks)
         disk.slow = self._world.random.choice([0.1, 1.0])
-        self._world.trace(f"disk {self._cluster.disks.index(disk)} is slow: {disk.slow} s")
+        self._world.trace(f"disk {disks.index(disk)} is slow: {disk.slow} s")
         self._world.at(self._hang_seconds(), lambda: setattr(disk, "slow", 0.0))
+
+    # -- the directory -----------------------------------------------------------------------------------------------
+
+    def _lose_file(self) -> None:
+        if self._world.random.random() < 0.3:
+            servers = self._cluster.servers
+            servers.coordinator.host.kill()
+            servers.lose_state_file()
+            for run in self._cluster.running():
+                run.may_end = run.may_end or "the coordinator came back without its file"
+
+    def _keep_image(self) -> None:
+        if self._on:
+            self._world.at(self._world.random.uniform(0.5, 2.0), self._keep_image)
+            run = self._cluster.promises.in_state_file().get(NAME)
+            self._images.append((run, self._cluster.servers.storage.image()))
+
+    def _set_back(self) -> None:
+        """All servers are down, and come back with the directory as it was: not with an earlier run in it."""
+        of_now = None, self._cluster.this_run.identity
+        images = [image for run, image in self._images if run in of_now]
+        if images and self._world.random.random() < 0.3:
+            self._cluster.servers.set_back(self._world.random.choice(images))
+            self._images.clear()
+            for run in self._cluster.running():
+                self._cluster.promises.was_set_back(run)

@@ -5,6 +5,7 @@ A simulation that finds nothing wrong says something only if it finds these.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ps_protocol.errors import TryLater
 from ps_protocol.job import JobSpec
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.job import CoordinatedJob
@@ -33,31 +35,45 @@ Break = Callable[[pytest.MonkeyPatch], None]
 class Mutation:
     """One thing that is broken.
 
-    modes: in which it is looked for
-    kinds: of promises that it breaks, any of which will do
+    modes:   in which it is looked for
+    kinds:   of promises that it breaks, any of which will do
+    faults:  the kinds of faults among which it shows often; None: any
+    known:   a mode and a seed that find it among these faults
+    besides: what is broken too, because it hides this one: without this one, that must show nothing
     """
 
     breaks: Break
     modes: tuple[str, ...]
     kinds: frozenset[str]
+    faults: tuple[str, ...] | None = None
+    known: tuple[str, int] = ("ssp:2", 0)
+    besides: Break | None = None
 
     @property
     def name(self) -> str:
         """What it is called."""
         return self.breaks.__name__
 
-    def find(self, patch: pytest.MonkeyPatch, seeds: range) -> tuple[str, int, str] | None:
-        """Returns the first mode and seed that find it, and the kind of promise that is broken; None: none does."""
+    def finds(self, patch: pytest.MonkeyPatch, mode: str, seed: int, faults: tuple[str, ...] | None) -> str:
+        """Returns the kind of promise that a seed finds broken, and that holds without the mutation; empty: none."""
         self.breaks(patch)
+        if self.besides is not None:
+            self.besides(patch)
+        kinds = {violation.kind for violation in Cluster(mode, seed, faults=faults).run()} & self.kinds
+        patch.undo()
+        if kinds and self.besides is not None:
+            self.besides(patch)
+        holds = not kinds or not Cluster(mode, seed, faults=faults).run()  # otherwise something else is wrong there
+        patch.undo()
+        return min(kinds) if kinds and holds else ""
+
+    def find(self, patch: pytest.MonkeyPatch, seeds: range) -> tuple[str, int, str] | None:
+        """Returns the first mode and seed that find it among any faults, and what is broken; None: none does."""
         for seed in seeds:
             for mode in self.modes:
-                kinds = {violation.kind for violation in Cluster(mode, seed).run()} & self.kinds
-                if not kinds:
-                    continue
-                patch.undo()
-                if not Cluster(mode, seed).run():  # otherwise something else is wrong there
-                    return mode, seed, min(kinds)
-                self.breaks(patch)
+                kind = self.finds(patch, mode, seed, None)
+                if kind:
+                    return mode, seed, kind
         return None
 
 
@@ -161,7 +177,13 @@ def books_shards_that_were_not_restored(patch: pytest.MonkeyPatch) -> None:
 
 def admits_what_is_not_on_disk(patch: pytest.MonkeyPatch) -> None:
     """A join, or a job, goes on although the coordinator's file cannot be written."""
-    patch.setattr(Coordinator, "save_ahead", Coordinator.save)
+    save_ahead = Coordinator.save_ahead
+
+    def hopeful(self: Coordinator) -> None:
+        with contextlib.suppress(TryLater):
+            save_ahead(self)
+
+    patch.setattr(Coordinator, "save_ahead", hopeful)
 
 
 def rolls_back_what_ends(patch: pytest.MonkeyPatch) -> None:
@@ -191,13 +213,42 @@ EVERY_MODE = ("sync", "ssp:0", "ssp:2", "async")
 HANGS = frozenset({"stuck", "gave up", "wrong roster", "waits for the dead", "wrong members"})
 MIXED = frozenset({"lost", "doubled", "torn", "another run", "wrong update", *HANGS})
 
+SHARD_HANGS, SHARD_DIES = "a shard hangs", "a shard is killed"
+WORKER_DIES, COORDINATOR_DIES = "a worker is killed", "the coordinator is killed"
+RETURN = SHARD_HANGS, WORKER_DIES, COORDINATOR_DIES
+
 REPAIRS = (
-    Mutation(asks_shards_that_have_not_called_in, EVERY_MODE, frozenset({"round failed", "thread died"})),
-    Mutation(forgets_shards_that_have_not_called_in, EVERY_MODE, HANGS),
-    Mutation(removes_from_one_shard_after_the_other, EVERY_MODE, frozenset({"waits for the dead"})),
-    Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS),
-    Mutation(admits_what_is_not_on_disk, EVERY_MODE, MIXED),
-    Mutation(rolls_back_what_ends, EVERY_MODE, MIXED | {"round failed", "internal error"}),
+    Mutation(
+        asks_shards_that_have_not_called_in,
+        EVERY_MODE,
+        frozenset({"round failed", "thread died"}),
+        faults=RETURN,
+        known=("ssp:2", 0),
+    ),
+    Mutation(forgets_shards_that_have_not_called_in, EVERY_MODE, HANGS, faults=RETURN, known=("sync", 1)),
+    Mutation(
+        removes_from_one_shard_after_the_other,
+        EVERY_MODE,
+        frozenset({"waits for the dead"}),
+        faults=(SHARD_HANGS, WORKER_DIES),
+        known=("ssp:2", 0),
+    ),
+    Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, faults=(SHARD_DIES,), known=("async", 0)),
+    Mutation(
+        admits_what_is_not_on_disk,
+        EVERY_MODE,
+        MIXED,
+        faults=("a disk is full", WORKER_DIES, COORDINATOR_DIES),
+        known=("ssp:2", 0),
+    ),
+    Mutation(
+        rolls_back_what_ends,
+        EVERY_MODE,
+        MIXED | {"round failed", "internal error"},
+        faults=(),
+        known=("async", 0),
+        besides=keeps_the_job_of_an_earlier_run,
+    ),
     Mutation(keeps_the_job_of_an_earlier_run, EVERY_MODE, MIXED),
     Mutation(takes_workers_of_an_earlier_run, EVERY_MODE, MIXED),
 )

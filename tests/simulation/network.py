@@ -7,6 +7,7 @@ clients raise: the server's own error, or TryLater where there is no answer. The
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -19,7 +20,6 @@ from ps_server.shard.waiting import Answer, PulledBucket
 from tests.simulation.processes import Host
 from tests.simulation.world import Task, World
 
-SILENT = 0.2  # of the processes that die: their machine dies too. Otherwise both ends of a connection hear of it
 KEEPALIVE_SECONDS = 30.0  # after which a connection to a machine that says nothing breaks: ps_runtime.channel
 LATE = 0.5  # of the calls that arrive after their caller has given up; they are carried out all the same
 END = object()
@@ -38,14 +38,22 @@ class Weather:
 class Call:
     """A call under way, as its caller has it."""
 
-    def __init__(self, world: World, caller: Host, server: Host | None, name: str, streams: bool) -> None:
-        self.caller, self.server, self.name, self.streams = caller, server, name, streams
+    def __init__(
+        self, world: World, caller: Host, server: Host | None, method: str, address: str, streams: bool
+    ) -> None:
+        self.caller, self.server, self.streams = caller, server, streams
+        self._method, self._address = method, address
         self.over = False
         self.arrives = 0.0  # when the last message of its answer arrives: they keep their order
         self.outbox: Outbox | None = None  # at the server
         self._world = world
         self._inbox: deque[tuple[Any, PSError | None]] = deque()
         self._waiting: Task | None = None
+
+    @property
+    def name(self) -> str:
+        """Returns what is called."""
+        return f"{self._method} at {self._address}"
 
     def deliver(self, value: Any, error: PSError | None) -> None:
         """Takes an answer that has arrived; one that comes after the end is ignored."""
@@ -95,9 +103,13 @@ class Network:
         self._open[host] = {}
         self.connect(host)
 
+    def listener(self, address: str) -> Host | None:
+        """Returns the process that listens at an address, or did last."""
+        return self._listeners.get(address)
+
     def connect(self, host: Host) -> None:
-        """Has both ends of a process's connections hear of its death, unless its machine dies with it."""
-        host.on_death.append(lambda: self._died(host, self.world.random.random() < SILENT))
+        """Has both ends of a process's connections hear of its death, unless its machine goes down with it."""
+        host.on_death.append(lambda: self._died(host))
 
     def cut(self, one: Host, other: Host, seconds: float) -> None:
         """Nothing passes between two for so long; what is sent meanwhile arrives afterwards."""
@@ -108,10 +120,10 @@ class Network:
         """Whether nothing passes between two now."""
         return self._cut.get(frozenset((one, other)), 0.0) > self.world.now
 
-    def _died(self, host: Host, silently: bool) -> None:
+    def _died(self, host: Host) -> None:
         calls, self._open[host] = self._open.get(host, {}), {}
         streams = self._streams.pop(host, {})
-        if not silently:
+        if not host.lost_power:
             for call in calls.values():
                 self._break(call)
             for server, call in streams.values():
@@ -163,7 +175,7 @@ class Network:
         caller = task.host
         caller.check_alive()
         server = self._listeners.get(address)
-        call = Call(self.world, caller, server, f"{method} at {address}", streams)
+        call = Call(self.world, caller, server, method, address, streams)
         if server is None or not server.alive:
             refused = partial(call.deliver, None, TryLater(f"{address}: connection refused"))
             self.world.at(self._seconds(), refused, caller)
@@ -193,19 +205,19 @@ class Network:
         """Returns when a message arrives; None if it is lost."""
         if self.weather.loss and self.world.random.random() < self.weather.loss:
             return None
-        held = max(0.0, self._cut.get(frozenset((one, other)), 0.0) - self.world.now)
-        return held + self._seconds()
+        seconds = self._seconds()
+        if self._cut:
+            seconds += max(0.0, self._cut.get(frozenset((one, other)), 0.0) - self.world.now)
+        return seconds
 
     def _seconds(self) -> float:
-        return min(self.weather.longest, self.world.random.expovariate(1 / self.weather.mean))
+        return min(self.weather.longest, -math.log(1.0 - self.world.random.random()) * self.weather.mean)
 
     # -- the server's side -------------------------------------------------------------------------------------------
 
     def _arrive(self, server: Host, call: Call, method: str, arguments: tuple[Any, ...]) -> None:
         if call.over and self.world.random.random() >= LATE:
             return
-        if method == "register_shard" and not call.caller.alive:
-            return  # only the address tells what a shard said before it died from what its successor says
         if method not in server.methods:
             self._answer(server, call, None, TryLater(f"{call.name}: connection refused"))
             return

@@ -9,6 +9,8 @@ from tests.simulation.world import Killed, Task, World
 
 Serve = Callable[..., Any]
 
+LOSES_POWER = 0.2  # of the processes that are killed: their machine goes down with them
+
 
 class Host:
     """One process, on a machine of its own.
@@ -16,11 +18,12 @@ class Host:
     address:   where it is called; empty: nowhere
     methods:   what can be called there, by name; a call is answered with what the method returns or raises
     dies_at:   by the name of a failpoint, how often it passes that until it dies there
+    lost_power: its machine has gone down with it: no other one hears of its death, and what was not flushed is lost
     """
 
     def __init__(self, world: World, name: str, address: str = "") -> None:
         self.world, self.name, self.address = world, name, address
-        self.alive, self.stopped_until = True, 0.0
+        self.alive, self.stopped_until, self.lost_power = True, 0.0, False
         self.since = world.now
         self.methods: dict[str, Serve] = {}
         self.tasks: list[Task] = []
@@ -44,9 +47,9 @@ class Host:
         """kill -9. The thread that calls this, if it is one of this process, ends at its next step."""
         if not self.alive:
             return
-        self.alive = False
+        self.alive, self.lost_power = False, self.world.random.random() < LOSES_POWER
         self.methods = {}
-        self.world.trace(f"{self.name} is killed{why}")
+        self.world.trace(f"{self.name} {'loses power' if self.lost_power else 'is killed'}{why}")
         self.world.at(0.0, self.unwind)
         for notice in self.on_death:
             notice()

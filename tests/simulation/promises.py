@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ps_server.coordinator.job import CoordinatedJob
+from ps_server.coordinator.state_file import StateFile
+from ps_server.storage.checkpoints import MANIFEST, CheckpointStore, Manifest
 from tests.chaos.oracle import Violation
+from tests.simulation.processes import Host
 from tests.simulation.runs import Run
+from tests.simulation.servers import ShardProcess
+from tests.simulation.supervision import DIRECTORY
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -15,6 +21,8 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.5
 REMOVED_WITHIN = 3.0  # after a lease is over, on every healthy shard
 CALM_SECONDS = 15.0
+BESIDE_SECONDS = 5.0  # and a lease: in which a job makes a step that has nothing to do with what goes wrong
+SETTLED_SECONDS = 5.0  # after which a worker that joined is in the checkpoints that are written
 
 
 class Promises:
@@ -22,18 +30,29 @@ class Promises:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._world = cluster, cluster.world
-        self._dead_since: dict[tuple[int, int, int], float] = {}  # by shard process, rank, incarnation
+        self._dead_since: dict[tuple[str, int, int, int], float] = {}  # by job, shard process, rank, incarnation
+        self._beside: tuple[int, float, ShardProcess | None] = (
+            -1,
+            0.0,
+            None,
+        )  # clock of the job beside, since when, where
+        self._store = CheckpointStore(DIRECTORY, cluster.servers.disks[0])
         self._reported: set[str] = set()
 
     def begin(self) -> None:
         """Looks from now on."""
+        for disk in self._cluster.servers.disks:
+            disk.on_rename = self._renamed
         self._look()
 
     def _look(self) -> None:
         self._world.at(LOOK_SECONDS, self._look)
+        for run in self._cluster.running():
+            run.saved = run.saved or self._has_checkpoint(run)
         self.no_thread_dies()
         self.no_call_fails_unexpectedly()
         self.the_dead_are_waited_for_no_longer_than_a_lease()
+        self.a_job_beside_goes_on()
 
     def _broken(self, kind: str, said: str, **where: Any) -> None:
         if kind not in self._reported:
@@ -53,36 +72,55 @@ class Promises:
         """A call ends with an answer or an error that is meant."""
         for call, error in self._cluster.network.unexpected:
             self._broken("internal error", f"{call}: {type(error).__name__}: {error}")
-        for process in self._cluster.shards:
-            job = process.hosted("cells")
-            if job is not None and job.failure is not None:
-                self._broken("internal error", f"{process.host.name}: {job.failure}")
+        for process in self._cluster.servers.shards:
+            for job in process.hosted().values():
+                if job.failure is not None:
+                    self._broken("internal error", f"{process.host.name}: {job.failure}")
 
     def the_dead_are_waited_for_no_longer_than_a_lease(self) -> None:
         """A worker that is dead is off each healthy shard soon after its lease, also while another shard hangs."""
-        cluster, since = self._cluster, dict[tuple[int, int, int], float]()
-        coordinator = cluster.coordinator.host
+        cluster, since = self._cluster, dict[tuple[str, int, int, int], float]()
+        coordinator = cluster.servers.coordinator.host
         if cluster.network.weather.loss or not self._is_healthy(coordinator, 2 * cluster.lease):
             self._dead_since = {}
             return
-        for process in cluster.shards:
-            job = process.hosted("cells")
-            if job is None or not self._is_healthy(process.host, 3.0) or self.job() is None:
+        for process in cluster.servers.shards:
+            if not self._is_healthy(process.host, 3.0):
                 continue
-            for rank, live in job.state.roster.items():
-                if self._is_dead(job.run, rank, live.incarnation):
-                    key = process.process, rank, live.incarnation
-                    since[key] = self._dead_since.get(key, self._world.now)
+            for name, job in process.hosted().items():
+                if self.job(name) is None:
+                    continue
+                for rank, live in job.state.roster.items():
+                    if self._is_dead(job.run, rank, live.incarnation):
+                        key = name, process.process, rank, live.incarnation
+                        since[key] = self._dead_since.get(key, self._world.now)
         self._dead_since = since
         limit = cluster.lease + REMOVED_WITHIN
-        for (process_number, rank, incarnation), at in since.items():
+        for (name, process_number, rank, incarnation), at in since.items():
             if self._world.now - at > limit:
-                said = (
-                    f"worker {rank}, incarnation {incarnation}, is dead for {self._world.now - at:.1f} s, and counted"
-                )
+                seconds = self._world.now - at
+                said = f"{name}: worker {rank}, incarnation {incarnation}, is dead for {seconds:.1f} s, and counted"
                 self._broken("waits for the dead", said, process=process_number)
 
-    def _is_healthy(self, host: Any, seconds: float) -> bool:
+    def a_job_beside_goes_on(self) -> None:
+        """A job with nothing on a shard that hangs, or dies, goes on: its steps come. What takes a call to every shard,
+        a join or its return to a checkpoint, may wait for that one."""
+        cluster, run = self._cluster, self._cluster.beside
+        worker = run.workers.get(0) if run is not None else None
+        if run is None or run.over or run.may_end or worker is None or not worker.is_training:
+            return
+        servers, network, now = cluster.servers, cluster.network, self._world.now
+        clock, since, process = self._beside
+        hosts = [worker.host, servers.coordinator.host, servers.shards[0].host]
+        steps = worker.clock != clock
+        disturbed = steps or worker.holds or network.weather.loss or process is not servers.shards[0]
+        if disturbed or not all(self._is_healthy(host, 2 * LOOK_SECONDS) for host in hosts):
+            since = now
+        self._beside = worker.clock, since, servers.shards[0] if steps else process  # its own shard's death is its own
+        if now - since > cluster.lease + BESIDE_SECONDS:
+            self._broken("another job waits", f"{worker.host.name} is at clock {clock} since {now - since:.1f} s")
+
+    def _is_healthy(self, host: Host, seconds: float) -> bool:
         """Whether a server has lived undisturbed for some time."""
         quiet = self._world.now - max(host.since, host.stopped_until, self._cluster.faults.disturbed.get(host, 0.0))
         return bool(host.alive and quiet > seconds)
@@ -96,62 +134,119 @@ class Promises:
     def lost_place(self, worker: Worker, place: Place) -> None:
         """A worker whose heartbeats can come keeps its place, unless the job is rolled back."""
         cluster, faults = self._cluster, self._cluster.faults
-        coordinator = cluster.coordinator.host
+        coordinator = cluster.servers.coordinator.host
         ends = [faults.disturbed.get(host, 0.0) for host in (worker.host, coordinator)]
         calm = self._world.now - max(coordinator.since, *ends)
-        rolled_back = faults.shard_died > place.since
+        # A shard that was started again brings a rollback when it has called in, which may take long.
+        shards = cluster.servers.shards
+        rolled_back = any(shard.known_since > place.since - LOOK_SECONDS for shard in shards)
         if calm > CALM_SECONDS and not rolled_back and not cluster.network.weather.loss and not worker.run.over:
             self._broken("lost its place", f"{worker.host.name}, with nothing wrong for {calm:.1f} s")
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _renamed(self, path: Path) -> None:
+        if path.name == MANIFEST:
+            self._written(self._store.manifest(path.parent.parent.name, path.parent.name))
+
+    def _written(self, manifest: Manifest) -> None:
+        """A checkpoint says whose states it has: in sync as of its clock, of all workers, or it says of which not."""
+        name, disk = manifest.job["name"], self._cluster.servers.disks[0]
+        for rank, worker in manifest.workers.items():
+            state = self._store.read_worker(name, manifest.name, worker.part)
+            if state != b"%d %d" % (rank, worker.clock):
+                self._broken("wrong state", f"{manifest.name} has {state!r} of worker {rank}, clock {worker.clock}")
+            if manifest.mode == "sync" and worker.clock != manifest.clock:
+                said = f"{manifest.name}, clock {manifest.clock}, has worker {rank} as of clock {worker.clock}"
+                self._broken("wrong state", said)
+        job = self.job(name)
+        if job is None or manifest.mode != "sync" or disk.is_disturbed:
+            return
+        said = manifest.workers.keys() | set(manifest.without)
+        for rank, member in job.members._membership.members.items():
+            holder = self._cluster.holders.get((manifest.run, rank, member.incarnation))
+            settled = holder is not None and holder.place.since < self._world.now - SETTLED_SECONDS
+            if settled and rank not in said:
+                self._broken("state missing", f"{manifest.name} says nothing of worker {rank}")
+
+    def joined(self, worker: Worker, place: Place) -> None:
+        """A worker goes on from a state of its rank, which in sync is not ahead of the weights."""
+        state = place.result.state
+        if state is None:
+            return
+        clock, content = state
+        is_ahead = worker.run.rules.averaged and clock > place.result.clock
+        if content != b"%d %d" % (worker.rank, clock) or is_ahead:
+            said = f"{worker.host.name} joins at clock {place.result.clock} and gets {content!r} of clock {clock}"
+            self._broken("wrong state", said)
 
     # -- when all have finished --------------------------------------------------------------------------------------
 
     def check_finished(self, run: Run) -> None:
         """All that was acknowledged is in the weights once, and nobody is counted that is not there."""
-        for violation in run.judge(self._cluster.view(), self._cluster.lossy):
+        for violation in run.judge(self._cluster.view(run)):
             self._cluster.violated(violation)
-        self.shards_count_those_that_live()
+        self.shards_count_those_that_live(run)
 
-    def shards_count_those_that_live(self) -> None:
+    def shards_count_those_that_live(self, run: Run) -> None:
         """Each shard, and the coordinator, counts the workers that live, and no other."""
-        if self.job() is None:
+        if self.job(run.name) is None:
             self._broken("no job", "the coordinator knows no job, and its workers train")
             return
-        living, members = self._living(), self._members()
+        living, members = _living(run), self._members(run)
         if members != living:
             self._broken("wrong members", f"the coordinator has {members}, and {living} live")
-        for name, roster in self._rosters().items():
+        for name, roster in self._rosters(run).items():
             if roster != living:
                 self._broken("wrong roster", f"{name} counts {roster}, and {living} live")
 
     def all_agree(self) -> bool:
         """Whether the coordinator and the shards count the workers that live."""
-        return all(counted == self._living() for counted in [self._members(), *self._rosters().values()])
+        return all(
+            counted == _living(run)
+            for run in self._cluster.running()
+            for counted in [self._members(run), *self._rosters(run).values()]
+        )
 
-    def _living(self) -> dict[int, int]:
-        workers = self._cluster.this_run.workers
-        return {rank: worker.place.incarnation for rank, worker in workers.items() if worker.is_there}
-
-    def _members(self) -> dict[int, int]:
-        job = self.job()
+    def _members(self, run: Run) -> dict[int, int]:
+        job = self.job(run.name)
         members = job.members._membership.members.values() if job is not None else ()
         return {member.rank: member.incarnation for member in members}
 
-    def _rosters(self) -> dict[str, dict[int, int]]:
+    def _rosters(self, run: Run) -> dict[str, dict[int, int]]:
         rosters = {}
-        for process in self._cluster.shards:
-            hosted = process.hosted("cells")
+        for process in self._cluster.servers.shards:
+            hosted = process.hosted().get(run.name)
             roster = hosted.state.roster if hosted is not None else {}
-            rosters[process.host.name] = {rank: live.incarnation for rank, live in roster.items()}
+            rosters[f"shard {process.index}"] = {rank: live.incarnation for rank, live in roster.items()}
         return rosters
+
+    def in_state_file(self) -> dict[str, str]:
+        """Returns the run of each job that the coordinator's file has now, by name."""
+        jobs = StateFile(DIRECTORY, self._cluster.servers.disks[0]).load()
+        return {name: job.run for name, job in jobs.items()}
+
+    def was_set_back(self, run: Run) -> None:
+        """A job goes on if the directory, as it was once, has the job and a checkpoint of it."""
+        has_it = self.in_state_file().get(run.name) == run.identity
+        names = self._store.names(run.name) if has_it else []
+        run.saved = any(self._store.manifest(run.name, name).run == run.identity for name in names)
+        if not run.saved:
+            run.may_end = run.may_end or "the directory is that of before its first checkpoint"
 
     # -- looks -------------------------------------------------------------------------------------------------------
 
-    def job(self) -> CoordinatedJob | None:
-        """Returns the job as the coordinator of now has it."""
-        coordinator = self._cluster.coordinator.coordinator
-        return coordinator._jobs.get("cells") if coordinator is not None else None
+    def job(self, name: str) -> CoordinatedJob | None:
+        """Returns a job as the coordinator of now has it."""
+        coordinator = self._cluster.servers.coordinator.coordinator
+        return coordinator._jobs.get(name) if coordinator is not None else None
 
-    def has_checkpoint(self, run: Run) -> bool:
-        """Whether a run has a checkpoint to go back to."""
-        job = self.job()
-        return job is not None and job.checkpoints is not None and job.checkpoints._progress.last is not None
+    def _has_checkpoint(self, run: Run) -> bool:
+        job = self.job(run.name)
+        if job is None or job.checkpoints is None or job.placed.run != run.identity:
+            return False
+        return job.checkpoints._progress.last is not None
+
+
+def _living(run: Run) -> dict[int, int]:
+    return {rank: worker.place.incarnation for rank, worker in run.workers.items() if worker.is_there}

@@ -6,6 +6,8 @@ run alone.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,57 +22,118 @@ if TYPE_CHECKING:
 
 WORKERS = 3
 RUNS = 3  # that one simulation has, at most
-SHAPE = Shape(buckets=3, rows=56, columns=7)
+NAME, BESIDE = "cells", "beside"  # of the job under test, and of the one beside it
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job, of which a cluster has several runs, one after the other. workers: that it declares"""
+
+    name: str
+    mode: str
+    shape: Shape
+    workers: int
+
+    def rules(self) -> Rules:
+        """Returns what its weights must obey."""
+        return Rules.of(self.mode, self.workers, self.shape)
+
+    @functools.cache  # noqa: B019 (there are a few jobs)
+    def spec(self) -> JobSpec:
+        """Returns it as its workers register it."""
+        consistency, shape = parse_mode(self.mode), self.shape
+        assert consistency is not None
+        size = shape.rows, 1 + shape.columns
+        parameters = tuple(ParameterSpec(f"bucket{index}", size, "float32", 0) for index in range(shape.buckets))
+        spec = JobSpec(self.name, parameters, "SGD", ({"lr": 1.0},), consistency, shape.bucket_bytes, self.workers)
+        assert len(bucket_layout(spec.parameters, spec.bucket_bytes).buckets) == shape.buckets
+        return spec
+
+
+def job_under_test(mode: str) -> Job:
+    """Returns the job that the faults are for: it has buckets on every shard."""
+    return Job(NAME, mode, Shape(buckets=3, rows=56, columns=7), WORKERS)
+
+
+def job_beside(mode: str) -> Job:
+    """Returns a small job whose only bucket is on shard 0: what happens to the others is no matter of its."""
+    return Job(BESIDE, mode, Shape(buckets=1, rows=8, columns=7), 2)
 
 
 class Run:
-    """One run. Its name is that of the others.
+    """One run of a job.
 
-    workers: by rank, the process that was started last
-    target:  the clock at which all of them hold; None: they train on
-    may_end: why the job may be lost; empty: it may not
-    over:    its user knows that it is over
+    identity: by which the servers tell it from others
+    workers:  by rank, the process that was started last
+    gone:     ranks that are not started again
+    target:   the clock at which all of them hold; None: they train on
+    may_end:  why the job may be lost; empty: it may not
+    over:     its user knows that it is over
+    saved:    it has had a checkpoint: it goes back to one, whatever dies
+    lossy:    by bucket, when its shard died first
     """
 
-    def __init__(self, number: int, mode: str) -> None:
-        self.number, self.name, self.shape = number, "cells", SHAPE
-        self.rules = Rules.of(mode, WORKERS, SHAPE)
-        self.spec, self.buckets = _spec(self.name, mode), range(SHAPE.buckets)
+    def __init__(self, number: int, job: Job) -> None:
+        self.number, self.job = number, job
+        self.rules, self.spec, self.buckets = job.rules(), job.spec(), range(job.shape.buckets)
         self.lives: list[Life] = []
         self.workers: dict[int, Worker] = {}
         self.everybody: list[Worker] = []
-        self.gone: set[int] = set()  # ranks that are not started again
+        self.gone: set[int] = set()
         self.target: int | None = None
-        self.may_end, self.over = "", False
-        self.identity = ""  # by which the servers tell it from others
+        self.may_end, self.over, self.saved = "", False, False
+        self.identity = ""
+        self.placement: list[int] = []
+        self.lossy: dict[int, float] = {}
         # In sync the mark is that of a clock 0, of which each life knows that it was acknowledged.
         self._mark = Life(number, 0, [0], {0: 0})
-        self.initial = torch.zeros(SHAPE.rows, 1 + SHAPE.columns)
+        self.initial = torch.zeros(job.shape.rows, 1 + job.shape.columns)
         self.initial[number, :2] = self.rules.unit
+
+    @property
+    def name(self) -> str:
+        """The job's."""
+        return self.job.name
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it is the one beside the job under test."""
+        return self.job.name == BESIDE
+
+    def staying(self) -> list[Worker]:
+        """Returns its workers, without those that are gone for good."""
+        return [worker for rank, worker in self.workers.items() if rank not in self.gone]
+
+    def is_training(self) -> bool:
+        """Whether all its workers have a place."""
+        return len(self.workers) == self.job.workers and all(worker.is_there for worker in self.staying())
+
+    def all_hold(self) -> bool:
+        """Whether all its workers are at the target."""
+        holds = all(worker.holds and worker.host.alive for worker in self.staying())
+        return len(self.workers) == self.job.workers and holds
+
+    def shard_died(self, index: int, now: float) -> None:
+        """Notes what the death of a shard may cost."""
+        for bucket, home in enumerate(self.placement):
+            if home == index:
+                self.lossy.setdefault(bucket, now)
+        if not self.saved:
+            self.may_end = self.may_end or "a shard is lost, and there is no checkpoint"
 
     def row(self, life: int, rank: int) -> int:
         """Returns the row in which a worker counts."""
-        return RUNS + (self.number * WORKERS + rank if self.rules.averaged else life)
+        return RUNS + (self.number * self.job.workers + rank if self.rules.averaged else life)
 
     def furthest(self) -> int:
         """Returns the highest clock that a step was acknowledged at: after a rollback, steps are made once more."""
         return max((clock for life in self.lives for clock in life.done.values()), default=0)
 
-    def judge(self, view: torch.Tensor, lossy: dict[int, float]) -> list[Violation]:
-        """Returns what is wrong with the weights after everybody has finished. lossy: when buckets were rolled back."""
-        buckets = frozenset(() if self.rules.averaged else lossy)
-        until = {bucket: lossy.get(bucket) for bucket in self.buckets}
+    def judge(self, view: torch.Tensor) -> list[Violation]:
+        """Returns what is wrong with the weights after all have finished."""
+        buckets = frozenset(() if self.rules.averaged else self.lossy)
+        until = {bucket: self.lossy.get(bucket) for bucket in self.buckets}
         return [
             *judge(view, [self._mark, *self.lives], self.rules, buckets),
             *too_stale(self.lives, self.rules, until),
         ]
-
-
-def _spec(name: str, mode: str) -> JobSpec:
-    consistency = parse_mode(mode)
-    assert consistency is not None
-    size = SHAPE.rows, 1 + SHAPE.columns
-    parameters = tuple(ParameterSpec(f"bucket{index}", size, "float32", 0) for index in range(SHAPE.buckets))
-    spec = JobSpec(name, parameters, "SGD", ({"lr": 1.0},), consistency, SHAPE.bucket_bytes, WORKERS)
-    assert len(bucket_layout(spec.parameters, spec.bucket_bytes).buckets) == SHAPE.buckets
-    return spec

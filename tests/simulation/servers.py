@@ -5,9 +5,11 @@ What stands here is what the services of ps_server.rpc do besides: it takes a ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -33,7 +35,7 @@ from tests.simulation.threads import ThreadPoolExecutor
 from tests.simulation.world import World
 
 COORDINATOR = "10.0.0.1:7000"
-SECONDS = {"statistics": STATUS_SECONDS, "committed": STATUS_SECONDS}
+SECONDS = dict.fromkeys(("statistics", "process", "committed"), STATUS_SECONDS)
 ASKED_OF_SHARDS = ("create_job", "drop_job", "add_worker", "remove_worker", "begin_snapshot")
 
 
@@ -52,6 +54,20 @@ class WorldClock(Clock):
         return self._world.now + 1.7e9
 
 
+class SilentMetrics(ShardMetrics):
+    """Counts nothing: no scraper comes."""
+
+    def _of(self, metric: Any, job: str, *labels: str) -> Any:
+        return _SERIES
+
+    def forget(self, job: str) -> None:
+        """Does nothing."""
+
+
+_SERIES = SimpleNamespace(inc=lambda *_: None, observe=lambda *_: None)
+METRICS = SilentMetrics(CollectorRegistry())
+
+
 class RemoteShard:
     """A shard as the coordinator calls it: coordinator.shards.ShardApi, with the deadlines of rpc.shard_client."""
 
@@ -67,16 +83,20 @@ class RemoteShard:
 
 
 class CoordinatorProcess:
-    """A process that is the coordinator."""
+    """A process as a coordinator; it may be a shard, too."""
 
     def __init__(
-        self, network: Network, disk: SimulatedDisk, shards: int, lease: float, policy: CheckpointPolicy | None
+        self,
+        network: Network,
+        host: Host,
+        disk: SimulatedDisk,
+        shards: int,
+        lease: float,
+        policy: CheckpointPolicy | None,
     ) -> None:
-        self.host = Host(network.world, "coordinator", COORDINATOR)
-        self._disk = disk
+        self.host, self._disk = host, disk
         self.coordinator: Coordinator | None = None
         self._network, self._shards, self._lease, self._policy = network, shards, lease, policy
-        network.listen(self.host)
         self.host.spawn("main", self._main)
 
     def _main(self) -> None:
@@ -96,7 +116,7 @@ class CoordinatorProcess:
         )
         coordinator.start()
         self.coordinator = coordinator
-        self.host.methods = {
+        self.host.methods |= {
             "register_shard": coordinator.register_shard,
             "register_job": self._register_job,
             "join": self._join,
@@ -109,7 +129,7 @@ class CoordinatorProcess:
     @property
     def is_serving(self) -> bool:
         """Whether it answers."""
-        return self.host.alive and not self.host.stopped and bool(self.host.methods)
+        return self.host.alive and not self.host.stopped and "register_job" in self.host.methods
 
     def _register_job(self, spec: Any) -> str:
         assert self.coordinator is not None
@@ -123,37 +143,40 @@ class CoordinatorProcess:
 
 
 class ShardProcess:
-    """A process that is a shard. process: the number that no other process of a shard has."""
+    """A process as a shard.
+
+    process:     the number that no other process of a shard has
+    known_since: when it called in first with the coordinator of now
+    """
 
     def __init__(
-        self, network: Network, disk: SimulatedDisk, index: int, address: str, process: int, store: Path | None
+        self, network: Network, host: Host, disk: SimulatedDisk, index: int, process: int, store: Path | None
     ) -> None:
-        self.host = Host(network.world, f"shard {index}", address)
-        self._disk = disk
+        self.host, self._disk = host, disk
         self.index, self.process = index, process
-        self.known = False
+        self.known_since = math.inf
         self.shard: Shard | None = None
         self._network, self._store = network, store
-        network.listen(self.host)
         self.host.spawn("main", self._main)
 
     def _main(self) -> None:
         world = self.host.world
         shard = self.shard = Shard(
-            ShardMetrics(CollectorRegistry()),
+            METRICS,
             OwnThreads(1),
             lambda: world.now,
             checkpoints=CheckpointStore(self._store, self._disk) if self._store else None,
             index=self.index,
         )
-        self.host.methods = {name: getattr(shard, name) for name in (*ASKED_OF_SHARDS, "statistics", "push", "pull")}
+        self.host.methods |= {name: getattr(shard, name) for name in (*ASKED_OF_SHARDS, "statistics", "push", "pull")}
         self.host.methods |= {"await_snapshot": self._await_snapshot, "committed": self._committed}
+        self.host.methods["process"] = lambda: self.process
         self.host.methods["restore_job"] = lambda *wanted: shard.restore_job(*wanted, RESTORE_SECONDS)
         self.host.spawn("registration", self._register)
 
-    def hosted(self, name: str) -> HostedJob | None:
-        """Returns the job of this name that the shard holds, as it is at this moment: no lock is taken."""
-        return self.shard._hosted._jobs.get(name) if self.shard is not None else None
+    def hosted(self) -> dict[str, HostedJob]:
+        """Returns the jobs that the shard holds, by name, as they are at this moment: no lock is taken."""
+        return self.shard._hosted._jobs if self.shard is not None else {}
 
     def _await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
         assert self.shard is not None
@@ -168,10 +191,12 @@ class ShardProcess:
         """Does as rpc.registration does."""
         world, process = self.host.world, self.process
         who = self.index, self.host.address, "", process, process
+        knows: Host | None = None
         while True:
             try:
                 self._network.call(COORDINATOR, "register_shard", *who, seconds=SHARD_CALL_SECONDS, ready=True)
-                self.known = True
+                if knows is not self._network.listener(COORDINATOR):
+                    knows, self.known_since = self._network.listener(COORDINATOR), world.now
             except PSError as error:
                 world.trace(f"{self.host.name}: {error}; trying again")
             world.let_pass(SHARD_CALL_SECONDS)

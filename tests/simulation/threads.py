@@ -20,6 +20,7 @@ PREEMPTED_SECONDS = 0.03  # on average, where a thread is held up
 class RLock:
     """threading.RLock."""
 
+    __slots__ = ("_depth", "_owner", "_waiting", "_world")
     reentrant = True
 
     def __init__(self, world: World) -> None:
@@ -89,15 +90,22 @@ class RLock:
         self._depth = depth
 
     def __enter__(self) -> bool:
-        return self.acquire()
+        if self._depth or self._world.preemption:
+            return self.acquire()
+        self._owner, self._depth = self._world.current, 1
+        return True
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        if self._depth == 1 and not self._waiting:
+            self._owner, self._depth = None, 0
+        else:
+            self.release()
 
 
 class Lock(RLock):
     """threading.Lock."""
 
+    __slots__ = ()
     reentrant = False
 
 
@@ -108,13 +116,20 @@ class Condition:
         self._world = world
         self._lock = lock or RLock(world)
         self._waiting: list[tuple[Task, int]] = []
-        self.acquire, self.release = self._lock.acquire, self._lock.release
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Takes the lock."""
+        return self._lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        """Gives the lock back."""
+        self._lock.release()
 
     def __enter__(self) -> bool:
-        return self._lock.acquire()
+        return self._lock.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self._lock.__exit__()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for a notice."""

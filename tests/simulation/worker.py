@@ -8,7 +8,7 @@ state for checkpoints, and leaves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ps_protocol.errors import Fenced, NotFound, PSError, TryLater, UnknownWorker, Unreachable
-from ps_protocol.tensors import bytes_of
+from ps_protocol.tensors import bytes_of, tensor_from
 from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
 from ps_server.shard.waiting import PulledBucket
-from tests.chaos.oracle import Cells, Life, Violation, Witness
+from tests.chaos.oracle import Life, Violation, Witness
 from tests.simulation.network import Call
 from tests.simulation.processes import Host
 from tests.simulation.servers import COORDINATOR
@@ -82,7 +82,8 @@ class Worker:
     def __init__(self, cluster: Cluster, run: Run, rank: int, launch: str, life: Life, row: int) -> None:
         self.cluster, self.run, self.rank, self.launch, self.life = cluster, run, rank, launch, life
         self.world = cluster.world
-        self.host = Host(self.world, f"worker {rank} of run {run.number}, life {life.number}")
+        which = "the job beside" if run.is_beside else f"run {run.number}"
+        self.host = Host(self.world, f"worker {rank} of {which}, life {life.number}")
         self.places: list[Place] = []
         self.error: PSError | None = None
         self.holds, self.leaving, self.left, self.ended = False, False, False, False
@@ -90,9 +91,10 @@ class Worker:
         self._at: Place | None = None  # where the training thread is
         self._changed = Condition(self.world)
         self._witness = Witness(run.rules, row)
-        self._model = Cells(run.shape)
-        self._view = self._model.view()
-        self._counts = torch.zeros(run.shape.buckets, run.shape.rows)
+        shape = run.job.shape
+        self._view = torch.zeros(shape.buckets, shape.rows, 1 + shape.columns)
+        self._buckets = list(self._view.view(shape.buckets, -1))  # each as it is sent
+        self._counts = torch.zeros(shape.buckets, shape.rows)
         self._saves: set[int] = set()
         self.host.spawn("train", self._main)
 
@@ -105,6 +107,11 @@ class Worker:
     def is_there(self) -> bool:
         """Whether its process lives and has a place."""
         return self.host.alive and bool(self.places)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it is in the middle of a step, or between two."""
+        return self.is_there and self._begun and self._at is self.place
 
     @property
     def clock(self) -> int:
@@ -183,6 +190,7 @@ class Worker:
         if before is not None:
             before.cut()
         self.cluster.took(self, place)
+        self.cluster.promises.joined(self, place)
         with self._changed:
             self._changed.notify_all()
 
@@ -287,7 +295,7 @@ class Worker:
         self._witness.lost_track()
         if not self._begun:
             if self.rank == 0:
-                self._all(place, self._pushes(place, 0, dict.fromkeys(self.run.buckets, self.run.initial)))
+                self._all(place, self._pushes(place, 0, self.run.initial))
             self._await_started(place)
         self._all(place, self._pulls(place))
         self._begun = True
@@ -330,16 +338,17 @@ class Worker:
                 raise PlaceLost from errors[0]
             raise errors[0]
 
-    def _pushes(self, place: Place, clock: int, values: Mapping[int, torch.Tensor]) -> list[Callable[[], object]]:
-        """Returns what pushes buckets: to each shard one after the other, to all at once."""
+    def _pushes(self, place: Place, clock: int, values: torch.Tensor) -> list[Callable[[], object]]:
+        """Returns what pushes the same to all buckets: to each shard one after the other, to all at once."""
+        payload = bytes(bytes_of(values.flatten()))
 
         def push(shard: int, buckets: list[int]) -> None:
             for bucket in buckets:
-                self._push(place, shard, bucket, clock, values[bucket])
+                self._push(place, shard, bucket, clock, payload)
 
         return [partial(push, shard, buckets) for shard, buckets in self._homes(place).items()]
 
-    def _push(self, place: Place, shard: int, bucket: int, clock: int, values: torch.Tensor) -> None:
+    def _push(self, place: Place, shard: int, bucket: int, clock: int, payload: bytes) -> None:
         kind = PushKind.GRADIENT if clock else PushKind.INITIAL_VALUE
         call = PushCall(
             self.run.name,
@@ -347,7 +356,7 @@ class Worker:
             place.incarnation,
             clock,
             (PushedBucket(bucket, kind),),
-            bytes(bytes_of(values.flatten())),
+            payload,
             key=place.key,
             run=place.run,
         )
@@ -375,8 +384,7 @@ class Worker:
             network = self.cluster.network
             for answer in network.stream(address, "pull", call, seconds=PULL_SECONDS, begun=place.calls.append):
                 if isinstance(answer, PulledBucket) and answer.payload is not None:
-                    values = torch.frombuffer(bytearray(answer.payload), dtype=torch.float32)
-                    self._view[answer.bucket] = values[: self._view[0].numel()].view(self._view[0].shape)
+                    self._buckets[answer.bucket].copy_(tensor_from(answer.payload, "float32"))
                     missing.pop(answer.bucket, None)
                     if answer.save_state:
                         self._saves.add(place.clock)
@@ -396,12 +404,11 @@ class Worker:
             self._connect(place)
             return
         self.life.attempted.append(number)
-        self._witness.mark(self._model, number)
+        gradient = self._witness.gradient(number)
         place.clock += 1
         clock = place.clock
-        gradients = {index: bucket.grad for index, bucket in enumerate(self._model.buckets) if bucket.grad is not None}
         try:
-            self._all(place, [*self._pulls(place), *self._pushes(place, clock, gradients)])
+            self._all(place, [*self._pulls(place), *self._pushes(place, clock, gradient)])
         except PlaceLost as lost:
             place.cut()
             self._connect(self._renewed(place, lost.__cause__))
@@ -414,7 +421,7 @@ class Worker:
     def _save_state(self, place: Place, clock: int) -> None:
         who = self.run.name, place.run, self.rank, place.incarnation, place.key
         try:
-            self._ask("save_state", *who, clock, b"%d" % clock)
+            self._ask("save_state", *who, clock, b"%d %d" % (self.rank, clock))
         except PSError as error:
             self.world.trace(f"{self.host.name}: its state is not saved: {error}")
 
@@ -425,7 +432,8 @@ class Worker:
             where = {**violation.where, "life": self.life.number, "at": round(self.world.now - 1000, 3)}
             self.cluster.violated(Violation(violation.kind, violation.said, where))
         if not run.rules.averaged:
-            changed = (view[:, :, 0] != self._counts).any(dim=0).nonzero().flatten().tolist()
-            self._counts = view[:, :, 0]
-            counts = {row: [int(count) for count in self._counts[:, row].tolist()] for row in changed}
-            self.life.seen.append((self.clock, counts, self.world.now))
+            counts = view[:, :, 0]
+            changed = (counts != self._counts).any(dim=0).nonzero().flatten()
+            self._counts = counts
+            rows = counts[:, changed].int().t().tolist()
+            self.life.seen.append((self.clock, dict(zip(changed.tolist(), rows, strict=True)), self.world.now))

@@ -7,12 +7,12 @@ same world.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import logging
 import random
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,11 @@ import greenlet
 
 if TYPE_CHECKING:
     from tests.simulation.processes import Host
+
+LOOK_SECONDS = 0.05  # between two looks whether what a loop waits for holds
+
+# What happens: a call, or a thread that goes on, if it still waits as it did then: (thread, ticket, whether woken).
+Event = "Callable[[], object] | tuple[Task, int, bool | None]"
 
 
 class Killed(greenlet.GreenletExit):  # type: ignore[misc,unused-ignore]
@@ -29,21 +34,18 @@ class Killed(greenlet.GreenletExit):  # type: ignore[misc,unused-ignore]
 class Task:
     """A simulated thread: of a host, in which it is called `name`."""
 
+    __slots__ = ("_greenlet", "_joiners", "_work", "host", "name", "over", "ticket")
+
     def __init__(self, host: Host, name: str, work: Callable[[], object]) -> None:
         self.host, self.name = host, name
         self.over = False
-        self.number = next(host.world.numbers)
+        self.ticket = 0  # what a wake-up must name to be for the wait that is under way
         self._work = work
-        self._waits = 0  # rises with each time that it blocks: an older wake-up is void
-        self._greenlet = greenlet.greenlet(self._run, host.world.hub)
+        self._greenlet: Any = None  # in which it runs, once it does
         self._joiners: list[Task] = []
 
-    @property
-    def ticket(self) -> int:
-        """What a wake-up must name to be for the wait that is under way."""
-        return self._waits
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Runs it to its end."""
         try:
             self._work()
         except Killed:
@@ -58,14 +60,16 @@ class Task:
 
     def enter(self, value: Any) -> None:
         """Lets it run until it blocks; for the loop alone."""
-        self._waits += 1
-        self._greenlet.switch(value) if self._greenlet else self._greenlet.switch()
+        self.ticket += 1
+        if self._greenlet is None:
+            self._greenlet = self.host.world.free_greenlet()
+            value = self
+        self._greenlet.switch(value)
 
     def unwind(self) -> None:
         """Ends it where it stands; for the loop alone."""
-        if self._greenlet:
-            with contextlib.suppress(Killed):
-                self._greenlet.throw(Killed)
+        if self._greenlet is not None:
+            self._greenlet.throw(Killed)
         self.over = True
 
     def join(self, seconds: float | None = None) -> bool:
@@ -92,33 +96,50 @@ class World:
         self.preemption = 0.0  # the chance that a thread is held up before it takes a lock
         self.tracing = tracing
         self.events: list[str] = []
-        self._heap: list[tuple[float, int, Host | None, Callable[[], object]]] = []
+        self._ready: deque[tuple[Host | None, Any]] = deque()  # what happens now, in order
+        self._heap: list[tuple[float, int, Host | None, Any]] = []  # what happens later
         self.hub = greenlet.getcurrent()
+        self._free: list[Any] = []  # greenlets whose thread is over: to make one costs as much as to call a shard
 
     # -- time --------------------------------------------------------------------------------------------------------
 
-    def at(self, delay: float, event: Callable[[], object], host: Host | None = None) -> None:
-        """Has something happen later; on a host that is stopped then, when it goes on, and on a dead one never."""
-        heapq.heappush(self._heap, (self.now + delay, next(self.numbers), host, event))
+    def at(self, delay: float, event: Any, host: Host | None = None) -> None:
+        """Has an Event happen later; on a host that is stopped then, when it goes on, and on a dead one never."""
+        if delay > 0.0:
+            heapq.heappush(self._heap, (self.now + delay, next(self.numbers), host, event))
+        else:
+            self._ready.append((host, event))
 
     def run(self, until: Callable[[], bool], seconds: float) -> bool:
-        """Lets time pass until a condition holds; False if it did not within so many seconds."""
+        """Lets time pass until a condition holds, which is looked at now and then; False if it did not within so many
+        seconds."""
         assert self.hub is greenlet.getcurrent(), "the loop runs where the world was made"
-        deadline, heap = self.now + seconds, self._heap
-        while not until():
-            if not heap or heap[0][0] > deadline:
-                self.now = deadline
-                return False
-            when, _, host, event = heapq.heappop(heap)
-            self.now = when
-            if host is not None:
-                if not host.alive:
-                    continue
-                if host.stopped_until > when:
-                    self.at(host.stopped_until - when, event, host)
-                    continue
-            event()
-        return True
+        deadline, look = self.now + seconds, self.now
+        heap, ready, pop = self._heap, self._ready, heapq.heappop
+        while True:
+            if ready:
+                host, event = ready.popleft()
+            elif heap and heap[0][0] < look:
+                self.now, _, host, event = pop(heap)
+            else:
+                self.now = look
+                if until():
+                    return True
+                if look >= deadline:
+                    return False
+                look = min(deadline, look + LOOK_SECONDS)
+                continue
+            if host is not None and (not host.alive or host.stopped_until > self.now):
+                if host.alive:
+                    self.at(host.stopped_until - self.now, event, host)
+            elif type(event) is tuple:
+                task, ticket, woken = event
+                if task.ticket == ticket and not task.over:
+                    self.current = task
+                    task.enter(woken)
+                    self.current = None
+            else:
+                event()
 
     # -- threads -----------------------------------------------------------------------------------------------------
 
@@ -128,8 +149,18 @@ class World:
         host.tasks.append(task)
         if len(host.tasks) > 64:
             host.tasks = [other for other in host.tasks if not other.over]
-        self.at(0.0, lambda: self._resume(task, 0, None), host)
+        self._ready.append((host, (task, 0, None)))
         return task
+
+    def free_greenlet(self) -> Any:
+        """Returns what runs the task that is handed to it first."""
+        return self._free.pop() if self._free else greenlet.greenlet(self._run_tasks, self.hub)
+
+    def _run_tasks(self, task: Task) -> None:
+        while True:
+            task.run()
+            self._free.append(greenlet.getcurrent())
+            task = self.hub.switch()
 
     def block(self, seconds: float | None = None) -> Any:
         """Suspends the running thread until it is woken, or for so long. Returns True if it was woken."""
@@ -137,9 +168,8 @@ class World:
         assert task is not None, "the loop itself cannot wait"
         if not task.host.alive:
             raise Killed
-        ticket = task.ticket
         if seconds is not None:
-            self.at(max(0.0, seconds), lambda: self._resume(task, ticket, False), task.host)
+            self.at(seconds, (task, task.ticket, False), task.host)
         woken = self.hub.switch()
         if not task.host.alive:
             raise Killed
@@ -155,17 +185,7 @@ class World:
 
     def wake(self, task: Task) -> None:
         """Has a thread that is blocked go on, now."""
-        ticket = task.ticket
-        self.at(0.0, lambda: self._resume(task, ticket, True), task.host)
-
-    def _resume(self, task: Task, ticket: int, woken: bool | None) -> None:
-        if task.over or task.ticket != ticket or not task.host.alive:
-            return
-        self.current = task
-        try:
-            task.enter(woken)
-        finally:
-            self.current = None
+        self._ready.append((task.host, (task, task.ticket, True)))
 
     def thread_died(self, task: Task, error: Exception) -> None:
         """Notes that an exception has ended a thread of a process that lives on."""

@@ -4,13 +4,15 @@ cluster.py              Real clusters of servers in this process, on free ports
 one_process.py          A coordinator and its shards in one process: calls instead of gRPC, and a clock that waits move
 cable.py                A cable between one worker and the servers, which a test cuts and plugs in again
 rpc_faults.py           Interceptors that lose, delay and repeat gRPC calls
-slow_client.py          A client that sends one byte at a time
+http2.py                Frames of HTTP/2 by hand: just enough to be taken for a caller
+slow_client.py          Clients that send one byte at a time
 raw_worker.py           A worker without a session: a test sends every message by hand
 contract_client.py      A worker that knows the contract and nothing else of this project
 record_worker.py        Records the messages of a worker's life, to be kept with a release
 recordings.py           Sends what an earlier release's worker sent to servers of today
 sharing_worker.py       The same, with a segment that it shares with the shard
 partitions.py           One job on one shard, without threads
+checkpoint_files.py     Checkpoints that a test writes itself, without a cluster
 rollbacks.py            A job whose workers train, have checkpoints made, and join again after a rollback
 optimizers.py           Each optimizer of a shard, with hyper-parameters that are not the defaults
 small_models.py         Weights and data that follow from a seed, one step, and comparisons of weights
@@ -19,7 +21,7 @@ counting.py             The counting oracle for data: each sample adds 1 to a ce
 oracle_run.py           A job of the counting oracle in threads, to which something happens on the way
 launching.py            Commands as processes, to their end or while they run; scripts as modules
 slurm.py                A real Slurm of two nodes on this machine
-forkserver.py           Server processes that start in a moment: forks of one that has imported everything
+forkserver.py           Processes that start in a moment: forks of one that has imported everything
 framework_processes.py  Workers of Lightning or Hugging Face, each in a process of its own
 fuzzing.py              One shard and one coordinator without a network, which take any bytes; their state as a hash
 fuzz_requests.py        Well-formed requests by method: what fuzzers start from

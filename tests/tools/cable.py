@@ -13,12 +13,14 @@ import pytest
 import ps_worker
 from ps_protocol.job import JobSpec
 from ps_worker import Session
+from ps_worker.cluster import membership
 from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.values import JoinResult, Registration, ShardMap
 from tests.tools.cluster import Cluster, until
 
 CHUNK = 2**16
-LEASE = 2.0  # short: a test waits for its end
+LEASE = 30.0  # longer than what is waited for here: it ends where a test says so
+BEATS = 60  # heartbeats in a lease: a worker that is cut off soon learns that it has lost its place
 
 
 class Proxy:
@@ -96,6 +98,7 @@ class Cable:
         # What this worker is told of addresses leads through the cable: as behind a router.
         monkeypatch.setattr(CoordinatorClient, "register", registered)
         monkeypatch.setattr(CoordinatorClient, "join", joined)
+        monkeypatch.setattr(membership, "HEARTBEATS_PER_LEASE", BEATS)
 
     def _through(self, found: ShardMap) -> ShardMap:
         for address in found.addresses.values():
@@ -123,9 +126,9 @@ def live(cluster: Cluster, job: str = "default") -> dict[int, int]:
 
 
 def lose(cluster: Cluster, cable: Cable, rank: int = 0) -> None:
-    """Cuts a worker off until its lease is over."""
+    """Cuts a worker off for longer than its lease."""
     cable.cut()
-    until(lambda: rank not in live(cluster), "the lease runs out")
+    until(lambda: cluster.end_lease(rank) or rank not in live(cluster), "the end of the lease")
 
 
 def session_at(address: str, mode: str, rank: int, transport: str = "auto", world_size: int = 2) -> Session:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
 import urllib.request
@@ -89,6 +90,18 @@ class Cluster:
                         weights.optimizer_bytes,
                     )
         return found
+
+    def end_lease(self, rank: int, job: str = "default") -> None:
+        """Has the lease of a worker run out now: of one that is dead or cut off, or it would go on as if it had been.
+
+        No test waits for the end of a lease that others need as well: on a busy machine it might end for them too.
+        """
+        coordinated = self.coordinator.job(job)
+        members = coordinated.members
+        with members._lock:
+            live = members._membership.members
+            live.update({rank: replace(live[rank], expires=-math.inf)} if rank in live else {})
+        coordinated.expire()
 
     def waits(self, job: str) -> dict[int, tuple[int, list[int]]]:
         """Who waits, as `ps-server status` tells it: by rank, its clock and the ranks it waits for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -88,7 +89,7 @@ def main() -> None:
     def each(taken: int) -> None:
         print(taken, flush=True)
         if taken == int(last):
-            sys.stdin.read()
+            threading.Event().wait()
 
     with ps_worker.connect(server, mode, job=job, elastic=True, transport=transport) as session:
         train(session, mode, each)

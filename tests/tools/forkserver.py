@@ -1,6 +1,7 @@
-"""Server processes that are there in a moment: forks of one that has imported everything, and has no thread yet.
+"""Processes that are there in a moment: forks of one that has imported everything, and has no thread yet.
 
-A process of its own, started as a script: it reads one JSON line for each server to start, and says how each ended.
+A process of its own, started as a script: it reads one JSON line for each process to start, and says how each ended.
+What a fork runs comes to its end as it would in a process of its own: with exit handlers, and a code.
 """
 
 from __future__ import annotations
@@ -8,23 +9,73 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
+import runpy
 import select
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ps_server.ops.glibc import streaming
+from tests.tools.cluster import until
 
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
 ROOT = Path(__file__).parents[2]
+ANSWER_SECONDS = 120.0  # the nursery imports torch first
+
+
+class Forked:
+    """A running fork, with what subprocess.Popen has. ended: called with its exit code."""
+
+    def __init__(self, ended: Callable[[int], object]) -> None:
+        self.pid = 0
+        self._ended = ended
+        self._code: int | None = None
+        self._changed = threading.Condition()
+
+    def note(self, pid: int | None = None, code: int | None = None) -> None:
+        """Takes note of what the nursery says: that the process runs, or how it ended."""
+        with self._changed:
+            self.pid, self._code = pid or self.pid, code
+            self._changed.notify_all()
+        if code is not None:  # not in this thread: who hears it may want to start another
+            threading.Thread(target=self._ended, args=(code,), daemon=True).start()
+
+    def await_pid(self) -> None:
+        """Waits until it runs."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: bool(self.pid), ANSWER_SECONDS), "the nursery does not answer"
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        with self._changed:
+            return self._code
+
+    def wait(self, seconds: float) -> int:
+        """Waits for its end; its exit code."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._code is not None, seconds), "the process does not end"
+            assert self._code is not None
+            return self._code
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends it at once, if it still runs."""
+        self.send_signal(signal.SIGKILL)
 
 
 class Nursery:
-    """Starts servers; ended with the `with`, and they with it."""
+    """Starts processes; ended with the `with`, and they with it."""
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(ROOT), *sys.path])
@@ -34,41 +85,47 @@ class Nursery:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Else each fork would start the program anew, to set it: this one.
-            env=streaming({**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}),
+            # Else each shard would start the program anew, to set it: this one.
+            env=streaming({**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}),
         )
         self._lock = threading.Lock()
-        self._count = 0
-        self._pids: dict[int, int] = {}
-        self._ended: dict[int, Callable[[int], object]] = {}
-        self._changed = threading.Condition()
+        self._forks: list[Forked] = []
         self._thread = threading.Thread(target=self._hear, daemon=True)
         self._thread.start()
 
-    def start(self, words: Sequence[str], log: Path, ended: Callable[[int], object], **variables: str) -> int:
-        """Starts `ps-server WORDS`, which writes to `log`; its process id. `ended`: called with its exit code."""
+    def serve(
+        self,
+        words: Sequence[str],
+        log: Path,
+        ended: Callable[[int], object] = lambda code: None,
+        network: str = "",
+        **variables: str,
+    ) -> Forked:
+        """Starts `ps-server WORDS`, which writes to `log`. network: a network namespace to run in, by its name"""
+        return self._fork(ended, script="", words=["ps-server", *words], log=log, network=network, variables=variables)
+
+    def run(self, script: Path, words: Sequence[object], log: Path, network: str = "", **variables: str) -> Forked:
+        """Starts `python SCRIPT WORDS`, which writes to `log`. network: as for `serve`"""
+        asked = [str(script), *map(str, words)]
+        more = {"network": network, "variables": variables}
+        return self._fork(lambda code: None, script=asked[0], words=asked, log=log, **more)
+
+    def _fork(self, ended: Callable[[int], object], **asked: Any) -> Forked:
+        fork = Forked(ended)
         with self._lock:
-            self._count += 1
-            number = self._count
-            self._ended[number] = ended
+            self._forks.append(fork)
+            line = json.dumps({"number": len(self._forks) - 1, **asked}, default=str)
             assert self._process.stdin is not None
-            asked = {"number": number, "words": list(words), "log": str(log), "variables": variables}
-            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
-        with self._changed:
-            assert self._changed.wait_for(lambda: number in self._pids, 60), "the nursery does not answer"
-        return self._pids[number]
+        fork.await_pid()
+        return fork
 
     def _hear(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             said = json.loads(line)
-            if "pid" in said:
-                with self._changed:
-                    self._pids[said["number"]] = said["pid"]
-                    self._changed.notify_all()
-            else:  # not in this thread: who hears it may want to start another
-                threading.Thread(target=self._ended.pop(said["number"]), args=(said["code"],), daemon=True).start()
+            self._forks[said.pop("number")].note(**said)
 
     def __enter__(self) -> Nursery:
         return self
@@ -82,14 +139,18 @@ class Nursery:
         self._process.stdout.close()
 
 
+def address_in(log: Path) -> str:
+    """Waits until a server says in its log that it is ready; its address."""
+
+    def ready() -> re.Match[str] | None:
+        return re.search(r"ready at (\S+)", log.read_text()) if log.exists() else None
+
+    return until(ready, "a server that is ready")[1]  # type: ignore[index]
+
+
 def main() -> None:
-    """Forks what it is asked for until its input ends."""
-    import torch
-
-    import ps_server.server  # noqa: F401
-    from ps_protocol.optimizers import ELEMENTWISE
-
-    ELEMENTWISE["SGD"]([torch.zeros(1)], lr=0.0)  # type: ignore[call-arg]  # torch imports more with the first one
+    """Forks what it is asked for until its input ends; in a fork, runs that."""
+    _import_everything()
     numbers: dict[int, int] = {}
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -114,39 +175,49 @@ def main() -> None:
                 asked = json.loads(line)
                 pid = os.fork()
                 if not pid:
-                    _serve(asked["words"], asked["variables"], asked["log"])
+                    _run(asked)
+                    return
                 numbers[pid] = asked["number"]
                 _say(number=asked["number"], pid=pid)
+
+
+def _import_everything() -> None:
+    import safetensors.torch  # noqa: F401
+    import torch
+
+    import ps_worker.session  # noqa: F401
+
+    torch.optim.SGD([torch.zeros(1)], lr=0.0)  # torch imports more with the first optimizer
 
 
 def _say(**what: int) -> None:
     os.write(1, (json.dumps(what) + "\n").encode())
 
 
-def _serve(words: list[str], variables: dict[str, str], log: str) -> None:
-    """In the fork: becomes a server."""
-    code: Any = 1
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        os.environ.update(variables)
-        sys.argv = ["ps-server", *words]
+def _run(asked: dict[str, Any]) -> None:
+    """In the fork: runs a server, or a script."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if asked["network"]:
+        namespace = os.open(f"/run/netns/{asked['network']}", os.O_RDONLY)
+        assert libc.setns(namespace, _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(asked["variables"])
+    if os.environ.get("PYTHONWARNINGS") == "error":
+        warnings.simplefilter("error")
+    sys.argv = asked["words"]
+    if asked["script"]:
+        sys.path[0] = str(Path(asked["script"]).parent)
+        runpy.run_path(asked["script"], run_name="__main__")
+    else:
         from ps_server.cli import main as command
 
         command()
-    except SystemExit as ended:
-        code = ended.code or 0
-        if isinstance(code, str):
-            os.write(2, f"{code}\n".encode())
-            code = 1
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
 
 
 if __name__ == "__main__":

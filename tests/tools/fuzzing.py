@@ -20,7 +20,6 @@ from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.convert import job_spec_data
 from ps_protocol.errors import PSError
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
@@ -36,13 +35,14 @@ from ps_server.rpc.job_service import JobService
 from ps_server.rpc.lease_service import DataLeaseService
 from ps_server.rpc.membership_service import MembershipService
 from ps_server.rpc.round_service import RoundService
-from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
-from ps_server.storage.checkpoints import CheckpointStore, Manifest
+from ps_server.storage.checkpoints import CheckpointStore
+from tests.tools.checkpoint_files import manifest_of
 from tests.tools.fuzz_requests import CHECKPOINT, JOB, KEPT, KEY, SPEC
+from tests.tools.one_process import AtOnce, DirectShard
 
 
 class Finding(AssertionError):
@@ -76,7 +76,7 @@ class Target:
         self.store = CheckpointStore(Path(self._files.name))
         # Without threads: nothing changes between two inputs.
         self.shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), checkpoints=self.store)
-        self.coordinator = Coordinator(1, ShardClient)
+        self.coordinator = Coordinator(1, lambda index, address: DirectShard(self.shard, 1), make_executor=AtOnce)
         self._fill()
         inline: Any = NoThreads()  # does at once what a pool would do later, and lets errors out
         data = DataService(self.shard, Answers(0, 1))
@@ -117,21 +117,7 @@ class Target:
         self.shard.begin_snapshot(KEPT, CHECKPOINT, None)
         part = self.shard.await_snapshot(KEPT, CHECKPOINT, 0.0).part
         self.shard.drop_job(KEPT)
-        manifest = Manifest(
-            name=CHECKPOINT,
-            job=job_spec_data(replace(SPEC, name=KEPT)),
-            run="run",
-            mode="sync",
-            clock=0,
-            placement=(0, 0, 0),
-            shards={0: part},
-            workers={},
-            versions=(0, 0),
-            clocks={0: 0},
-            last_incarnation=1,
-            restore_count=0,
-        )
-        self.store.commit(KEPT, manifest)
+        self.store.commit(KEPT, manifest_of(replace(SPEC, name=KEPT), CHECKPOINT, part, clock=0))
 
     def _make(self, spec: JobSpec, key: bytes) -> None:
         """A job with its initial values, and rank 0 with this key."""

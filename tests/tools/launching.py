@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.tools.cluster import until
 
@@ -50,6 +52,19 @@ def python(*words: str, folder: Path | None = None, **variables: str) -> subproc
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`ps-worker run`, to its end."""
     return python("-m", "ps_worker", "run", *arguments, **variables)
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, path: Path, *arguments: str, **variables: str) -> None:
+    """Runs a script in this process, in its folder: a process of its own takes seconds to import torch."""
+    with monkeypatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", [str(path), *arguments])
+        patch.syspath_prepend(str(path.parent))
+        patch.chdir(path.parent)
+        left = runpy.run_path(str(path), run_name="__main__")
+    if "session" in left:
+        left["session"].close()  # as the end of its process does
 
 
 def load(script: Path) -> Any:

@@ -29,6 +29,9 @@ from ps_server.shard.threads import NoThreads
 from ps_server.shard.waiting import Answer, PulledBucket
 from ps_server.storage.checkpoints import CheckpointStore, Manifest
 from ps_server.storage.disk import Disk
+from tests.tools.raw_worker import vector_job
+
+CELLS = 64  # four buckets of 16 weights, on two shards
 
 
 class AtOnce(Executor):
@@ -68,10 +71,13 @@ class VirtualClock(Clock):
 
 
 class DirectShard:
-    """A shard in this process as the coordinator asks it: coordinator.shards.ShardApi."""
+    """A shard in this process as the coordinator asks it: coordinator.shards.ShardApi.
 
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
+    process: the number of its process
+    """
+
+    def __init__(self, shard: Shard, process: int) -> None:
+        self._shard, self._process = shard, process
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._shard, name)  # all that is asked without gRPC as with it
@@ -83,8 +89,15 @@ class DirectShard:
     def await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
         return self._shard.await_snapshot(job, name, 0.0, run)
 
+    def process(self) -> int:
+        return self._process
+
     def close(self) -> None:
         pass
+
+
+def _process_at(address: str) -> int:
+    return int(address.rpartition(":")[2])  # each process has an address of its own
 
 
 class OneProcess:
@@ -111,7 +124,7 @@ class OneProcess:
         return next(address for address, other in self._at.items() if other is self.shards[shard])
 
     def process_of(self, shard: int) -> int:
-        return int(self.address_of(shard).rpartition(":")[2])
+        return _process_at(self.address_of(shard))
 
     def start_coordinator(self, policy: CheckpointPolicy | None, calling: Sequence[int] | None = None) -> None:
         """Starts a coordinator, in place of one that died.
@@ -123,7 +136,7 @@ class OneProcess:
             before.stop()  # its directory is free
         coordinator = Coordinator(
             self._count,
-            lambda index, address: DirectShard(self._at[address]),
+            lambda index, address: DirectShard(self._at[address], _process_at(address)),
             self._lease,
             policy=policy,
             clock=self.clock,
@@ -146,6 +159,15 @@ class OneProcess:
         self.shards[index] = self._at[address] = shard
         self.clock.seconds += 60  # the one before is lost by now
         self.coordinator.register_shard(index, address, "", 1, self._processes)
+
+    def while_waiting(self, work: Callable[[], object] = lambda: None) -> None:
+        """Has the coordinator make checkpoints, and this be done, whenever the coordinator waits."""
+
+        def meanwhile() -> None:
+            self.coordinator.make_checkpoints()
+            work()
+
+        self.clock.meanwhile = meanwhile
 
     def stop(self) -> None:
         self.coordinator.stop()
@@ -219,14 +241,7 @@ class DirectWorker:
     def checkpoint(self) -> Manifest:
         """Has a checkpoint made while this worker, the only one, trains and sends its state where it is asked for."""
 
-        def train() -> None:
-            self.cluster.coordinator.make_checkpoints()
-            self.push()
-            self.pull()
-            if self.in_checkpoint:
-                self.save_state()
-
-        self.cluster.clock.meanwhile = train
+        self.cluster.while_waiting(lambda: train([self]))
         return self.cluster.coordinator.job(self.spec.name).checkpoint()
 
     def save_state(self) -> None:
@@ -236,6 +251,28 @@ class DirectWorker:
 
     def _shard(self, bucket: int) -> Shard:
         return self.cluster.shards[self.place.placement[bucket]]
+
+
+def join_all(cluster: OneProcess, mode: str, count: int = 2) -> list[DirectWorker]:
+    """Returns the workers of a job of CELLS weights, all of them zeros."""
+    joined = [DirectWorker(cluster, vector_job("job", mode, CELLS, count), rank) for rank in range(count)]
+    joined[0].initialise()
+    return joined
+
+
+def train(workers: Sequence[DirectWorker]) -> torch.Tensor:
+    """Makes one step of all workers, after which each sends its state if that belongs to a checkpoint.
+
+    Returns the weights, which all workers pull alike.
+    """
+    for worker in workers:
+        worker.push()
+    weights = [worker.pull() for worker in workers]
+    assert all(torch.equal(other, weights[0]) for other in weights)
+    for worker in workers:
+        if worker.in_checkpoint:
+            worker.save_state()
+    return weights[0]
 
 
 class _Outbox:

@@ -21,7 +21,7 @@ from tests.tools.cluster import in_parallel, until
 
 SHAPE = Shape(buckets=5, rows=4, columns=7)
 WORKERS = 2
-STEPS = 35
+STEPS = 25
 PACE_SECONDS = 0.04  # of a step, until what is to happen has happened
 FIRST = 4  # the clock at which workers begin to wait for a checkpoint
 AHEAD_SECONDS = 2.0

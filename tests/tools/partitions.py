@@ -122,10 +122,16 @@ def running(mode: str = "sync", workers: int = 1, *, spec: JobSpec | None = None
 
 
 def lone_shard(
-    mode: str = "sync", workers: int = 2, *, spec: JobSpec | None = None, principal_limit: float = math.inf
+    mode: str = "sync",
+    workers: int = 2,
+    *,
+    spec: JobSpec | None = None,
+    principal_limit: float = math.inf,
+    pulled_limit: float = math.inf,
 ) -> Shard:
     """A shard that works without threads, with a job like that of `running`; `spec`: another job."""
-    made = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), principal_limit=principal_limit)
+    limits = {"principal_limit": principal_limit, "pulled_limit": pulled_limit}
+    made = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), **limits)  # type: ignore[arg-type]
     made.create_job(spec or job_spec(mode), [0, 1, 2])
     for rank in range(workers):
         made.add_worker("sums", rank, rank + 1, 0)

@@ -6,6 +6,7 @@ A client of HTTP/2 that keeps to the rules of flow control, so that what the ser
 from __future__ import annotations
 
 import contextlib
+import itertools
 import selectors
 import socket
 import struct
@@ -13,10 +14,24 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
-from tests.tools.slow_client import DATA, END_HEADERS, HEADERS, PREFACE, SETTINGS, frame, header_field
+from tests.tools.http2 import (
+    ACK,
+    DATA,
+    END_STREAM,
+    HEADERS,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    Frame,
+    acknowledgement,
+    call,
+    call_fields,
+    frame,
+    frames,
+    message_head,
+)
 
-_RST_STREAM, _PING, _GOAWAY, _WINDOW_UPDATE = 3, 6, 7, 8
-_ACK = _END_STREAM = 1
 _INITIAL_WINDOW_SIZE = 4  # among the settings
 _LARGEST_FRAME = 16_384
 _AHEAD_BYTES = 2**18  # that wait for a socket
@@ -46,8 +61,9 @@ class _Connection:
     streams: dict[int, _Stream] = field(default_factory=dict)
 
     def put(self, data: bytes) -> None:
-        self.unsent.append(data)
-        self.unsent_bytes += len(data)
+        if data:
+            self.unsent.append(data)
+            self.unsent_bytes += len(data)
 
 
 class Unfinished:
@@ -56,7 +72,7 @@ class Unfinished:
     def __init__(
         self,
         address: str,
-        path: str,
+        paths: tuple[str, ...],
         size: int,
         kept_back: int = 1024,
         calls: int = 1,
@@ -66,16 +82,15 @@ class Unfinished:
         filled: bool = False,
     ) -> None:
         """
+        paths:     of the methods that are called in turn
         size:      of each request, as its own header says
         kept_back: how much of it is never sent; all of it: not even that header
         calls:     on each connection; there is one from each of the sources
         piece:     bytes of a frame
         filled:    each frame is followed by one of 8,000 bytes that means nothing
         """
-        self._fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x"}
-        self._fields |= {"content-type": "application/grpc", "te": "trailers"}
-        if token is not None:
-            self._fields["authorization"] = f"Bearer {token}"
+        bearer = {} if token is None else {"authorization": f"Bearer {token}"}
+        self._fields = itertools.cycle([call_fields(path) | bearer for path in paths])
         self._size, self._sent_size = size, max(0, size + 5 - kept_back) if kept_back <= size else 0
         self._calls, self._piece, self._filled = calls, piece, filled
         self.begun = 0
@@ -122,8 +137,7 @@ class Unfinished:
                         selector.unregister(key.fileobj)
 
     def _begin(self, connection: _Connection) -> None:
-        fields = b"".join(header_field(name, value) for name, value in self._fields.items())
-        connection.put(frame(HEADERS, END_HEADERS, connection.number, fields))
+        connection.put(call(connection.number, next(self._fields)))
         connection.streams[connection.number] = _Stream(connection.initial_window, self._sent_size)
         connection.number += 2
         self.begun += 1
@@ -134,7 +148,7 @@ class Unfinished:
                 length = min(self._piece, stream.left, stream.window, connection.window)
                 if length <= 0 or (not stream.is_begun and length < 5):
                     break
-                head = b"" if stream.is_begun else b"\0" + struct.pack(">I", self._size)
+                head = b"" if stream.is_begun else message_head(self._size)
                 connection.put(frame(DATA, 0, number, head + bytes(length - len(head))))
                 if self._filled:
                     connection.put(_FILLER)
@@ -160,31 +174,26 @@ class Unfinished:
         data = connection.socket.recv(2**16)
         if not data:
             raise ConnectionResetError
-        pending = connection.unparsed
-        pending += data
-        while len(pending) >= 9 and len(pending) >= 9 + (size := int.from_bytes(pending[:3], "big")):
-            kind, flags, number = pending[3], pending[4], int.from_bytes(pending[5:9], "big")
-            payload = bytes(pending[9 : 9 + size])
-            del pending[: 9 + size]
-            self._hear(connection, kind, flags, number, payload)
+        connection.unparsed += data
+        for received in frames(connection.unparsed):
+            self._hear(connection, received)
 
-    def _hear(self, connection: _Connection, kind: int, flags: int, number: int, payload: bytes) -> None:
-        if kind == SETTINGS and not flags & _ACK:
+    def _hear(self, connection: _Connection, received: Frame) -> None:
+        kind, flags, number, payload = received
+        connection.put(acknowledgement(received))
+        if kind == SETTINGS and not flags & ACK:
             settings = dict(struct.iter_unpack(">HI", payload))
             window = settings.get(_INITIAL_WINDOW_SIZE, connection.initial_window)
             for stream in connection.streams.values():
                 stream.window += window - connection.initial_window
             connection.initial_window = window
-            connection.put(frame(SETTINGS, _ACK, 0, b""))
-        elif kind == _PING and not flags & _ACK:
-            connection.put(frame(_PING, _ACK, 0, payload))
-        elif kind == _WINDOW_UPDATE:
+        elif kind == WINDOW_UPDATE:
             grown = int.from_bytes(payload, "big")
             if number == 0:
                 connection.window += grown
             elif number in connection.streams:
                 connection.streams[number].window += grown
-        elif number in connection.streams and (kind == _RST_STREAM or (kind == HEADERS and flags & _END_STREAM)):
+        elif number in connection.streams and (kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM)):
             del connection.streams[number]
             self.ended += 1
             self._begin(connection)

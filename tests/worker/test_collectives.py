@@ -37,10 +37,11 @@ from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import Session
 from ps_worker.cluster import rounds
 from ps_worker.strategies.collectives import Collectives
+from tests.chaos.cluster import free_ports
 from tests.tools.cable import LEASE, Cable, live, lose, session_at
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, until
 from tests.tools.counting import PASSES, train
-from tests.tools.launching import ROOT, run
+from tests.tools.forkserver import ROOT, Nursery
 from tests.tools.raw_worker import RawWorker, vector_job
 from tests.tools.rpc_faults import KINDS, RpcFaults, break_calls
 
@@ -334,7 +335,8 @@ def test_a_worker_that_dies_is_not_waited_for_and_who_waits_says_for_whom(
         assert session.mean(4) == 4.0
 
     def die(peer: RawWorker) -> None:
-        until(lambda: 1 not in live(cluster), "its lease runs out")
+        until(lambda: in_round(cluster))
+        until(lambda: cluster.end_lease(1) or 1 not in live(cluster), "the end of its lease")
 
     beside_a_raw_worker(cluster, "sync", work, die)
     assert "waiting in session.gather for worker 1" in caplog.text
@@ -531,7 +533,7 @@ def step_until_kept(worker: Worker, store: CheckpointStore) -> None:
 @pytest.fixture
 def keeping(make_cluster: MakeCluster, tmp_path: Path) -> tuple[Cluster, CheckpointStore]:
     """A cluster with a checkpoint every two steps, and where they are."""
-    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="2steps", lease=4.0)
+    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="2steps", lease=LEASE)
     return cluster, CheckpointStore(tmp_path)
 
 
@@ -629,15 +631,20 @@ def test_a_job_that_is_ended_ends_the_waiting(shared: Cluster, job: str) -> None
 
 @pytest.mark.parametrize("mode", ["async", "ddp"])
 def test_a_script_with_validation_lowers_its_rate_and_stops_at_the_same_epoch_on_all_workers(
-    shared: Cluster, job: str, mode: str
+    shared: Cluster, nursery: Nursery, job: str, tmp_path: Path, mode: str
 ) -> None:
-    where = [] if mode == "ddp" else ["--server", shared.address, "--job", job]
-    script = ROOT / "tests" / "scripts" / "validate_and_stop.py"
-    done = run("--workers", "2", "--mode", mode, *where, str(script))
-    assert done.returncode == 0, done.stderr
-    first, second = (re.findall(rf"rank {rank} (epoch .*)", done.stdout) for rank in range(2))
+    if mode == "ddp":
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1))}
+    else:
+        where = {"PS_SERVER": shared.address, "PS_JOB": job}
+    script, log = ROOT / "tests" / "scripts" / "validate_and_stop.py", tmp_path / "log"
+    ranks = [{"PS_RANK": str(rank), "PS_WORLD_SIZE": "2", "PS_MODE": mode} for rank in range(2)]
+    processes = [nursery.run(script, [], log, **variables, **where) for variables in ranks]
+    assert [process.wait(60) for process in processes] == [0, 0], log.read_text()
+    said = log.read_text()
+    first, second = (re.findall(rf"rank {rank} (epoch .*)", said) for rank in range(2))
     assert first == second, "the same loss and rate, to the bit, at every epoch, and the same last epoch"
     assert 5 < len(first) < 60, "it stops early"
     assert len(set(re.findall(r"lr (\S+)", "\n".join(first)))) > 1, "the rate is lowered"
     last = len(first) - 1
-    assert f"ended [{last}, {last}] said" in done.stdout
+    assert f"ended [{last}, {last}] said" in said

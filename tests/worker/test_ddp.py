@@ -15,34 +15,38 @@ from torch.utils.data import DataLoader
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest
+from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster
-from tests.tools.launching import run
+from tests.tools.forkserver import ROOT, Nursery
 from tests.tools.small_models import close, same
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "train_everything.py"
+SCRIPT = ROOT / "tests" / "scripts" / "train_everything.py"
 WORKERS = 2
 # As in test_equivalence.py: float32 rounding of a sum taken in another order, handed on by Adam. Gloo's ring adds two
 # gradients that were halved before; the shards add two and halve the sum.
 TOLERANCE = 1e-5
 
 
-def train(mode: str, directory: Path, *options: str) -> list[dict[str, torch.Tensor]]:
-    """Trains the script with `ps-worker run`; the weights of each worker."""
-    flags = ("--workers", str(WORKERS), "--mode", mode, *options)
-    done = run(*flags, str(SCRIPT), str(directory), PYTHONWARNINGS="error")
-    assert done.returncode == 0, done.stderr
+def train(nursery: Nursery, mode: str, directory: Path, **where: str) -> list[dict[str, torch.Tensor]]:
+    """Trains the script; the weights of each worker."""
+    log, variables = directory / f"{mode}.log", {"PS_MODE": mode, "PS_WORLD_SIZE": str(WORKERS), **where}
+    processes = [
+        nursery.run(SCRIPT, [directory], log, PYTHONWARNINGS="error", PS_RANK=str(rank), **variables)
+        for rank in range(WORKERS)
+    ]
+    assert [process.wait(60) for process in processes] == [0] * WORKERS, log.read_text()
     kinds = {"ddp": "DistributedDataParallel AdamW", "sync": "Everything ServerOptimizer"}
-    assert sorted(line for line in done.stdout.splitlines() if "] worker" in line) == [
-        f"[{rank}] worker {rank} of {WORKERS}: {mode} {kinds[mode]}" for rank in range(WORKERS)
+    assert sorted(line for line in log.read_text().splitlines() if line.startswith("worker")) == [
+        f"worker {rank} of {WORKERS}: {mode} {kinds[mode]}" for rank in range(WORKERS)
     ]
     return [load_file(directory / f"{mode}-{rank}.safetensors") for rank in range(WORKERS)]
 
 
-def test_sync_ends_at_the_weights_of_ddp(shared: Cluster, job: str, tmp_path: Path) -> None:
+def test_sync_ends_at_the_weights_of_ddp(shared: Cluster, nursery: Nursery, job: str, tmp_path: Path) -> None:
     # With BatchNorm in the model: its weights are trained alike. (The running averages are each worker's own here,
     # and rank 0's in DDP.)
-    ddp = train("ddp", tmp_path)
-    sync = train("sync", tmp_path, "--server", shared.address, "--job", job)
+    ddp = train(nursery, "ddp", tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_ports(1)))
+    sync = train(nursery, "sync", tmp_path, PS_SERVER=shared.address, PS_JOB=job)
     assert {"norm.weight", "conv.weight", "embed.weight", "frozen.weight"} <= ddp[0].keys() == sync[0].keys()
     assert same(ddp[0].values(), ddp[1].values())
     assert same(sync[0].values(), sync[1].values())

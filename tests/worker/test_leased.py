@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from ps_worker import Session
 from tests.tools import counting
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, until
 from tests.tools.counting import BATCH, BUCKET_BYTES, PASSES, SAMPLES, Cells, Indices, optimizer_for, train
+from tests.tools.forkserver import Nursery
 from tests.tools.raw_worker import RawWorker, vector_job
 from tests.tools.rollbacks import CELLS, join_again, make_checkpoint
 
@@ -64,9 +63,8 @@ def elastic(cluster: Cluster, job: str, mode: str = "async", **more: Any) -> Ses
     ("mode", "transport"), [("sync", "shm"), ("sync", "grpc"), ("ssp:2", "shm"), ("async", "grpc")]
 )
 def test_every_sample_is_used_once_per_pass_while_workers_die_join_and_differ_in_speed(
-    make_cluster: Callable[..., Cluster], mode: str, transport: str
+    shared: Cluster, nursery: Nursery, job: str, tmp_path: Path, mode: str, transport: str
 ) -> None:
-    cluster = make_cluster(lease=1.0)
     together, pause, lock = threading.Event(), threading.Event(), threading.Lock()
     found: list[torch.Tensor] = []
     ended = 0
@@ -82,33 +80,33 @@ def test_every_sample_is_used_once_per_pass_while_workers_die_join_and_differ_in
 
         if index == 2:
             assert together.wait(TEST_SECONDS), "joins in the middle of the first pass"
-        with elastic(cluster, "j", mode, transport=transport) as session:
+        with elastic(shared, job, mode, transport=transport) as session:
             counts = train(session, mode, each)
             with lock:
                 ended += 1
                 if ended == 3:  # the job ends with the last
-                    found.append(cells(cluster, "j"))
-                    assert progress(cluster, "j")["returned_count"] >= BATCH
+                    found.append(cells(shared, job))
+                    assert progress(shared, job)["returned_count"] >= BATCH
         return counts
 
-    def kill(victim: subprocess.Popen[str]) -> None:
-        assert victim.stdout is not None
-        for line in victim.stdout:
-            if line.strip() == "3":
-                break
-        victim.kill()
+    log = tmp_path / "log"
+    victim = nursery.run(Path(counting.__file__), [shared.address, mode, job, transport, 3], log)
 
-    command = [sys.executable, counting.__file__, cluster.address, mode, "j", transport, "3"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as victim:
-        try:
-            assert victim.stdout is not None
-            assert victim.stdout.readline().strip() == "1", "it trains before the others come"
-            killer = threading.Thread(target=kill, args=(victim,))
-            killer.start()
-            results = in_parallel(3, work)
-            killer.join()
-        finally:
-            victim.kill()
+    def has_taken(batch: int) -> bool:
+        return log.exists() and str(batch) in log.read_text().splitlines()
+
+    def kill(_: int) -> list[int]:
+        until(lambda: has_taken(3), "the victim's third batch")
+        victim.kill()
+        victim.wait(30)
+        shared.end_lease(0, job)
+        return []
+
+    try:
+        until(lambda: has_taken(1), "it trains before the others come")
+        results = in_parallel(4, lambda index: (work if index < 3 else kill)(index))
+    finally:
+        victim.kill()
     assert_each_once(found[0])
     assert sum(sum(counts) for counts in results) >= PASSES * -(-SAMPLES // BATCH) - 3
 

@@ -1,0 +1,67 @@
+"""A shard that was started again reads for longer than workers wait for silent servers: they wait for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ps_server.coordinator.timing import Timing
+from ps_server.storage.checkpoints import CheckpointStore
+from ps_worker import Session
+from tests.tools.cluster import TEST_SECONDS, Cluster, until
+
+CONNECT_TIMEOUT = 2.0
+PIECES, PIECE_SECONDS = 20, 0.3  # of the slow read: three times as long
+CELLS = 64
+
+
+def steps(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, stop: threading.Event) -> int:
+    """Trains until it is told to stop; returns the clock then."""
+    while not stop.is_set():
+        optimizer.zero_grad()
+        model(torch.ones(1)).sum().backward()
+        optimizer.step()
+    return session.clock
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_workers_wait_as_long_as_a_restore_gets_on(
+    make_cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Their calls come to the new process before it has heard of the job."""
+    cluster = make_cluster(checkpoint_dir=tmp_path, timing=Timing(recovery_look=1.0, shard_lost=0.1))
+    stop, over = threading.Event(), threading.Event()
+    reads = []
+    read = CheckpointStore.read_buckets
+
+    def slowly(store: CheckpointStore, *arguments: Any) -> Any:
+        told = arguments[3]
+        for _ in range(PIECES):
+            over.wait(PIECE_SECONDS)
+            told(1)
+        reads.append(1)
+        return read(store, *arguments)
+
+    monkeypatch.setattr(CheckpointStore, "read_buckets", slowly)
+    with ThreadPoolExecutor() as pool, cluster.connect(mode, connect_timeout=CONNECT_TIMEOUT) as session:
+        model = nn.Linear(1, CELLS, bias=False)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_bytes=64)
+        training = pool.submit(steps, session, model, optimizer, stop)
+        try:
+            until(lambda: session.clock > 3 or training.done())
+            cluster.coordinator.job("default").checkpoint()
+            cluster.start_again(1)
+            until(lambda: reads or training.done(), "the restore", 30.0)
+            before = session.clock
+            until(lambda: session.clock > before + 3 or training.done(), "more steps")
+        finally:
+            stop.set()
+            over.set()
+        assert training.result(TEST_SECONDS) > before

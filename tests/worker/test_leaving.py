@@ -1,0 +1,64 @@
+"""A worker leaves its job, whatever becomes of the state that it leaves behind."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from ps_server.rpc.permissions import METHODS
+from ps_server.rpc.receiving import KINDS
+from ps_worker.cluster.coordinator import CoordinatorClient
+from ps_worker.values import Identity, SavedState
+from tests.tools.cluster import Cluster
+from tests.tools.raw_worker import RawWorker, vector_job
+
+SHORT = {"lease_key", "nonce"}  # bytes, of which there are few
+
+
+def identity_of(worker: RawWorker) -> Identity:
+    return Identity(worker.spec.name, worker.rank, worker.incarnation, worker.lease_key)
+
+
+def test_a_worker_whose_state_is_too_large_for_a_message_leaves_without_it(
+    shared: Cluster, job: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = CoordinatorClient(shared.address, 20.0)
+    with RawWorker(shared.address, vector_job(job, "async", 16, 0), 0) as worker:
+        client.leave(identity_of(worker), SavedState(3, bytes(18 * 2**20)))
+        assert job not in shared.coordinator.jobs(), "it was the last one, and did not just go away"
+    client.close()
+    assert "this worker leaves without its state at clock 3" in caplog.text
+
+
+def test_a_worker_leaves_its_state_behind(shared: Cluster, job: str) -> None:
+    client = CoordinatorClient(shared.address, 20.0)
+    spec = vector_job(job, "async", 16, 0)
+    with RawWorker(shared.address, spec, 0) as worker, RawWorker(shared.address, spec, 1) as other:
+        client.leave(identity_of(worker), SavedState(3, b"state"))
+        assert [member.rank for member in shared.coordinator.job(job).members.all()] == [1]
+        other.leave()
+    client.close()
+
+
+def brings_bytes(message: Descriptor, within: tuple[Descriptor, ...] = ()) -> bool:
+    """Whether a message has a field that may be long."""
+    if message in within:
+        return False
+    return any(
+        (field.message_type is not None and brings_bytes(field.message_type, (*within, message)))
+        or (field.type == FieldDescriptor.TYPE_BYTES and field.name not in SHORT)
+        for field in message.fields
+    )
+
+
+def request_of(method: str) -> Descriptor:
+    _, service, name = method.split("/")
+    return descriptor_pool.Default().FindServiceByName(service).methods_by_name[name].input_type
+
+
+def test_every_request_that_may_be_long_has_time_to_arrive() -> None:
+    """A farewell brings the worker's state: in two seconds, as heartbeats have, not every link carries it."""
+    long = {method for method in METHODS if brings_bytes(request_of(method))}
+    assert {method.rpartition("/")[2] for method in long} >= {"Push", "GatherValues", "SaveWorkerState", "Leave"}
+    assert long <= KINDS.keys()
