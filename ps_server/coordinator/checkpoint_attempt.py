@@ -32,7 +32,7 @@ from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.shards import answers_of
-from ps_server.coordinator.worker_states import States, WorkerStates
+from ps_server.coordinator.worker_states import States, StatesOnDisk, WorkerStates
 from ps_server.core.placement import PlacedJob
 from ps_server.core.snapshot import ShardSnapshot, VersionRange, union
 from ps_server.core.statistics import CheckpointStatistics
@@ -400,7 +400,7 @@ class CheckpointAttempt:
             with self._committing:
                 self._check_void()
                 store.commit(job, manifest)
-                self._job.states.kept = states
+                self._job.states.kept = StatesOnDisk(store, manifest)
                 self._job.progress.committed(manifest, max(part.held_up for part in self._parts.values()))
         except CheckpointFailed:
             store.discard(job, name)

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Iterator
 
-from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, PSError, TryLater
+from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, PSError, TryLater, VersionMismatch
 from ps_runtime.background import note_error
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.checkpoint_attempt import (
@@ -204,7 +204,7 @@ class JobCheckpoints:
                 continue
             try:
                 manifest = store.manifest(name, checkpoint)
-            except CheckpointDamaged as error:
+            except (CheckpointDamaged, VersionMismatch) as error:
                 log.error("job %s: checkpoint %s cannot be used: %s", name, checkpoint, error)
                 continue
             if self._job.placed.owns(manifest.run, checkpoint):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import JobMismatch, NotFound, PSError, RunEnded, TryLater
 from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference
 from ps_protocol.optimizers import with_defaults
-from ps_runtime.background import Background
+from ps_runtime.background import Background, guarded
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.expiry import Expiry
@@ -107,8 +108,7 @@ class Coordinator:
     def stop(self) -> None:
         """Ends the threads and tells watchers that nothing more comes."""
         self._background.stop()
-        for job in self.jobs().values():
-            job.stop()
+        self._apart("stop", [job.stop for job in self.jobs().values()])
         self._cluster.shards.close()
         if self._cluster.checkpointing is not None:
             self._cluster.checkpointing.release()
@@ -225,13 +225,13 @@ class Coordinator:
                 self._jobs[spec.name] = job
                 self._why_ended.pop(spec.name, None)
             try:
+                self._run_checkpoints(job)
                 self.save_ahead()
-            except PSError as error:
+            except BaseException as error:
                 job.end(str(error))
                 raise
         finally:
             self._new_jobs.done(spec.name)
-        self._run_checkpoints(job)
         size, buckets = job.placed.nbytes, len(job.placed.placement)
         log.info("job %s: %s, %d bytes in %d buckets", spec.name, spec.consistency, size, buckets)
         return job, True
@@ -261,9 +261,13 @@ class Coordinator:
         for job in self.jobs().values():
             job.members.close()
         jobs = [job.checkpoints for job in self.jobs().values() if job.checkpoints is not None]
-        with self._cluster.make_executor(max(1, len(jobs)), "drain") as pool:
-            for checkpoints in jobs:
-                pool.submit(checkpoints.request_final, seconds)
+        self._apart("drain", [partial(checkpoints.request_final, seconds) for checkpoints in jobs])
+
+    def _apart(self, name: str, works: Sequence[Callable[[], object]]) -> None:
+        """Does something for all jobs at the same time: one may have to wait for a hung shard."""
+        with self._cluster.make_executor(max(1, len(works)), name) as pool:
+            for work in works:
+                pool.submit(guarded, name, work)
 
     def _check_not_draining(self) -> None:
         if self._draining:

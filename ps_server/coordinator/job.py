@@ -86,6 +86,8 @@ class CoordinatedJob:
         )
         self.watchers = Watchers(self.members.roster)
         self.life = Lifecycle(spec.name, cluster.clock)
+        self._not_rolled_back = ""  # why the last try to roll it back failed
+        self._roll_back_at = -math.inf  # not before
         self._troubles = Troubles(log, "rollback")
 
     # -- looks -------------------------------------------------------------------------------------------------------
@@ -147,7 +149,7 @@ class CoordinatedJob:
         coordinator's file: a coordinator that came back would not know of the worker that the shards count.
         """
         with self.life.deciding():
-            self.life.check_open(self.lost())
+            self.life.check_open(self.lost(), self._not_rolled_back)
             repeated = self.members.repeated(request)
             reservation = self.members.reserve(rank, request) if repeated is None else None
         if reservation is None:
@@ -155,13 +157,13 @@ class CoordinatedJob:
             return self._result(repeated)
         try:
             self._registry.save_ahead()
-        except PSError:
+        except BaseException:
             self.members.release(reservation)
             raise
         try:
             clock = self.members.count(reservation)
             with self.life.deciding():
-                self.life.check_open(self.lost())
+                self.life.check_open(self.lost(), self._not_rolled_back)
                 member = self.members.admit(reservation, request, clock)
                 self.accounting.joined(member.rank, clock, None if request.previous is None else request.clock)
         except BaseException:
@@ -211,9 +213,11 @@ class CoordinatedJob:
             if not self.members.finished() or not self.life.is_running:
                 return False
             self.life.begin(Phase.ENDING)
-        if self.checkpoints is not None:
-            self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
-        self.end()
+        try:
+            if self.checkpoints is not None:
+                self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
+        finally:
+            self.end()
         return True
 
     def _remove(self, rank: int, incarnation: int) -> None:
@@ -252,9 +256,11 @@ class CoordinatedJob:
             if not self.members.empty() or not self.life.is_running:
                 return
             self.life.begin(Phase.ENDING)
-        if self.checkpoints is not None and self.members.ever_joined():
-            self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
-        self.end(f"it had no worker for {seconds:.0f} s")
+        try:
+            if self.checkpoints is not None and self.members.ever_joined():
+                self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
+        finally:
+            self.end(f"it had no worker for {seconds:.0f} s")
 
     # -- while they train --------------------------------------------------------------------------------------------
 
@@ -297,10 +303,11 @@ class CoordinatedJob:
 
     def recover(self, recovery: Recovery | None) -> None:
         """Rolls the job back to its last checkpoint if a shard lost its part of it, and ends it if there is none."""
+        now = self._cluster.clock.now()
         with self.life.deciding():
             shards = self._cluster.shards.known()
             lost = self.lost(shards)
-            if not lost or not self.life.is_running:
+            if not lost or not self.life.is_running or now < self._roll_back_at:
                 return
             if self.spec.consistency.aggregate and len(shards) < self._cluster.shards.count:
                 return  # all are rolled back, and one has not called in yet
@@ -312,11 +319,15 @@ class CoordinatedJob:
             if recovery is None:
                 raise NoCheckpoints("these servers were started without --checkpoint-dir")
             self._rollback(recovery, shards, lost)
+            self._not_rolled_back = ""
         except (NoCheckpoints, JobMismatch) as error:
             names = ", ".join(map(str, lost))
             reason = f"shard {names} was started anew and lost its part of the job; {error}"
         except PSError as error:
             self._troubles.met("", "job %s: not rolled back yet: %s", self.spec.name, error)
+            self._not_rolled_back = str(error)
+            if not isinstance(error, TryLater):  # somebody has to do something first
+                self._roll_back_at = now + self._cluster.timing.roll_back_again
         else:
             self._troubles.over("")
         finally:

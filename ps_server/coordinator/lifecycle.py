@@ -64,15 +64,20 @@ class Lifecycle:
             self._ended = NotFound(f"job {self._name!r} ended{f': {why}' if why else ''}")
             return self._ended
 
-    def check_open(self, lost: Sequence[int]) -> None:
-        """Raises NotFound or TryLater, saying why, where no worker can join. lost: the shards that lost their part"""
+    def check_open(self, lost: Sequence[int], trouble: str = "") -> None:
+        """Raises NotFound or TryLater, saying why, where no worker can join.
+
+        lost:    the shards that lost their part
+        trouble: why the last rollback failed
+        """
         if self._ended is not None:
             raise NotFound(str(self._ended))  # a new one: an error that is raised holds on to its frames
         if self._phase is Phase.ENDING:
             raise try_soon(f"job {self._name!r} ends at this moment")
         if lost or self._phase is Phase.ROLLING_BACK:
             shards = f"shard {lost[0]} was started anew" if lost else "a shard was started anew"
-            raise TryLater(f"job {self._name!r} is being rolled back to a checkpoint: {shards}")
+            tried = f"; the last try failed: {trouble}" if trouble else ""
+            raise TryLater(f"job {self._name!r} is being rolled back to a checkpoint: {shards}{tried}")
 
     def deserted_for(self, empty: bool) -> float:
         """Returns for how many seconds the job has had no worker. empty: it has none now"""

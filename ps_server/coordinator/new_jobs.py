@@ -69,13 +69,16 @@ class NewJobs:
         Raises JobMismatch if the checkpoint of its name is of another job, NoCheckpoints if not one of its checkpoints
         is whole, TryLater if a shard does not answer.
         """
-        if self._recovery is not None and self._recovery.restorable(spec):
-            return self._restored(self._recovery, spec, chosen)
         try:
-            return self._new(chosen)
+            return self._made(spec, chosen)
         except RunEnded:  # a shard holds what a coordinator with a clock ahead of this one's has made
             self.runs.follow(max(self._cluster.shards.runs_of(spec.name)))
-            return self._new(chosen)
+            return self._made(spec, chosen)
+
+    def _made(self, spec: JobSpec, chosen: JobSpec) -> CoordinatedJob:
+        if self._recovery is not None and self._recovery.restorable(spec):
+            return self._restored(self._recovery, spec, chosen)
+        return self._new(chosen)
 
     def _new(self, spec: JobSpec) -> CoordinatedJob:
         check_job_spec(spec, self._cluster.limits)  # with as many buckets as it has now

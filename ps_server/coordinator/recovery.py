@@ -161,6 +161,8 @@ class Recovery:
                 unchanged = 0 if rollback.note(shard.index, progress) else unchanged + 1
                 if progress.extent is not None:
                     return progress.extent
+                if self._shards.is_closing:
+                    raise TryLater("the coordinator is stopping")
             raise TryLater(f"shard {shard.index} reads nothing of checkpoint {rollback.checkpoint}")
 
         self._under_way[job.spec.name] = rollback

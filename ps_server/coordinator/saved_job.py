@@ -85,6 +85,8 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
     for worker in saved.workers:
         membership.join(replace(worker, expires=until))
     membership.started = saved.started
+    # Also one whose workers were all gone: what they trained belongs into a last checkpoint before it ends.
+    membership.ever_joined = membership.ever_joined or saved.last_incarnation > 0
     membership.rejoining = dict.fromkeys(saved.rejoining, until)
     placed = replace(place_job(spec, count, saved.run), continues=saved.continues)
     processes: dict[int, int] = {}

@@ -125,6 +125,7 @@ class Shards:
         self._known: dict[int, RegisteredShard] = {}
         self._replaced: set[int] = set()  # processes that served a shard before another one did
         self._lock = threading.Lock()
+        self.is_closing = False  # what goes on for long ends soon
 
     def register(
         self, index: int, address: str, metrics_address: str, pid: int, process: int, restart_count: int = 0
@@ -230,6 +231,7 @@ class Shards:
 
     def close(self) -> None:
         """Ends the threads after what they are doing, and closes the connections."""
+        self.is_closing = True
         for lane in self._lanes:
             lane.shutdown(wait=True)
         for shard in self.known().values():

@@ -29,6 +29,7 @@ class Timing:
     """How often a coordinator looks, and how long it waits, in seconds.
 
     recovery_look:   between looks for shards that lost their part of a job
+    roll_back_again: between attempts to roll a job back where a shard cannot, until somebody does something
     orphans_look:    between looks for jobs that a shard holds and no coordinator knows
     save_again:      between attempts to write the coordinator's file, where the disk did not take it
     deserted:        after so long without a worker a job ends that had some
@@ -50,6 +51,7 @@ class Timing:
     """
 
     recovery_look: float = 0.25
+    roll_back_again: float = 5.0
     orphans_look: float = 5.0
     save_again: float = 1.0
     deserted: float = 3600.0

@@ -69,7 +69,8 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         return shard_pb2.BeginSnapshotResponse()
 
     def AwaitSnapshot(self, request: Any, context: grpc.ServicerContext) -> Any:
-        snapshot = self._shard.await_snapshot(request.job, request.checkpoint, AWAIT_SECONDS, request.run)
+        seconds = _within(context, AWAIT_SECONDS)
+        snapshot = self._shard.await_snapshot(request.job, request.checkpoint, seconds, request.run)
         return convert.await_snapshot_response(snapshot)
 
     def RestoreJob(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -77,7 +78,7 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         check_job_spec(spec, self._limits)
         check_coordinator_run(request.run)
         wanted = spec, list(request.buckets), request.checkpoint, request.last_incarnation, request.run
-        return convert.restore_response(self._shard.restore_job(*wanted, RESTORE_SECONDS))
+        return convert.restore_response(self._shard.restore_job(*wanted, _within(context, RESTORE_SECONDS)))
 
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         jobs = self._shard.statistics().jobs
@@ -85,3 +86,9 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
             jobs=[convert.shard_job_status(name, job) for name, job in jobs.items() if may_see(name)],
             process=self._process,
         )
+
+
+def _within(context: grpc.ServicerContext, most: float) -> float:
+    """Returns how long a call may wait, so that its answer comes before the caller's deadline: `most` at most."""
+    left = context.time_remaining()
+    return most if left is None else min(most, left / 2)

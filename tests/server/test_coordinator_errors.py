@@ -1,0 +1,144 @@
+"""What a coordinator does where something fails that should not: no job is stuck, and no worker is left out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ps_protocol.errors import LimitExceeded, NotFound, TryLater
+from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.shards import Shards
+from ps_server.core.membership import JoinRequest
+from ps_server.core.snapshot import RestoreProgress
+from ps_server.storage.checkpoints import CheckpointStore
+from tests.tools.one_process import DirectWorker, OneProcess
+from tests.tools.raw_worker import vector_job
+
+CELLS = 64
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[OneProcess]:
+    cluster = OneProcess(tmp_path)
+    yield cluster
+    cluster.stop()
+
+
+def worker_of(cluster: OneProcess, mode: str) -> DirectWorker:
+    worker = DirectWorker(cluster, vector_job("job", mode, CELLS, 0), 0)
+    worker.initialise()
+    return worker
+
+
+def test_a_job_whose_workers_died_before_the_coordinator_came_back_is_kept_as_long_and_saved(
+    cluster: OneProcess, tmp_path: Path
+) -> None:
+    worker = worker_of(cluster, "async")
+    for _ in range(5):
+        worker.push()
+    cluster.clock.seconds += 11
+    cluster.coordinator.expire_workers()
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))
+    cluster.while_waiting()
+    cluster.clock.seconds += 301
+    cluster.coordinator.expire_workers()
+    assert "job" in cluster.coordinator.jobs(), "that a new worker may join, as long as any job without one"
+    cluster.clock.seconds += 3600
+    cluster.coordinator.expire_workers()
+    assert not cluster.coordinator.jobs()
+    store = CheckpointStore(tmp_path)
+    assert store.manifest("job", store.names("job")[-1]).clocks == {0: 5}
+
+
+def test_a_job_ends_also_where_its_last_checkpoint_meets_a_bug(
+    cluster: OneProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = worker_of(cluster, "async")
+    checkpoints = cluster.coordinator.job("job").checkpoints
+    assert checkpoints is not None
+
+    def fails(*arguments: Any) -> None:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(checkpoints, "request_last", fails)
+    with pytest.raises(AssertionError, match="a bug"):
+        worker.leave()
+    assert not cluster.coordinator.jobs()
+    worker_of(cluster, "async")
+
+
+def test_a_join_that_met_a_bug_holds_no_place(cluster: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = worker_of(cluster, "async")
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster.coordinator, "save_ahead", lambda: [][0])
+        with pytest.raises(IndexError):
+            cluster.coordinator.join("job", 1, JoinRequest(host="here", run=worker.run))
+    worker.leave()
+    assert not cluster.coordinator.jobs(), "the last worker has left"
+
+
+def test_a_coordinator_that_is_told_to_stop_waits_for_no_restore(cluster: OneProcess) -> None:
+    """A shard that reads a checkpoint gets on for as long as it takes; here it never ends."""
+    worker = worker_of(cluster, "async")
+    worker.checkpoint()
+    cluster.start_shard(1)
+    asked, read = threading.Event(), iter(range(10**9))
+
+    def endless(*arguments: Any) -> RestoreProgress:
+        asked.set()
+        return RestoreProgress(next(read), 10**9, None)
+
+    cluster.shards[1].restore_job = endless  # type: ignore[method-assign]
+    shards = cluster.coordinator._cluster.shards
+    assert isinstance(shards, Shards)
+    with ThreadPoolExecutor(1) as pool:
+        recovering = pool.submit(cluster.coordinator.recover_jobs)
+        assert asked.wait(60)
+        shards.close()
+        recovering.result(60)
+    with pytest.raises(TryLater, match="the last try failed: the coordinator is stopping"):
+        cluster.coordinator.join("job", 1, JoinRequest(host="here", run=worker.run))
+
+
+def test_workers_hear_why_their_job_is_not_rolled_back_and_it_is_not_tried_all_the_time(cluster: OneProcess) -> None:
+    worker = worker_of(cluster, "async")
+    worker.checkpoint()
+    cluster.start_shard(1)
+    restore, tries = cluster.shards[1].restore_job, []
+
+    def no_room(*arguments: Any) -> RestoreProgress:
+        tries.append(1)
+        raise LimitExceeded("job 'job' does not fit into this shard's memory")
+
+    cluster.shards[1].restore_job = no_room  # type: ignore[method-assign]
+    for _ in range(4):
+        cluster.coordinator.recover_jobs()
+    assert len(tries) == 1
+    with pytest.raises(TryLater, match=r"shard 1 was started anew; the last try failed: .*does not fit"):
+        worker.rejoin()
+    cluster.shards[1].restore_job = restore  # type: ignore[method-assign]
+    cluster.clock.seconds += 5
+    cluster.coordinator.recover_jobs()
+    worker.rejoin()
+
+
+def test_a_shard_that_holds_a_later_run_is_no_obstacle_to_a_restore(cluster: OneProcess, tmp_path: Path) -> None:
+    """The clock of the coordinator before was ahead of this one's."""
+    worker = worker_of(cluster, "async")
+    worker.push()
+    cluster.while_waiting()
+    worker.leave()
+    with pytest.raises(NotFound):
+        cluster.coordinator.job("job")
+    later = f"{int(worker.run, 16) + 10**15:016x}"
+    cluster.shards[0].create_job(worker.spec, [0, 1], later)
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, restore=True))
+    cluster.while_waiting()
+    again = DirectWorker(cluster, worker.spec, 0)
+    assert again.run > later
+    assert again.pull().tolist() == [1.0] * CELLS
