@@ -402,7 +402,7 @@ def exposed(shared: Cluster) -> dict[str, str]:
 
 
 PROCESSES = ["coordinator with a shard", "coordinator", "shard", "worker", "worker alone"]
-LABELS = {"job", "kind", "result", "reason", "rank", "mode", "phase", "le", "generation", "loader", "state"}
+LABELS = {"job", "kind", "result", "reason", "rank", "mode", "phase", "le", "generation", "loader", "state", "thread"}
 LABELS |= {"grpc_type", "grpc_service", "grpc_method", "grpc_code"}
 LABELS |= {"implementation", "major", "minor", "patchlevel", "version"}  # of python_info
 UNITS = ("_seconds", "_bytes", "_clocks")

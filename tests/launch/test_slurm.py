@@ -121,14 +121,16 @@ def test_a_job_on_two_nodes_that_is_requeued_goes_on_from_its_checkpoint_and_los
     assert {(rank, node) for rank, _, node in first} == {(0, "n0"), (1, "n1")}, "a worker a task, a task a node"
     assert [clock for _, clock, _ in first] == [0, 0]
     assert [clock for _, clock, _ in second] == [reached, reached]
-    ends = re.findall(r"^worker \d ends at clock (\d+) with (\w+)$", said, re.MULTILINE)
+    # All are told at once, and leave one after the other: one may have made a step more, alone.
+    ends = [int(clock) for clock in re.findall(r"^worker \d ends at clock (\d+)", said, re.MULTILINE)]
     per_pass = SAMPLES // BATCH // 2
-    assert [int(clock) for clock, _ in ends] == [passes * per_pass] * 2
-    assert len({weights for _, weights in ends}) == 1
-    made = [steps(tmp_path, rank) for rank in (0, 1)]
+    assert min(ends) == passes * per_pass
+    assert max(ends) <= passes * per_pass + 1
+    made = [[samples for _, samples in sorted(steps(tmp_path, rank).items())] for rank in (0, 1)]
+    assert [len(each) for each in made] == [passes * per_pass] * 2
     for number in range(passes):
-        clocks = range(1 + number * per_pass, 1 + (number + 1) * per_pass)
-        used = sorted(sample for worker in made for clock in clocks for sample in worker[clock])
+        of_pass = [each[number * per_pass : (number + 1) * per_pass] for each in made]
+        used = sorted(sample for each in of_pass for samples in each for sample in samples)
         assert used == list(range(SAMPLES)), f"in pass {number} each sample comes once"
 
 
