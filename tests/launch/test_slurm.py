@@ -95,7 +95,7 @@ def last_checkpoint(log: str) -> int:
 
 def resumed_at(log: str) -> int:
     """The clock of the checkpoint from which a job goes on when it runs again."""
-    [clock] = re.findall(r"(?:rolled back to|continues from) checkpoint \d+, clock (\d+)", log)
+    [clock] = re.findall(r"continues from checkpoint \d+, clock (\d+)", log)
     return int(clock)
 
 
