@@ -108,7 +108,7 @@ class Coordinator:
     def stop(self) -> None:
         """Ends the threads and tells watchers that nothing more comes."""
         self._background.stop()
-        self._apart("stop", [job.stop for job in self.jobs().values()])
+        _at_once(self._cluster, "stop", [job.stop for job in self.jobs().values()])
         self._cluster.shards.close()
         if self._cluster.checkpointing is not None:
             self._cluster.checkpointing.release()
@@ -261,13 +261,7 @@ class Coordinator:
         for job in self.jobs().values():
             job.members.close()
         jobs = [job.checkpoints for job in self.jobs().values() if job.checkpoints is not None]
-        self._apart("drain", [partial(checkpoints.request_final, seconds) for checkpoints in jobs])
-
-    def _apart(self, name: str, works: Sequence[Callable[[], object]]) -> None:
-        """Does something for all jobs at the same time: one may have to wait for a hung shard."""
-        with self._cluster.make_executor(max(1, len(works)), name) as pool:
-            for work in works:
-                pool.submit(guarded, name, work)
+        _at_once(self._cluster, "drain", [partial(checkpoints.request_final, seconds) for checkpoints in jobs])
 
     def _check_not_draining(self) -> None:
         if self._draining:
@@ -335,3 +329,10 @@ class Coordinator:
         """
         job = self._jobs.get(name)
         return job is None or run not in ("", job.placed.run) or job.leave(rank, incarnation, key, state)
+
+
+def _at_once(cluster: Cluster, name: str, works: Sequence[Callable[[], object]]) -> None:
+    """Does something for all jobs at the same time: for one of them it may have to wait for a hung shard."""
+    with cluster.make_executor(max(1, len(works)), name) as pool:
+        for work in works:
+            pool.submit(guarded, name, work)

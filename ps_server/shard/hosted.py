@@ -98,15 +98,20 @@ class HostedJobs:
         name, run = request.spec.name, request.run
         store.path(name, request.checkpoint)
         with self._lock:
-            known = self._jobs.get(name)
-            if known is not None and run < known.run:
-                known.check_run(run)
-            is_same = known is not None and known.run == run
-            highest = known.highest_incarnation() if known is not None and is_same else 0
-            restoring, is_new = self._restores.ask(request, highest)
+            restoring, is_new = self._restores.ask(request, self._highest_incarnation(name, run))
         if is_new:
             self._threads.read(lambda: self._restore(store, restoring))
         return restoring.wait(seconds)
+
+    def _highest_incarnation(self, name: str, run: str) -> int:
+        """Returns the highest incarnation of a run that is here; 0 if it is not. Raises RunEnded for an earlier run.
+
+        Not where a call waits for its restore: what names the job that it replaces would keep its memory.
+        """
+        known = self._jobs.get(name)
+        if known is not None and run < known.run:
+            known.check_run(run)
+        return known.highest_incarnation() if known is not None and known.run == run else 0
 
     def _restore(self, store: CheckpointStore, restoring: Restoring) -> None:
         name = restoring.request.spec.name

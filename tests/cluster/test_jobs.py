@@ -192,10 +192,8 @@ def test_who_asks_amid_the_last_join_hears_that_training_begins_once_that_is_on_
     spec = vector_job("job", "sync", 16, 2)
 
     def ask() -> None:
-        stop = cluster.coordinator.job("job").watchers.add(
-            lambda roster: heard.append(roster is not None and roster[2])
-        )
-        stop()
+        watchers = cluster.coordinator.job("job").watchers
+        watchers.add(lambda roster: heard.append(roster is not None and roster[2]))()
 
     def ask_and_save(file: StateFile, jobs: Callable[[], Mapping[str, SavedJob]]) -> None:
         ask()

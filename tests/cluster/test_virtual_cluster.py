@@ -12,7 +12,7 @@ from tests.simulation.cluster import Cluster
 from tests.simulation.mutations import REPAIRS, RULES, Mutation
 
 SEEDS = 50
-KNOWN = [mutation for mutation in REPAIRS if mutation.faults is not None]
+KNOWN = [mutation for mutation in REPAIRS if mutation.known is not None]
 
 
 @pytest.mark.timeout(600)
@@ -45,6 +45,7 @@ def test_a_cluster_that_breaks_a_rule_is_found_out(mutation: Mutation, monkeypat
 @pytest.mark.parametrize("mutation", KNOWN, ids=lambda mutation: mutation.name)
 def test_a_repair_that_is_taken_out_is_missed(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the seed that is written down; by one of the next where a change has moved what happens in that one."""
+    assert mutation.known is not None
     mode, first = mutation.known
     seeds = range(first, first + 20)
     assert any(mutation.finds(monkeypatch, mode, seed, mutation.faults) for seed in seeds)

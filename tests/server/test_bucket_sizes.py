@@ -23,7 +23,6 @@ from ps_server.coordinator.shards import Shards
 from ps_server.core.bucket_sizes import MOST_BUCKETS, sized
 from ps_server.core.limits import Limits
 from ps_server.core.validation import check_job_spec
-from ps_server.rpc.shard_client import ShardClient
 from tests.tools.cluster import Cluster
 from tests.tools.raw_worker import RawWorker, vector_job
 
@@ -89,6 +88,19 @@ def test_what_large_buckets_would_fit_into_a_servers_limit_is_never_refused(
     assert fits(chosen, limit) or not fits(largest, limit)
 
 
+class AnsweringShard:
+    """A shard at any address, which says which process it is."""
+
+    def __init__(self, index: int, address: str) -> None:
+        pass
+
+    def process(self) -> int:
+        return 1
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
     ("addresses", "one_machine"),
     [
@@ -99,7 +111,7 @@ def test_what_large_buckets_would_fit_into_a_servers_limit_is_never_refused(
     ],
 )
 def test_shards_are_on_one_machine_if_all_their_addresses_are_loopback(addresses: list[str], one_machine: bool) -> None:
-    shards = Shards(len(addresses), ShardClient, ThreadPoolExecutor)
+    shards = Shards(len(addresses), AnsweringShard, ThreadPoolExecutor)  # type: ignore[arg-type]
     for index, address in enumerate(addresses):
         shards.register(index, address, "", 1, 1)
     assert shards.on_one_machine() is one_machine

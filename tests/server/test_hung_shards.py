@@ -277,6 +277,24 @@ def test_what_the_disk_did_not_take_is_written_when_it_can(tmp_path: Path) -> No
     cluster.stop()
 
 
+def test_a_job_that_has_started_stays_so_whatever_dies_and_in_whatever_order(
+    cluster: OneProcess, tmp_path: Path
+) -> None:
+    """All its workers, the coordinator, a shard: who comes back then goes on, also without those that do not."""
+    spec = vector_job("job", "async", CELLS, 2)
+    workers = [DirectWorker(cluster, spec, rank) for rank in range(2)]
+    workers[0].initialise()
+    workers[0].checkpoint()
+    cluster.while_waiting()
+    cluster.clock.seconds += 11
+    cluster.coordinator.expire_workers()
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))
+    cluster.start_shard(1)
+    cluster.coordinator.recover_jobs()
+    DirectWorker(cluster, spec, 0)
+    assert cluster.coordinator.job("job").members.roster() == ([0], 2, True)
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_second_shard_that_dies_during_a_rollback_is_rolled_back_too(cluster: OneProcess, mode: str) -> None:
     worker = DirectWorker(cluster, vector_job("job", mode, CELLS, 1), 0)

@@ -69,7 +69,7 @@ class Faults:
         if kinds is not None:
             self._weights, self._pairs, self._seconds = {kind: KINDS[kind] for kind in kinds}, 0.6, [*kinds]
         self._on = False
-        self._images: deque[tuple[str | None, Image]] = deque(maxlen=8)  # of the directory: the run in it
+        self._images: deque[tuple[str | None, Image]] = deque(maxlen=4)  # of the directory: the run in it
         self.disturbed: dict[Host, float] = {}  # until when a process was disturbed, at the least
 
     def weather(self) -> Weather:

@@ -38,7 +38,7 @@ class Mutation:
     modes:   in which it is looked for
     kinds:   of promises that it breaks, any of which will do
     faults:  the kinds of faults among which it shows often; None: any
-    known:   a mode and a seed that find it among these faults
+    known:   a mode and a seed that find it among these faults; None: none is known
     besides: what is broken too, because it hides this one: without this one, that must show nothing
     """
 
@@ -46,7 +46,7 @@ class Mutation:
     modes: tuple[str, ...]
     kinds: frozenset[str]
     faults: tuple[str, ...] | None = None
-    known: tuple[str, int] = ("ssp:2", 0)
+    known: tuple[str, int] | None = None
     besides: Break | None = None
 
     @property
@@ -223,30 +223,28 @@ REPAIRS = (
         EVERY_MODE,
         frozenset({"round failed", "thread died"}),
         faults=RETURN,
-        known=("ssp:2", 0),
+        known=("sync", 0),
     ),
-    Mutation(forgets_shards_that_have_not_called_in, EVERY_MODE, HANGS, faults=RETURN, known=("sync", 1)),
+    Mutation(forgets_shards_that_have_not_called_in, EVERY_MODE, HANGS, faults=RETURN, known=("sync", 2)),
     Mutation(
         removes_from_one_shard_after_the_other,
         EVERY_MODE,
         frozenset({"waits for the dead"}),
         faults=(SHARD_HANGS, WORKER_DIES),
-        known=("ssp:2", 0),
+        known=("ssp:2", 2),
     ),
-    Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, faults=(SHARD_DIES,), known=("async", 0)),
+    Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, faults=(SHARD_DIES,), known=("async", 25)),
     Mutation(
         admits_what_is_not_on_disk,
         EVERY_MODE,
         MIXED,
         faults=("a disk is full", WORKER_DIES, COORDINATOR_DIES),
-        known=("ssp:2", 0),
     ),
     Mutation(
         rolls_back_what_ends,
         EVERY_MODE,
         MIXED | {"round failed", "internal error"},
         faults=(),
-        known=("async", 0),
         besides=keeps_the_job_of_an_earlier_run,
     ),
     Mutation(keeps_the_job_of_an_earlier_run, EVERY_MODE, MIXED),
