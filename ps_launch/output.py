@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import IO, BinaryIO, Protocol
 
+from ps_runtime.logs import JSON_LINE, TEXT, Speaker, line_of
+
 READ_BYTES = 65_536
 LONGEST_LINE_BYTES = 65_536  # of a line that does not end: it is written in parts
 PROGRESS_SECONDS = 1.0
@@ -74,11 +76,13 @@ class Lines:
 class Console:
     """A command's own stdout and stderr. Its work needs no reader: what cannot be written is dropped.
 
-    program: the name that stands before what the command itself says
+    program:    the name that stands before what the command itself says
+    log_format: of what it says on stderr: text or json
     """
 
-    def __init__(self, program: str) -> None:
+    def __init__(self, program: str, log_format: str = TEXT) -> None:
         self._program = program
+        self._log_format = log_format
         self._closed: set[int] = set()
         # From then on nothing is waited for: a reader that stands still keeps no end off.
         self.until: float | None = None
@@ -99,7 +103,8 @@ class Console:
 
     def say(self, text: str) -> None:
         """Writes a line of the command's own to its stderr."""
-        self.write(sys.stderr.fileno(), f"{self._program}: {text}\n".encode(errors="replace"))
+        line = line_of(Speaker(self._program), text, self._log_format)
+        self.write(sys.stderr.fileno(), f"{line}\n".encode(errors="replace"))
 
     def tell(self, text: str) -> None:
         """Writes a line of the command's own to its stdout."""
@@ -116,7 +121,8 @@ class Output(Protocol):
 class WorkerOutput:
     """Passes one output of a worker on to the console, and its lines to the worker's log.
 
-    prefix: stands before each line on the console; None: the console gets the bytes as they come
+    prefix: stands before each line on the console, but for log lines in JSON, which have the rank as a field; None: the
+            console gets the bytes as they come
     """
 
     def __init__(self, console: Console, target: int, prefix: bytes | None, log: BinaryIO | None) -> None:
@@ -130,7 +136,8 @@ class WorkerOutput:
         if self._prefix is None:
             self._console.write(self._target, data)
         else:
-            self._console.write(self._target, b"".join(self._prefix + line + b"\n" for line in lines))
+            said = ((b"" if line.startswith(JSON_LINE) else self._prefix) + line + b"\n" for line in lines)
+            self._console.write(self._target, b"".join(said))
         if self._log is not None and lines:
             try:
                 self._log.write(b"".join(line + b"\n" for line in lines))

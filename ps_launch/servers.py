@@ -24,6 +24,7 @@ from ps_launch.children import CANNOT_START, Children, Program, Stopped, on_sign
 from ps_launch.output import Console
 from ps_launch.restarts import ShardRestarts
 from ps_protocol.errors import PSError
+from ps_runtime.logs import TEXT
 
 # Of a stop, beside the time that workers have to come to the last checkpoints: for writing these, and for the shards.
 # What the coordinator leaves of its time is theirs too.
@@ -124,7 +125,7 @@ class _Shards:
         self.children = Children(self._program, stack)
         self._start_timeout, self._drain_seconds = supervision.start_timeout, supervision.drain_seconds
         self._environment = environment
-        self._console = Console("ps-server")
+        self._console = Console("ps-server", environment.get("PS_LOG_FORMAT") or TEXT)
         self._shards = [_Shard(ShardRestarts(supervision.most_restarts)) for _ in range(supervision.shards)]
         self._was_ready = False  # all of them, at one time
 

@@ -24,6 +24,7 @@ from ps_launch.output import Console, WorkerOutput
 from ps_launch.restarts import Restarts
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.launch_id import LAUNCH_ID, LAUNCH_RANKS, LAUNCHED, STARTED_FILE, is_launched, new_launch_id
+from ps_runtime.logs import TEXT
 from ps_runtime.rank import TORCHRUN
 
 STOP_SECONDS = 15.0
@@ -83,7 +84,7 @@ class _Workers:
         self._meeting = rendezvous(plan)
         # The launch of this process, if it is a worker itself, is not that of our workers.
         self._launch_id = (not is_launched() and os.environ.get(LAUNCH_ID)) or new_launch_id()
-        self._console = Console("ps-worker")
+        self._console = Console("ps-worker", plan.settings.get("PS_LOG_FORMAT") or TEXT)
         self._restarts = {local: Restarts(plan.max_restarts) for local in range(plan.workers)}
         self._logs = _open_logs(plan, stack)
         self._started = Path(stack.enter_context(_directory())) / "started"

@@ -1,18 +1,22 @@
 """Threads that run beside the calls of a process, and go on whatever happens in them.
 
 An exception in one round of a thread's work is logged and counted, and the next round comes: a thread that has ended
-without a word would be missed when it is needed.
+without a word would be missed when it is needed. One that comes in every round is logged once; see troubles.py.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from ps_runtime.troubles import Troubles
+
 log = logging.getLogger("ps_runtime")
 
+_troubles = Troubles(log, None)
 _errors: Counter[str] = Counter()
 _lock = threading.Lock()
 
@@ -27,7 +31,8 @@ def note_error(name: str) -> None:
     """Logs and counts the exception that a background thread is handling. name: of the thread"""
     with _lock:
         _errors[name] += 1
-    log.exception("the background thread %r met an error, and goes on", name)
+    what = "the background thread %r met an error, and goes on"
+    _troubles.met(name, what, name, trace=sys.exc_info()[1], level=logging.ERROR)
 
 
 def guarded(name: str, work: Callable[[], object]) -> None:
@@ -39,6 +44,8 @@ def guarded(name: str, work: Callable[[], object]) -> None:
         work()
     except Exception:
         note_error(name)
+    else:
+        _troubles.over(name)
 
 
 class Background:

@@ -1,4 +1,7 @@
-"""The parser of a command: its errors are short, and say where to read on."""
+"""The parser of a command: its errors are short, and say where to read on.
+
+A setting whose flag is not given gets its value from its variable, from the file that --config names, or its default.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from ps_protocol.errors import InvalidRequest
+from ps_runtime.config_file import DEFAULT, ConfigFile, complete, written
 from ps_runtime.settings import Setting
 
 
@@ -33,10 +38,31 @@ class _HelpOn(argparse.Action):
 class CommandLine(argparse.ArgumentParser):
     """A command's parser, whose errors are short: the usage of the subcommand, what is wrong, and where to read on."""
 
-    def add_settings(self, *settings: Setting) -> None:
-        """Adds the flags of settings."""
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._settings: list[Setting] = []
+        self._needs_all = True  # settings that are required, and the words that are no flags
+        self._commands: argparse._SubParsersAction[CommandLine] | None = None
+        self._program: CommandLine = self
+
+    def add_command(self, name: str, text: str, usage: str, *settings: Setting) -> CommandLine:
+        """Returns the parser of a command of this program."""
+        if self._commands is None:
+            self._commands = self.add_subparsers(dest="command", required=True, metavar="COMMAND")
+        command = self._commands.add_parser(name, help=text, usage=usage)
+        command._program = self
+        command.add_settings(*settings)
+        return command
+
+    def add_settings(self, *settings: Setting, group: argparse._ArgumentGroup | None = None) -> None:
+        """Adds the flags of settings, to a group if one is named; with the first, --config."""
+        if settings and not self._settings:
+            self.add_argument(
+                "--config", metavar="FILE", help="settings that neither flags nor variables give, as TOML"
+            )
         for setting in settings:
-            setting.add_to(self)
+            setting.add_to(group or self)
+        self._settings += settings
 
     def add_hidden_group(self, title: str, flag: str) -> argparse._ArgumentGroup:
         """Returns a group of flags that --help leaves out, and adds a flag that explains them alone."""
@@ -44,13 +70,65 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument(flag, action=_HelpOn, group=group, help=f"explain the {title}, and exit")
         return group
 
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Returns the arguments as values, and those that are not known. `origins` has where each setting is from."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if self._settings:
+            self._complete(known)
+        return known, unknown
+
+    def _complete(self, known: argparse.Namespace) -> None:
+        """Gives each setting whose flag is not there its value."""
+        known.origins = {}
+        file = self._read_file(known.config)
+        missing = []
+        for setting in self._settings:
+            if hasattr(known, setting.name):
+                known.origins[setting.name] = setting.flag
+                continue
+            try:
+                value, origin = complete(setting, file)
+            except argparse.ArgumentTypeError as error:
+                self.error(f"argument {setting.flag}: {error}")
+            setattr(known, setting.name, value)
+            known.origins[setting.name] = origin
+            if setting.required and origin == DEFAULT:
+                missing.append(setting.flag)
+        if missing and self._needs_all:
+            self.error(f"the following arguments are required: {', '.join(missing)}")
+
+    def _read_file(self, name: str | None) -> ConfigFile:
+        if name is None:
+            return ConfigFile()
+        commands = self._program._commands.choices.values() if self._program._commands else [self]
+        try:
+            return ConfigFile.read(name, {setting.key for command in commands for setting in command._settings})
+        except InvalidRequest as error:
+            self.error(f"argument --config: {error}")
+
+    def settings_of(self, words: Sequence[str]) -> str:
+        """Returns the settings of a command line of this program, as a file for --config with where each is from.
+
+        A required setting that is missing is left out.
+        """
+        assert self._commands is not None
+        command = self._commands.choices.get(words[0])
+        if command is not None:
+            command._needs_all = False
+            for action in command._actions:
+                if not action.option_strings and action.nargs is None:
+                    action.nargs, action.required = "?", False
+        known = self.read(words)
+        command = self._commands.choices[words[0]]
+        return f"# {command.prog}\n{written(command._settings, vars(known), known.origins)}"
+
     def read(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-        """Returns the arguments as values; an error ends the process with code 2, with the usage of the subcommand."""
+        """Returns the arguments as values; an error ends the process with code 2, with the usage of the command."""
         known, unknown = self.parse_known_args(arguments)
         if unknown:
-            command = next(
-                (each.choices[known.command] for each in self._actions if isinstance(each.choices, dict)), self
-            )
+            command = self._commands.choices[known.command] if self._commands is not None else self
             flags = [flag for action in command._actions for flag in action.option_strings]
             near = get_close_matches(unknown[0].partition("=")[0], flags, 1)
             kind = "option" if unknown[0].startswith("-") else "argument"

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from ps_protocol.versions import VERSION
 from ps_runtime.background import errors
 from ps_runtime.credentials import Tls, certificate_expiry
+from ps_runtime.troubles import counts
 from ps_runtime.version import version
 from ps_runtime.web import Page, Site, serve
 
@@ -76,10 +77,14 @@ def process_registry() -> CollectorRegistry:
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
     registry.register(build_gauge())
-    name, text = "ps_background_errors_total", "Exceptions in background threads, which went on."
-    registry.register(
-        Gauges(errors, [(name, text, ("thread",), lambda counts: [((k,), v) for k, v in counts.items()])])
-    )
+
+    def samples(numbers: Mapping[str, int]) -> Iterable[Sample]:
+        return [((name,), number) for name, number in numbers.items()]
+
+    text = "Exceptions in background threads, which went on."
+    registry.register(Gauges(errors, [("ps_background_errors_total", text, ("thread",), samples)]))
+    text = "Troubles that come again and again, by kind: the log has each once."
+    registry.register(Gauges(counts, [("ps_troubles_total", text, ("kind",), samples)]))
     return registry
 
 

@@ -1,8 +1,8 @@
 """The one declaration of a setting, which both commands and `connect` read.
 
-A setting is declared once, as a `Setting`. Its flag, its PS_* variable and its keyword argument follow from its name,
-and one parser reads all three. The argument or the flag comes first, then the variable, then the default. A variable
-that is empty counts as not set.
+A setting is declared once, as a `Setting`. Its flag, its PS_* variable, its name in a file of settings and its keyword
+argument follow from its name, and one parser reads all of them. The argument or the flag comes first, then the
+variable, then a command's file (config_file.py), then the default. A variable that is empty counts as not set.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -31,7 +31,8 @@ _SERVICE_LINK_ADVICE = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting, by the name of its keyword argument: metrics_port is --metrics-port and PS_METRICS_PORT.
+    """One setting, by the name of its keyword argument: metrics_port is --metrics-port, PS_METRICS_PORT, and in a file
+    metrics-port.
 
     text:     what it is, for --help
     kind:     makes the value of a text, or raises argparse.ArgumentTypeError; bool makes the flag a switch
@@ -48,14 +49,24 @@ class Setting:
     required: bool = False
 
     @property
+    def key(self) -> str:
+        """The name in a file."""
+        return self.name.replace("_", "-")
+
+    @property
     def flag(self) -> str:
         """The flag of the commands."""
-        return "--" + self.name.replace("_", "-")
+        return "--" + self.key
 
     @property
     def variable(self) -> str:
         """The environment variable."""
         return "PS_" + self.name.upper()
+
+    @property
+    def unset(self) -> Any:
+        """The value where nothing gives one."""
+        return False if self.kind is bool and self.default is None else self.default
 
     def find(self, argument: object = None) -> Any:
         """Returns the argument; if it is None the variable's value; if that is not set the default.
@@ -64,11 +75,17 @@ class Setting:
         """
         if argument is not None:
             text = os.fspath(argument) if isinstance(argument, os.PathLike) else str(argument)
-            return self._parse(text, self.name)
-        given = os.environ.get(self.variable)
-        if given:
-            return self._parse(given, self.variable)
-        return False if self.kind is bool and self.default is None else self.default
+            return self._parse_from(self.name, text)
+        given = self.given()
+        return self._parse_from(self.variable, given, advice(given)) if given else self.unset
+
+    def given(self) -> str | None:
+        """Returns what the variable holds; None if it is not set."""
+        return os.environ.get(self.variable) or None
+
+    def parse(self, text: str) -> Any:
+        """Returns what a text means. Raises argparse.ArgumentTypeError saying what was expected."""
+        return switch(text) if self.kind is bool else self.kind(text)
 
     def written(self, value: Any) -> str:
         """Returns a value as the text of its variable: no text for None."""
@@ -77,39 +94,26 @@ class Setting:
         return str(int(value)) if self.kind is bool else str(value)
 
     def add_to(self, parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-        """Adds the flag; --help names its variable and its default."""
-        text = os.environ.get(self.variable)
-        given = _FromVariable(text) if text else None
+        """Adds the flag; --help names its variable and its default. Without the flag there is no value: see
+        CommandLine, which completes it."""
         unset = self.default is None or self.default is False
         note = f"[{self.variable}]" if unset else f"[{self.variable}, default {self.default}]"
-        # argparse runs `type` over a default that is a string, so a bad variable is refused like a bad flag, and only
-        # where the flag is not given.
-        common: dict[str, Any] = {"type": self._parse_flag, "help": f"{self.text} {note}"}
+        common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{self.text} {note}"}
         if self.kind is bool:
-            parser.add_argument(self.flag, action=_Switch, default=given or False, **common)
+            parser.add_argument(self.flag, action="store_true", **common)
         else:
-            default = given if given is not None else self.default
-            required = self.required and given is None
-            parser.add_argument(self.flag, default=default, required=required, metavar=self.metavar, **common)
+            parser.add_argument(self.flag, type=self.kind, metavar=self.metavar, **common)
 
-    def _read(self, text: str) -> Any:
-        return switch(text) if self.kind is bool else self.kind(text)
-
-    def _parse(self, text: str, origin: str) -> Any:
+    def _parse_from(self, origin: str, text: str, advice: str = "") -> Any:
         try:
-            return self._read(text)
+            return self.parse(text)
         except argparse.ArgumentTypeError as error:
-            advice = f"; {_SERVICE_LINK_ADVICE}" if origin == self.variable and _SERVICE_LINK.fullmatch(text) else ""
             raise InvalidRequest(f"{origin}: {error}{advice}") from None
 
-    def _parse_flag(self, text: str) -> Any:
-        try:
-            return self._read(text)
-        except argparse.ArgumentTypeError as error:
-            if not isinstance(text, _FromVariable):
-                raise
-            advice = f"; {_SERVICE_LINK_ADVICE}" if _SERVICE_LINK.fullmatch(text) else ""
-            raise argparse.ArgumentTypeError(f"{error} (from {self.variable}{advice})") from None
+
+def advice(text: str) -> str:
+    """Returns what to do about a variable that another program has set, to stand behind the error; mostly nothing."""
+    return f"; {_SERVICE_LINK_ADVICE}" if _SERVICE_LINK.fullmatch(text) else ""
 
 
 def as_variables(settings: Iterable[Setting], arguments: argparse.Namespace) -> dict[str, str]:
@@ -125,24 +129,6 @@ def as_variables(settings: Iterable[Setting], arguments: argparse.Namespace) -> 
 def environment() -> dict[str, str]:
     """Returns a copy of this process' environment."""
     return dict(os.environ)
-
-
-class _FromVariable(str):
-    """A text that an environment variable holds."""
-
-    __slots__ = ()
-
-
-class _Switch(argparse.Action):
-    """A flag without a value that turns a setting on; its variable can turn it on or off."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, **more)
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
-    ) -> None:
-        setattr(namespace, self.dest, True)
 
 
 def access_settings(serves: bool = False) -> tuple[Setting, ...]:
@@ -243,7 +229,8 @@ index = whole_number(0, 2**31 - 1)
 
 # What workers read, and their launcher.
 _WORKERS = """
-    PS_CONNECT_TIMEOUT PS_ELASTIC PS_FIRST_RANK PS_INSECURE PS_JOB PS_LOG_DIR PS_MAX_RESTARTS PS_METRICS_HOST
+    PS_CONNECT_TIMEOUT PS_ELASTIC PS_FIRST_RANK PS_INSECURE PS_JOB PS_LOG_DIR PS_LOG_FORMAT PS_LOG_LEVEL
+    PS_MAX_RESTARTS PS_METRICS_HOST
     PS_METRICS_INSECURE PS_METRICS_PORT PS_MODE PS_RANK PS_SERVER PS_SHARED_DIRECTORY PS_START_TIMEOUT
     PS_TAKE_OVER PS_TLS_CA PS_TLS_CERT PS_TLS_KEY PS_TOKEN_FILE PS_TRANSPORT PS_WORKERS PS_WORLD_SIZE
 """

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import gc
 import json
-import logging
 import os
 import signal
 import sys
@@ -19,8 +18,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from ps_protocol.errors import PSError
+from ps_runtime import logs
 from ps_runtime.channel import DEFAULT_PORT
 from ps_runtime.command_line import CommandLine
+from ps_runtime.logs import Speaker
 from ps_runtime.settings import (
     Setting,
     access_settings,
@@ -69,12 +70,9 @@ def parser() -> CommandLine:
         "are for several machines, and for looking in. Each flag has the PS_* variable that its help names.",
     )
     root.add_argument("--version", action="version", version=f"ps-server {version()}")
-    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str, *settings: Setting, words: str = "[options]") -> CommandLine:
-        command: CommandLine = commands.add_parser(name, help=text, usage=f"ps-server {name} {words}")
-        command.add_settings(*settings)
-        return command
+        return root.add_command(name, text, f"ps-server {name} {words}", *settings)
 
     up = add("up", "start a coordinator and shards on this machine", SHARDS, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT)
     coordinator = add("coordinator", "start the coordinator alone", SHARDS, ADVERTISE)
@@ -94,6 +92,9 @@ def parser() -> CommandLine:
     export = add("export", text, directory, JOB, words="[options] OUT")
     export.add_argument("--checkpoint", metavar="NAME", help="which checkpoint [default: the last that is whole]")
     export.add_argument("output", metavar="OUT", help="directory that gets model.safetensors and the optimizer's state")
+
+    config = add("config", "print the settings of a command, and where each is from", words="[COMMAND [options]]")
+    config.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="and its options [default up]")
 
     certs = add("dev-certs", "make a small CA and certificates, or renew those that end soon", words="[options] DIR")
     files = "gets ca.pem and ca.key; server, worker, reader and admin .pem and .key; and roles"
@@ -142,21 +143,21 @@ def _add_serving(command: CommandLine) -> None:
     command.add_settings(*PROCESS)
     checkpoints = command.add_argument_group("checkpoints")
     limits = command.add_hidden_group("limits", "--help-limits")
-    for group, settings in ((checkpoints, CHECKPOINTS), (limits, LIMITS)):
-        for setting in settings:
-            setting.add_to(group)
+    command.add_settings(*CHECKPOINTS, group=checkpoints)
+    command.add_settings(*LIMITS, group=limits)
 
 
 def main() -> NoReturn:
     """Runs the command and exits with its code."""
+    arguments = parser().read()
+    speaker, kind = Speaker("ps-server"), getattr(arguments, "log_format", logs.TEXT)
     try:
-        arguments = parser().read()
         unknown = unknown_variables()
         if unknown and not getattr(arguments, "supervised", False):  # the parent of a supervised shard has said so
-            print(f"ps-server: {unknown}", file=sys.stderr, flush=True)
+            print(logs.line_of(speaker, unknown, kind), file=sys.stderr, flush=True)
         sys.exit(_run(arguments))
     except PSError as error:
-        sys.exit(f"ps-server: {error}")
+        sys.exit(logs.line_of(speaker, str(error), kind))
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
@@ -179,6 +180,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.command == "dev-certs":
         return _make_certificates(arguments)
+    if arguments.command == "config":
+        print(parser().settings_of(arguments.words or ["up"]))
+        return 0
     return _ask(arguments)
 
 
@@ -263,8 +267,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         stop.set()
 
     _on_signals(end)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     alone = arguments.command == "coordinator"
+    speaker = Speaker("coordinator") if alone else Speaker("shard", arguments.index)
+    logs.start(speaker, arguments.log_level, arguments.log_format)
     supervised = not alone and arguments.supervised
     coordinates = alone or arguments.with_coordinator
     failpoints.arm(None if alone else arguments.index)

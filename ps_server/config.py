@@ -12,6 +12,7 @@ from typing import Any
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.channel import DEFAULT_PORT
 from ps_runtime.credentials import Tls, is_loopback, require_encryption, tls
+from ps_runtime.logs import log_settings
 from ps_runtime.settings import (
     DEFAULT_SHARED_DIRECTORY,
     Setting,
@@ -177,6 +178,7 @@ PROCESS = (
     *access_settings(serves=True),
     Setting("tokens", "what callers may do: lines ROLE[:JOB] TOKEN and cn:NAME ROLE[:JOB]", path, metavar="FILE"),
     Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),
+    *log_settings("info"),
 )
 CHECKPOINTS = (
     Setting("checkpoint_dir", "where checkpoints are; one directory for all shards", path, metavar="DIR"),

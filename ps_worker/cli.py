@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.modes import parse_mode
+from ps_runtime import logs
 from ps_runtime.command_line import CommandLine
+from ps_runtime.logs import Speaker
 from ps_runtime.settings import Setting, as_variables, count, index, path, unknown_variables
 from ps_runtime.version import version
 from ps_worker.config import SETTINGS
@@ -35,12 +37,13 @@ def parser() -> CommandLine:
         "Each flag has the PS_* variable that its help names.",
     )
     root.add_argument("--version", action="version", version=f"ps-worker {version()}")
-    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run: CommandLine = commands.add_parser("run", help="start workers on this machine, like torchrun", usage=USAGE)
-    run.add_settings(*LAUNCH_SETTINGS, *SETTINGS)
+    run = root.add_command("run", "start workers on this machine, like torchrun", USAGE, *LAUNCH_SETTINGS, *SETTINGS)
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     run.add_argument("script", metavar="SCRIPT", help="a Python file")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="are handed to the script")
+    text = "print the settings of `run`, and where each is from"
+    config = root.add_command("config", text, "ps-worker config [run [options]]")
+    config.add_argument("words", nargs=argparse.REMAINDER, metavar="run", help="and its options")
     return root
 
 
@@ -88,13 +91,17 @@ def main() -> NoReturn:
     """Runs the command and exits with its code."""
     from ps_launch.workers import launch
 
+    arguments = parser().read()
+    speaker, kind = Speaker("ps-worker"), getattr(arguments, "log_format", logs.TEXT)
     try:
-        arguments = parser().read()
         unknown = unknown_variables()
         if unknown:
-            print(f"ps-worker: {unknown}", file=sys.stderr, flush=True)
+            print(logs.line_of(speaker, unknown, kind), file=sys.stderr, flush=True)
+        if arguments.command == "config":
+            print(parser().settings_of(arguments.words or ["run"]))
+            sys.exit(0)
         sys.exit(launch(launch_of(arguments)))
     except PSError as error:
-        sys.exit(f"ps-worker: {error}")
+        sys.exit(logs.line_of(speaker, str(error), kind))
     except KeyboardInterrupt:
         sys.exit(130)

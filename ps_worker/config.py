@@ -11,6 +11,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.modes import Consistency, parse_mode
 from ps_runtime.credentials import access
 from ps_runtime.launch_id import launch_id
+from ps_runtime.logs import log_settings
 from ps_runtime.rank import Placement, placement
 from ps_runtime.settings import (
     DEFAULT_SHARED_DIRECTORY,
@@ -38,7 +39,8 @@ def mode_name(text: str) -> str:
 
 
 # Every setting of a worker: a flag of `ps-worker run`, which hands it to its workers as a variable, and a keyword of
-# `resolve`. One that is a keyword of `connect` too needs to stand in its signature.
+# `resolve`. One that is a keyword of `connect` too needs to stand in its signature. For log lines a script has Python's
+# logging, so `connect` takes neither log_level nor log_format.
 SETTINGS = (
     Setting("server", "the coordinator; not needed for single and ddp", host_port, metavar="HOST:PORT"),
     Setting("mode", "single, ddp, sync, ssp:K or async; sync where there is a server", mode_name),
@@ -56,6 +58,7 @@ SETTINGS = (
     *access_settings(),
     Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),
     Setting("take_over", "replace the live workers of another launch that train this job", bool),
+    *log_settings(None),
 )
 # Those that differ from worker to worker: no flags.
 OWN_SETTINGS = (
@@ -71,6 +74,8 @@ class WorkerConfig(JobOptions):
     mode:             single, ddp, sync, ssp:K or async
     mode_given:       by an argument or PS_MODE; otherwise it follows from the rest
     metrics_insecure: metrics may be served beyond this machine without TLS
+    log_level:        the least that is logged; None: as the script, or Python, has it
+    log_format:       of log lines, while the script sets up no logging: text or json
     """
 
     mode: str
@@ -79,6 +84,8 @@ class WorkerConfig(JobOptions):
     metrics_host: str | None
     metrics_port: int
     metrics_insecure: bool
+    log_level: str | None
+    log_format: str
 
 
 def resolve(**arguments: object) -> WorkerConfig:
@@ -111,6 +118,8 @@ def resolve(**arguments: object) -> WorkerConfig:
         shared_directory=values["shared_directory"],
         access=access(values["tls_cert"], values["tls_key"], values["tls_ca"], values["token_file"], insecure),
         metrics_insecure=insecure or values["metrics_insecure"],
+        log_level=values["log_level"],
+        log_format=values["log_format"],
         mode_given=values["mode"] is not None,
         launch=launch_id(world_size, values["take_over"]),
     )

@@ -14,11 +14,10 @@ import ps_protocol
 import ps_runtime
 from ps_protocol.errors import PSError
 from ps_runtime.launch_id import is_launched, launched_rank
+from ps_runtime.logs import JSON, TEXT, Speaker, formatter
 from ps_runtime.settings import unknown_variables
 
 log = logging.getLogger("ps_worker")
-
-LINE = "%(asctime)s %(levelname)s worker %(rank)s: %(message)s"
 
 _OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, ps_protocol.__file__, ps_runtime.__file__))
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -29,17 +28,21 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 class _Lines(logging.StreamHandler):  # type: ignore[type-arg]
-    """Log lines on stderr with time, level and rank, for as long as the script sets up no logging of its own."""
+    """Log lines on stderr, for as long as the script sets up no logging of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rank = "?"
-        self.setFormatter(logging.Formatter(LINE))
+        self.speaker = Speaker("worker")
+        self.kind = TEXT
+
+    def speak_as(self, speaker: Speaker, kind: str) -> None:
+        """Says of each line from now on that it is this worker's. kind: of ps_runtime.logs.FORMATS"""
+        self.speaker, self.kind = speaker, kind
+        self.setFormatter(formatter(speaker, kind))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes one record."""
-        if not logging.getLogger().handlers:
-            record.rank = self.rank
+        if not _is_heard(record.name):
             self.stream = sys.stderr  # of now: a notebook changes it
             super().emit(record)
 
@@ -48,13 +51,25 @@ _lines = _Lines()
 _warned = False
 
 
-def speak_as(rank: int | None) -> None:
-    """Gives this package's log lines time, level and rank; None: the rank is not known yet."""
-    _lines.rank = "?" if rank is None else str(rank)
+def _is_heard(name: str) -> bool:
+    """Returns whether a logger's records reach a handler of the script's own."""
+    logger: logging.Logger | None = logging.getLogger(name)
+    while logger is not None:
+        if any(handler is not _lines for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
+
+
+def speak_as(job: str, rank: int | None, level: str | None, kind: str) -> None:
+    """Gives this package's log lines what the worker is. rank: None: not known yet. level: None: Python's own"""
+    _lines.speak_as(Speaker("worker", job=job, rank=rank), kind)
     for name in ("ps_worker", "ps_runtime"):
         logger = logging.getLogger(name)
         if _lines not in logger.handlers:
             logger.addHandler(_lines)
+        if level is not None:
+            logger.setLevel(level.upper())
 
 
 def warn_of_unknown_variables() -> None:
@@ -77,13 +92,23 @@ def report_errors_in_one_line() -> None:
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, PSError):
-            rank = launched_rank() or _lines.rank
-            sys.stderr.write(f"{_place(trace)}worker {rank}: {error}\n")
+            _say_last(error, _place(trace))
         elif not isinstance(error, KeyboardInterrupt):
             usual(kind, error, trace)
 
     report.is_ours = True  # type: ignore[attr-defined]
     sys.excepthook = report
+
+
+def _say_last(error: PSError, place: str) -> None:
+    """Writes the error that ends the script, as one message, or as a line of JSON where log lines are."""
+    rank = _lines.speaker.rank if _lines.speaker.rank is not None else launched_rank()
+    if _lines.kind == JSON:
+        record = logging.LogRecord("ps_worker", logging.CRITICAL, "", 0, str(error), None, None)
+        record.exc_text = place
+        sys.stderr.write(_lines.format(record) + "\n")
+    else:
+        sys.stderr.write(f"{place}worker {'?' if rank is None else rank}: {error}\n")
 
 
 def _place(trace: TracebackType | None) -> str:

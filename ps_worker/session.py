@@ -104,7 +104,7 @@ def connect(
     arguments = dict(locals())  # nothing but the parameters yet: each is a setting of its name
     report_errors_in_one_line()
     config = resolve(**arguments)
-    speak_as(config.rank)
+    speak_as(config.job, config.rank, config.log_level, config.log_format)
     warn_of_unknown_variables()
     _close_earlier(config)
     return Session(config)
@@ -241,7 +241,7 @@ class Session:
                 model.to(self.device)
         wrapped, steppers = self._strategy.prepare(models, optimizers, options)
         self._prepared = True
-        speak_as(self.rank)
+        speak_as(self._config.job, self.rank, self._config.log_level, self._config.log_format)
         self._take_back = [lend(model, self.no_sync) for model in wrapped]
         self._metrics.timer.begin("forward")
         return {id(a): b for a, b in zip((*models, *optimizers), (*wrapped, *steppers), strict=True)}

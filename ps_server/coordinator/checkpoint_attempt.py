@@ -28,6 +28,7 @@ import torch
 
 from ps_protocol.convert import job_spec_data
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, NotFound, OutOfOrder, PSError, TryLater
+from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.shards import answers_of
@@ -140,6 +141,7 @@ class CheckpointedJob:
     pool:    what calls to shards run in
     names:   the names of checkpoints to come
     changed: is called when a shard has answered
+    troubles: what a checkpoint after the other may lack
     """
 
     placed: PlacedJob
@@ -152,6 +154,7 @@ class CheckpointedJob:
     requests: Requests
     progress: Progress
     states: WorkerStates
+    troubles: Troubles
 
     def look(self) -> int:
         """Returns the highest version in sync, otherwise the highest clock, on any shard that answers."""
@@ -369,7 +372,8 @@ class CheckpointAttempt:
             try:
                 kept[rank] = self._job.states.kept[rank]
             except CheckpointDamaged as error:
-                log.error("job %s: the state of worker %d is lost: %s", self._spec.name, rank, error)
+                what = "job %s: the state of worker %d is lost: %s"
+                self._job.troubles.met(rank, what, self._spec.name, rank, error, level=logging.ERROR)
         return kept
 
     def _without(self, states: States) -> tuple[int, ...]:
@@ -407,20 +411,25 @@ class CheckpointAttempt:
 
     def _log_states(self, manifest: Manifest) -> None:
         """Says which workers' states are missing, or are older than the checkpoint's clock."""
-        job, left = self._spec.name, self._job.states.left_at()
+        job, left, troubles = self._spec.name, self._job.states.left_at(), self._job.troubles
         if manifest.without:
-            log.warning(
+            what = (
                 "job %s: checkpoint %s is without the state of workers %s: after a return to it, they go on with their "
-                "data from where they are, and new processes from the beginning",
-                *(job, manifest.name, list(manifest.without)),
+                "data from where they are, and new processes from the beginning"
             )
+            missing = list(manifest.without)
+            troubles.met("without", what, job, manifest.name, missing, detail=manifest.without)
+        else:
+            troubles.over("without")
         behind = {rank: clock for rank, clock in left.items() if clock is not None and clock < manifest.clock}
         if behind and self._aggregate:
-            log.warning(
+            what = (
                 "job %s: checkpoint %s is of clock %d, and workers had left before, by rank at clock %s: they go on "
-                "with the data from there",
-                *(job, manifest.name, manifest.clock, behind),
+                "with the data from there"
             )
+            troubles.met("behind", what, job, manifest.name, manifest.clock, behind, detail=str(behind))
+        else:
+            troubles.over("behind")
 
     def _manifest(self, workers: Mapping[int, WorkerPart], without: tuple[int, ...]) -> Manifest:
         reached = self._reached()

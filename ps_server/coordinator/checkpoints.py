@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, PSError, TryLater, VersionMismatch
 from ps_runtime.background import note_error
+from ps_runtime.troubles import Troubles
 from ps_server.coordinator.checkpoint_attempt import (
     CheckpointAttempt,
     CheckpointedJob,
@@ -49,7 +50,8 @@ class JobCheckpoints:
         pool = cluster.make_executor(2 * cluster.shards.count, "checkpoints")
         first = int(checkpointing.store.next_name(placed.spec.name))
         names = (f"{number:06d}" for number in itertools.count(first))
-        shared = self._requests, self._progress, self._states
+        troubles = Troubles(log, None)  # ps_checkpoints_failed_total and others count them
+        shared = self._requests, self._progress, self._states, troubles
         self._job = CheckpointedJob(placed, members, cluster, checkpointing, pool, names, self._notify, *shared)
         self._attempt = CheckpointAttempt(self._job)
         self._work = self._make_all()
@@ -99,13 +101,14 @@ class JobCheckpoints:
                 yield from self._next_attempt().make()
                 self._progress.seconds, self._progress.at = self._clock.now() - started, self._clock.now()
                 self._note_made()
+                self._job.troubles.over("made")
             except Void:
                 if self._stopping:
                     yield MANY_SECONDS
                 continue
             except PSError as failure:
                 error = failure
-                log.warning("job %s: no checkpoint: %s", self._spec.name, failure)
+                self._job.troubles.met("made", "job %s: no checkpoint: %s", self._spec.name, failure)
             except Exception:
                 error = CheckpointFailed("the coordinator met an error; its log says more")
                 note_error("checkpoints")

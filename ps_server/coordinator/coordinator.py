@@ -25,6 +25,7 @@ from ps_protocol.errors import JobMismatch, NotFound, PSError, RunEnded, TryLate
 from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference
 from ps_protocol.optimizers import with_defaults
 from ps_runtime.background import Background, guarded
+from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.events import EventLog
 from ps_server.coordinator.expiry import Expiry
@@ -87,6 +88,7 @@ class Coordinator:
         self._lock = threading.Lock()
         self._why_ended: dict[str, str] = {}  # of the last jobs that ended otherwise than by their workers' leaving
         self._draining = False
+        self._troubles = Troubles(log, "state_file")
         self._background = Background()
         self._expiry = Expiry(self.jobs, self._cluster, self._background)
         if policy is not None and (policy.restore or policy.resume):
@@ -282,7 +284,9 @@ class Coordinator:
         try:
             self.save_ahead()
         except PSError as error:
-            log.error("%s; trying again", error)
+            self._troubles.met("", "%s; trying again", error, level=logging.ERROR)
+        else:
+            self._troubles.over("")
 
     def save_again(self) -> None:
         """Keeps on disk what the disk did not take before."""

@@ -7,6 +7,7 @@ import threading
 
 from ps_protocol.data import BatchLease, LeaseReport, LeaseRequest
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, TryLater
+from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.refusals import try_soon
@@ -28,6 +29,7 @@ class JobData:
         self._loaders: dict[int, DataLeases] = {}
         self._looking: list[DataLeases] = []  # those of which the shards are being asked
         self._rollbacks = 0
+        self._troubles = Troubles(log, "committed_data")
 
     def lease(self, worker: WorkerId, key: bytes, request: LeaseRequest) -> BatchLease:
         """Gives a live worker batches; see DataLeases.lease. Raises InvalidRequest for a job with a world size."""
@@ -92,13 +94,15 @@ class JobData:
             gone, rollbacks = self._settled(leases), self._rollbacks
         try:
             committed = self._committed()
+            self._troubles.over("")
             with self._lock:
                 if rollbacks == self._rollbacks:  # otherwise that was before one of them
                     leases.settle(committed, gone)
         except PSError as error:
             if leases.stale:
                 raise
-            log.info("job %s: the committed data is not known yet: %s", self._spec.name, error)
+            what = "job %s: the committed data is not known yet: %s"
+            self._troubles.met("", what, self._spec.name, error, level=logging.INFO)
         finally:
             with self._lock:
                 self._looking.remove(leases)

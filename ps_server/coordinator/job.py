@@ -25,6 +25,7 @@ from typing import Any
 from ps_protocol.convert import job_spec_data
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, PSError, TryLater
 from ps_protocol.job import JobSpec
+from ps_runtime.troubles import Troubles
 from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.cluster import Cluster, Registry
 from ps_server.coordinator.data import JobData
@@ -90,6 +91,7 @@ class CoordinatedJob:
         self.life = Lifecycle(spec.name, cluster.clock)
         self._not_rolled_back = ""  # why the last try to roll it back failed
         self._roll_back_at = -math.inf  # not before
+        self._troubles = Troubles(log, "rollback")
 
     # -- looks -------------------------------------------------------------------------------------------------------
 
@@ -342,10 +344,12 @@ class CoordinatedJob:
             names = ", ".join(map(str, lost))
             reason = f"shard {names} was started anew and lost its part of the job; {error}"
         except PSError as error:
-            log.warning("job %s: not rolled back yet: %s", self.spec.name, error)
+            self._troubles.met("", "job %s: not rolled back yet: %s", self.spec.name, error)
             self._not_rolled_back = str(error)
             if not isinstance(error, TryLater):  # somebody has to do something first
                 self._roll_back_at = now + self._cluster.timing.roll_back_again
+        else:
+            self._troubles.over("")
         finally:
             self.life.done()
         if reason:

@@ -17,6 +17,7 @@ from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import CheckpointDamaged, JobMismatch, NoCheckpoints, TryLater, VersionMismatch
 from ps_protocol.job import JobSpec, difference
 from ps_protocol.optimizers import with_defaults
+from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.shards import RegisteredShard, Shards
 from ps_server.core.placement import PlacedJob
@@ -80,6 +81,7 @@ class Recovery:
     def __init__(self, checkpointing: Checkpointing, shards: Shards) -> None:
         self._store, self._policy, self._shards = checkpointing.store, checkpointing.policy, shards
         self._counts = RecoveryStatistics()
+        self._troubles = Troubles(log, None)  # ps_restores_total counts them
         self._last: dict[str, Rollback] = {}  # by job
         self._under_way: dict[str, Rollback] = {}
 
@@ -190,4 +192,5 @@ class Recovery:
 
     def _pass_over(self, job: str, name: str, error: CheckpointDamaged) -> None:
         self._counts = replace(self._counts, damaged=self._counts.damaged + 1)
-        log.error("job %s: checkpoint %s cannot be used, trying the one before: %s", job, name, error)
+        what = "job %s: checkpoint %s cannot be used, trying the one before: %s"
+        self._troubles.met((job, name), what, job, name, error, level=logging.ERROR)

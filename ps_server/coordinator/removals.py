@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from ps_protocol.errors import NotFound, PSError
+from ps_runtime.troubles import Troubles
 from ps_server.coordinator.shards import Shards
 from ps_server.core.data_leases import WorkerId
 
@@ -28,6 +29,7 @@ class Removals:
         self._lock = threading.Lock()
         self._pending = set(pending)
         self._telling: set[int] = set()  # the shards that are being told at this moment
+        self._troubles = Troubles(log, "removal")
 
     def everywhere(self, workers: Iterable[WorkerId]) -> set[Removal]:
         """Returns workers as removals on every shard of the cluster, also on those that have not called in yet."""
@@ -85,8 +87,10 @@ class Removals:
         except NotFound:
             pass  # a new process, which has never heard of the worker
         except PSError as error:
-            log.warning("job %s: worker %d is not removed from shard %d yet: %s", self._name, rank, index, error)
+            what = "job %s: worker %d is not removed from shard %d yet: %s"
+            self._troubles.met(index, what, self._name, rank, index, error)
             return False
+        self._troubles.over(index)
         with self._lock:
             self._pending.discard((index, rank, incarnation))
         return True

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from ps_protocol.errors import InvalidRequest, PSError, Unsupported
 from ps_runtime.metrics import LATENCY_BUCKETS
 from ps_runtime.status import code_of
+from ps_runtime.troubles import Troubles
 from ps_server.rpc.call_limits import CallLimits
 from ps_server.rpc.permissions import EVERYONE, METHODS, Principal
 from ps_server.rpc.streams import set_error
@@ -143,6 +144,13 @@ class _MethodMetrics:
         self.received = metrics.received.labels(*self._of)
         self.sent = metrics.sent.labels(*self._of)
         self.seconds = metrics.seconds.labels(*self._of)
+        self._faults = Troubles(log, "call")
+
+    def fault(self, error: Exception) -> PSError:
+        """Logs an error that is no PSError, once with its traceback; returns what the caller is told."""
+        what = "a call of %s failed"
+        self._faults.met("", what, self._of[-1], trace=error, level=logging.ERROR)
+        return PSError("internal error; the server's log says more")
 
     def ended(self, code: str, begun: float) -> None:
         self._handled.labels(*self._of, code).inc()
@@ -155,13 +163,12 @@ def _keep_pool(wrapped: Callable[..., Any], behaviour: Callable[..., Any]) -> No
             setattr(wrapped, attribute, getattr(behaviour, attribute))
 
 
-def _error_of(error: Exception) -> PSError:
+def _error_of(error: Exception, metrics: _MethodMetrics) -> PSError:
     if isinstance(error, PSError):
         return error
     if isinstance(error, NotImplementedError):  # a method of the protocol that a library's servicer does not have yet
         return Unsupported("this server does not have that method")
-    log.error("a call failed", exc_info=error)
-    return PSError("internal error; the server's log says more")
+    return metrics.fault(error)
 
 
 def _refuse(context: grpc.ServicerContext, error: Exception, metrics: _MethodMetrics, begun: float) -> NoReturn:
@@ -170,7 +177,7 @@ def _refuse(context: grpc.ServicerContext, error: Exception, metrics: _MethodMet
     Not in the frame that caught it: one that keeps the error, whose traceback names the frame, would keep the request
     too, megabytes of it, until the collector of cycles comes by.
     """
-    known = _error_of(error)
+    known = _error_of(error, metrics)
     metrics.ended(known.code.name, begun)
     set_error(context, known)
     context.abort(code_of(known), str(known))  # raises, as gRPC wants it
@@ -231,7 +238,7 @@ def _observe_stream(behaviour: Callable[..., Any], metrics: _MethodMetrics, read
         except grpc.RpcError:  # the caller is gone, or was too slow
             return
         except Exception as error:
-            set_error(context, _error_of(error))
+            set_error(context, _error_of(error, metrics))
             counted(None)
 
     _keep_pool(wrapped, behaviour)

@@ -11,6 +11,7 @@ from ps_protocol.v1 import cluster_pb2
 from ps_protocol.versions import VERSION
 from ps_runtime.background import guarded
 from ps_runtime.retry import Peer
+from ps_runtime.troubles import Troubles
 from ps_server.coordinator.shards import SHARD_CALL_SECONDS
 from ps_server.rpc.coordinator_client import CoordinatorClient
 
@@ -45,7 +46,7 @@ class Registration:
             protocol_version=VERSION,
             restart_count=restart_count,
         )
-        self._logged: type[PSError] | None = None  # each kind of trouble is logged once, not at every attempt
+        self._troubles = Troubles(log, "registration")
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
         self._thread.start()
@@ -73,8 +74,6 @@ class Registration:
         try:
             coordinator.register_shard(self._shard, SHARD_CALL_SECONDS)
             self.known.set()
-            self._logged = None
+            self._troubles.over("")
         except PSError as error:
-            if type(error) is not self._logged:
-                log.warning("%s; trying again", error)
-                self._logged = type(error)
+            self._troubles.met("", "%s; trying again", error)

@@ -21,6 +21,7 @@ from ps_protocol.job import JobSpec, difference
 from ps_protocol.layout import bucket_layout
 from ps_runtime.background import note_error
 from ps_runtime.memory import free_bytes
+from ps_runtime.troubles import Troubles
 from ps_server.core.budget import PrincipalBudget
 from ps_server.core.commands import RestoreSnapshot
 from ps_server.core.partition import JobPartition
@@ -56,6 +57,7 @@ class HostedJobs:
         self._threads, self._pulls, self._metrics = threads, pulls, metrics
         self._jobs: dict[str, HostedJob] = {}
         self._restores = Restores()
+        self._troubles = Troubles(log, "restore")
         self._lock = threading.Lock()
         self._made: set[HostedJob] = set()  # those that have memory, and are not here yet: they are being restored
         self._making = threading.Lock()  # held while memory is looked for and taken; behind `_lock`, where both are
@@ -116,10 +118,10 @@ class HostedJobs:
         try:
             self._read(store, restoring)
         except PSError as error:
-            log.warning("job %s: cannot be restored: %s", name, error)
+            self._troubles.met(name, "job %s: cannot be restored: %s", name, error)
             restoring.fail(error)
         except Exception:
-            log.error("job %s: cannot be restored", name)
+            self._troubles.met(name, "job %s: cannot be restored", name, level=logging.ERROR)
             note_error("restore")
             restoring.fail(PSError(f"job {name!r} cannot be restored on this shard; its log says why"))
 
@@ -147,6 +149,7 @@ class HostedJobs:
                 restoring.complete(job.state.buckets.extent())
         finally:
             self._made.discard(job)
+        self._troubles.over(spec.name)
         log.info("job %s: %d buckets as of checkpoint %s", spec.name, len(job.buckets), request.checkpoint)
 
     def _let_go(self, name: str, restoring: Restoring) -> None:

@@ -22,12 +22,14 @@ from pathlib import Path
 from ps_protocol.errors import (
     NoCheckpoints,
     NotFound,
+    PSError,
     TryLater,
 )
 from ps_protocol.job import JobSpec
 from ps_protocol.segment_layout import SegmentOffer
 from ps_runtime.memory import limit_bytes, resident_bytes
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
+from ps_runtime.troubles import Troubles
 from ps_server.core.budget import PrincipalBudget
 from ps_server.core.commands import AddWorker, RemoveWorker, Staged
 from ps_server.core.data_commits import Committed
@@ -89,6 +91,7 @@ class Shard:
         self._pushes = Pushes(metrics, self._pulls, self._updates, shared_directory)
         self._hosted = HostedJobs((staged_limit, norm_limit), self.principals, self._threads, self._pulls, metrics)
         self._notify_at = clock() + NOTICE_AFTER_SECONDS
+        self._troubles = Troubles(log, "snapshot")
         self._threads.repeat(STAGED_AFTER_SECONDS, self.tick)
 
     def tick(self) -> None:
@@ -232,7 +235,13 @@ class Shard:
         store.path(name, checkpoint)
 
         def write(checkpoint: str, snapshots: list[BucketSnapshot]) -> Part:
-            return store.write_shard(name, checkpoint, self._index, snapshots)
+            try:
+                part = store.write_shard(name, checkpoint, self._index, snapshots)
+            except PSError as error:
+                self._troubles.met(name, "job %s: checkpoint %s: %s", name, checkpoint, error)
+                raise
+            self._troubles.over(name)
+            return part
 
         specs = [bucket.spec for bucket in job.buckets.values()]
         task = SnapshotTask(checkpoint, clock, specs, job.snapshot, write, self._threads, self._clock)

@@ -139,7 +139,6 @@ class SnapshotTask:
             part = self._write(self.name, buckets)
             failpoint("shard-file-written")
         except PSError as error:
-            log.warning("checkpoint %s: %s", self.name, error)
             self._end(error=error)
         except Exception:
             log.error("checkpoint %s cannot be written", self.name)

@@ -211,7 +211,7 @@ def test_help_explains_every_flag_and_names_its_variable(
     for entry in flags:
         flag, _, words = entry.partition(" ")
         assert len(words.split()) >= 3, f"{flag} is not explained"
-        if flag not in ("-h,", "-m,", "--json", "--with-coordinator", "--help-limits", "--watch"):
+        if flag not in ("-h,", "-m,", "--json", "--with-coordinator", "--help-limits", "--watch", "--config"):
             assert f"[PS_{flag[2:].replace('-', '_').upper()}" in entry, entry
     limits = [
         entry

@@ -50,6 +50,8 @@ TABLE: dict[str, tuple[list[tuple[str, object]], tuple[str, ...]]] = {
     "insecure": ([("yes", True), ("off", False)], ("maybe",)),
     "metrics_insecure": ([("on", True), ("off", False)], ("maybe",)),
     "take_over": ([("yes", True), ("0", False)], ("maybe",)),
+    "log_level": ([("debug", "debug"), ("error", "error")], ("loud", "INFO")),
+    "log_format": ([("json", "json"), ("text", "text")], ("xml",)),
 }
 CASES = [(name, text, value) for name, (taken, _) in TABLE.items() for text, value in taken]
 BAD = [(name, text) for name, (_, refused) in TABLE.items() for text in refused]
@@ -63,7 +65,7 @@ def test_the_table_has_every_setting_of_a_worker_and_connect_takes_no_other() ->
     assert list(TABLE) == names
     keywords = set(inspect.signature(ps_worker.connect).parameters)
     assert keywords <= {*names, *(setting.name for setting in OWN_SETTINGS)}
-    assert {*names, "rank"} - keywords == {"start_timeout"}
+    assert {*names, "rank"} - keywords == {"start_timeout", "log_level", "log_format"}
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, flags: list[str], variables: dict[str, str]) -> WorkerConfig:

@@ -187,7 +187,7 @@ def test_certificates_are_made_for_every_holder(name: str, tmp_path: Path) -> No
     from ps_server.ops import dev_certs
 
     service = read(COMPOSE)["services"][name]
-    given = parser().parse_args(service["command"])
+    given = parser().read(service["command"])
     assert given.host == list(SERVERS)
     dev_certs.write(tmp_path, given.host, split=given.split)
     made = {path.name for path in tmp_path.iterdir()}
@@ -226,14 +226,14 @@ def test_the_servers_commands_are_ours() -> None:
     from ps_server.cli import parser
 
     found = read(COMPOSE)["services"]
-    arguments = {name: parser().parse_args(found[name]["command"]) for name in SERVERS}
+    arguments = {name: parser().read(found[name]["command"]) for name in SERVERS}
     assert arguments["coordinator"].command == "coordinator"
     shards = [name for name in SERVERS if arguments[name].command == "shard"]
     assert [arguments[name].index for name in shards] == list(range(arguments["coordinator"].shards))
     for name, given in arguments.items():
         assert given.advertise == f"{name}:{given.port}", "the others reach it by its service's name"
         assert given.host == given.metrics_host == "0.0.0.0"
-        probe = parser().parse_args(found[name]["healthcheck"]["test"][2:])
+        probe = parser().read(found[name]["healthcheck"]["test"][2:])
         assert (probe.command, probe.server) == ("health", f"127.0.0.1:{given.port}")
     for name in shards:
         assert arguments[name].coordinator == arguments["coordinator"].advertise
@@ -244,7 +244,7 @@ def test_the_workers_command_is_ours(file: str) -> None:
     from ps_worker.cli import parser
 
     command = read(file)["services"]["worker"]["command"]
-    given = parser().parse_args(command)
+    given = parser().read(command)
     assert given.server == read(COMPOSE)["services"]["coordinator"]["command"][4].removeprefix("--advertise=")
     assert given.elastic
     script = next(word for word in command if word.endswith(".py"))

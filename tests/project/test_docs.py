@@ -12,7 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ps_server.config import ADVERTISE, COORDINATOR, INDEX, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT, SHARDS
+from ps_server.config import SETTINGS as SERVER_SETTINGS
 from ps_server.storage.export import export
+from ps_worker.cli import LAUNCH_SETTINGS
+from ps_worker.config import SETTINGS as WORKER_SETTINGS
 from tests.tools import launching
 from tests.tools.cluster import Cluster, until
 from tests.tools.imports import PACKAGES
@@ -31,6 +35,15 @@ def _scripts(document: Path) -> list[str]:
 def test_the_reference_is_what_the_docstrings_say() -> None:
     made = launching.load(DOCS / "make_reference.py").document()
     assert (DOCS / "reference.md").read_text() == made, "run `make reference`"
+
+
+def test_the_page_of_settings_has_each_as_it_is_declared() -> None:
+    servers = (SHARDS, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT, INDEX, COORDINATOR, ADVERTISE, *SERVER_SETTINGS)
+    declared = (*servers, *LAUNCH_SETTINGS, *WORKER_SETTINGS)
+    rows = [f"| `{each.key}` | {f'`{each.default}`' if each.default else ''} | {each.text} |" for each in declared]
+    page = (DOCS / "configuration.md").read_text()
+    shown = re.findall(r"^\| `[a-z-]+` \|.*", page.partition("## All settings of servers")[2], re.MULTILINE)
+    assert shown == rows
 
 
 def test_the_first_example_of_the_readme_is_the_file() -> None:

@@ -16,6 +16,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 PROJECT = "ps-torch"
+PYTHONS = ("3.10", "3.13")  # the first and the last that it runs on
 BUILD = "setuptools>=77"  # [build-system] of pyproject.toml: the project is built with what is locked, too
 
 
@@ -24,7 +25,8 @@ def of(distribution: str, *extras: str) -> Iterator[Requirement]:
     for text in metadata.requires(distribution) or ():
         requirement = Requirement(text)
         marker = requirement.marker
-        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+        environments = [{"extra": extra, "python_version": version} for extra in ("", *extras) for version in PYTHONS]
+        if marker is not None and not any(map(marker.evaluate, environments)):
             continue
         if requirement.name == distribution:
             yield from of(distribution, *requirement.extras)
@@ -34,9 +36,15 @@ def of(distribution: str, *extras: str) -> Iterator[Requirement]:
 
 def to_lock(*extras: str) -> list[str]:
     """What `make lock` resolves: everything but torch, and what torch needs that is not a build for some device."""
-    asked = {str(each).partition(";")[0].strip() for each in of(PROJECT, *extras) if each.name != "torch"}
+    asked = {_text(each) for each in of(PROJECT, *extras) if each.name != "torch"}
     of_torch = {each.name for each in of("torch") if not each.name.startswith(("nvidia", "cuda", "triton"))}
     return sorted(asked | of_torch | {BUILD})
+
+
+def _text(requirement: Requirement) -> str:
+    """As pip takes it, for which Python it is included; what an extra needs is asked for without naming the extra."""
+    text, _, marker = str(requirement).partition(";")
+    return text.strip() if "extra" in marker else str(requirement)
 
 
 def floors() -> list[str]:

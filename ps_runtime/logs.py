@@ -1,0 +1,108 @@
+"""Log lines: text for a person, or a JSON object a line for a program, with what the process is as fields.
+
+A JSON line has the time (UTC), the level, what the process is (role, and index or job and rank), the message, and the
+traceback of an exception. What a message names in its own words is a field too: its job, its worker's rank, its shard.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from ps_runtime.settings import Setting, one_of
+
+LEVELS = ("debug", "info", "warning", "error")
+TEXT, JSON = FORMATS = ("text", "json")
+JSON_LINE = b'{"time": "'  # how a line begins that a JsonLines made
+
+_LINE = "%(asctime)s %(levelname)s %(message)s"
+# What stands before the place of a value in a message, and the field that the value is.
+_FIELDS = {"job": "job", "worker": "rank", "shard": "shard"}
+_VALUE = re.compile(r"(?:\b(job|worker|shard) )?%(?:%|[-#0 +]*\d*(?:\.\d+)?[a-z])")
+
+
+def log_settings(level: str | None) -> tuple[Setting, Setting]:
+    """Returns the settings of a process' log lines. level: the default; None: what Python's logging has."""
+    return (
+        Setting("log_level", f"the least that is logged: {', '.join(LEVELS)}", one_of(*LEVELS), level, "LEVEL"),
+        Setting("log_format", "log lines as text or json", one_of(*FORMATS), TEXT, "FORMAT"),
+    )
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """What a process is, for its log lines.
+
+    role:  coordinator, shard, worker, or the command that started these
+    index: of a shard
+    job, rank: of a worker; None where they are not known yet
+    """
+
+    role: str
+    index: int | None = None
+    job: str | None = None
+    rank: int | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Returns what is known."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+class JsonLines(logging.Formatter):
+    """Makes a JSON object of each record, on one line."""
+
+    def __init__(self, speaker: Speaker) -> None:
+        super().__init__()
+        self._speaker = speaker
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            # Of a worker, its own job and rank: a message may be about another one.
+            **_named(record),
+            **self._speaker.fields(),
+            "message": record.getMessage(),
+        }
+        exception = self.formatException(record.exc_info) if record.exc_info else record.exc_text
+        if exception:
+            line["exception"] = exception
+        return json.dumps(line, default=str)
+
+
+def formatter(speaker: Speaker, kind: str) -> logging.Formatter:
+    """Returns what makes lines of records. kind: one of FORMATS"""
+    if kind == JSON:
+        return JsonLines(speaker)
+    if speaker.role != "worker":
+        return logging.Formatter(_LINE)
+    rank = "?" if speaker.rank is None else speaker.rank
+    return logging.Formatter(_LINE.replace("%(message)s", f"worker {rank}: %(message)s"))
+
+
+def start(speaker: Speaker, level: str, kind: str) -> None:
+    """Has this process log to its stderr."""
+    stream = logging.StreamHandler(sys.stderr)
+    stream.setFormatter(formatter(speaker, kind))
+    logging.basicConfig(level=level.upper(), handlers=[stream])
+
+
+def line_of(speaker: Speaker, text: str, kind: str) -> str:
+    """Returns a line that a command says beside the log: as the log has its lines if that is JSON."""
+    if kind != JSON:
+        return f"{speaker.role}: {text}"
+    return JsonLines(speaker).format(logging.LogRecord(speaker.role, logging.INFO, "", 0, text, None, None))
+
+
+def _named(record: logging.LogRecord) -> dict[str, Any]:
+    """Returns the fields that a record's message names: in `job %s: worker %d is gone`, the job and the rank."""
+    if not isinstance(record.msg, str) or not isinstance(record.args, tuple):
+        return {}
+    places = [place for place in _VALUE.finditer(record.msg) if not place[0].endswith("%%")]
+    return {_FIELDS[place[1]]: value for place, value in zip(places, record.args, strict=False) if place[1]}

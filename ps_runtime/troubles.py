@@ -1,0 +1,93 @@
+"""Troubles that come again and again: each is logged when it begins, counted every time, and logged when it is over.
+
+A shard that is away is in the way of every look at it, twice a second: the log says so once, and `ps_troubles_total`
+how often.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+_counts: Counter[str] = Counter()
+_lock = threading.Lock()
+
+
+def counts() -> Mapping[str, int]:
+    """Returns how many troubles this process has met, by their kind."""
+    with _lock:
+        return dict(_counts)
+
+
+@dataclass
+class _Trouble:
+    """One that is not over: what was logged of it, and how often it was met."""
+
+    text: str
+    arguments: tuple[object, ...]
+    said: set[Hashable] = field(default_factory=set)
+    times: int = 0
+
+
+class Troubles:
+    """The troubles of one object. Methods may be called from any thread.
+
+    kind: by which they are counted, a word of docs/metrics.md; None: another metric counts them
+    """
+
+    def __init__(self, log: logging.Logger, kind: str | None) -> None:
+        self._log = log
+        self._kind = kind
+        self._met: dict[Hashable, _Trouble] = {}
+
+    def met(
+        self,
+        key: Hashable,
+        text: str,
+        *arguments: object,
+        level: int = logging.WARNING,
+        trace: BaseException | None = None,
+        detail: Hashable = None,
+    ) -> None:
+        """Counts a trouble, and logs it unless that was done: since it began, with errors of the same kind and place.
+
+        key:    what is over when this is: the shard, the job, the file
+        trace:  an exception that is logged with its traceback
+        detail: another one is logged, too
+        """
+        errors = [each for each in (*arguments, trace) if isinstance(each, BaseException)]
+        what = (text, detail, *map(_place, errors))
+        with _lock:
+            if self._kind is not None:
+                _counts[self._kind] += 1
+            trouble = self._met.setdefault(key, _Trouble(text, tuple(map(_kept, arguments))))
+            trouble.times += 1
+            if what in trouble.said:
+                return
+            trouble.said.add(what)
+        self._log.log(level, text, *arguments, exc_info=trace)
+
+    def over(self, key: Hashable) -> None:
+        """Notes that a trouble is over: the next one is logged again. Logs it, if it was met more than once."""
+        if key not in self._met:  # nearly always, and then it takes no lock
+            return
+        with _lock:
+            trouble = self._met.pop(key, None)
+        if trouble is not None and trouble.times > 1:
+            self._log.info(f"over, after {trouble.times} times: {trouble.text}", *trouble.arguments)
+
+
+def _place(error: BaseException) -> Hashable:
+    """Returns what an error has in common with others like it: its kind, and the line that raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return type(error), trace and (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+
+
+def _kept(argument: object) -> object:
+    """Returns an argument as it can be kept: an error keeps all that the frames of its traceback hold."""
+    return str(argument) if isinstance(argument, BaseException) else argument
