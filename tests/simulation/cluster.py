@@ -240,7 +240,7 @@ class Cluster:
         yield "all are to finish"
         self._finish()
         yield "all have finished"
-        if draw.random() < 0.6 and len(self.runs) < RUNS:
+        if draw.random() < self.faults.of_an_end and len(self.runs) < RUNS:
             yield "all leave"
             self._leave()
             yield "the next launch"
