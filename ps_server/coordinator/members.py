@@ -68,6 +68,7 @@ class JobMembers:
         self._lock = threading.Lock()  # held for the moment of a look or a change
         self.removals = Removals(name, run, cluster.shards, pending_removals)
         self._joining: dict[int, Reservation] = {}  # by rank
+        self._fenced: dict[int, Member] = {}  # by rank, those whose own join failed half way: they try again
         self._last_left = False  # no worker has joined since one left
         self._closed = False
 
@@ -88,6 +89,11 @@ class JobMembers:
         """Returns the live workers, by rank."""
         with self._lock:
             return sorted(self._membership.members.values(), key=lambda member: member.rank)
+
+    def live_or_fenced(self) -> list[Member]:
+        """Returns the live workers, and those that were until a join of their rank failed half way."""
+        with self._lock:
+            return list({**self._fenced, **self._membership.members}.values())
 
     def rejoining(self) -> tuple[int, ...]:
         """Returns the ranks that are expected to join again after a rollback."""
@@ -201,6 +207,7 @@ class JobMembers:
             if current is not reservation:
                 raise Fenced(f"worker {rank} was replaced by another process while it joined")
             del self._joining[rank]
+            self._fenced.pop(rank, None)
             self._last_left = False
             self._membership.join(
                 Member(
@@ -228,6 +235,8 @@ class JobMembers:
         with self._lock:
             self._forget(reservation)
             fenced = older is not None and self._membership.leave(older.rank, older.incarnation)
+            if older is not None and fenced:
+                self._fenced[older.rank] = older
         self.removals.add((reservation.rank, reservation.incarnation))
         if older is not None and fenced:
             self.removals.add((older.rank, older.incarnation))
@@ -252,6 +261,7 @@ class JobMembers:
             member = self._membership.members.get(rank)
             if member is not None and member.incarnation == incarnation:
                 check_key(rank, key, member.key)
+            self._fenced.pop(rank, None)
             left = self._membership.leave(rank, incarnation)
             self._last_left = left or self._last_left
             return left
@@ -280,7 +290,8 @@ class JobMembers:
         everywhere: every shard was rolled back, and counts none of them any more
         """
         with self._lock:
-            members = self._membership.rollback(self._clock.now())
+            members = self._membership.rollback(self._clock.now(), self._fenced.values())
+            self._fenced = {}
             self._membership.last_incarnation = max(last_incarnation, self._membership.last_incarnation)
             gone = [(member.rank, member.incarnation) for member in members]
             gone += [(joining.rank, joining.incarnation) for joining in self._joining.values()]

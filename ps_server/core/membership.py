@@ -201,9 +201,12 @@ class Membership:
         elif not self.rejoining:
             self.started = self.started or len(self.members) >= self.world_size
 
-    def rollback(self, now: float) -> list[Member]:
-        """Takes all workers off, and expects those of a job that had started to rejoin within a lease. Returns them."""
-        before, self.members = list(self.members.values()), {}
+    def rollback(self, now: float, fenced: Iterable[Member] = ()) -> list[Member]:
+        """Takes all workers off, and expects those of a job that had started to rejoin within a lease. Returns them.
+
+        fenced: workers that were live, and that are about to join again anyway
+        """
+        before, self.members = [*self.members.values(), *fenced], {}
         until = now + min(self.lease, AWAY_SECONDS)
         self.away |= {m.rank: replace(m, expires=until, heard=-math.inf) for m in before}
         if self.started or self.rejoining:

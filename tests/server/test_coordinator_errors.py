@@ -142,3 +142,32 @@ def test_a_shard_that_holds_a_later_run_is_no_obstacle_to_a_restore(cluster: One
     again = DirectWorker(cluster, worker.spec, 0)
     assert again.run > later
     assert again.pull().tolist() == [1.0] * CELLS
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_worker_whose_join_failed_half_way_before_a_rollback_is_expected_and_its_steps_are_counted(
+    cluster: OneProcess, mode: str
+) -> None:
+    """It asks for its place again before the shard that was started anew has called in; then the job is rolled back."""
+    worker = worker_of(cluster, mode)
+    saved = worker.checkpoint().clock
+    for _ in range(4):
+        worker.push()
+        worker.pull()
+
+    def knows_no_job(*arguments: Any) -> int:
+        raise NotFound("this shard knows no job 'job'")
+
+    cluster.shards[1].add_worker = knows_no_job  # type: ignore[method-assign]
+    with pytest.raises(TryLater, match="knows no job"):
+        worker.rejoin()
+    members, before = cluster.coordinator.job("job").members, worker.clock
+    assert members.all() == []
+    cluster.start_shard(1)
+    cluster.coordinator.recover_jobs()
+    assert members.rejoining() == (0,)
+    worker.rejoin()
+    assert members.rejoining() == ()
+    statistics = cluster.coordinator.job("job").statistics()
+    steps = statistics.redone_steps if mode == "sync" else statistics.lost_steps
+    assert steps == before - saved
