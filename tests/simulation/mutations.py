@@ -255,7 +255,7 @@ REPAIRS = (
         EVERY_MODE,
         frozenset({"waits for the dead"}),
         faults=(SHARD_HANGS, WORKER_DIES),
-        known=("ssp:2", 2),
+        known=("async", 2),
     ),
     Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, faults=(SHARD_DIES,), known=("ssp:0", 10)),
     Mutation(
@@ -263,7 +263,7 @@ REPAIRS = (
         EVERY_MODE,
         MIXED,
         faults=(*["a disk is full"] * 6, WORKER_DIES, COORDINATOR_DIES),
-        known=("sync", 4),
+        known=("ssp:0", 4),
     ),
     Mutation(
         rolls_back_what_ends,
