@@ -257,7 +257,7 @@ REPAIRS = (
         faults=(SHARD_HANGS, WORKER_DIES),
         known=("async", 2),
     ),
-    Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, faults=(SHARD_DIES,), known=("ssp:0", 10)),
+    Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, faults=(SHARD_DIES,), known=("async", 30)),
     Mutation(
         admits_what_is_not_on_disk,
         EVERY_MODE,
