@@ -388,7 +388,7 @@ class CoordinatedJob:
                 return shard.api.statistics().clocks(self.spec.name)
             return {}
 
-        heard = {member.rank: member.clock for member in self.members.live_or_fenced()}
+        heard = {member.rank: member.clock for member in self.members.all(and_fenced=True)}
         for clocks in self._cluster.shards.call(shards, clocks_of):
             heard = {rank: max(clock, clocks.get(rank, 0)) for rank, clock in heard.items()}
         return heard

@@ -85,15 +85,11 @@ class JobMembers:
         with self._lock:
             return sorted(self._membership.members), self._membership.world_size, self._membership.started
 
-    def all(self) -> list[Member]:
-        """Returns the live workers, by rank."""
+    def all(self, and_fenced: bool = False) -> list[Member]:
+        """Returns the live workers, by rank. and_fenced: with those that were, until their own join failed half way"""
         with self._lock:
-            return sorted(self._membership.members.values(), key=lambda member: member.rank)
-
-    def live_or_fenced(self) -> list[Member]:
-        """Returns the live workers, and those that were until a join of their rank failed half way."""
-        with self._lock:
-            return list({**self._fenced, **self._membership.members}.values())
+            members = {**(self._fenced if and_fenced else {}), **self._membership.members}
+            return sorted(members.values(), key=lambda member: member.rank)
 
     def rejoining(self) -> tuple[int, ...]:
         """Returns the ranks that are expected to join again after a rollback."""

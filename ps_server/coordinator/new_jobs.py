@@ -7,13 +7,14 @@ import logging
 import threading
 from dataclasses import replace
 
-from ps_protocol.errors import LimitExceeded, PSError, RunEnded
+from ps_protocol.errors import LimitExceeded, PSError, RunEnded, TryLater
 from ps_protocol.job import JobSpec
 from ps_server.coordinator.cluster import Cluster, Registry
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.refusals import try_soon
 from ps_server.coordinator.runs import Runs
+from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.membership import Membership
 from ps_server.core.placement import place_job
 from ps_server.core.validation import check_job_spec
@@ -87,8 +88,15 @@ class NewJobs:
         processes = {index: shard.process for index, shard in shards.known().items()}
         job = CoordinatedJob(placed, processes, self._cluster, self._registry)
         self.runs.making(spec.name, placed.run)
+
+        def create(shard: RegisteredShard) -> None:
+            shard.api.create_job(spec, placed.buckets_of(shard.index), placed.run)
+            # Otherwise its part would count as lost when that process calls in, and the job has no checkpoint yet.
+            if shard.api.process() != processes.get(shard.index):
+                raise TryLater(f"shard {shard.index} was started anew, and has not called in yet")
+
         try:
-            shards.call_all(lambda shard: shard.api.create_job(spec, placed.buckets_of(shard.index), placed.run))
+            shards.call_all(create)
         except PSError:
             # All or none: what some shards made room for would belong to no job.
             with contextlib.suppress(PSError):

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
@@ -17,7 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, VersionMismatch
+from ps_protocol.errors import (
+    CheckpointDamaged,
+    CheckpointFailed,
+    Fenced,
+    InvalidRequest,
+    UnknownWorker,
+    VersionMismatch,
+)
 from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery
@@ -29,7 +37,7 @@ from ps_server.storage.directory_lock import lock_directory
 from ps_server.storage.disk import Disk
 from ps_server.storage.export import export
 from tests.tools.checkpoint_files import filled, write_checkpoint
-from tests.tools.one_process import AtOnce, DirectWorker, OneProcess
+from tests.tools.one_process import AtOnce, DirectWorker, OneProcess, train
 from tests.tools.raw_worker import vector_job
 
 HOLD = """
@@ -218,3 +226,27 @@ def test_only_their_owner_reads_the_files(tmp_path: Path) -> None:
         "worker-0.state": 0o600,
     }
     assert stat.S_IMODE((tmp_path / "checkpoints").stat().st_mode) == 0o700
+
+
+def test_a_worker_of_after_the_copy_that_is_put_back_is_not_fenced_and_joins_again(tmp_path: Path) -> None:
+    now, copy = tmp_path / "now", tmp_path / "copy"
+    cluster = OneProcess(now, shards=1)
+    worker = DirectWorker(cluster, SPEC, 0)
+    worker.initialise()
+    saved = worker.checkpoint()
+    shutil.copytree(now, copy)
+    worker.rejoin()  # it takes the place of the one that the copy has
+    train([worker])
+    cluster.stop()
+    shutil.rmtree(now)
+    shutil.copytree(copy, now)
+    cluster.start_coordinator(CheckpointPolicy(now, resume=True), calling=())
+    member = worker.place.member
+    with pytest.raises(UnknownWorker) as refused:
+        cluster.coordinator.job("job", worker.run).members.heartbeat(0, member.incarnation, worker.clock, member.key)
+    assert not isinstance(refused.value, Fenced)
+    cluster.start_shard(0)
+    cluster.coordinator.recover_jobs()
+    assert worker.rejoin().clock == saved.clock
+    assert train([worker]).tolist() == [saved.clock + 1.0] * 64
+    cluster.stop()

@@ -108,7 +108,7 @@ def test_only_the_segments_that_are_named_are_assigned() -> None:
         (push(FROZEN, kind=PushKind.COMMIT, payload=b""), "holds what no optimizer steps"),
         (push(clock=2, kind=PushKind.DRAFT), "pushed clock 2 where 1 comes next"),
         (push(clock=2, kind=PushKind.ASSIGN), "pushed clock 2 where 1 comes next"),
-        (push(incarnation=9, kind=PushKind.DRAFT), "was replaced"),
+        (push(incarnation=9, kind=PushKind.DRAFT), "never joined"),
         (push(rank=3, kind=PushKind.DRAFT), "not a live member"),
     ],
 )

@@ -10,13 +10,13 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import NotFound, RunEnded, VersionMismatch
+from ps_protocol.errors import NotFound, RunEnded, TryLater, VersionMismatch
 from ps_protocol.versions import VERSION, check_server_version, check_shard_version, check_worker_version
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
-from tests.tools.one_process import DirectWorker, OneProcess
+from tests.tools.one_process import DirectShard, DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
 
 CELLS = 64
@@ -63,6 +63,18 @@ def test_a_run_is_later_than_the_one_before_it_though_the_clock_went_back(cluste
     new = started(cluster)
     assert new.run > old.run
     assert new.pull().tolist() == [0.0] * CELLS
+
+
+def test_a_job_is_not_made_where_a_process_serves_that_has_not_called_in(cluster: OneProcess) -> None:
+    """A shard was started anew at its address. When it called in, its part of the job would count as lost."""
+    known = cluster.coordinator.shards()[1].api
+    assert isinstance(known, DirectShard)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(known, "process", lambda: cluster.process_of(1) + 1)
+        with pytest.raises(TryLater, match="shard 1 was started anew, and has not called in yet"):
+            cluster.coordinator.register_job(SPEC)
+    assert (cluster.coordinator.jobs(), cluster.shards[0].statistics().jobs) == ({}, {})
+    assert torch.equal(steps(started(cluster), 1), torch.ones(CELLS))
 
 
 def test_a_shard_that_missed_the_end_of_a_run_takes_the_next_one(cluster: OneProcess) -> None:

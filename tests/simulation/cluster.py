@@ -162,7 +162,11 @@ class Cluster:
         self.holders[place.run, worker.rank, place.incarnation] = worker
         run = worker.run
         run.placement = list(place.result.placement)
-        run.identity = run.identity or place.run
+        if not run.identity:
+            run.identity = place.run
+            for earlier in self.runs[: run.number] if not run.is_beside else ():
+                if earlier.identity == place.run and not earlier.has_ended:
+                    run.go_on_from(earlier)
         if place.run == run.identity or run.over:
             return
         if run.may_end:
@@ -202,8 +206,8 @@ class Cluster:
 
     def _server_died(self, host: Host, shard: int | None) -> None:
         self.faults.died(host)
-        for run in self.running():
-            if shard is not None:
+        for run in [*self.runs, *([self.beside] if self.beside is not None else ())]:
+            if shard is not None:  # also for one that seems over: the next launch may go on from it
                 run.shard_died(shard, self.world.now)
             if self.servers.setup.policy is None and host is self.servers.coordinator.host:
                 run.may_end = run.may_end or "the coordinator came back without its file"
@@ -240,7 +244,7 @@ class Cluster:
         yield "all are to finish"
         self._finish()
         yield "all have finished"
-        if draw.random() < 0.6 and len(self.runs) < RUNS:
+        if draw.random() < self.faults.of_an_end and len(self.runs) < RUNS:
             yield "all leave"
             self._leave()
             yield "the next launch"
@@ -317,7 +321,7 @@ class Cluster:
     def _begin_next(self) -> bool:
         """Begins a launch. Returns False if there can be none: nobody can say whether the job has ended."""
         run, draw = self.this_run, self.world.random
-        ended = any(worker.ended for worker in run.everybody)
+        ended = run.has_ended
         self._let_pass(draw.choice([0.0, 0.5, 3.0]))
         if not ended:  # the last one's call was lost, perhaps: a launch then continues the job, if it is there
             self._let_pass(2 * LEASE)

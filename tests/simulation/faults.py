@@ -32,6 +32,11 @@ KINDS = {
     "the coordinator's file is lost": 1,
     "the directory is set back": 1,
 }
+AT_AN_END = (
+    *("a shard is killed", "a shard hangs", "the coordinator is killed", "the coordinator is cut off from a shard"),
+    "a disk is full",
+)
+OF_AN_END = 0.6  # of the simulations: all leave, while something goes wrong perhaps
 AT_SHARDS = (
     *("shard-file-half-written", "shard-file-written", "restore-read", "contribution-added", "update-stepped"),
     *("push-checked", "push-staged", "pull-half-sent"),
@@ -45,7 +50,8 @@ AT_THE_COORDINATOR = (
 class Faults:
     """The faults of one simulation.
 
-    kinds: those that there are; one that is named several times is so much more frequent. None: the seed draws them
+    kinds:     those that there are; one that is named several times is so much more frequent. None: the seed draws them
+    of_an_end: how likely it is that a run ends, and another one follows it
     """
 
     def __init__(self, cluster: Cluster, kinds: Collection[str] | None = None) -> None:
@@ -69,6 +75,8 @@ class Faults:
         self._weights = {kind: weight * draw.choice([0, 0, 1, 3]) for kind, weight in KINDS.items()}
         self._pairs = draw.choice([0.0, 0.2, 0.6])  # of the faults: another one comes at once, or soon
         self._seconds = [*KINDS]
+        self._at_an_end = [kind for kind in AT_AN_END if kinds is None or kind in kinds]
+        self.of_an_end = 1.0 if kinds is not None and self._at_an_end else OF_AN_END
         if kinds is not None:
             self._weights = {kind: KINDS[kind] * count for kind, count in Counter(kinds).items()}
             self._pairs, self._seconds = 0.6, [*kinds]
@@ -101,9 +109,9 @@ class Faults:
     def begin_of_an_end(self) -> None:
         """While all workers leave: one fault, or two, that cannot end their run otherwise."""
         draw = self._world.random
-        kinds = [self._kill_shard, self._stop_shard, self._kill_coordinator, self._cut_coordinator, self._fill_disk]
-        for _ in range(draw.choice([0, 1, 1, 2])):
-            self._world.at(draw.uniform(0.0, 2.0), draw.choice(kinds))
+        count = draw.choice([0, 1, 1, 2]) if self.of_an_end < 1 else 2
+        for _ in range(count):
+            self._world.at(draw.uniform(0.0, 2.0), self._do[draw.choice(self._at_an_end or AT_AN_END)])
 
     def _next(self) -> None:
         if not self._on:

@@ -86,7 +86,7 @@ class Run:
         self.placement: list[int] = []
         self.lossy: dict[int, float] = {}
         # In sync the mark is that of a clock 0, of which each life knows that it was acknowledged.
-        self._mark = Life(number, 0, [0], {0: 0})
+        self._marks = [Life(number, 0, [0], {0: 0})]
         self.initial = torch.zeros(job.shape.rows, 1 + job.shape.columns)
         self.initial[number, :2] = self.rules.unit
 
@@ -104,6 +104,11 @@ class Run:
         """Returns its workers, without those that are gone for good."""
         return [worker for rank, worker in self.workers.items() if rank not in self.gone]
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its last worker was told that the job has ended with it."""
+        return any(worker.ended for worker in self.everybody)
+
     def is_training(self) -> bool:
         """Whether all its workers have a place."""
         return len(self.workers) == self.job.workers and all(worker.is_there for worker in self.staying())
@@ -114,6 +119,17 @@ class Run:
         holds = all(worker.holds and worker.host.alive for worker in staying)
         is_there = target is not None and all(worker.clock >= target for worker in staying)
         return len(self.workers) == self.job.workers and holds and is_there
+
+    def go_on_from(self, earlier: Run) -> None:
+        """Takes what an earlier launch has trained for its own beginning: the servers still had that job.
+
+        A launch whose workers are all gone may not have been the job's end: the next one then continues it. Either may
+        have come first with its initial value, for each bucket.
+        """
+        self.lives[:0] = earlier.lives
+        self._marks = [Life(mark.number, 0, [0]) for mark in (*earlier._marks, *self._marks)]
+        self.lossy = earlier.lossy | self.lossy
+        self.saved, self.may_end = self.saved or earlier.saved, self.may_end or earlier.may_end
 
     def shard_died(self, index: int, now: float) -> None:
         """Notes what the death of a shard may cost."""
@@ -136,6 +152,6 @@ class Run:
         buckets = frozenset(() if self.rules.averaged else self.lossy)
         until = {bucket: self.lossy.get(bucket) for bucket in self.buckets}
         return [
-            *judge(view, [self._mark, *self.lives], self.rules, buckets),
+            *judge(view, [*self._marks, *self.lives], self.rules, buckets),
             *too_stale(self.lives, self.rules, until),
         ]
