@@ -158,7 +158,7 @@ def _keep_pool(wrapped: Callable[..., Any], behaviour: Callable[..., Any]) -> No
 def _error_of(error: Exception) -> PSError:
     if isinstance(error, PSError):
         return error
-    if isinstance(error, NotImplementedError):  # a method of the protocol that a library's servicer does not have yet
+    if isinstance(error, NotImplementedError):  # of the health and reflection services, for what grpcio leaves out
         return Unsupported("this server does not have that method")
     log.error("a call failed", exc_info=error)
     return PSError("internal error; the server's log says more")
