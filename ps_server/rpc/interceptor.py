@@ -166,7 +166,7 @@ def _keep_pool(wrapped: Callable[..., Any], behaviour: Callable[..., Any]) -> No
 def _error_of(error: Exception, metrics: _MethodMetrics) -> PSError:
     if isinstance(error, PSError):
         return error
-    if isinstance(error, NotImplementedError):  # a method of the protocol that a library's servicer does not have yet
+    if isinstance(error, NotImplementedError):  # of the health and reflection services, for what grpcio leaves out
         return Unsupported("this server does not have that method")
     return metrics.fault(error)
 

@@ -60,7 +60,7 @@ class Trace:
 
     def back(self, fault: Fault) -> float | None:
         """Seconds from a fault's beginning until its victim's first step after its end; of a server's, the time
-        for which nobody stepped."""
+        in which no worker stepped."""
         if not fault.of_worker:
             return self.stall(fault)
         after = (at for at, slot in self.steps() if slot == fault.victim and at > fault.until)

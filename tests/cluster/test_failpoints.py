@@ -34,7 +34,7 @@ from tests.tools.forkserver import ROOT, Forked, Nursery
 from tests.tools.launching import Command
 from tests.tools.oracle_run import Ended, Run
 
-LEASE = 30.0  # nobody is to lose its place for another reason than a restored shard
+LEASE = 30.0  # a worker loses its place because a shard was restored, and for no other reason
 EVERY = 5
 
 

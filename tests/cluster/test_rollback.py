@@ -21,7 +21,7 @@ MakeCluster = Callable[..., Cluster]
 SCRIPT = ROOT / "tests" / "scripts" / "train_with_state.py"
 WORKERS = 2
 WAIT_SECONDS = 90
-LEASE = 30.0  # nobody is to lose its place for another reason than a restored shard
+LEASE = 30.0  # a worker loses its place because a shard was restored, and for no other reason
 
 Found = list[dict[str, torch.Tensor]]
 

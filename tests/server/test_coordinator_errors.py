@@ -16,10 +16,8 @@ from ps_server.coordinator.shards import Shards
 from ps_server.core.membership import JoinRequest
 from ps_server.core.snapshot import RestoreProgress
 from ps_server.storage.checkpoints import CheckpointStore
-from tests.tools.one_process import DirectWorker, OneProcess
+from tests.tools.one_process import CELLS, DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
-
-CELLS = 64
 
 
 @pytest.fixture

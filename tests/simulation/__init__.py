@@ -2,7 +2,7 @@
 
 world.py        A clock, events and threads, all driven by one seed
 processes.py    Processes that are killed, stopped and continued
-threads.py      What stands for `threading` and `concurrent.futures`
+threads.py      Replaces `threading` and `concurrent.futures`
 binding.py      Puts that, and chance and failpoints, in the place of the real ones in the servers' modules
 network.py      Calls over links that delay, lose, repeat, and are cut
 disk.py         Files in memory, on disks that are full or slow, and forget what was not flushed

@@ -28,13 +28,13 @@ ROOMS = ("ps_server.coordinator.", "ps_server.shard.", "ps_server.storage.", "ps
 
 
 def simulated_threading(world: World) -> SimpleNamespace:
-    """Returns what stands for the module `threading`."""
+    """Returns the replacement of the module `threading`."""
     names = {name: partial(getattr(threads, name), world) for name in ("Lock", "RLock", "Condition", "Event", "Thread")}
     return SimpleNamespace(**names)
 
 
 def simulated_secrets(world: World) -> SimpleNamespace:
-    """Returns what stands for the module `secrets`."""
+    """Returns the replacement of the module `secrets`."""
     draw = world.random
     return SimpleNamespace(
         token_hex=lambda size=8: draw.randbytes(size).hex(),
@@ -45,7 +45,7 @@ def simulated_secrets(world: World) -> SimpleNamespace:
 
 
 def simulated_time(world: World) -> SimpleNamespace:
-    """Returns what stands for the module `time`."""
+    """Returns the replacement of the module `time`."""
     return SimpleNamespace(
         monotonic=lambda: world.now,
         time=lambda: world.now + 1.7e9,

@@ -240,7 +240,6 @@ class DirectWorker:
 
     def checkpoint(self) -> Manifest:
         """Has a checkpoint made while this worker, the only one, trains and sends its state where it is asked for."""
-
         self.cluster.while_waiting(lambda: train([self]))
         return self.cluster.coordinator.job(self.spec.name).checkpoint()
 
