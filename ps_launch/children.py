@@ -32,10 +32,11 @@ class Stopped(Exception):
         self.number = number
 
 
-def stop_on_signals() -> None:
-    """Has SIGTERM and SIGINT raise Stopped, in the main thread, from now on."""
+def stop_on_signals(then: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    """Has the first SIGTERM or SIGINT from now on raise Stopped, in the main thread, and those after it do `then`."""
 
     def stop(number: int, frame: FrameType | None) -> None:
+        on_signals(then)  # at once: two may come together
         raise Stopped(number)
 
     on_signals(stop)
@@ -78,11 +79,6 @@ class Children:
         self._due: dict[int, float] = {}  # when one that ended is started again
         self._selector = stack.enter_context(selectors.DefaultSelector())
         self._selector.register(stack.enter_context(_child_signal()), selectors.EVENT_READ)
-
-    @property
-    def are_left(self) -> bool:
-        """Whether any child runs, or waits to be started again."""
-        return bool(self._running or self._due)
 
     def start(self, number: int, after: float | None = None) -> None:
         """Starts a child: now, which raises OSError if it cannot be; or in `wait`, when so many seconds are over."""

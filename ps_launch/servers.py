@@ -69,7 +69,7 @@ def up(supervision: Supervision, environment: Mapping[str, str]) -> int:
             shards.children.kill()
             os._exit(128 + number)
 
-        stop_on_signals()
+        stop_on_signals(then=stop_now)  # a second signal ends all at once
         try:
             shards.run()
         except Stopped:
@@ -78,7 +78,7 @@ def up(supervision: Supervision, environment: Mapping[str, str]) -> int:
             shards.say(str(error))
             code = 1
         finally:
-            on_signals(stop_now)  # a second signal ends all at once
+            on_signals(stop_now)
             shards.stop()
     return code
 

@@ -12,9 +12,10 @@ from ps_protocol.modes import parse_mode
 from ps_runtime import logs
 from ps_runtime.command_line import CommandLine
 from ps_runtime.logs import Speaker
-from ps_runtime.settings import Setting, as_variables, count, index, path, unknown_variables
+from ps_runtime.settings import Setting, as_variables, count, index, path, port_number, unknown_variables
 from ps_runtime.version import version
 from ps_worker.config import SETTINGS
+from ps_worker.own_servers import SERVER_SETTINGS, servers_plan, starts_servers
 
 if TYPE_CHECKING:
     from ps_launch.workers import Launch
@@ -33,11 +34,16 @@ def parser() -> CommandLine:
     """Returns the command line of ps-worker."""
     root = CommandLine(
         prog="ps-worker",
-        description="Starts worker processes that train a script on a parameter server, with DDP, or alone. "
+        description="Starts worker processes that train a script on a parameter server, with DDP, or alone; with "
+        "--shards, the servers too. "
         "Each flag has the PS_* variable that its help names.",
     )
     root.add_argument("--version", action="version", version=f"ps-worker {version()}")
-    run = root.add_command("run", "start workers on this machine, like torchrun", USAGE, *LAUNCH_SETTINGS, *SETTINGS)
+    text = "start workers on this machine, like torchrun, and servers if asked to"
+    run = root.add_command("run", text, USAGE, *LAUNCH_SETTINGS, *SETTINGS)
+    servers = run.add_argument_group("servers of its own")
+    run.add_settings(*SERVER_SETTINGS, group=servers)
+    servers.add_argument("--port", type=port_number, metavar="PORT", help="where they listen [default: any free port]")
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     run.add_argument("script", metavar="SCRIPT", help="a Python file")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="are handed to the script")
@@ -52,19 +58,10 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
     from ps_launch.workers import Launch
     from ps_runtime.credentials import access
 
-    mode = arguments.mode or ("sync" if arguments.server else "single")
+    with_servers = starts_servers(arguments)
+    mode = arguments.mode or ("sync" if arguments.server or with_servers else "single")
     workers, first = arguments.workers, arguments.first_rank
-    if parse_mode(mode) is not None and not arguments.server:
-        raise InvalidRequest(f"mode {mode} needs --server HOST:PORT")
-    if not arguments.module and not Path(arguments.script).is_file():
-        raise InvalidRequest(f"there is no script {arguments.script}")
-    if mode == "single" and workers > 1:
-        raise InvalidRequest(f"mode single is one worker, got --workers {workers}")
-    if mode == "ddp" and arguments.max_restarts:
-        raise InvalidRequest(
-            "--max-restarts does not work with --mode ddp, because a DDP worker cannot come back alone; "
-            "use torchrun, which restarts all workers"
-        )
+    _check(arguments, mode, with_servers)
     world_size = arguments.world_size or first + workers
     if first + workers > world_size:
         raise InvalidRequest(f"ranks {first} to {first + workers - 1} do not fit into --world-size {world_size}")
@@ -84,7 +81,23 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
         settings=settings,
         max_restarts=arguments.max_restarts,
         log_dir=arguments.log_dir,
+        servers=servers_plan(arguments) if with_servers else None,
     )
+
+
+def _check(arguments: argparse.Namespace, mode: str, with_servers: bool) -> None:
+    """Raises InvalidRequest for a mode that does not fit to the rest, or a script that is not there."""
+    if parse_mode(mode) is not None and not arguments.server and not with_servers:
+        raise InvalidRequest(f"mode {mode} needs --server HOST:PORT, or --shards N for servers that are started here")
+    if not arguments.module and not Path(arguments.script).is_file():
+        raise InvalidRequest(f"there is no script {arguments.script}")
+    if mode == "single" and arguments.workers > 1:
+        raise InvalidRequest(f"mode single is one worker, got --workers {arguments.workers}")
+    if mode == "ddp" and arguments.max_restarts:
+        raise InvalidRequest(
+            "--max-restarts does not work with --mode ddp, because a DDP worker cannot come back alone; "
+            "use torchrun, which restarts all workers"
+        )
 
 
 def main() -> NoReturn:
