@@ -185,6 +185,20 @@ def amount(text: str) -> float:
     return _positive(text, "a positive number", math.inf)
 
 
+def magnitude(text: str) -> float:
+    """Reads a positive number, which may end in K, M, G or B, and T: thousands, millions, and so on."""
+    scale = _SCALES.get(text[-1:].upper())
+    try:
+        return _positive(text if scale is None else text[:-1], "", 1e15) * (scale or 1.0)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"expected a positive number, such as 500K, 25M or 10G, got {text!r}"
+        ) from None
+
+
+_SCALES = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+
+
 def _positive(text: str, expected: str, most: float) -> float:
     try:
         value = float(text)

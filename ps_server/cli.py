@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from ps_protocol.errors import PSError
+from ps_protocol.errors import InvalidRequest, PSError
 from ps_runtime import logs
 from ps_runtime.channel import DEFAULT_PORT
 from ps_runtime.command_line import CommandLine
@@ -25,11 +25,13 @@ from ps_runtime.logs import Speaker
 from ps_runtime.settings import (
     Setting,
     access_settings,
+    amount,
     as_variables,
     count,
     environment,
     host_port,
     index,
+    magnitude,
     port_number,
     seconds,
     unknown_variables,
@@ -86,6 +88,7 @@ def parser() -> CommandLine:
         _add_serving(command)
 
     _add_asking(add)
+    _add_plan(add)
 
     directory = Setting("checkpoint_dir", "where the checkpoints are", Path, metavar="DIR", required=True)
     text = "write a job's last checkpoint as plain PyTorch files"
@@ -139,6 +142,27 @@ def _add_asking(add: Callable[..., CommandLine]) -> None:
     add("checkpoint", "make a checkpoint of a job now", *asking, JOB)
 
 
+def _add_plan(add: Callable[..., CommandLine]) -> None:
+    """Adds the command that says what a job needs."""
+    plan = add("plan", "say how many shards a job needs, how much memory, which mode", words="--params N [options]")
+    plan.add_argument("--params", type=magnitude, required=True, metavar="N", help="parameters, as in 25M or 1.5B")
+    plan.add_argument("--workers", type=count, required=True, metavar="W", help="workers, each on a machine of its own")
+    plan.add_argument("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim [default AdamW]")
+    plan.add_argument("--momentum", type=float, default=0.0, metavar="M", help="of SGD or RMSprop [default 0]")
+    plan.add_argument("--tensors", type=count, default=1, metavar="T", help="the parameters are so many [default 1]")
+    plan.add_argument("--shards", type=count, metavar="S", help="how many there are to be [default: says how many]")
+    plan.add_argument(
+        "--link", type=magnitude, metavar="BITS", help="bits a second of each link, as in 10G [default: one machine]"
+    )
+    plan.add_argument(
+        "--wire", default="float32", metavar="FORMAT", help="float32, bfloat16 or float16 [default float32]"
+    )
+    plan.add_argument("--step-seconds", type=seconds, metavar="S", help="of a worker's forward and backward pass")
+    plan.add_argument("--straggler", type=amount, default=1.0, metavar="F", help="the slowest takes F times as long")
+    plan.add_argument("--stalls", type=amount, metavar="P", help="only in a part P of steps, and any worker")
+    plan.add_argument("--json", action="store_true", help="for programs: bytes, seconds and steps a second as JSON")
+
+
 def _add_serving(command: CommandLine) -> None:
     command.add_settings(*PROCESS)
     checkpoints = command.add_argument_group("checkpoints")
@@ -178,12 +202,41 @@ def _run(arguments: argparse.Namespace) -> int:
 
         print(export(arguments.checkpoint_dir, arguments.job, arguments.checkpoint, Path(arguments.output)))
         return 0
+    if arguments.command == "plan":
+        return _plan(arguments)
     if arguments.command == "dev-certs":
         return _make_certificates(arguments)
     if arguments.command == "config":
         print(parser().settings_of(arguments.words or ["up"]))
         return 0
     return _ask(arguments)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    """Prints what a job needs."""
+    from ps_server.ops import plan
+
+    for name, least, most in (("straggler", 1.0, 1e6), ("stalls", 0.0, 1.0)):
+        value = getattr(arguments, name)
+        if value is not None and not least <= value <= most:
+            raise InvalidRequest(f"--{name} is from {least:g} to {most:g}, got {value:g}")
+    advice = plan.advise(
+        plan.Question(
+            parameters=int(arguments.params),
+            workers=arguments.workers,
+            optimizer=arguments.optimizer,
+            momentum=arguments.momentum,
+            tensors=arguments.tensors,
+            shards=arguments.shards,
+            link=arguments.link,
+            wire=arguments.wire,
+            step_seconds=arguments.step_seconds,
+            straggler=arguments.straggler,
+            stalls=arguments.stalls,
+        )
+    )
+    print(json.dumps(plan.as_json(advice), indent=2) if arguments.json else plan.table(advice))
+    return 0
 
 
 def _make_certificates(arguments: argparse.Namespace) -> int:
