@@ -75,6 +75,7 @@ class Children:
         self._guard = _die_with_parent()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._streams: dict[int, list[Stream]] = {}
+        self._pids: dict[int, int] = {}  # of each, of its last process
         self._begun: dict[int, float] = {}  # when each was started last
         self._due: dict[int, float] = {}  # when one that ended is started again
         self._selector = stack.enter_context(selectors.DefaultSelector())
@@ -98,7 +99,7 @@ class Children:
             # A child that is told something learns from its standard input that this process is gone.
             preexec_fn=None if program.is_told else self._guard,
         )
-        self._running[number] = process
+        self._running[number], self._pids[number] = process, process.pid
         self._streams[number] = []
         if process.stdin is not None:
             os.set_blocking(process.stdin.fileno(), False)
@@ -107,6 +108,10 @@ class Children:
                 stream = Stream(source, output)
                 self._streams[number].append(stream)
                 self._selector.register(source, selectors.EVENT_READ, stream)
+
+    def pid(self, number: int) -> int:
+        """Returns the process id that a child has, or had last."""
+        return self._pids[number]
 
     def seconds_run(self, number: int) -> float:
         """Returns how long ago a child was started."""

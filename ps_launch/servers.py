@@ -5,7 +5,8 @@ coordinator is, and is its lifeline: when it closes, the parent is gone, and the
 even if the parent is killed.
 
 The parent waits for ready lines and ends of all shards together, and for none of them alone. A shard that ends is
-started again, and so is one that is not ready in time; the others go on meanwhile.
+started again, and so is one that is not ready in time; the others go on meanwhile. The coordinator is told of each end
+(`ps-server report`), so that it waits for nothing that is gone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ps_launch.children import CANNOT_START, Children, Program, Stopped, on_signals, stop_on_signals
-from ps_launch.output import Console
+from ps_launch.output import Console, Dropped
 from ps_launch.restarts import ShardRestarts
 from ps_protocol.errors import PSError
 from ps_runtime.logs import TEXT
@@ -91,6 +92,7 @@ class _Shard:
     started: when its process was started; NEVER: it has none, or one that was killed
     ready:   since when it is ready; NEVER: it is not
     late:    how often in a row it was not ready in time
+    process: the number of the process that is ready, by which its end is reported; empty: there is none
     """
 
     restarts: ShardRestarts
@@ -98,6 +100,7 @@ class _Shard:
     started: float = NEVER
     ready: float = NEVER
     late: int = 0
+    process: str = ""
 
 
 class _Ready:
@@ -127,6 +130,8 @@ class _Shards:
         self._environment = environment
         self._console = Console("ps-server", environment.get("PS_LOG_FORMAT") or TEXT)
         self._shards = [_Shard(ShardRestarts(supervision.most_restarts)) for _ in range(supervision.shards)]
+        self._reports: dict[int, list[str]] = {}  # those under way, by the number of the child that reports: its words
+        self._reported = 0
         self._was_ready = False  # all of them, at one time
 
     def run(self) -> None:
@@ -139,7 +144,10 @@ class _Shards:
         while True:
             next_late = min(map(self._late_at, range(len(self._shards))))
             for index, code in self.children.wait(None if next_late == NEVER else next_late):
-                self._has_ended(index, code)
+                if self._reports.pop(index, None) is None:
+                    self._has_ended(index, code)
+                elif code:
+                    self.say("the coordinator could not be told that a shard ended; it finds out by itself")
             self._kill_late()
             if not self._was_ready and all(shard.ready < NEVER for shard in self._shards):
                 self._was_ready = True
@@ -175,7 +183,7 @@ class _Shards:
 
     def _is_ready(self, index: int, place: Mapping[str, str]) -> None:
         shard = self._shards[index]
-        shard.ready, shard.late = time.monotonic(), 0
+        shard.ready, shard.late, shard.process = time.monotonic(), 0, place["process"]
         if shard.restarts.count:
             self.say(f"shard {index} is back (restart {shard.restarts.count})")
         if shard.place:
@@ -190,6 +198,7 @@ class _Shards:
         shard = self._shards[index]
         if not shard.place and code not in FROM_OUTSIDE:
             raise PSError(f"shard {index} did not start (exit code {code})")
+        self._report(index)
         text = f"shard {index} " + ("could not be started" if code == CANNOT_START else f"ended with code {code}")
         pause = shard.restarts.after(max(0.0, time.monotonic() - shard.ready))
         shard.started = shard.ready = NEVER
@@ -199,6 +208,19 @@ class _Shards:
         when = f" in {pause:g} s" if pause else ""
         self.say(f"{text}; starting it again{when} (restart {shard.restarts.count})")
         self.children.start(index, after=pause)
+
+    def _report(self, index: int) -> None:
+        """Has the coordinator told that a shard's process has ended, unless it was the coordinator's own."""
+        shard, coordinator = self._shards[index], self._shards[COORDINATOR].place.get("address")
+        process, shard.process = shard.process, ""
+        if index == COORDINATOR or not process or not coordinator:
+            return
+        self._reported += 1
+        self._reports[-self._reported] = ["--server", coordinator, "--index", str(index), "--process", process]
+        try:
+            self.children.start(-self._reported)
+        except OSError:  # the coordinator finds out by itself
+            del self._reports[-self._reported]
 
     def _late_at(self, index: int) -> float:
         """Returns when a shard that starts has taken too long; NEVER for one that does not.
@@ -225,7 +247,10 @@ class _Shards:
     # -- what a shard runs ------------------------------------------------------------------------------------------
 
     def _program(self, index: int) -> Program:
-        """Returns what a shard runs. One that comes back has the ports that it had."""
+        """Returns what a shard runs, or a report. A shard that comes back has the ports that it had."""
+        if index in self._reports:
+            words = ["-m", "ps_server", "report", *self._reports[index]]
+            return Program(words, self._environment, out=Dropped(), err=Dropped())
         shard = self._shards[index]
         shard.started = time.monotonic()
         # The index is a flag, so that a list of processes shows which shard is which.

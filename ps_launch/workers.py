@@ -6,6 +6,9 @@ that the others only wait for it, so the launcher stops them. In ddp it always d
 
 A launch may have servers of its own (own_servers.py): they are ready before the first worker starts, and end after the
 last one.
+
+When a worker fails, the launcher has the coordinator told (`ps-worker report`), so that the others do not wait for it
+until its lease is over.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ps_launch.children import Children, Program, Stopped, on_signals, stop_on_signals
-from ps_launch.output import Console, WorkerOutput
+from ps_launch.output import Console, Dropped, WorkerOutput
 from ps_launch.own_servers import STOP_SECONDS as SERVERS_STOP_SECONDS
 from ps_launch.own_servers import OwnServers, ServersPlan
 from ps_launch.restarts import Restarts
@@ -33,7 +36,7 @@ from ps_runtime.logs import TEXT
 from ps_runtime.rank import TORCHRUN
 
 STOP_SECONDS = 15.0
-SERVERS = -1  # the child that runs the servers; workers are numbered from 0
+SERVERS = -1  # the child that runs the servers; workers are numbered from 0, reports of their ends from here down
 # What torchrun tells its workers. Libraries take any of it for "torch.distributed was launched", so it is there as a
 # whole, in ddp, or not at all.
 TORCHRUN_VARIABLES = frozenset(
@@ -106,6 +109,8 @@ class _Workers:
         self._children = Children(self._program, stack)
         self._servers = OwnServers(plan.servers, self._console) if plan.servers is not None else None
         self._left = set(range(plan.workers))  # the workers that run, or are about to
+        self._reports: dict[int, int] = {}  # those under way, with the process that has ended
+        self._reported = 0
 
     def run(self) -> None:
         """Starts all, and stays until all workers have ended, or one has whose end is that of all."""
@@ -113,19 +118,20 @@ class _Workers:
             return
         for local in range(self._plan.workers):
             self._children.start(local)
-        while self._left:
+        while self._left or self._reports:
             for number, code in self._children.wait():
                 if number == SERVERS:
                     self._console.say(f"the servers ended with code {code}, so the workers are stopped")
                     self.code = self.code or 1
                     return
-                if self._has_ended(number, code):
+                if self._reports.pop(number, None) is None and self._has_ended(number, code):
                     return
 
     def stop(self) -> None:
         """Ends all that still run, servers last: asks first, and passes on what they write meanwhile."""
         self._console.until = time.monotonic() + STOP_SECONDS
         self._children.stop(STOP_SECONDS, range(self._plan.workers))
+        self._children.stop(0.0, self._reports)
         if self._servers is not None:
             self._console.until = time.monotonic() + STOP_SECONDS
             self._children.stop(SERVERS_STOP_SECONDS, [SERVERS])
@@ -149,7 +155,23 @@ class _Workers:
         if number == SERVERS:
             assert self._servers is not None
             return self._servers.program()
-        return self._worker_program(number)
+        return self._report_program(number) if number in self._reports else self._worker_program(number)
+
+    def _report(self, local: int) -> None:
+        """Has the coordinator told that a worker's process has ended."""
+        if self._plan.mode in ("single", "ddp") or not self._plan.settings.get("PS_SERVER"):
+            return
+        self._reported += 1
+        number = SERVERS - self._reported
+        self._reports[number] = self._children.pid(local)
+        with contextlib.suppress(OSError):  # then the lease ends it
+            self._children.start(number)
+            return
+        del self._reports[number]
+
+    def _report_program(self, number: int) -> Program:
+        words = ["-m", "ps_worker", "report", "--launch", self._launch_id, "--pid", str(self._reports[number])]
+        return Program(words, {**os.environ, **self._plan.settings}, Dropped(), Dropped())
 
     def _worker_program(self, local: int) -> Program:
         plan = self._plan
@@ -175,6 +197,7 @@ class _Workers:
     def _has_failed_all(self, local: int, code: int) -> bool:
         plan, rank = self._plan, self._plan.first_rank + local
         self._console.say(f"worker {rank} ended with code {code}")
+        self._report(local)
         restarts = self._restarts[local]
         pause = restarts.after(self._children.seconds_run(local))
         if pause is not None:

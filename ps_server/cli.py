@@ -35,6 +35,7 @@ from ps_runtime.settings import (
     port_number,
     seconds,
     unknown_variables,
+    whole_number,
 )
 from ps_runtime.version import version
 from ps_server import failpoints
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from ps_server.server import Server
 
 SWITCH_SECONDS = 0.0005
+_PROCESS = whole_number(1, 2**63 - 1)
 
 SERVER = Setting("server", "the coordinator", host_port, f"127.0.0.1:{DEFAULT_PORT}", "HOST:PORT")
 JOB = Setting("job", "the job", default="default", metavar="NAME")
@@ -138,6 +140,8 @@ def _add_asking(add: Callable[..., CommandLine]) -> None:
     page = add("page", "serve a page on this machine that shows what is running, for a browser", *asking)
     page.add_settings(PAGE_PORT)
     add("health", "exit 0 if the server at the address serves, 1 if not", *asking)
+    report = add("report", "say that a shard's process has ended, as its launcher has seen", *asking, INDEX)
+    report.add_argument("--process", type=_PROCESS, required=True, metavar="NUMBER", help="the number that it chose")
     add("end", "end a job and give its memory back", *asking, replace(JOB, text="the job to end", required=True))
     add("checkpoint", "make a checkpoint of a job now", *asking, JOB)
 
@@ -276,6 +280,8 @@ def _ask(arguments: argparse.Namespace) -> int:
         return 0 if status.is_serving(arguments.server, allowed) else 1
     if arguments.command == "checkpoint":
         print(status.checkpoint_job(arguments.server, arguments.job, allowed))
+    elif arguments.command == "report":
+        status.report_shard_end(arguments.server, arguments.index, arguments.process, allowed)
     elif arguments.command == "page":
         from ps_server.ops.page import serve_page
 
@@ -363,9 +369,11 @@ def _announce(role: str, server: Server, config: ServerConfig, supervised: bool)
     metrics = f"{'https' if config.tls is not None else 'http'}://{server.metrics_address}/"
     page = metrics if config.shows_page() else ""
     if supervised:
-        print(json.dumps({"address": server.address, "metrics": server.metrics_address, "page": page}), flush=True)
+        place = {"address": server.address, "metrics": server.metrics_address, "page": page}
+        print(json.dumps({**place, "process": str(server.process)}), flush=True)
         return
-    print(f"ps-server: {role} ready at {server.address}", flush=True)
+    number = "" if config.index is None else f" (process {server.process})"  # by which a launcher reports its end
+    print(f"ps-server: {role} ready at {server.address}{number}", flush=True)
     print(f"ps-server: metrics at {metrics}metrics", flush=True)
     if page:
         print(f"ps-server: the page, for a browser on this machine: {page}", flush=True)

@@ -29,6 +29,8 @@ LAUNCH_SETTINGS = (
     Setting("log_dir", "also write what worker R says to DIR/worker-R.log", path, metavar="DIR"),
 )
 
+_OF_REPORTS = frozenset({"server", "job", "tls_cert", "tls_key", "tls_ca", "token_file", "insecure"})
+
 
 def parser() -> CommandLine:
     """Returns the command line of ps-worker."""
@@ -47,10 +49,33 @@ def parser() -> CommandLine:
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     run.add_argument("script", metavar="SCRIPT", help="a Python file")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="are handed to the script")
+    report = root.add_command(
+        "report",
+        "say that a worker's process has ended, as its launcher has seen",
+        "ps-worker report --server HOST:PORT --launch NAME --pid PID [options]",
+        *(setting for setting in SETTINGS if setting.name in _OF_REPORTS),
+    )
+    report.add_argument("--launch", required=True, metavar="NAME", help="its PS_LAUNCH_ID")
+    report.add_argument("--pid", type=count, required=True, help="its process id")
+    report.add_argument("--host", metavar="NAME", help="the host name that it saw [default: this host's]")
     text = "print the settings of `run`, and where each is from"
     config = root.add_command("config", text, "ps-worker config [run [options]]")
     config.add_argument("words", nargs=argparse.REMAINDER, metavar="run", help="and its options")
     return root
+
+
+def report(arguments: argparse.Namespace) -> str:
+    """Tells the coordinator that a worker's process has ended; returns what came of it. Raises PSError."""
+    from ps_runtime.credentials import access
+    from ps_worker.cluster.reports import report_worker_end
+
+    if not arguments.server:
+        raise InvalidRequest("report needs --server HOST:PORT")
+    files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca, arguments.token_file
+    allowed = access(*files, arguments.insecure)
+    who = arguments.job, arguments.launch, arguments.pid, arguments.host
+    ranks = report_worker_end(arguments.server, *who, access=allowed)
+    return f"taken off: worker {', '.join(map(str, ranks))}" if ranks else "no worker of that process was live"
 
 
 def launch_of(arguments: argparse.Namespace) -> Launch:
@@ -112,6 +137,9 @@ def main() -> NoReturn:
             print(logs.line_of(speaker, unknown, kind), file=sys.stderr, flush=True)
         if arguments.command == "config":
             print(parser().settings_of(arguments.words or ["run"]))
+            sys.exit(0)
+        if arguments.command == "report":
+            print(f"ps-worker: {report(arguments)}")
             sys.exit(0)
         sys.exit(launch(launch_of(arguments)))
     except PSError as error:

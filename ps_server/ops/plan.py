@@ -223,13 +223,13 @@ def as_json(advice: Advice) -> dict[str, Any]:
 def table(advice: Advice) -> str:
     """Returns the advice for a person."""
     columns = ("SHARDS", "WEIGHTS", "OPTIMIZER", "STAGED", "OBJECTS", "UNDER WAY", "TRAINING", "SNAPSHOT", "IN ALL")
-    rows = [(*columns, "WORKER'S LINK", "SHARD'S LINK", "ROUND", "DDP'S")]
+    rows: list[tuple[str, ...]] = [(*columns, "WORKER'S LINK", "SHARD'S LINK", "ROUND", "DDP'S")]
     for made in advice.plans:
         memory = made.memory
-        sizes = (memory.weights, memory.optimizer, memory.staged, memory.objects, memory.under_way)
-        sizes = (*sizes, memory.training, memory.snapshot, memory.total, made.worker_bytes, made.shard_bytes)
-        times = (made.round_seconds, made.ddp_seconds)
-        rows.append((str(made.shards), *map(_size, sizes), *map(_time, times)))
+        parts = (memory.weights, memory.optimizer, memory.staged, memory.objects, memory.under_way)
+        sums = (memory.training, memory.snapshot, memory.total)
+        sizes = map(_size, (*parts, *sums, made.worker_bytes, made.shard_bytes))
+        rows.append((str(made.shards), *sizes, _time(made.round_seconds), _time(made.ddp_seconds)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     best = advice.plans[0]
