@@ -26,10 +26,12 @@ class ServersPlan:
 
     arguments:   its options
     environment: all of its variables
+    shared:      workers of other launches use these servers too: they stay until the job has ended
     """
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
+    shared: bool = False
 
 
 class OwnServers:

@@ -48,12 +48,16 @@ class Supervision:
                    so that a machine which is slower than that comes up too
     drain_seconds: that workers have to come to the last checkpoints, once the cluster is told to stop
     most_restarts: how often a shard is started again without having been well in between; None: without end
+    only:          the one shard that this machine has; None: all
+    coordinator:   where the coordinator is; empty: it is shard 0, here
     """
 
     shards: int
     start_timeout: float
     drain_seconds: float
     most_restarts: int | None = None
+    only: int | None = None
+    coordinator: str = ""
 
 
 def up(supervision: Supervision, environment: Mapping[str, str]) -> int:
@@ -126,10 +130,11 @@ class _Shards:
 
     def __init__(self, supervision: Supervision, environment: Mapping[str, str], stack: contextlib.ExitStack) -> None:
         self.children = Children(self._program, stack)
-        self._start_timeout, self._drain_seconds = supervision.start_timeout, supervision.drain_seconds
         self._environment = environment
         self._console = Console("ps-server", environment.get("PS_LOG_FORMAT") or TEXT)
-        self._shards = [_Shard(ShardRestarts(supervision.most_restarts)) for _ in range(supervision.shards)]
+        self._supervision = supervision
+        here = range(supervision.shards) if supervision.only is None else [supervision.only]
+        self._shards = {index: _Shard(ShardRestarts(supervision.most_restarts)) for index in here}
         self._reports: dict[int, list[str]] = {}  # those under way, by the number of the child that reports: its words
         self._reported = 0
         self._was_ready = False  # all of them, at one time
@@ -139,17 +144,17 @@ class _Shards:
 
         Raises PSError if one cannot start, or ended more often than it may.
         """
-        for index in range(len(self._shards)):
+        for index in self._shards:
             self.children.start(index, after=0.0)
         while True:
-            next_late = min(map(self._late_at, range(len(self._shards))))
+            next_late = min(map(self._late_at, self._shards))
             for index, code in self.children.wait(None if next_late == NEVER else next_late):
                 if self._reports.pop(index, None) is None:
                     self._has_ended(index, code)
                 elif code:
                     self.say("the coordinator could not be told that a shard ended; it finds out by itself")
             self._kill_late()
-            if not self._was_ready and all(shard.ready < NEVER for shard in self._shards):
+            if not self._was_ready and all(shard.ready < NEVER for shard in self._shards.values()):
                 self._was_ready = True
                 self._announce()
 
@@ -158,7 +163,7 @@ class _Shards:
         if not self._was_ready:
             self.children.stop(STOP_UNREADY_SECONDS)
             return
-        seconds = self._drain_seconds + WRITE_SECONDS
+        seconds = self._supervision.drain_seconds + WRITE_SECONDS
         deadline = time.monotonic() + seconds + SHARDS_STOP_SECONDS
         self.children.stop(seconds, [COORDINATOR])
         self.children.stop(max(SHARDS_STOP_SECONDS, deadline - time.monotonic()))
@@ -170,12 +175,13 @@ class _Shards:
 
     def _announce(self) -> None:
         self._console.until = time.monotonic() + SAY_SECONDS
-        shards = "1 shard" if len(self._shards) == 1 else f"{len(self._shards)} shards"
-        self._console.tell(f"ready at {self._shards[COORDINATOR].place['address']} ({shards})")
+        count, only = self._supervision.shards, self._supervision.only
+        shards = "1 shard" if count == 1 else f"{count} shards" if only is None else f"shard {only} of {count}"
+        self._console.tell(f"ready at {self._coordinator()} ({shards})")
         scheme = "https" if self._environment.get("PS_TLS_CERT") else "http"
-        for shard in self._shards:
+        for shard in self._shards.values():
             self._console.tell(f"metrics at {scheme}://{shard.place['metrics']}/metrics")
-        page = self._shards[COORDINATOR].place.get("page")
+        page = self._shards[COORDINATOR].place.get("page") if COORDINATOR in self._shards else None
         if page:
             self._console.tell(f"the page, for a browser on this machine: {page}")
 
@@ -190,8 +196,12 @@ class _Shards:
             return
         shard.place = place
         if index == COORDINATOR:  # those that are started from now on have it in their environment
-            for other in range(1, len(self._shards)):
+            for other in self._shards.keys() - {COORDINATOR}:
                 self.children.tell(other, place["address"])
+
+    def _coordinator(self) -> str:
+        """Returns where the coordinator is; empty while that is not known."""
+        return self._supervision.coordinator or self._shards[COORDINATOR].place.get("address", "")
 
     def _has_ended(self, index: int, code: int) -> None:
         """Has a shard that ended start again, after a pause. Raises PSError if it may not."""
@@ -211,7 +221,7 @@ class _Shards:
 
     def _report(self, index: int) -> None:
         """Has the coordinator told that a shard's process has ended, unless it was the coordinator's own."""
-        shard, coordinator = self._shards[index], self._shards[COORDINATOR].place.get("address")
+        shard, coordinator = self._shards[index], self._coordinator()
         process, shard.process = shard.process, ""
         if index == COORDINATOR or not process or not coordinator:
             return
@@ -227,17 +237,17 @@ class _Shards:
 
         A shard is ready when the coordinator knows it: its time begins anew when the coordinator is back.
         """
-        shard, coordinator = self._shards[index], self._shards[COORDINATOR]
-        if shard.ready < NEVER:
+        shard, coordinator = self._shards[index], self._shards.get(COORDINATOR)
+        if shard.ready < NEVER or coordinator is None:  # one elsewhere may not be there yet
             return NEVER
         begun = shard.started if index == COORDINATOR else max(shard.started, coordinator.ready)
         return begun + self._patience(shard)
 
     def _patience(self, shard: _Shard) -> float:
-        return self._start_timeout * 2.0 ** min(shard.late, MOST_DOUBLINGS)
+        return self._supervision.start_timeout * 2.0 ** min(shard.late, MOST_DOUBLINGS)
 
     def _kill_late(self) -> None:
-        for index, shard in enumerate(self._shards):
+        for index, shard in self._shards.items():
             if self._late_at(index) <= time.monotonic():
                 self.say(f"shard {index} is not ready after {self._patience(shard):g} s: killing it")
                 self.children.kill(index)
@@ -257,6 +267,7 @@ class _Shards:
         arguments = ["-m", "ps_server", "shard", "--supervised", "--index", str(index)]
         arguments += ["--restart-count", str(shard.restarts.count)]
         arguments += ["--with-coordinator"] * (index == COORDINATOR)
+        arguments += ["--drains"] * (COORDINATOR not in self._shards)  # no coordinator here has last checkpoints made
         out = _Ready(lambda place: self._is_ready(index, place), self._console)
         return Program(arguments, self._shard_environment(index), out=out, is_told=True)
 
@@ -268,7 +279,7 @@ class _Shards:
                 shard.place[address].rpartition(":")[2] if shard.place else str(port and port + index)
             )
         if index != COORDINATOR:
-            environment["PS_COORDINATOR"] = self._shards[COORDINATOR].place.get("address", "")
+            environment["PS_COORDINATOR"] = self._coordinator()
         if shard.place:
             # A coordinator that comes back resumes what ran, if there are checkpoints: in the place of one that died.
             environment["PS_RESUME"] = "1" if environment.get("PS_CHECKPOINT_DIR") else environment["PS_RESUME"]

@@ -36,7 +36,7 @@ from ps_runtime.logs import TEXT
 from ps_runtime.rank import TORCHRUN
 
 STOP_SECONDS = 15.0
-SERVERS = -1  # the child that runs the servers; workers are numbered from 0, reports of their ends from here down
+SERVERS = -1  # the child that runs the servers; workers are numbered from 0, errands from here down
 # What torchrun tells its workers. Libraries take any of it for "torch.distributed was launched", so it is there as a
 # whole, in ddp, or not at all.
 TORCHRUN_VARIABLES = frozenset(
@@ -109,8 +109,8 @@ class _Workers:
         self._children = Children(self._program, stack)
         self._servers = OwnServers(plan.servers, self._console) if plan.servers is not None else None
         self._left = set(range(plan.workers))  # the workers that run, or are about to
-        self._reports: dict[int, int] = {}  # those under way, with the process that has ended
-        self._reported = 0
+        self._errands: dict[int, tuple[str, ...]] = {}  # those under way: the words of their commands
+        self._sent = 0
 
     def run(self) -> None:
         """Starts all, and stays until all workers have ended, or one has whose end is that of all."""
@@ -118,20 +118,27 @@ class _Workers:
             return
         for local in range(self._plan.workers):
             self._children.start(local)
-        while self._left or self._reports:
+        if self._attend() and self._plan.servers is not None and self._plan.servers.shared:
+            self._send("await-end")
+            self._attend()
+
+    def _attend(self) -> bool:
+        """Stays until all workers have ended, and all errands. Returns False if the launch is over before that."""
+        while self._left or self._errands:
             for number, code in self._children.wait():
                 if number == SERVERS:
                     self._console.say(f"the servers ended with code {code}, so the workers are stopped")
                     self.code = self.code or 1
-                    return
-                if self._reports.pop(number, None) is None and self._has_ended(number, code):
-                    return
+                    return False
+                if self._errands.pop(number, None) is None and self._has_ended(number, code):
+                    return False
+        return True
 
     def stop(self) -> None:
         """Ends all that still run, servers last: asks first, and passes on what they write meanwhile."""
         self._console.until = time.monotonic() + STOP_SECONDS
         self._children.stop(STOP_SECONDS, range(self._plan.workers))
-        self._children.stop(0.0, self._reports)
+        self._children.stop(0.0, self._errands)
         if self._servers is not None:
             self._console.until = time.monotonic() + STOP_SECONDS
             self._children.stop(SERVERS_STOP_SECONDS, [SERVERS])
@@ -155,22 +162,25 @@ class _Workers:
         if number == SERVERS:
             assert self._servers is not None
             return self._servers.program()
-        return self._report_program(number) if number in self._reports else self._worker_program(number)
+        return self._errand_program(number) if number in self._errands else self._worker_program(number)
 
     def _report(self, local: int) -> None:
         """Has the coordinator told that a worker's process has ended."""
-        if self._plan.mode in ("single", "ddp") or not self._plan.settings.get("PS_SERVER"):
-            return
-        self._reported += 1
-        number = SERVERS - self._reported
-        self._reports[number] = self._children.pid(local)
-        with contextlib.suppress(OSError):  # then the lease ends it
-            self._children.start(number)
-            return
-        del self._reports[number]
+        if self._plan.mode not in ("single", "ddp") and self._plan.settings.get("PS_SERVER"):
+            self._send("report", "--launch", self._launch_id, "--pid", str(self._children.pid(local)))
 
-    def _report_program(self, number: int) -> Program:
-        words = ["-m", "ps_worker", "report", "--launch", self._launch_id, "--pid", str(self._reports[number])]
+    def _send(self, *words: str) -> None:
+        """Has a command of ps-worker run beside the workers, which asks the coordinator for something."""
+        self._sent += 1
+        number = SERVERS - self._sent
+        self._errands[number] = words
+        try:
+            self._children.start(number)
+        except OSError:  # the coordinator finds out by itself
+            del self._errands[number]
+
+    def _errand_program(self, number: int) -> Program:
+        words = ["-m", "ps_worker", *self._errands[number]]
         return Program(words, {**os.environ, **self._plan.settings}, Dropped(), Dropped())
 
     def _worker_program(self, local: int) -> Program:

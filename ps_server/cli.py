@@ -79,12 +79,16 @@ def parser() -> CommandLine:
         return root.add_command(name, text, f"ps-server {name} {words}", *settings)
 
     up = add("up", "start a coordinator and shards on this machine", SHARDS, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT)
+    # No variables: those of `ps-server shard` say something else to this command.
+    up.add_argument("--only", type=index, metavar="I", help="start shard I alone: each machine has one of the shards")
+    up.add_argument("--coordinator", type=host_port, metavar="HOST:PORT", help="where shard 0 is, with --only I from 1")
     coordinator = add("coordinator", "start the coordinator alone", SHARDS, ADVERTISE)
     shard = add("shard", "start one shard", INDEX, COORDINATOR, words="--index I [options]")
     shard.add_argument("--with-coordinator", action="store_true", help="be the coordinator too (needs --shards)")
     shard.add_settings(replace(SHARDS, text="how many shards the cluster has, with --with-coordinator"), ADVERTISE)
     # What `up` tells its shards.
     shard.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+    shard.add_argument("--drains", action="store_true", help=argparse.SUPPRESS)
     shard.add_argument("--restart-count", type=index, default=0, help=argparse.SUPPRESS)
     for command in (up, coordinator, shard):
         _add_serving(command)
@@ -304,13 +308,20 @@ def _up(arguments: argparse.Namespace) -> int:
     from ps_launch.servers import Supervision, up
 
     failpoints.check()  # an error in them is said once here, rather than by each shard
+    only = arguments.only
+    if only is not None and only >= arguments.shards:
+        raise InvalidRequest(f"--only is below --shards {arguments.shards}, got {only}")
+    if (arguments.coordinator is not None) != bool(only):
+        raise InvalidRequest("--coordinator says where shard 0 is: it goes with --only I, for I from 1")
     config = config_of(arguments, arguments.shards, index=0, coordinator=None)  # and so is what every shard refuses
     config.is_exposed()
     config.checkpoint_policy()
     inherited = streaming(environment())
     foreign = {setting.variable: "" for setting in (COORDINATOR, ADVERTISE)}
     supervision = Supervision(
-        arguments.shards, arguments.shard_start_timeout, arguments.drain_seconds, arguments.max_shard_restarts
+        *(arguments.shards, arguments.shard_start_timeout, arguments.drain_seconds, arguments.max_shard_restarts),
+        only=only,
+        coordinator=arguments.coordinator or "",
     )
     return up(supervision, {**inherited, **as_variables((SHARDS, *SETTINGS), arguments), **foreign})
 
@@ -358,7 +369,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     stop.wait()
     # Told once, it finishes what it has; told again, it ends at once.
     _on_signals(lambda number, _: os._exit(128 + number))
-    if coordinates or not supervised:  # the parent stops the coordinator first, which has seen to it
+    if (
+        coordinates or not supervised or arguments.drains
+    ):  # otherwise the parent stops the coordinator first, which has seen to it
         server.drain(arguments.drain_seconds)
     server.stop()
     return 0

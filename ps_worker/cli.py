@@ -58,21 +58,30 @@ def parser() -> CommandLine:
     report.add_argument("--launch", required=True, metavar="NAME", help="its PS_LAUNCH_ID")
     report.add_argument("--pid", type=count, required=True, help="its process id")
     report.add_argument("--host", metavar="NAME", help="the host name that it saw [default: this host's]")
+    root.add_command(
+        "await-end",
+        "wait until a job has ended",
+        "ps-worker await-end --server HOST:PORT [options]",
+        *(setting for setting in SETTINGS if setting.name in {*_OF_REPORTS, "connect_timeout"}),
+    )
     text = "print the settings of `run`, and where each is from"
     config = root.add_command("config", text, "ps-worker config [run [options]]")
     config.add_argument("words", nargs=argparse.REMAINDER, metavar="run", help="and its options")
     return root
 
 
-def report(arguments: argparse.Namespace) -> str:
-    """Tells the coordinator that a worker's process has ended; returns what came of it. Raises PSError."""
+def ask(arguments: argparse.Namespace) -> str:
+    """Runs a command that tells or asks the coordinator something; returns what came of it. Raises PSError."""
     from ps_runtime.credentials import access
-    from ps_worker.cluster.reports import report_worker_end
+    from ps_worker.cluster.reports import await_job_end, report_worker_end
 
     if not arguments.server:
-        raise InvalidRequest("report needs --server HOST:PORT")
+        raise InvalidRequest(f"{arguments.command} needs --server HOST:PORT")
     files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca, arguments.token_file
     allowed = access(*files, arguments.insecure)
+    if arguments.command == "await-end":
+        ended = await_job_end(arguments.server, arguments.job, arguments.connect_timeout, allowed)
+        return f"job {arguments.job} is over" if ended else f"the coordinator at {arguments.server} is gone"
     who = arguments.job, arguments.launch, arguments.pid, arguments.host
     ranks = report_worker_end(arguments.server, *who, access=allowed)
     return f"taken off: worker {', '.join(map(str, ranks))}" if ranks else "no worker of that process was live"
@@ -86,8 +95,11 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
     with_servers = starts_servers(arguments)
     mode = arguments.mode or ("sync" if arguments.server or with_servers else "single")
     workers, first = arguments.workers, arguments.first_rank
+    nodes = arguments.nnodes if arguments.shards_with_workers else 1
+    if nodes > 1:
+        first = arguments.node_rank * workers
     _check(arguments, mode, with_servers)
-    world_size = arguments.world_size or first + workers
+    world_size = nodes * workers if nodes > 1 else arguments.world_size or first + workers
     if first + workers > world_size:
         raise InvalidRequest(f"ranks {first} to {first + workers - 1} do not fit into --world-size {world_size}")
     # Checked here too, where one line says for all workers what is wrong.
@@ -138,8 +150,8 @@ def main() -> NoReturn:
         if arguments.command == "config":
             print(parser().settings_of(arguments.words or ["run"]))
             sys.exit(0)
-        if arguments.command == "report":
-            print(f"ps-worker: {report(arguments)}")
+        if arguments.command in ("report", "await-end"):
+            print(f"ps-worker: {ask(arguments)}")
             sys.exit(0)
         sys.exit(launch(launch_of(arguments)))
     except PSError as error:

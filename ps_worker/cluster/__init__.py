@@ -10,7 +10,7 @@ segments.py       A segment: memory that the worker makes, and hands over to sha
 calls.py          Calls to a shard: with bytes, through the one retry loop
 coordinator.py    Calls to the coordinator
 membership.py     A worker's place in its job: taken, kept by heartbeats, and taken again when it was lost
-reports.py        Tells a coordinator that a process has ended: for launchers, which see it at once
+reports.py        What launchers ask of a coordinator: they report processes that have ended
 rounds.py         A worker's part in the job's rounds, in which all live workers exchange a value
 convert.py        Turns the worker's values into protobuf messages, and back
 threads.py        Threads that work for a session and never keep a script from ending

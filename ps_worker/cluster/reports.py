@@ -1,4 +1,4 @@
-"""Tells a coordinator that a process has ended: for launchers, which see it at once.
+"""What launchers ask of a coordinator. Above all they tell it that a process has ended, which they see at once.
 
 Without a report the others wait for a worker until its lease has run out, and a shard's index for a process at another
 address until the shard has been silent for long. A report about a process that another one has replaced changes
@@ -8,11 +8,14 @@ nothing, so it may be repeated, and may come late.
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 
+from ps_protocol.errors import NotFound
 from ps_protocol.v1 import cluster_pb2, membership_pb2
 from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
 from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
@@ -21,6 +24,7 @@ from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer
 
 REPORT_SECONDS = 5.0
+AGAIN_SECONDS = 0.5
 
 
 def report_worker_end(
@@ -61,6 +65,30 @@ def report_shard_end(server: str, index: int, process: int, access: Access = PLA
     """
     request = cluster_pb2.ReportShardEndRequest(index=index, process=process)
     return bool(_ask(server, access, lambda channel: ClusterServiceStub(channel).ReportShardEnd, request).known)
+
+
+def await_job_end(server: str, job: str, patience: float, access: Access = PLAINTEXT) -> bool:
+    """Returns when a job has ended, or when its coordinator stops; at once if there is no such job.
+
+    patience: seconds for which a coordinator may be away, as one that is started again
+    Returns False if it was away for longer. Raises PSError if it refuses the question.
+    """
+    silent_since = time.monotonic()
+    with open_channel(server, access) as channel:
+        while True:
+            try:
+                for _ in MembershipServiceStub(channel).Watch(membership_pb2.WatchRequest(job=job)):
+                    silent_since = time.monotonic()
+                return True
+            except grpc.RpcError as call:
+                error = Peer("coordinator", server, access).error(call)
+                if isinstance(error, NotFound):
+                    return True
+                if not error.retryable:
+                    raise error from None
+                if time.monotonic() > silent_since + patience:
+                    return False
+            threading.Event().wait(AGAIN_SECONDS)
 
 
 def _ask(server: str, access: Access, method: Callable[[grpc.Channel], Any], request: Any) -> Any:

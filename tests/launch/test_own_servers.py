@@ -18,7 +18,7 @@ from tests.tools.launching import END_SECONDS, ROOT, START_SECONDS, Command, Com
 
 SCRIPT = ROOT / "tests" / "scripts" / "train_everything.py"
 FOR_EVER = "1000000000"
-READY = r"ps-server: ready at (\S+) \(\d shards?\)\n"
+READY = r"ps-server: ready at (\S+) \("
 
 Start = Callable[..., Command]
 
@@ -202,3 +202,61 @@ def test_a_variable_for_servers_starts_none_where_a_launch_needs_none(tmp_path: 
         done = run(*flags, script(tmp_path, "say(os.environ.get('PS_SERVER') or 'none')"), **variables)
         assert done.returncode == 0, done.stderr
         assert "ps-server" not in done.stderr
+
+
+# -- a shard beside the workers of each machine ----------------------------------------------------------------------
+
+
+def start_nodes(start: Start, count: int, *words: str) -> list[Command]:
+    """Starts a launch for each of several nodes, all on this machine: the last node first."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        server = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = ("--shards-with-workers", "--server", server, "--nnodes", str(count))
+    nodes = [start(*flags, "--node-rank", str(rank), *words) for rank in reversed(range(count))]
+    return nodes[::-1]
+
+
+def test_each_node_holds_a_shard_until_the_job_has_ended(start: Start, tmp_path: Path) -> None:
+    nodes = start_nodes(start, 3, "--mode", "async", str(SCRIPT), str(tmp_path), "3")
+    families = [process for node in nodes for process in node.family()]
+    for rank, node in enumerate(nodes):
+        assert node.process.wait(START_SECONDS) == 0, node.err
+        assert f"worker {rank} of 3: async Everything ServerOptimizer\n" in node.out
+        assert re.search(rf"ps-server: ready at 127.0.0.1:\d+ \(shard {rank} of 3\)\n", node.err)
+    _, left = psutil.wait_procs(families, timeout=END_SECONDS)
+    assert not left
+
+
+def test_a_node_that_is_done_first_keeps_its_shard_for_the_others(start: Start, tmp_path: Path) -> None:
+    text = (
+        "import os, sys, torch, ps_worker\nfrom pathlib import Path\nwith ps_worker.connect() as session:\n"
+        "    model = torch.nn.Linear(64, 64)\n"
+        "    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_bytes=256)\n"
+        "    while session.clock < 3 or (session.rank == 0 and not Path(sys.argv[1]).exists()):\n"
+        "        model(torch.ones(1, 64)).sum().backward()\n        optimizer.step()\n        optimizer.zero_grad()\n"
+    )
+    (tmp_path / "train.py").write_text(text)
+    first, second = start_nodes(start, 2, "--mode", "async", str(tmp_path / "train.py"), str(tmp_path / "enough"))
+    address = address_of(first)
+    until(lambda: "worker 1 leaves" in first.err, "the end of the worker of node 1", START_SECONDS)
+    await_clock(address, 200)
+    assert second.process.poll() is None
+    assert all(shard["reachable"] for shard in status.fetch(address)["shards"])
+    (tmp_path / "enough").touch()
+    assert [node.process.wait(START_SECONDS) for node in (first, second)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ((), "--shards-with-workers needs --server HOST:PORT"),
+        (("--server=h:1", "--nnodes=2", "--node-rank=2"), "--node-rank is below --nnodes 2, got 2"),
+        (("--server=h:1", "--shards=2"), "--shards follows from --nnodes and --node-rank: leave it out"),
+        (("--server=h:1", "--world-size=2"), "--world-size follows from --nnodes and --node-rank: leave it out"),
+        (("--server=h:1", "--mode=ddp"), "mode ddp has no servers: leave --shards-with-workers out"),
+    ],
+)
+def test_nodes_that_contradict_themselves_are_refused(tmp_path: Path, flags: tuple[str, ...], error: str) -> None:
+    done = run("--shards-with-workers", *flags, script(tmp_path, "say('here')"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"ps-worker: {error}" in done.stderr
