@@ -25,6 +25,7 @@ from ps_server.core.room import Room
 from ps_server.core.snapshot import BucketSnapshot
 from ps_server.core.statistics import ShardJobStatistics, Wait
 from ps_server.shard.snapshots import Refusal, Refusals, SnapshotTask
+from ps_server.shard.times import PushTimes
 from ps_server.shard.waiting import Waiter
 
 NARROWED_BUCKETS = 4  # that a job keeps
@@ -90,6 +91,7 @@ class HostedJob:
         self.attaching: set[int] = set()  # ranks that are handing over a segment
         self.plan = segment_plan(spec, state.layout)
         self.narrowed = Narrowed()
+        self.times = PushTimes()
         self._room = room
         self.failure: PSError | None = None
         self.snapshot_task: SnapshotTask | None = None  # the one under way, or the last
