@@ -123,9 +123,7 @@ def _pull(
 ) -> PullCall:
     identity = worker.job, worker.rank, worker.incarnation
     buckets, notify = tuple(request.buckets), request.notify_bytes
-    return PullCall(
-        *identity, clock, buckets, worker.lease_key, in_segment, notify, worker.run, request.times_wanted
-    )
+    return PullCall(*identity, clock, buckets, worker.lease_key, in_segment, notify, worker.run, request.times_wanted)
 
 
 def _read(kind: type[M], data: bytes) -> tuple[M, memoryview | None]:

@@ -119,9 +119,7 @@ class Pulls:
         """Returns what a worker that records is told of a bucket that is admitted now. The caller holds the lock."""
         return job.times.of(pull.rank, index, pull.clock, self.now()) if pull.times_wanted else None
 
-    def _send(
-        self, job: HostedJob, bucket: HostedBucket, pull: Pull, waited: float, times: BucketTimes | None
-    ) -> None:
+    def _send(self, job: HostedJob, bucket: HostedBucket, pull: Pull, waited: float, times: BucketTimes | None) -> None:
         buckets: tuple[PulledBucket, ...] = ()
         if pull.segment is None:
             pull.outbox.lend(partial(self._lend, job, bucket, pull, waited, times))
