@@ -181,7 +181,7 @@ class Timeline:
             if steps:
                 chrome.write(path, self._rank, steps)
                 log.info("the timeline of steps %d to %d is in %s", steps[0].clock, steps[-1].clock, path)
-            else:
+            elif self._made > 0:
                 log.warning("no step was recorded: there is no timeline")
         except OSError as error:
             log.warning("the timeline cannot be written to %s: %s", path, error.strerror)
