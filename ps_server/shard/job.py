@@ -81,7 +81,6 @@ class HostedJob:
     def __init__(self, spec: JobSpec, state: JobPartition, run: str, room: Room) -> None:
         self.name, self.run = spec.name, run
         self.state = state
-        self.mode = str(spec.consistency)
         self.lock = threading.Lock()
         self.buckets = {
             index: HostedBucket(bucket.spec, bucket.rule, bucket.weights, threading.Lock())
@@ -96,6 +95,11 @@ class HostedJob:
         self.failure: PSError | None = None
         self.snapshot_task: SnapshotTask | None = None  # the one under way, or the last
         self.refusals = Refusals()
+
+    @property
+    def mode(self) -> str:
+        """The job's mode, for metrics."""
+        return str(self.state.spec.consistency)
 
     def check_run(self, run: str) -> None:
         """Raises RunEnded for an earlier run of the job, NotFound for a later one; an empty run is any."""
