@@ -131,6 +131,15 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Sets variables of this process, for a launcher within it; takes away those whose text is empty."""
+    for name, text in variables.items():
+        if text:
+            os.environ[name] = text
+        else:
+            os.environ.pop(name, None)
+
+
 def access_settings(serves: bool = False) -> tuple[Setting, ...]:
     """Returns the settings of ps_runtime.credentials: tls_cert, tls_key, tls_ca, insecure, a client's token_file."""
     whose = "this process" if serves else "this client, if servers ask for one"

@@ -86,8 +86,9 @@ def parser() -> CommandLine:
     shard = add("shard", "start one shard", INDEX, COORDINATOR, words="--index I [options]")
     shard.add_argument("--with-coordinator", action="store_true", help="be the coordinator too (needs --shards)")
     shard.add_settings(replace(SHARDS, text="how many shards the cluster has, with --with-coordinator"), ADVERTISE)
-    # What `up` tells its shards.
-    shard.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+    # What a parent process tells its servers.
+    for command in (coordinator, shard):
+        command.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
     shard.add_argument("--drains", action="store_true", help=argparse.SUPPRESS)
     shard.add_argument("--restart-count", type=index, default=0, help=argparse.SUPPRESS)
     for command in (up, coordinator, shard):
@@ -340,7 +341,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     alone = arguments.command == "coordinator"
     speaker = Speaker("coordinator") if alone else Speaker("shard", arguments.index)
     logs.start(speaker, arguments.log_level, arguments.log_format)
-    supervised = not alone and arguments.supervised
+    supervised = arguments.supervised
     coordinates = alone or arguments.with_coordinator
     failpoints.arm(None if alone else arguments.index)
     share_memory_pool()

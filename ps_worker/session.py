@@ -498,6 +498,14 @@ def _close_earlier(config: WorkerConfig) -> None:
         session.close()
 
 
+def close_open_sessions() -> None:
+    """Closes the sessions that this process has open, for a launcher whose worker ends before its process does."""
+    with _opening:
+        still_open = list(_open)
+    for session in still_open:
+        session.close()
+
+
 def _close_at_exit(session: Session) -> None:
     """Leaves the job when the script ends, also by SIGTERM, which would skip atexit."""
     atexit.register(session.close)  # which keeps the session alive: a script may hold it in a function that has ended

@@ -1,0 +1,106 @@
+"""One server process for a parent of any kind: it needs no main thread, no signal handler and no fork of Python code.
+
+`ps-server up` and `ps-worker run` are commands, and wait for their children in their main thread (children.py). A process
+whose main thread belongs to another program, such as an actor of Ray, has its server here.
+
+The server is supervised: it prints where it is as one line of JSON, and stops when its standard input closes, which is
+when this process is gone, however that ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import IO
+
+KILL_SECONDS = 5.0  # for which a killed server is waited for
+LAST_LINES = 20  # of its log, for the error of one that cannot start
+
+
+class OneServer:
+    """A `ps-server coordinator` or `ps-server shard`. Making it starts it. Methods may be called from any thread.
+
+    arguments:   the command and its flags
+    environment: all of its variables
+    Raises OSError if the system has no room for another process.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._place: dict[str, str] | None = None
+        self._told = threading.Event()  # it is ready, or has ended
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ps_server", *arguments, "--supervised"],
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C on a terminal reaches the parent alone, which stops it in order
+        )
+        self._readers = [
+            threading.Thread(target=read, args=(source,), name="server's output", daemon=True)
+            for read, source in ((self._read_out, self._process.stdout), (self._read_err, self._process.stderr))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def await_ready(self, seconds: float) -> dict[str, str] | None:
+        """Waits until the server is ready; returns its `address`, `metrics` and `process`, and None if it is not yet."""
+        self._told.wait(seconds)
+        return self._place
+
+    def has_ended(self) -> bool:
+        """Returns whether the process is gone."""
+        return self._process.poll() is not None
+
+    def await_end(self) -> int:
+        """Waits until the process is gone; returns its exit code."""
+        return self._process.wait()
+
+    def last_words(self) -> str:
+        """Returns the last lines that it wrote to its log."""
+        for reader in self._readers:
+            reader.join(KILL_SECONDS)
+        return "\n".join(self._lines)
+
+    def stop(self, seconds: float) -> None:
+        """Asks the server to end, and kills it when the time is up."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+            return
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_SECONDS)
+
+    def _read_out(self, source: IO[str]) -> None:
+        for line in source:
+            if self._place is None and line.startswith('{"address"'):
+                self._place = json.loads(line)
+                self._told.set()
+            else:
+                self._pass_on([line])
+        self._told.set()  # it has ended
+
+    def _read_err(self, source: IO[str]) -> None:
+        self._pass_on(source)
+
+    def _pass_on(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._lines.append(line.rstrip())
+            with contextlib.suppress(OSError, ValueError):  # a parent that ends has closed it
+                sys.stderr.write(line)
+                sys.stderr.flush()

@@ -1,0 +1,32 @@
+"""Parameter servers on Ray: for Ray Train, and for plain actors and Tune. Needs the extra `ray`.
+
+    trainer = DataParallelTrainer(train, backend_config=PsConfig(shards=2, mode="ssp:4"), ...)  # Ray Train
+
+    with ParameterServer(shards=2) as servers:                                                  # plain actors, Tune
+        settings = servers.settings(mode="ssp:4")
+        ray.get([train.remote(settings) for _ in range(8)])         # train begins with settings.apply()
+
+values.py    What travels between the processes: what servers to start, what a worker is told, which process it is
+actors.py    The coordinator and a shard, each an actor of Ray that has one server process
+servers.py   `ParameterServer`: the actors of one cluster, and where Ray puts them
+train.py     `PsConfig`: the backend for Ray Train
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from ps_worker.ray.servers import ParameterServer
+from ps_worker.ray.values import WorkerProcess, WorkerSettings
+
+if TYPE_CHECKING:
+    from ps_worker.ray.train import PsConfig
+
+__all__ = ["ParameterServer", "PsConfig", "WorkerProcess", "WorkerSettings"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports Ray Train, and pandas with it, when its backend is asked for: plain actors do without."""
+    if name == "PsConfig":
+        from ps_worker.ray.train import PsConfig
+
+        return PsConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,204 @@
+"""`ParameterServer`: a coordinator and shards as actors of Ray, where they run, and how they end."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from ps_protocol.errors import InvalidRequest, PSError
+from ps_runtime.credentials import is_loopback
+from ps_runtime.launch_id import new_launch_id
+from ps_worker.config import SETTINGS
+from ps_worker.ray.actors import Coordinator, ServerPlan, Shard
+from ps_worker.ray.values import SERVER, WORKER, Deployment, WorkerProcess, WorkerSettings
+
+PLACE_SECONDS = 60.0  # for which Ray may look for nodes with room for the shards
+START_SECONDS = 120.0  # for which servers may start: nodes import torch, some of them for the first time
+STOP_SECONDS = 60.0  # for the last checkpoints
+CALLS = 8  # to the coordinator's actor at a time
+_GIVEN = frozenset({"server", "mode", "job", "elastic", "tls_cert", "tls_key", "tls_ca", "token_file", "insecure"})
+
+
+class ParameterServer:
+    """Servers on a Ray cluster: a coordinator on this node, and shards on as many nodes as there are. Also a context
+    manager, which ends them in order. They outlive all workers, and Ray starts those that end again.
+
+    shards:           how many there are; Ray places each on another node where it can (SPREAD)
+    checkpoint_dir:   where checkpoints are, on storage that all nodes share; without it what a shard held is lost with it
+    checkpoint_every: how often to make one: 100steps, 60s
+    restore:          start jobs from their last checkpoints
+    server_options:   more options of `ps-server shard`, in one text: "--lease 30 --keep 5"
+    certificates:     a directory on this machine with ca.pem, server.pem, server.key, worker.pem, worker.key and roles,
+                      as `ps-server dev-certs` makes it; their contents go to the nodes as arguments of actors
+    insecure:         without certificates: the cluster's network is trusted, and all travels in plaintext
+    resources_per_shard: what Ray reserves: {"CPU": 1, "memory": 8e9}
+
+    Raises InvalidRequest for what does not fit together, and PSError if the servers do not start.
+    """
+
+    def __init__(
+        self,
+        shards: int = 2,
+        *,
+        checkpoint_dir: str | None = None,
+        checkpoint_every: str | None = None,
+        restore: bool = False,
+        server_options: str = "",
+        certificates: str | None = None,
+        insecure: bool = False,
+        resources_per_shard: Mapping[str, float] | None = None,
+    ) -> None:
+        deployment = Deployment(
+            *(shards, checkpoint_dir, checkpoint_every, restore, server_options, certificates, insecure),
+            **({} if resources_per_shard is None else {"resources_per_shard": resources_per_shard}),
+        )
+        self._start(deployment)
+
+    @classmethod
+    def of(cls, deployment: Deployment) -> ParameterServer:
+        """Returns the servers that a deployment describes. Raises as the constructor does."""
+        servers = cls.__new__(cls)
+        servers._start(deployment)
+        return servers
+
+    def _start(self, deployment: Deployment) -> None:
+        self._insecure = deployment.insecure
+        self._of_workers = deployment.held_by(WORKER)
+        self._launch = new_launch_id()
+        options, own = deployment.options(), deployment.held_by(SERVER)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        find = ray.remote(num_cpus=0, scheduling_strategy=here)(_free_address)
+        self.address: str = ray.get(find.remote())
+        host, _, port = self.address.rpartition(":")
+        if not (is_loopback(host) or own is not None or deployment.insecure):
+            raise InvalidRequest(
+                f"servers listen at {host}, beyond this machine: give certificates, or insecure=True on a trusted network"
+            )
+        resume = ("--resume",) if deployment.checkpoint_dir is not None else ()
+        words = "coordinator", "--shards", str(deployment.shards), "--host", host, "--port", port, *options
+        self._group = placement_group([dict(deployment.resources_per_shard)] * deployment.shards, strategy="SPREAD")
+        self._actors: list[Any] = []
+        try:
+            self._coordinator = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=CALLS)(
+                Coordinator
+            ).options(name=self._launch, scheduling_strategy=here).remote(ServerPlan(words, resume, own), self.address, self._insecure)
+            self._await([self._coordinator.is_ready.remote()])
+            if not self._group.wait(PLACE_SECONDS):
+                raise PSError(
+                    f"Ray has no room for {deployment.shards} shards with {dict(deployment.resources_per_shard)} each: it "
+                    f"has {ray.available_resources()}"
+                )
+            for index in range(deployment.shards):
+                words = "shard", "--index", str(index), "--coordinator", self.address, *options
+                self._actors.append(self._shard(index, deployment, ServerPlan(words, (), own)))
+            self._await([shard.address.remote() for shard in self._actors])
+        except BaseException:
+            self._kill()
+            raise
+
+    def _shard(self, index: int, deployment: Deployment, plan: ServerPlan) -> Any:
+        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        resources = dict(deployment.resources_per_shard)
+        return (
+            ray.remote(max_restarts=-1, max_task_retries=-1)(Shard)
+            .options(
+                num_cpus=resources.pop("CPU", 0),
+                num_gpus=resources.pop("GPU", 0),
+                memory=resources.pop("memory", None),
+                resources=resources,
+                scheduling_strategy=where,
+            )
+            .remote(plan, index, self._launch)
+        )
+
+    def _await(self, answers: Sequence[Any]) -> None:
+        """Waits for actors that start. Raises PSError with the reason of the first that does not."""
+        try:
+            ray.get(answers, timeout=START_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            raise PSError(f"the servers are not ready after {START_SECONDS:g} s; Ray's log says why") from None
+        except ray.exceptions.RayError as error:
+            raise PSError(_reason(error)) from None
+
+    def settings(
+        self, mode: str = "sync", job: str = "default", elastic: bool = True, **more: object
+    ) -> WorkerSettings:
+        """Returns what the workers of a job are told: each begins with `settings.apply()`, then `ps_worker.connect()`.
+
+        mode:    sync, ssp:K or async
+        job:     its name; jobs of one cluster are apart, so each trial of Tune has one of its own
+        elastic: ranks are given out, and workers come and go; otherwise each calls apply(rank, world_size)
+        more:    other settings of a worker: start_timeout=60
+        Raises InvalidRequest.
+        """
+        known = {setting.name: setting for setting in SETTINGS if setting.name not in _GIVEN}
+        unknown = sorted(more.keys() - known.keys())
+        if unknown:
+            raise InvalidRequest(f"there is no setting {unknown[0]!r} of a worker; there are {', '.join(sorted(known))}")
+        for name, value in more.items():
+            known[name].find(value)
+        access = self._of_workers, self._insecure
+        texts = {name: known[name].written(value) for name, value in more.items()}
+        return WorkerSettings(self.address, mode, job, elastic, self._launch, *access, texts)
+
+    def report_end(self, worker: WorkerProcess) -> tuple[int, ...]:
+        """Says that a worker's process is gone, as Ray has told: the others wait for it no longer.
+
+        worker: what `settings.apply()` returned in it
+        Returns the ranks that were taken off; none if it had left. Raises PSError.
+        """
+        ranks: tuple[int, ...] = self._ask(self._coordinator.worker_has_ended.remote(worker))
+        return ranks
+
+    def status(self) -> dict[str, Any]:
+        """Returns what is running, as `ps-server status --json` has it. Raises PSError."""
+        status: dict[str, Any] = self._ask(self._coordinator.status.remote())
+        return status
+
+    def stop(self) -> None:
+        """Ends the servers: the coordinator first, which has last checkpoints made, then the shards."""
+        for actors in ([self._coordinator], self._actors):
+            stops = [actor.stop.remote(STOP_SECONDS) for actor in actors]
+            ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
+        self._kill()
+
+    def _kill(self) -> None:
+        for actor in (*self._actors, *([self._coordinator] if hasattr(self, "_coordinator") else ())):
+            ray.kill(actor)
+        self._actors = []
+        remove_placement_group(self._group)
+
+    def _ask(self, answer: Any) -> Any:
+        try:
+            return ray.get(answer, timeout=START_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            raise PSError(f"the coordinator's actor does not answer in {START_SECONDS:g} s") from None
+        except ray.exceptions.RayError as error:
+            raise PSError(_reason(error)) from None
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _free_address() -> str:
+    """Returns an address of this node that nothing listens at: the coordinator has it for good."""
+    host = ray.util.get_node_ip_address()
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return f"[{host}]:{probe.getsockname()[1]}" if ":" in host else f"{host}:{probe.getsockname()[1]}"
+
+
+def _reason(error: Exception) -> str:
+    """Returns what an actor said of itself, out of the trace in which Ray wraps it."""
+    cause = getattr(error, "cause", None)
+    text = str(cause if cause is not None else error).strip()
+    _, mark, own = text.rpartition("PSError: ")
+    return own if mark else text

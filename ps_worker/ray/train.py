@@ -1,0 +1,117 @@
+"""`PsConfig`: Ray Train over parameter servers.
+
+A worker of Ray Train is a replica group of one: when one fails, Ray replaces that worker alone, and this backend has the
+coordinator told. Ray calls `on_shutdown` before it restarts all workers too, so servers do not end there: they end with
+the run, or are those of a `ParameterServer` and outlive it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+from ray.train.backend import Backend, BackendConfig
+
+from ps_protocol.errors import InvalidRequest, PSError
+from ps_worker.ray.servers import ParameterServer
+from ps_worker.ray.values import Deployment, WorkerProcess, WorkerSettings
+
+log = logging.getLogger("ps_worker")
+
+
+@contextlib.contextmanager
+def _leaving() -> Iterator[None]:
+    """Has a worker whose function returns leave its job: Ray kills the process later. One that fails is reported."""
+    from ps_worker.session import close_open_sessions
+
+    yield
+    close_open_sessions()
+
+
+class PsConfig(BackendConfig):
+    """The backend of a `DataParallelTrainer` whose workers train on parameter servers, with `ps_worker.connect()`.
+
+    mode:    sync, ssp:K or async
+    job:     its name
+    elastic: ranks are given out, and data is leased batch by batch; otherwise workers have the ranks of Ray Train
+    servers:      those to train on, which outlive the run; None: servers of its own, which end with it
+    server_settings: of its own servers, as `ParameterServer` takes them: shards=4, checkpoint_dir="/nfs/run"
+
+    Raises InvalidRequest for what does not fit together.
+    """
+
+    def __init__(
+        self,
+        mode: str = "sync",
+        job: str = "default",
+        elastic: bool = True,
+        servers: ParameterServer | None = None,
+        **server_settings: Any,
+    ) -> None:
+        if servers is not None and server_settings:
+            raise InvalidRequest(f"servers= has them already: leave out {', '.join(sorted(server_settings))}")
+        self.mode, self.job, self.elastic = mode, job, elastic
+        self.servers = servers
+        self.deployment = Deployment(**server_settings)
+        WorkerSettings("", mode, job, elastic, "")  # which refuses a mode without servers
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """What Ray Train runs beside its controller."""
+        return _PsBackend
+
+    @property
+    def train_func_context(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """What is around the training function in each worker."""
+        return _leaving
+
+
+class _PsBackend(Backend):
+    """Starts servers with the first workers, tells each worker where they are, and reports workers that end."""
+
+    has_replica_groups = True
+
+    def __init__(self) -> None:
+        self._servers: ParameterServer | None = None
+        self._settings: WorkerSettings | None = None
+        self._ended: list[WorkerProcess] = []  # those that Ray was about to kill
+
+    def on_start(self, worker_group: Any, backend_config: PsConfig) -> None:
+        """Tells workers that begin what `ps_worker.connect()` reads: all of a run, or one that replaces another."""
+        if self._servers is None:
+            self._servers = backend_config.servers or ParameterServer.of(backend_config.deployment)
+        if self._settings is None:
+            self._settings = self._servers.settings(backend_config.mode, backend_config.job, backend_config.elastic)
+        # A process that lived when it was reported may have joined again before Ray killed it.
+        self._report(self._ended)
+        self._ended = []
+        places = [worker.distributed_context for worker in worker_group.get_workers()]
+        answers = [
+            worker.execute_async(self._settings.apply, place.world_rank, place.world_size)
+            for worker, place in zip(worker_group.get_workers(), places, strict=True)
+        ]
+        ray.get(answers)
+
+    def on_shutdown(self, worker_group: Any, backend_config: PsConfig) -> None:
+        """Has the coordinator told of workers that failed, or are about to be killed. Those that left do not count."""
+        settings = self._settings
+        if settings is None:
+            return
+        ended = [
+            WorkerProcess(settings.job, settings.launch, worker.metadata.hostname, worker.metadata.pid)
+            for worker in worker_group.get_workers()
+        ]
+        self._report(ended)
+        self._ended += ended
+
+    def _report(self, workers: list[WorkerProcess]) -> None:
+        """Reports ends. Without a report the lease ends a worker, so an error here ends nothing."""
+        for worker in workers:
+            try:
+                if self._servers is not None:
+                    self._servers.report_end(worker)
+            except PSError as error:
+                log.warning("the end of worker process %d on %s is not reported: %s", worker.pid, worker.host, error)

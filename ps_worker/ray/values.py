@@ -1,0 +1,152 @@
+"""What travels between the processes of a Ray cluster: which servers to start, and what a worker is told."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shlex
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.modes import parse_mode
+from ps_runtime.launch_id import LAUNCH_ID
+from ps_runtime.settings import set_environment
+
+# The files of `ps-server dev-certs`, and of anything that names its files so.
+SERVER, WORKER = "server", "worker"
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """The contents of TLS files, which go to other nodes as arguments of actors.
+
+    roles: what the holders of certificates may do, as `ps-server --tokens` reads it; empty: servers do not ask
+    """
+
+    ca: bytes
+    cert: bytes
+    key: bytes = field(repr=False)
+    roles: bytes = b""
+
+    @classmethod
+    def read(cls, directory: Path, holder: str) -> Certificates:
+        """Reads ca.pem, HOLDER.pem, HOLDER.key and, where it is, roles. Raises InvalidRequest."""
+        roles = directory / "roles"
+        try:
+            ca, cert, key = (
+                (directory / name).read_bytes() for name in ("ca.pem", f"{holder}.pem", f"{holder}.key")
+            )
+            return cls(ca, cert, key, roles.read_bytes() if holder == SERVER and roles.exists() else b"")
+        except OSError as error:
+            raise InvalidRequest(
+                f"certificates: cannot read {error.filename} ({error.strerror}); `ps-server dev-certs {directory} "
+                "--host ADDRESS`, with the address of each node, makes them"
+            ) from None
+
+    def unpack(self) -> dict[str, str]:
+        """Writes the files to a directory that only this user reads, until this process ends; returns the variables
+        that name them."""
+        folder = Path(tempfile.mkdtemp(prefix="ps-ray-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        variables = {}
+        contents = {"PS_TLS_CA": self.ca, "PS_TLS_CERT": self.cert, "PS_TLS_KEY": self.key, "PS_TOKENS": self.roles}
+        for variable, content in contents.items():
+            if content:
+                path = folder / variable.lower()
+                path.touch(0o600)
+                path.write_bytes(content)
+                variables[variable] = str(path)
+        return variables
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Which servers to start, and with what; see `ParameterServer`. Raises InvalidRequest for what cannot be."""
+
+    shards: int = 2
+    checkpoint_dir: str | None = None
+    checkpoint_every: str | None = None
+    restore: bool = False
+    server_options: str = ""
+    certificates: str | None = None
+    insecure: bool = False
+    resources_per_shard: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
+
+    def __post_init__(self) -> None:
+        if self.shards < 1:
+            raise InvalidRequest(f"shards must be 1 or more, got {self.shards}")
+        if (self.checkpoint_every or self.restore) and self.checkpoint_dir is None:
+            raise InvalidRequest("checkpoint_every and restore need a checkpoint_dir, on storage that all nodes share")
+
+    def options(self) -> tuple[str, ...]:
+        """Returns the options that coordinator and shards have alike. Raises InvalidRequest for what is no words."""
+        try:
+            words = shlex.split(self.server_options)
+        except ValueError as error:
+            raise InvalidRequest(f"server_options: {error}, got {self.server_options!r}") from None
+        options = ["--metrics-port", "0"]
+        if self.checkpoint_dir is not None:
+            options += ["--checkpoint-dir", self.checkpoint_dir]
+        if self.checkpoint_every is not None:
+            options += ["--checkpoint-every", self.checkpoint_every]
+        return *options, *["--restore"] * self.restore, *["--insecure"] * self.insecure, *words
+
+    def held_by(self, holder: str) -> Certificates | None:
+        """Returns the certificate of a kind of process. Raises InvalidRequest if it cannot be read."""
+        return Certificates.read(Path(self.certificates), holder) if self.certificates is not None else None
+
+
+@dataclass(frozen=True)
+class WorkerProcess:
+    """A worker's process, as the coordinator knows it: by it a launcher reports its end."""
+
+    job: str
+    launch: str
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What the workers of one job are told. It may be handed to any actor or task.
+
+    more: other settings of a worker, by name: start_timeout=60
+    """
+
+    server: str
+    mode: str
+    job: str
+    elastic: bool
+    launch: str
+    certificates: Certificates | None = None
+    insecure: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if parse_mode(self.mode) is None:
+            raise InvalidRequest(f"mode {self.mode} has no servers: use sync, ssp:K or async")
+
+    def apply(self, rank: int | None = None, world_size: int | None = None) -> WorkerProcess:
+        """Sets the PS_* variables of this process, so that `ps_worker.connect()` and the frameworks find all.
+
+        rank, world_size: of a worker of a job that is not elastic
+        Returns which process this is, for `ParameterServer.report_end`. Raises InvalidRequest for half a place.
+        """
+        if not self.elastic and (rank is None or world_size is None):
+            raise InvalidRequest("a job that is not elastic needs each worker's rank and world_size")
+        # Ray has a worker see its own GPUs alone, so each is the first of its process.
+        place = {"PS_RANK": "", "PS_WORLD_SIZE": "", "PS_LOCAL_RANK": "0"}
+        if not self.elastic:
+            place |= {"PS_RANK": str(rank), "PS_WORLD_SIZE": str(world_size)}
+        own = {"PS_SERVER": self.server, "PS_MODE": self.mode, "PS_JOB": self.job, LAUNCH_ID: self.launch}
+        switches = {"PS_ELASTIC": "1" if self.elastic else "", "PS_INSECURE": "1" if self.insecure else ""}
+        files = self.certificates.unpack() if self.certificates is not None else {}
+        more = {f"PS_{name.upper()}": str(value) for name, value in self.more.items()}
+        set_environment({**more, **own, **switches, **place, **files})
+        return WorkerProcess(self.job, self.launch, socket.gethostname(), os.getpid())

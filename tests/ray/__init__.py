@@ -1,0 +1,1 @@
+"""Ray, of three nodes on this machine."""

@@ -1,0 +1,69 @@
+"""A real Ray of three nodes on this machine, and the progress of workers that train there."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LOOK_SECONDS = 0.1
+NODES, CPUS = 3, 4
+needs_ray = [
+    pytest.mark.ray,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the package ray: make test-ray"),
+    # Ray leaves sockets and files to the garbage collector, and warns of its own changes to come.
+    pytest.mark.filterwarnings("default"),
+]
+
+
+@contextmanager
+def three_nodes() -> Iterator[Any]:
+    """Yields a cluster of three nodes; this process is its driver."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    try:
+        for _ in range(NODES):
+            cluster.add_node(num_cpus=CPUS, object_store_memory=100 * 2**20, include_dashboard=False)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 90.0) -> None:
+    """Looks at a condition now and then until it holds."""
+    deadline, pause = time.monotonic() + seconds, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come in {seconds:g} s"
+        pause.wait(LOOK_SECONDS)
+
+
+def steps(folder: Path) -> dict[tuple[str, int], int]:
+    """How many steps each process has made, by its worker's name and process id."""
+    found = {}
+    for path in folder.glob("*-*"):
+        name, _, pid = path.name.partition("-")
+        text = path.read_text()
+        if name != "done" and text:  # empty: it is being written
+            found[name, int(pid)] = int(text)
+    return found
+
+
+def until_further(folder: Path, processes: set[tuple[str, int]], by: int = 30) -> None:
+    """Waits until each of some processes has made so many steps more."""
+    before = steps(folder)
+
+    def are_further() -> bool:
+        now = steps(folder)
+        return all(now.get(process, 0) >= before.get(process, 0) + by for process in processes)
+
+    until(are_further, f"{by} more steps of {processes}")
