@@ -36,6 +36,7 @@ FRAMEWORKS = {
     "accelerate": ("connect",),
     "huggingface": ("OnServers", "PsTrainer"),
     "lightning": ("ParameterServerStrategy", "FabricParameterServerStrategy"),
+    "ray": ("PsConfig", "ParameterServer"),
 }
 
 # A line that explains one or more names: "rank: from 0", "tls_cert, tls_key: this worker's certificate and key".
@@ -73,10 +74,12 @@ def optimizer_entries() -> Iterator[str]:
 def framework_entries() -> Iterator[str]:
     """Yields what the modules for frameworks offer."""
     yield "## Frameworks\n"
-    yield "Each module needs its extra; [frameworks.md](frameworks.md) shows scripts before and after.\n"
+    yield "Each module needs its extra; [frameworks.md](frameworks.md) and [ray.md](ray.md) show scripts.\n"
     for module, names in FRAMEWORKS.items():
-        source = Path(str(ps_worker.__file__)).with_name(f"{module}.py")
-        defined = {node.name: node for node in ast.parse(source.read_text()).body if isinstance(node, _DEFINED)}
+        place = Path(str(ps_worker.__file__)).with_name(module)
+        sources = sorted(place.glob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+        nodes = [node for source in sources for node in ast.parse(source.read_text()).body]
+        defined = {node.name: node for node in nodes if isinstance(node, _DEFINED)}
         for name in names:
             yield f"### ps_worker.{module}.{name}\n"
             constructor = _constructor(defined[name])

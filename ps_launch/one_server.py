@@ -1,7 +1,7 @@
 """One server process for a parent of any kind: it needs no main thread, no signal handler and no fork of Python code.
 
-`ps-server up` and `ps-worker run` are commands, and wait for their children in their main thread (children.py). A process
-whose main thread belongs to another program, such as an actor of Ray, has its server here.
+`ps-server up` and `ps-worker run` are commands, and wait for their children in their main thread (children.py). A
+process whose main thread belongs to another program, such as an actor of Ray, has its server here.
 
 The server is supervised: it prints where it is as one line of JSON, and stops when its standard input closes, which is
 when this process is gone, however that ended.
@@ -57,7 +57,7 @@ class OneServer:
         return self._process.pid
 
     def await_ready(self, seconds: float) -> dict[str, str] | None:
-        """Waits until the server is ready; returns its `address`, `metrics` and `process`, and None if it is not yet."""
+        """Waits until the server is ready; returns its `address`, `metrics` and `process`; None: it is not yet."""
         self._told.wait(seconds)
         return self._place
 

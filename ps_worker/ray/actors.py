@@ -95,9 +95,10 @@ class _ServerActor:
         self._is_wanted = False
         self._server.stop(seconds)
 
-    def process_id(self) -> int:
-        """Returns the process id of the server."""
-        return self._server.pid
+    def node(self) -> str:
+        """Returns the id of the node of Ray on which this actor is."""
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
 
 
 class Coordinator(_ServerActor):

@@ -15,7 +15,7 @@ from ps_runtime.credentials import is_loopback
 from ps_runtime.launch_id import new_launch_id
 from ps_worker.config import SETTINGS
 from ps_worker.ray.actors import Coordinator, ServerPlan, Shard
-from ps_worker.ray.values import SERVER, WORKER, Deployment, WorkerProcess, WorkerSettings
+from ps_worker.ray.values import SERVER, WORKER, Certificates, Deployment, WorkerProcess, WorkerSettings
 
 PLACE_SECONDS = 60.0  # for which Ray may look for nodes with room for the shards
 START_SECONDS = 120.0  # for which servers may start: nodes import torch, some of them for the first time
@@ -29,7 +29,7 @@ class ParameterServer:
     manager, which ends them in order. They outlive all workers, and Ray starts those that end again.
 
     shards:           how many there are; Ray places each on another node where it can (SPREAD)
-    checkpoint_dir:   where checkpoints are, on storage that all nodes share; without it what a shard held is lost with it
+    checkpoint_dir:   where checkpoints are, on storage that all nodes share; without it jobs end with a shard
     checkpoint_every: how often to make one: 100steps, 60s
     restore:          start jobs from their last checkpoints
     server_options:   more options of `ps-server shard`, in one text: "--lease 30 --keep 5"
@@ -53,11 +53,9 @@ class ParameterServer:
         insecure: bool = False,
         resources_per_shard: Mapping[str, float] | None = None,
     ) -> None:
-        deployment = Deployment(
-            *(shards, checkpoint_dir, checkpoint_every, restore, server_options, certificates, insecure),
-            **({} if resources_per_shard is None else {"resources_per_shard": resources_per_shard}),
-        )
-        self._start(deployment)
+        files = checkpoint_dir, checkpoint_every, restore
+        access = certificates, insecure
+        self._start(Deployment(shards, *files, server_options, *access, resources_per_shard))
 
     @classmethod
     def of(cls, deployment: Deployment) -> ParameterServer:
@@ -68,42 +66,49 @@ class ParameterServer:
 
     def _start(self, deployment: Deployment) -> None:
         self._insecure = deployment.insecure
-        self._of_workers = deployment.held_by(WORKER)
+        self._of_workers, own = deployment.held_by(WORKER), deployment.held_by(SERVER)
         self._launch = new_launch_id()
-        options, own = deployment.options(), deployment.held_by(SERVER)
+        options = deployment.options()
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         find = ray.remote(num_cpus=0, scheduling_strategy=here)(_free_address)
         self.address: str = ray.get(find.remote())
-        host, _, port = self.address.rpartition(":")
+        host = self.address.rpartition(":")[0]
         if not (is_loopback(host) or own is not None or deployment.insecure):
             raise InvalidRequest(
-                f"servers listen at {host}, beyond this machine: give certificates, or insecure=True on a trusted network"
+                f"servers listen at {host}, beyond this machine: "
+                "give certificates, or insecure=True if the network is trusted"
             )
-        resume = ("--resume",) if deployment.checkpoint_dir is not None else ()
-        words = "coordinator", "--shards", str(deployment.shards), "--host", host, "--port", port, *options
-        self._group = placement_group([dict(deployment.resources_per_shard)] * deployment.shards, strategy="SPREAD")
-        self._actors: list[Any] = []
+        self._group = placement_group([deployment.resources] * deployment.shards, strategy="SPREAD")
+        self._coordinator: Any = None
+        self._shards: list[Any] = []
         try:
-            self._coordinator = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=CALLS)(
-                Coordinator
-            ).options(name=self._launch, scheduling_strategy=here).remote(ServerPlan(words, resume, own), self.address, self._insecure)
-            self._await([self._coordinator.is_ready.remote()])
             if not self._group.wait(PLACE_SECONDS):
-                raise PSError(
-                    f"Ray has no room for {deployment.shards} shards with {dict(deployment.resources_per_shard)} each: it "
-                    f"has {ray.available_resources()}"
-                )
+                room = f"{deployment.shards} shards with {deployment.resources} each"
+                raise PSError(f"Ray has no room for {room}: it has {ray.available_resources()}")
+            self._coordinator = self._start_coordinator(deployment, here, options, own)
+            self._await([self._coordinator.is_ready.remote()])
             for index in range(deployment.shards):
                 words = "shard", "--index", str(index), "--coordinator", self.address, *options
-                self._actors.append(self._shard(index, deployment, ServerPlan(words, (), own)))
-            self._await([shard.address.remote() for shard in self._actors])
+                self._shards.append(self._start_shard(index, deployment, ServerPlan(words, (), own)))
+            self._await([shard.address.remote() for shard in self._shards])
         except BaseException:
             self._kill()
             raise
 
-    def _shard(self, index: int, deployment: Deployment, plan: ServerPlan) -> Any:
-        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-        resources = dict(deployment.resources_per_shard)
+    def _start_coordinator(
+        self, deployment: Deployment, here: Any, options: tuple[str, ...], own: Certificates | None
+    ) -> Any:
+        host, _, port = self.address.rpartition(":")
+        words = "coordinator", "--shards", str(deployment.shards), "--host", host.strip("[]"), "--port", port, *options
+        resume = ("--resume",) if deployment.checkpoint_dir is not None else ()
+        return (
+            ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=CALLS)(Coordinator)
+            .options(name=self._launch, scheduling_strategy=here)
+            .remote(ServerPlan(words, resume, own), self.address, self._insecure)
+        )
+
+    def _start_shard(self, index: int, deployment: Deployment, plan: ServerPlan) -> Any:
+        resources = deployment.resources
         return (
             ray.remote(max_restarts=-1, max_task_retries=-1)(Shard)
             .options(
@@ -111,7 +116,7 @@ class ParameterServer:
                 num_gpus=resources.pop("GPU", 0),
                 memory=resources.pop("memory", None),
                 resources=resources,
-                scheduling_strategy=where,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
             )
             .remote(plan, index, self._launch)
         )
@@ -139,7 +144,9 @@ class ParameterServer:
         known = {setting.name: setting for setting in SETTINGS if setting.name not in _GIVEN}
         unknown = sorted(more.keys() - known.keys())
         if unknown:
-            raise InvalidRequest(f"there is no setting {unknown[0]!r} of a worker; there are {', '.join(sorted(known))}")
+            raise InvalidRequest(
+                f"there is no setting {unknown[0]!r} of a worker; there are {', '.join(sorted(known))}"
+            )
         for name, value in more.items():
             known[name].find(value)
         access = self._of_workers, self._insecure
@@ -160,17 +167,25 @@ class ParameterServer:
         status: dict[str, Any] = self._ask(self._coordinator.status.remote())
         return status
 
+    def node_of(self, shard: int) -> str:
+        """Returns the id of the node of Ray on which a shard is. Raises PSError."""
+        node: str = self._ask(self._shards[shard].node.remote())
+        return node
+
     def stop(self) -> None:
-        """Ends the servers: the coordinator first, which has last checkpoints made, then the shards."""
-        for actors in ([self._coordinator], self._actors):
+        """Ends the servers: the coordinator first, which has last checkpoints made, then the shards. Twice is once."""
+        if self._coordinator is None:
+            return
+        for actors in ([self._coordinator], self._shards):
             stops = [actor.stop.remote(STOP_SECONDS) for actor in actors]
             ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
         self._kill()
 
     def _kill(self) -> None:
-        for actor in (*self._actors, *([self._coordinator] if hasattr(self, "_coordinator") else ())):
-            ray.kill(actor)
-        self._actors = []
+        for actor in (*self._shards, self._coordinator):
+            if actor is not None:
+                ray.kill(actor)
+        self._shards, self._coordinator = [], None
         remove_placement_group(self._group)
 
     def _ask(self, answer: Any) -> Any:

@@ -1,8 +1,8 @@
 """`PsConfig`: Ray Train over parameter servers.
 
-A worker of Ray Train is a replica group of one: when one fails, Ray replaces that worker alone, and this backend has the
-coordinator told. Ray calls `on_shutdown` before it restarts all workers too, so servers do not end there: they end with
-the run, or are those of a `ParameterServer` and outlive it.
+A worker of Ray Train is a replica group of one: when one fails, Ray replaces that worker alone, and this backend has
+the coordinator told. Ray calls `on_shutdown` before it restarts all workers too, so servers do not end there: they end
+with the run, or are those of a `ParameterServer` and outlive it.
 """
 
 from __future__ import annotations

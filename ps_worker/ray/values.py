@@ -39,9 +39,7 @@ class Certificates:
         """Reads ca.pem, HOLDER.pem, HOLDER.key and, where it is, roles. Raises InvalidRequest."""
         roles = directory / "roles"
         try:
-            ca, cert, key = (
-                (directory / name).read_bytes() for name in ("ca.pem", f"{holder}.pem", f"{holder}.key")
-            )
+            ca, cert, key = ((directory / name).read_bytes() for name in ("ca.pem", f"{holder}.pem", f"{holder}.key"))
             return cls(ca, cert, key, roles.read_bytes() if holder == SERVER and roles.exists() else b"")
         except OSError as error:
             raise InvalidRequest(
@@ -76,13 +74,18 @@ class Deployment:
     server_options: str = ""
     certificates: str | None = None
     insecure: bool = False
-    resources_per_shard: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
+    resources_per_shard: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         if self.shards < 1:
             raise InvalidRequest(f"shards must be 1 or more, got {self.shards}")
         if (self.checkpoint_every or self.restore) and self.checkpoint_dir is None:
             raise InvalidRequest("checkpoint_every and restore need a checkpoint_dir, on storage that all nodes share")
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """What Ray reserves for each shard."""
+        return dict(self.resources_per_shard or {"CPU": 1})
 
     def options(self) -> tuple[str, ...]:
         """Returns the options that coordinator and shards have alike. Raises InvalidRequest for what is no words."""

@@ -25,6 +25,8 @@ FRAMEWORKS = {
     "ps_worker/accelerate.py": "accelerate",
     "ps_worker/huggingface.py": "transformers",
     "ps_worker/lightning.py": "lightning",
+    **dict.fromkeys(("ps_worker/ray/__init__.py", "ps_worker/ray/actors.py", "ps_worker/ray/servers.py"), "ray"),
+    "ps_worker/ray/train.py": "ray",
 }
 
 
@@ -67,7 +69,7 @@ def test_no_file_of_a_package_imports_the_test_tools() -> None:
 
 def test_frameworks_are_imported_by_who_uses_them_alone() -> None:
     """And nothing imports those files but one another, so that nobody needs a framework who did not ask for it."""
-    modules = {path.removesuffix(".py").replace("/", ".") for path in FRAMEWORKS}
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in FRAMEWORKS}
 
     def foreign(path: Path) -> list[str]:
         return [found for found in imports(path) if within(found, {*FRAMEWORKS.values()} | modules)]

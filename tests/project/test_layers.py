@@ -63,11 +63,13 @@ MAY_IMPORT = {
         "ps_worker.state",
         "ps_runtime",
     },
+    "ps_worker.ray": {"ps_worker.config", "ps_worker.session", "ps_worker.cluster", "ps_runtime", "ps_launch"},
 }
 
 # By module of the world: the rooms and files that may import it.
 ONLY_IN = {
     "grpc": {"ps_runtime", "ps_server.rpc", "ps_server.server", "ps_worker.cluster"},
+    "ray": {"ps_worker.ray"},
     "ps_protocol.v1": {"ps_protocol.convert", "ps_server.rpc", "ps_worker.cluster"},
     "prometheus_client": {
         "ps_runtime.metrics",

@@ -7,14 +7,17 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ps_protocol.errors import InvalidRequest, PSError
+from ps_server.ops.dev_certs import write
 from tests.scripts.train_on_ray import ENOUGH, in_ray_train, train
-from tests.tools.rays import needs_ray, steps, three_nodes, until, until_further
+from tests.tools.rays import logs, needs_ray, steps, three_nodes, until, until_further
 
 pytestmark = needs_ray
 
@@ -31,10 +34,14 @@ def nodes() -> Iterator[Any]:
 
 @pytest.fixture
 def servers(nodes: Any, tmp_path: Path) -> Iterator[Any]:
+    """Two shards, with certificates and roles."""
+    import ray
+
     from ps_worker.ray import ParameterServer
 
-    options = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_every": "1s"}
-    with ParameterServer(2, **options, server_options=OPTIONS, insecure=True) as running:
+    write(tmp_path / "certs", [ray.util.get_node_ip_address()])
+    options = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_every": "1s", "server_options": OPTIONS}
+    with ParameterServer(2, **options, certificates=str(tmp_path / "certs")) as running:
         yield running
 
 
@@ -43,11 +50,35 @@ def shard(servers: Any, index: int) -> dict[str, Any]:
     return next(each for each in found if each.get("index", 0) == index)
 
 
-def kill_shard(servers: Any, index: int) -> None:
-    """Kills the process of a shard, and waits until another one is the shard."""
+def command(pid: int) -> list[str]:
+    """The command line of a process; nothing if it has gone."""
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return []
+
+
+@contextmanager
+def replaced(nodes: Any, servers: Any, index: int) -> Iterator[int]:
+    """Yields the process id of a shard, which is to be ended; waits until another process is the shard."""
     before = shard(servers, index)
-    os.kill(int(before["pid"]), signal.SIGKILL)
+    yield int(before["pid"])
     until(lambda: shard(servers, index)["pid"] != before["pid"], "another process of the shard")
+    assert f"(pid {before['pid']} at {before['address']}) is gone: its process ended" in logs(nodes), "a report"
+    assert shard(servers, index)["address"] != before["address"], "it comes back at another port"
+
+
+class Worker:
+    """A plain actor that trains."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def begin(self, settings: Any) -> Any:
+        return settings.apply()
+
+    def train(self, name: str) -> dict[str, Any]:
+        return train(self._folder, name)
 
 
 class Fit(threading.Thread):
@@ -91,7 +122,7 @@ def fit(folder: Path, workers: int, config: Any) -> Fit:
     return running
 
 
-def test_ray_train_replaces_the_worker_that_failed_alone(servers: Any, tmp_path: Path) -> None:
+def test_ray_train_replaces_the_worker_that_failed_alone(nodes: Any, servers: Any, tmp_path: Path) -> None:
     from ps_worker.ray import PsConfig
 
     running = fit(tmp_path, 3, PsConfig(mode="ssp:4", servers=servers))
@@ -108,10 +139,9 @@ def test_ray_train_replaces_the_worker_that_failed_alone(servers: Any, tmp_path:
     until_further(tmp_path, {*first, newcomer} - {killed})
     assert time.monotonic() - begun < LEASE, "it waited for the lease"
 
-    address = shard(servers, 1)["address"]
-    kill_shard(servers, 1)
+    with replaced(nodes, servers, 1) as pid:
+        os.kill(pid, signal.SIGKILL)
     until_further(tmp_path, {*first, newcomer} - {killed})
-    assert shard(servers, 1)["address"] != address, "it came back at another port, as Ray wished"
 
     running.finish(tmp_path)
     assert set(steps(tmp_path)) == {*first, newcomer}, "the others kept their processes"
@@ -124,15 +154,8 @@ def test_ray_train_replaces_the_worker_that_failed_alone(servers: Any, tmp_path:
 def test_plain_actors_go_on_when_one_of_them_is_killed(servers: Any, tmp_path: Path) -> None:
     import ray
 
-    class Worker:
-        def begin(self, settings: Any) -> Any:
-            return settings.apply()
-
-        def train(self, name: str) -> dict[str, Any]:
-            return train(tmp_path, name)
-
     settings = servers.settings(mode="sync", job="actors")
-    workers = [ray.remote(num_cpus=1)(Worker).remote() for _ in range(3)]
+    workers = [ray.remote(num_cpus=1)(Worker).remote(tmp_path) for _ in range(3)]
     processes = ray.get([worker.begin.remote(settings) for worker in workers])
     running = [worker.train.remote(str(number)) for number, worker in enumerate(workers)]
     until(lambda: len([each for each in steps(tmp_path).values() if each > 20]) == 3, "three workers that train")
@@ -152,22 +175,45 @@ def test_plain_actors_go_on_when_one_of_them_is_killed(servers: Any, tmp_path: P
     assert {each["loss"] < 0.5 for each in found} == {True}
 
 
+def test_the_coordinator_comes_back_where_it_was(nodes: Any, servers: Any, tmp_path: Path) -> None:
+    import ray
+
+    worker = ray.remote(num_cpus=1)(Worker).remote(tmp_path)
+    ray.get(worker.begin.remote(servers.settings(mode="sync", job="back")))
+    running = worker.train.remote("0")
+    until(lambda: max(steps(tmp_path).values(), default=0) > 20, "a worker that trains")
+    until(lambda: list(tmp_path.glob("checkpoints/back/*/manifest.json")), "a checkpoint")
+
+    [pid] = [
+        pid for pid in psutil.pids() if "coordinator" in command(pid) and servers.address.split(":")[1] in command(pid)
+    ]
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not psutil.pid_exists(pid), "its end")
+    until(lambda: servers.status()["jobs"], "the coordinator with its job")
+    until_further(tmp_path, set(steps(tmp_path)))
+    (tmp_path / ENOUGH).touch()
+    assert ray.get(running)["steps"] > 20
+
+
 def test_a_run_has_servers_of_its_own(nodes: Any, tmp_path: Path) -> None:
     """And workers with the ranks of Ray Train, in a job that is not elastic."""
     from ps_worker.ray import PsConfig
 
-    running = fit(tmp_path, 2, PsConfig(mode="sync", elastic=False, shards=1, insecure=True))
+    checkpoints = tmp_path / "checkpoints"
+    own = {"shards": 1, "checkpoint_dir": str(checkpoints), "insecure": True}
+    running = fit(tmp_path, 2, PsConfig(mode="sync", elastic=False, **own))
     until(lambda: len([each for each in steps(tmp_path).values() if each > 20]) == 2, "two workers that train")
     first = set(steps(tmp_path))
     running.finish(tmp_path)
     assert set(steps(tmp_path)) == first
     assert len(list(tmp_path.glob("done-*"))) == 2
+    assert list(checkpoints.rglob("manifest.json")), "the last worker's leaving made a checkpoint"
 
 
-def test_what_cannot_be_is_refused_before_anything_starts(nodes: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused(nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ps_worker.ray import ParameterServer, PsConfig
 
-    with pytest.raises(InvalidRequest, match="insecure=True on a trusted network"):
+    with pytest.raises(InvalidRequest, match="insecure=True if the network is trusted"):
         ParameterServer(1)
     with pytest.raises(InvalidRequest, match="mode ddp has no servers"):
         PsConfig(mode="ddp")
@@ -175,7 +221,30 @@ def test_what_cannot_be_is_refused_before_anything_starts(nodes: Any, tmp_path: 
         PsConfig(checkpoint_every="1s")
     with pytest.raises(InvalidRequest, match="dev-certs"):
         ParameterServer(1, certificates=str(tmp_path))
-    with pytest.raises(PSError, match="unrecognized arguments: --leas 3"):
-        ParameterServer(1, server_options="--leas 3", insecure=True)
+    with pytest.raises(PSError, match="unknown option --leases"):
+        ParameterServer(1, server_options="--leases 3", insecure=True)
+    monkeypatch.setattr("ps_worker.ray.servers.PLACE_SECONDS", 3.0)
     with pytest.raises(PSError, match="Ray has no room for 40 shards"):
         ParameterServer(40, insecure=True)
+
+
+def test_a_shard_goes_on_elsewhere_when_its_node_is_lost(nodes: Any, servers: Any, tmp_path: Path) -> None:
+    """The last test: this node does not come back."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    worker = ray.remote(num_cpus=1, scheduling_strategy=here)(Worker).remote(tmp_path)
+    ray.get(worker.begin.remote(servers.settings(mode="sync", job="moves")))
+    running = worker.train.remote("0")
+    until(lambda: max(steps(tmp_path).values(), default=0) > 20, "a worker that trains")
+
+    index, node = next(
+        (index, node) for index in (0, 1) for node in nodes.worker_nodes if node.node_id == servers.node_of(index)
+    )
+    with replaced(nodes, servers, index):
+        nodes.remove_node(node, allow_graceful=False)
+    until_further(tmp_path, set(steps(tmp_path)))
+    assert servers.node_of(index) != node.node_id
+    (tmp_path / ENOUGH).touch()
+    assert ray.get(running)["steps"] > 20

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,14 +31,22 @@ def three_nodes() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
+    folder = tempfile.mkdtemp(prefix="ray-")  # a short path: Ray's sockets are in it
     try:
         for _ in range(NODES):
-            cluster.add_node(num_cpus=CPUS, object_store_memory=100 * 2**20, include_dashboard=False)
+            cluster.add_node(num_cpus=CPUS, object_store_memory=100 * 2**20, include_dashboard=False, temp_dir=folder)
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
     finally:
         ray.shutdown()
         cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def logs(cluster: Any) -> str:
+    """All that actors have written to their logs, their servers included."""
+    folder = Path(cluster.head_node.get_logs_dir_path())
+    return "".join(path.read_text(errors="replace") for path in folder.glob("worker-*.err"))
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = 90.0) -> None:
