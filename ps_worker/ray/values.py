@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import shlex
-import shutil
 import socket
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,19 +45,18 @@ class Certificates:
             ) from None
 
     def unpack(self) -> dict[str, str]:
-        """Writes the files to a directory that only this user reads, until this process ends; returns the variables
-        that name them."""
-        folder = Path(tempfile.mkdtemp(prefix="ps-ray-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        variables = {}
+        """Returns the variables that name the files, which are in this process' memory: it may be killed at any time,
+        and leaves no key on a disk. Children of this process can read them while it is there."""
         contents = {"PS_TLS_CA": self.ca, "PS_TLS_CERT": self.cert, "PS_TLS_KEY": self.key, "PS_TOKENS": self.roles}
-        for variable, content in contents.items():
-            if content:
-                path = folder / variable.lower()
-                path.touch(0o600)
-                path.write_bytes(content)
-                variables[variable] = str(path)
-        return variables
+        return {variable: _in_memory(variable, content) for variable, content in contents.items() if content}
+
+
+def _in_memory(name: str, content: bytes) -> str:
+    """Returns the path of a file in memory, which stays open until this process ends."""
+    descriptor = os.memfd_create(name)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 @dataclass(frozen=True)

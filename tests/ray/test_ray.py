@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,14 @@ def shard(servers: Any, index: int) -> dict[str, Any]:
     return next(each for each in found if each.get("index", 0) == index)
 
 
-def command(pid: int) -> list[str]:
-    """The command line of a process; nothing if it has gone."""
-    try:
-        return psutil.Process(pid).cmdline()
-    except psutil.Error:
-        return []
+def processes_with(*words: object) -> set[int]:
+    """The process ids of the servers whose command lines have some words."""
+    wanted, found = {"ps_server", *map(str, words)}, set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if wanted <= {*process.cmdline()}:
+                found.add(process.pid)
+    return found
 
 
 @contextmanager
@@ -203,10 +205,19 @@ def test_a_run_has_servers_of_its_own(nodes: Any, tmp_path: Path) -> None:
     own = {"shards": 1, "checkpoint_dir": str(checkpoints), "insecure": True}
     running = fit(tmp_path, 2, PsConfig(mode="sync", elastic=False, **own))
     until(lambda: len([each for each in steps(tmp_path).values() if each > 20]) == 2, "two workers that train")
-    first = set(steps(tmp_path))
+    first, serving = set(steps(tmp_path)), processes_with(checkpoints)
+    assert len(serving) == 2, "a coordinator and a shard"
+
+    for _, pid in first:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: len(steps(tmp_path)) == 4, "two workers in their place")
+    until_further(tmp_path, set(steps(tmp_path)) - first)
+    assert processes_with(checkpoints) == serving, "servers end with the run, and not with its workers"
+
     running.finish(tmp_path)
-    assert set(steps(tmp_path)) == first
+    assert sorted(name for name, _ in steps(tmp_path)) == ["0", "0", "1", "1"]
     assert len(list(tmp_path.glob("done-*"))) == 2
+    until(lambda: not processes_with(checkpoints), "the end of the servers")
     assert list(checkpoints.rglob("manifest.json")), "the last worker's leaving made a checkpoint"
 
 

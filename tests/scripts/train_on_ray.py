@@ -21,7 +21,8 @@ def train(folder: Path, name: str) -> dict[str, Any]:
     wanted = torch.randn(8, 1)
     with ps_worker.connect() as session:
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.02))
-        progress, step, loss = folder / f"{name}-{os.getpid()}", 0, torch.zeros(())
+        progress, part = folder / f"{name}-{os.getpid()}", folder / f".{os.getpid()}"
+        step, loss = 0, torch.zeros(())
         while not (folder / ENOUGH).exists():
             inputs = torch.randn(16, 8)
             loss = (model(inputs) - inputs @ wanted).square().mean()
@@ -29,7 +30,8 @@ def train(folder: Path, name: str) -> dict[str, Any]:
             loss.backward()
             optimizer.step()
             step += 1
-            progress.write_text(str(step))
+            part.write_text(str(step))
+            part.replace(progress)  # so that no reader finds half a number
         return {"rank": session.rank, "loss": loss.item(), "steps": step}
 
 

@@ -60,16 +60,15 @@ def until(condition: Callable[[], object], what: str, seconds: float = 90.0) -> 
 def steps(folder: Path) -> dict[tuple[str, int], int]:
     """How many steps each process has made, by its worker's name and process id."""
     found = {}
-    for path in folder.glob("*-*"):
+    for path in folder.glob("[0-9]-*"):
         name, _, pid = path.name.partition("-")
-        text = path.read_text()
-        if name != "done" and text:  # empty: it is being written
-            found[name, int(pid)] = int(text)
+        found[name, int(pid)] = int(path.read_text())
     return found
 
 
 def until_further(folder: Path, processes: set[tuple[str, int]], by: int = 30) -> None:
     """Waits until each of some processes has made so many steps more."""
+    assert processes
     before = steps(folder)
 
     def are_further() -> bool:
