@@ -54,6 +54,7 @@ class Certificates:
 def _in_memory(name: str, content: bytes) -> str:
     """Returns the path of a file in memory, which stays open until this process ends."""
     descriptor = os.memfd_create(name)
+    os.fchmod(descriptor, 0o600)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)
     return f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -186,15 +186,14 @@ def test_the_coordinator_comes_back_where_it_was(nodes: Any, servers: Any, tmp_p
     until(lambda: max(steps(tmp_path).values(), default=0) > 20, "a worker that trains")
     until(lambda: list(tmp_path.glob("checkpoints/back/*/manifest.json")), "a checkpoint")
 
-    [pid] = [
-        pid for pid in psutil.pids() if "coordinator" in command(pid) and servers.address.split(":")[1] in command(pid)
-    ]
+    [pid] = processes_with("coordinator", servers.address.partition(":")[2])
     os.kill(pid, signal.SIGKILL)
     until(lambda: not psutil.pid_exists(pid), "its end")
     until(lambda: servers.status()["jobs"], "the coordinator with its job")
     until_further(tmp_path, set(steps(tmp_path)))
     (tmp_path / ENOUGH).touch()
     assert ray.get(running)["steps"] > 20
+    assert "can read it" not in logs(nodes), "a key is for its own user alone"
 
 
 def test_a_run_has_servers_of_its_own(nodes: Any, tmp_path: Path) -> None:
