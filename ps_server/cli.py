@@ -220,13 +220,16 @@ def _make_certificates(arguments: argparse.Namespace) -> int:
 def _ask(arguments: argparse.Namespace) -> int:
     """Runs one of the commands that look in, or ask for something."""
     from ps_runtime.credentials import access
-    from ps_server.ops import status
-    from ps_server.rpc import convert
+    from ps_server.rpc.health_client import is_serving
 
     files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca, arguments.token_file
     allowed = access(*files, arguments.insecure)
     if arguments.command == "health":
-        return 0 if status.is_serving(arguments.server, allowed) else 1
+        return 0 if is_serving(arguments.server, allowed) else 1
+
+    from ps_server.ops import status  # it loads torch, and a probe should not wait for that
+    from ps_server.rpc import convert
+
     if arguments.command == "checkpoint":
         print(status.checkpoint_job(arguments.server, arguments.job, allowed))
     elif arguments.command == "page":

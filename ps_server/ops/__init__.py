@@ -6,5 +6,5 @@ gauges.py     A server process' gauges, read at each scrape; and /sd, where Prom
 glibc.py      What a server asks of the C library: one pool of memory, and copies that go past the processor's cache
 page.py       The page on which a browser shows a cluster; and `ps-server page`
 screen.py     `ps-server status --watch`: the table, and the race of each job's workers, drawn again and again
-status.py     `ps-server status`, `health`, `end` and `checkpoint`: what operators ask of a running cluster
+status.py     `ps-server status`, `end` and `checkpoint`: what operators ask of a running cluster
 """

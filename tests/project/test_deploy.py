@@ -209,16 +209,6 @@ def test_certificates_are_made_for_every_holder(name: str, tmp_path: Path) -> No
     assert made <= set(made_by_image), "a volume takes its owner from the image"
 
 
-def test_an_alert_fires_a_week_before_a_certificate_ends() -> None:
-    [group] = read("deploy/prometheus/alerts.yml")["groups"][:1]
-    [rule] = [rule for rule in group["rules"] if rule["alert"] == "PsCertificateEndsSoon"]
-    metric, _, limit = rule["expr"].partition(" - time() < ")
-    registered = (ROOT / "ps_runtime/metrics.py").read_text()
-    assert f'"{metric}"' in registered
-    days, hours, seconds = (int(number) for number in limit.split(" * "))
-    assert days * hours * seconds == 7 * 86400
-
-
 def test_nothing_is_killed_while_it_stops() -> None:
     from ps_launch.workers import STOP_SECONDS
     from ps_server.server import STOP_GRACE_SECONDS
@@ -306,51 +296,6 @@ def test_every_file_that_is_named_exists(file: str) -> None:
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         if line.startswith("!"):
             assert (ROOT / line[1:]).exists(), f"{line} lets nothing in"
-
-
-def dashboard_queries() -> list[str]:
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
-
-
-def test_the_dashboard_shows_metrics_that_exist() -> None:
-    source = "".join(path.read_text() for end in ("server", "worker") for path in (ROOT / f"ps_{end}").rglob("*.py"))
-    used = {name for query in dashboard_queries() for name in re.findall(r"\b(?:ps|grpc_server)_\w+", query)}
-    assert len(used) > 15
-    for name in used:
-        assert f'"{re.sub("_(bucket|sum|count)$", "", name)}"' in source, f"nobody serves {name}"
-
-
-# -- promtool, where it is installed ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def promtool() -> Callable[..., None]:
-    found = shutil.which("promtool")
-    if found is None:
-        pytest.skip("promtool is not installed")
-
-    def check(*words: str | Path, text: str | None = None) -> None:
-        done = subprocess.run([found, "check", *words], input=text, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    return check
-
-
-def test_promtool_accepts_the_configuration(promtool: Callable[..., None]) -> None:
-    promtool("config", "--syntax-only", ROOT / "deploy/prometheus/prometheus.yml")
-
-
-def test_promtool_accepts_the_alerts(promtool: Callable[..., None]) -> None:
-    promtool("rules", ROOT / "deploy/prometheus/alerts.yml")
-
-
-def test_promtool_parses_every_query_of_the_dashboard(promtool: Callable[..., None], tmp_path: Path) -> None:
-    queries = [query.replace("$__rate_interval", "1m").replace("$job", ".*") for query in dashboard_queries()]
-    rules = [{"record": f"panel:query:{number}", "expr": query} for number, query in enumerate(queries)]
-    file = tmp_path / "rules.yml"
-    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
-    promtool("rules", file)
 
 
 # -- a cluster of containers -----------------------------------------------------------------------------------------
