@@ -1,4 +1,4 @@
-"""Asks a server whether it serves. Probes do so every few seconds, in processes of their own: torch is not loaded for them."""
+"""Asks a server whether it serves. Probes do so every few seconds, in a process each, which loads no torch."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from ps_protocol.errors import InvalidRequest, NonFiniteGradient
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters
+from ps_runtime.troubles import Troubles
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.overlap import Overlap
@@ -77,6 +78,7 @@ class StepMaker:
         self._metrics = metrics
         self._draft = draft
         self._draft_room = 0.0  # bytes that may still leave as drafts in this step
+        self._skipped = Troubles(log, None)  # ps_worker_non_finite_total counts them
 
     def parameters_of(self, optimizer: int) -> Set[int]:
         """Returns the parameters that one optimizer steps, by index in the job."""
@@ -115,7 +117,9 @@ class StepMaker:
         changed, drafts_hold = overlap.finish(gradients.marks(overlap.spaces), absent)
         name = gradients.not_finite(overlap.parameters - absent, changed)
         if name is not None:
-            self._refuse_or_skip(name)
+            self._refuse_or_skip(optimizer, name)
+        else:
+            self._skipped.over(optimizer)
             return EndedStep(None, set(), groups, drafts_hold=False)
         return EndedStep(optimizer, absent, groups, drafts_hold)
 
@@ -154,7 +158,7 @@ class StepMaker:
             if self._draft_room > 0 and not self.model.gradients.saw_not_finite(bucket):
                 self._draft_room -= self._draft(bucket)
 
-    def _refuse_or_skip(self, name: str) -> None:
+    def _refuse_or_skip(self, optimizer: int, name: str) -> None:
         """Raises NonFiniteGradient, for the parameter of that name, unless such steps are left out."""
         self._metrics.not_finite()
         if self._spec.non_finite is NonFinite.REFUSE:
@@ -162,7 +166,7 @@ class StepMaker:
                 f"the gradient of {name} is not finite; it was not pushed "
                 "(prepare(..., non_finite='skip') leaves out such steps instead)"
             )
-        log.warning("the gradient of %s is not finite; this step is skipped", name)
+        self._skipped.met(optimizer, "the gradient of %s is not finite; this step is skipped", name)
 
 
 class LiveGroups:
