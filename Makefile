@@ -48,7 +48,7 @@ test: .venv/dev.stamp ## run the tests
 	@$(IN_VENV)/python -m pytest -q -m 'not docker and not frameworks and not browser and not release' -n 2 --dist worksteal \
 	  $(ARGS)
 
-test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning and Hugging Face's Trainer, and train with them
+test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning, Hugging Face's Trainer and trackers, and train with them
 	@$(IN_VENV)/python -m pytest -q -m frameworks $(FRAMEWORK_TESTS) $(ARGS)
 
 test-browser: .venv/dev.stamp .venv/browser.stamp ## look at the page in Chromium, which has to be installed

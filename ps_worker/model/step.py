@@ -118,9 +118,8 @@ class StepMaker:
         name = gradients.not_finite(overlap.parameters - absent, changed)
         if name is not None:
             self._refuse_or_skip(optimizer, name)
-        else:
-            self._skipped.over(optimizer)
             return EndedStep(None, set(), groups, drafts_hold=False)
+        self._skipped.over(optimizer)
         return EndedStep(optimizer, absent, groups, drafts_hold)
 
     def end_empty(self) -> EndedStep:

@@ -31,11 +31,15 @@ def test_steps_that_are_skipped_one_after_the_other_are_logged_once(
     with shared.connect("sync", job=job) as session:
         model = nn.Linear(4, 1)
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), non_finite="skip")
+        weights = []
         for x in [torch.full((4,), torch.nan)] * LOOP + [torch.ones(4)] * 2:
             optimizer.zero_grad()
             model(x).sum().backward()
             optimizer.step()
+            weights.append(model.weight.detach().clone())
         counted = scrape(session.metrics_address)["ps_worker_non_finite_total"]
+    assert torch.equal(weights[0], weights[LOOP - 1]), "skipped"
+    assert not torch.equal(weights[LOOP - 1], weights[LOOP + 1]), "trained"
     told = [message for message in caplog.messages if "is not finite" in message]
     assert len(told) == 2
     assert told[0].endswith("is not finite; this step is skipped")
