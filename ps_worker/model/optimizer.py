@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 
 from ps_protocol.errors import Unsupported
-from ps_runtime.troubles import Troubles
 from ps_worker.model.optimizer_state import tensors_of
 
 log = logging.getLogger("ps_worker")
@@ -50,7 +49,7 @@ class _StateOnShards(defaultdict[torch.Tensor, Any]):
     def __init__(self, begin_anew: Callable[[], None]) -> None:
         super().__init__(dict)
         self._begin_anew = begin_anew
-        self._asked = Troubles(log, None)
+        self._has_told = False
 
     def __missing__(self, key: torch.Tensor) -> Any:
         raise Unsupported(_WHERE)
@@ -60,7 +59,9 @@ class _StateOnShards(defaultdict[torch.Tensor, Any]):
 
     def values(self) -> Any:
         """Returns nothing, and logs once where the state is, for a script that means to change it."""
-        self._asked.met("values", "%s", _WHERE)
+        if not self._has_told:  # a script that asks may do so in every step
+            self._has_told = True
+            log.warning("%s", _WHERE)
         return super().values()
 
     def clear(self) -> None:
