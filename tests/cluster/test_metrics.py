@@ -28,9 +28,11 @@ from ps_runtime.web import PAUSES_PER_PAGE
 from ps_server.config import ServerConfig
 from ps_server.ops import status
 from ps_server.server import Server
+from ps_server.shard.metrics import STALENESS_BUCKETS
 from ps_worker import Session
 from ps_worker.metrics import PHASES, StepTimer
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
+from tests.tools.documented_metrics import documented
 from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 CELLS = 100  # in buckets of 16: seven buckets over two shards
@@ -440,6 +442,35 @@ def test_promtool_finds_nothing_to_complain_about(exposed: dict[str, str], proce
         check=False,
     )
     assert (checked.returncode, checked.stdout.strip(), checked.stderr.strip()) == (0, "", "")
+
+
+ROLES = {
+    "coordinator with a shard": {"coordinator", "shard"},
+    "coordinator": {"coordinator"},
+    "shard": {"shard"},
+    "worker": {"worker"},
+    "worker alone": {"worker"},
+}
+WITH_TLS_ALONE = {"ps_certificate_expiry_timestamp_seconds"}
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_each_process_serves_what_the_docs_say_of_its_kind(exposed: dict[str, str], process: str) -> None:
+    said = {metric.name: metric for metric in documented() if metric.is_served_by(ROLES[process])}
+    families = {
+        family.name + "_total" * (family.type == "counter"): {label for it in family.samples for label in it.labels}
+        for family in text_string_to_metric_families(exposed[process])
+        if family.name.startswith("ps_") and not family.name.endswith("_created")
+    }
+    assert families.keys() == said.keys() - WITH_TLS_ALONE
+    for name, labels in families.items():
+        assert labels - {"le"} in (set(), said[name].labels), name
+
+
+@pytest.mark.parametrize("bound", [*range(9), 16, 32, 64])
+def test_the_most_that_a_mode_allows_is_counted_apart(bound: int) -> None:
+    """ssp:K allows K + 1. More than that would be a fault, and must not be in the same bucket."""
+    assert {bound, bound + 1} <= set(STALENESS_BUCKETS)
 
 
 @pytest.mark.parametrize("process", PROCESSES)
