@@ -26,6 +26,8 @@ from ps_runtime.troubles import Troubles
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.overlap import Overlap
+from ps_worker.timeline.profiler import PUSH, named
+from ps_worker.timeline.recording import Timeline
 from ps_worker.values import BucketPush
 
 log = logging.getLogger("ps_worker")
@@ -66,6 +68,7 @@ class StepMaker:
         overlap: bool | None,
         metrics: WorkerMetrics,
         draft: Callable[[BucketSpec], int],
+        timeline: Timeline,
     ) -> None:
         self.model = FlatModel(spec, tensors, layout, self._gradient_ready)
         self._trained = [bucket for bucket in layout.buckets if not bucket.frozen]
@@ -77,6 +80,7 @@ class StepMaker:
         self._groups = LiveGroups(optimizers)
         self._metrics = metrics
         self._draft = draft
+        self._timeline = timeline
         self._draft_room = 0.0  # bytes that may still leave as drafts in this step
         self._skipped = Troubles(log, None)  # ps_worker_non_finite_total counts them
 
@@ -152,10 +156,12 @@ class StepMaker:
     def _gradient_ready(self, parameter: int) -> None:
         """Has the buckets leave that are full with this gradient, if they may. Runs on autograd's thread."""
         self._metrics.timer.gradient()
+        self._timeline.step.gradient(parameter)
         overlap = self._overlaps[self._spec.parameters[parameter].optimizer]
         for bucket in overlap.ready(parameter, self.model.gradients.marks(overlap.spaces)):
             if self._draft_room > 0 and not self.model.gradients.saw_not_finite(bucket):
-                self._draft_room -= self._draft(bucket)
+                with named(PUSH):
+                    self._draft_room -= self._draft(bucket)
 
     def _refuse_or_skip(self, optimizer: int, name: str) -> None:
         """Raises NonFiniteGradient, for the parameter of that name, unless such steps are left out."""
