@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import ssl
 import subprocess
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +26,13 @@ from torch.utils.data import DataLoader
 import ps_worker
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.versions import VERSION
+from ps_runtime.credentials import Tls
 from ps_runtime.metrics import serve_metrics
 from ps_runtime.version import version
-from ps_runtime.web import PAUSES_PER_PAGE
+from ps_runtime.web import PAUSES_PER_PAGE, serve
 from ps_server.config import ServerConfig
 from ps_server.ops import status
+from ps_server.ops.dev_certs import write
 from ps_server.server import Server
 from ps_server.shard.metrics import STALENESS_BUCKETS
 from ps_worker import Session
@@ -63,6 +69,38 @@ def test_scrapers_in_a_loop_get_one_page_and_never_an_old_one() -> None:
     assert all(pages == sorted(set(pages)) for pages in seen), "each answer was made after it was asked for"
     assert len(made_so_far) <= 12, "of 32 that were asked for"
     assert took >= 3 * PAUSES_PER_PAGE * 0.02
+
+
+def test_a_scraper_that_hangs_up_leaves_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As Prometheus does when its time is over, with each scrape of a busy server."""
+    write(tmp_path, ["127.0.0.1"])
+    asked, hung_up, written = threading.Event(), threading.Event(), threading.Event()
+
+    def body() -> Iterator[bytes]:
+        asked.set()
+        assert hung_up.wait(10)
+        try:
+            yield from [b"x" * 65_536] * 64
+        finally:
+            written.set()
+
+    def app(_: Any, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        start_response("200 OK", [("Content-Type", "text/plain")])
+        return body()
+
+    port, stop = serve(
+        "127.0.0.1", 0, app, "a page", "--port", Tls(tmp_path / "server.pem", tmp_path / "server.key", None)
+    )
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    try:
+        with context.wrap_socket(socket.create_connection(("127.0.0.1", port)), server_hostname="127.0.0.1") as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert asked.wait(10)
+        hung_up.set()
+        assert written.wait(10)
+    finally:
+        stop()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def _burn(seconds: float) -> None:
