@@ -40,6 +40,7 @@ from ps_server.config import (
     ADVERTISE,
     CHECKPOINTS,
     COORDINATOR,
+    HEALTH_PORT,
     INDEX,
     LIMITS,
     MAX_SHARD_RESTARTS,
@@ -75,10 +76,12 @@ def parser() -> CommandLine:
         return root.add_command(name, text, f"ps-server {name} {words}", *settings)
 
     up = add("up", "start a coordinator and shards on this machine", SHARDS, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT)
-    coordinator = add("coordinator", "start the coordinator alone", SHARDS, ADVERTISE)
+    coordinator = add("coordinator", "start the coordinator alone", SHARDS, ADVERTISE, HEALTH_PORT)
     shard = add("shard", "start one shard", INDEX, COORDINATOR, words="--index I [options]")
     shard.add_argument("--with-coordinator", action="store_true", help="be the coordinator too (needs --shards)")
-    shard.add_settings(replace(SHARDS, text="how many shards the cluster has, with --with-coordinator"), ADVERTISE)
+    shard.add_settings(
+        replace(SHARDS, text="how many shards the cluster has, with --with-coordinator"), ADVERTISE, HEALTH_PORT
+    )
     # What `up` tells its shards.
     shard.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
     shard.add_argument("--restart-count", type=index, default=0, help=argparse.SUPPRESS)
@@ -249,7 +252,7 @@ def _up(arguments: argparse.Namespace) -> int:
     config.is_exposed()
     config.checkpoint_policy()
     inherited = streaming(environment())
-    foreign = {setting.variable: "" for setting in (COORDINATOR, ADVERTISE)}
+    foreign = {setting.variable: "" for setting in (COORDINATOR, ADVERTISE, HEALTH_PORT)}
     supervision = Supervision(
         arguments.shards, arguments.shard_start_timeout, arguments.drain_seconds, arguments.max_shard_restarts
     )
@@ -314,6 +317,8 @@ def _announce(role: str, server: Server, config: ServerConfig, supervised: bool)
         return
     print(f"ps-server: {role} ready at {server.address}", flush=True)
     print(f"ps-server: metrics at {metrics}metrics", flush=True)
+    if server.health_port is not None:
+        print(f"ps-server: health at port {server.health_port.port}", flush=True)
     if page:
         print(f"ps-server: the page, for a browser on this machine: {page}", flush=True)
 

@@ -37,6 +37,7 @@ from ps_server.ops.gauges import (
     shard_gauges,
 )
 from ps_server.ops.glibc import give_memory_back
+from ps_server.ops.health_port import HealthPort
 from ps_server.ops.page import coordinators_page
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CALL_THREADS, CallLimits, grpc_options
@@ -84,7 +85,7 @@ class Server:
         ELEMENTWISE["SGD"]([torch.zeros(1)], lr=0.0)  # type: ignore[call-arg]
         torch.set_num_threads(1)  # the apply threads are the parallelism; more would fight over the same cores
         self._config = config
-        self._process = secrets.randbits(63)  # another number: another process, which has forgotten what this one had
+        process = secrets.randbits(63)  # another number: another process, which has forgotten what this one had
         exposed = config.is_exposed()
         _allow_many_files(config.limits.connections)
         authenticator = Authenticator(config.tokens)
@@ -114,9 +115,9 @@ class Server:
         if self.coordinator is not None and views is not None:
             names += self._add_coordinator(self.coordinator, views)
         if config.index is not None:
-            names += self._add_shard()
+            names += self._add_shard(process)
         health_pool = ThreadPoolExecutor(HEALTH_THREADS, "health")
-        self.health = add_health(self._grpc, health_pool, names)
+        self._health = add_health(self._grpc, health_pool, names)
         self._stops.append(health_pool.shutdown)
         self._grpc.start()
         self._registration: Registration | None = None
@@ -124,9 +125,13 @@ class Server:
             address = config.coordinator or f"{_reachable(config.host)}:{port}"
             coordinator = Peer("coordinator", address, self._access)
             self._registration = Registration(
-                *(coordinator, config.index, self.address, self.metrics_address, self._process),
+                *(coordinator, config.index, self.address, self.metrics_address, process),
                 restart_count=config.restart_count,
             )
+        self.health_port: HealthPort | None = None
+        if config.health_port is not None:
+            self.health_port = HealthPort(config.host, config.health_port, lambda: self.wait_ready(0))
+            self._stops.append(self.health_port.stop)
 
     def wait_ready(self, timeout: float) -> bool:
         """Waits until the coordinator knows this shard; at once true for a coordinator alone."""
@@ -142,6 +147,7 @@ class Server:
         seconds: that workers have to come to the last checkpoint. What a shard acknowledges from its copy on would not
                  be in it, so it acknowledges nothing more.
         """
+        self._say_ending()
         if self._config.checkpoint_dir is None:
             return
         if self.coordinator is not None:
@@ -156,7 +162,8 @@ class Server:
 
     def stop(self) -> None:
         """Stops admitting calls, finishes what is staged, and ends every thread."""
-        self.health.enter_graceful_shutdown()
+        self._say_ending()
+        self._health.enter_graceful_shutdown()
         if self._registration is not None:
             self._registration.stop()
         stopped = self._grpc.stop(STOP_GRACE_SECONDS)
@@ -192,6 +199,10 @@ class Server:
         host = self.address.rpartition(":")[0] if config.advertise else _reachable(config.metrics_host)
         return f"{host}:{port}"
 
+    def _say_ending(self) -> None:
+        if self.health_port is not None:
+            self.health_port.is_ending = True
+
     def _add_coordinator(self, coordinator: Coordinator, views: Views) -> list[str]:
         senders = ThreadPoolExecutor(CALL_THREADS, "watch")
         membership = MembershipService(coordinator, senders)
@@ -209,7 +220,7 @@ class Server:
         self._stops += [views.watch.stop, coordinator.stop, membership.stop, senders.shutdown]
         return [service.NAME for service in services]
 
-    def _add_shard(self) -> list[str]:
+    def _add_shard(self, process: int) -> list[str]:
         shard = Shard(
             ShardMetrics(self._registry),
             OwnThreads(self._config.apply_threads),
@@ -222,9 +233,9 @@ class Server:
             pulled_limit=self._config.limits.pulled_buckets,
         )
         self.shard = shard
-        data = DataService(shard, Answers(self._config.index or 0, self._process))
+        data = DataService(shard, Answers(self._config.index or 0, process))
         data.register(self._grpc)
-        control = ShardService(shard, self._config.limits, self._process)
+        control = ShardService(shard, self._config.limits, process)
         control.register(self._grpc)
         self._registry.register(shard_gauges(shard))
         self._registry.register(restart_gauges(self._config.restart_count))
