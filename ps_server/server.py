@@ -128,10 +128,7 @@ class Server:
                 *(coordinator, config.index, self.address, self.metrics_address, process),
                 restart_count=config.restart_count,
             )
-        self.health_port: HealthPort | None = None
-        if config.health_port is not None:
-            self.health_port = HealthPort(config.host, config.health_port, lambda: self.wait_ready(0))
-            self._stops.append(self.health_port.stop)
+        self.health_port = self._open_health_port(config)
 
     def wait_ready(self, timeout: float) -> bool:
         """Waits until the coordinator knows this shard; at once true for a coordinator alone."""
@@ -198,6 +195,13 @@ class Server:
         self._stops.append(stop)
         host = self.address.rpartition(":")[0] if config.advertise else _reachable(config.metrics_host)
         return f"{host}:{port}"
+
+    def _open_health_port(self, config: ServerConfig) -> HealthPort | None:
+        if config.health_port is None:
+            return None
+        port = HealthPort(config.host, config.health_port, lambda: self.wait_ready(0))
+        self._stops.append(port.stop)
+        return port
 
     def _say_ending(self) -> None:
         if self.health_port is not None:
