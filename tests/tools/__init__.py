@@ -20,6 +20,8 @@ unfinished.py           Calls whose request never ends
 counting.py             The counting oracle for data: each sample adds 1 to a cell of its own
 oracle_run.py           A job of the counting oracle in threads, to which something happens on the way
 launching.py            Commands as processes, to their end or while they run; scripts as modules
+kubernetes.py           The files of deploy/kubernetes, as they stand and as kubectl renders them
+prometheus_rule.py      Writes the alerts for Prometheus' operator: `make alerts`
 slurm.py                A real Slurm of two nodes on this machine
 forkserver.py           Processes that start in a moment: forks of one that has imported everything
 framework_processes.py  Workers of Lightning or Hugging Face, each in a process of its own
