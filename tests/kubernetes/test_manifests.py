@@ -206,10 +206,8 @@ def test_only_pods_of_the_cluster_reach_its_servers_and_only_at_their_port() -> 
     monitoring = read(FILES / "components" / "monitoring" / "network.yaml")
     policies["metrics"] = monitoring[0]["spec"]
     assert policies["closed"] == {"podSelector": {}, "policyTypes": ["Ingress"]}, "what no other policy allows"
-    ports = {
-        name: [port["port"] for rule in spec.get("ingress", []) for port in rule["ports"]]
-        for name, spec in policies.items()
-    }
+    rules = {name: spec.get("ingress", []) for name, spec in policies.items()}
+    ports = {name: [port["port"] for each in allowed for port in each["ports"]] for name, allowed in rules.items()}
     assert ports == {"closed": [], "servers": ["grpc"], "metrics": ["metrics"]}
     [selector] = policies["servers"]["podSelector"]["matchExpressions"]
     labels = {pods.name: pods.metadata["labels"][selector["key"]] for pods in templates(base())}
