@@ -242,3 +242,27 @@ def test_a_worker_that_is_preempted_does_not_count_as_failed() -> None:
     [ignored] = spec["podFailurePolicy"]["rules"]
     assert (ignored["action"], ignored["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
     assert spec["template"]["spec"]["restartPolicy"] == "Never", "a policy for failed pods needs it"
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_says_what_the_files_say() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    component = (FILES / "components" / "dev-certs" / "kustomization.yaml").read_text()
+    [command] = re.findall(r"ps-server dev-certs .*", component)
+    assert f"$ {command}\n" in page
+    hosts = {word.strip("'") for word in command.split() if "svc" in word}
+    advertised = {one(CERT_MANAGER, "Certificate", name)["spec"]["dnsNames"][0] for name in ("coordinator", "shards")}
+    assert hosts == advertised
+    applied = re.findall(r"kubectl (?:apply|delete) -k (\S+)", page)
+    assert len(applied) >= 3
+    assert all((ROOT / path / "kustomization.yaml").exists() for path in applied)
+    [example] = re.findall(r"```yaml\n(resources: .*?)```", page, re.DOTALL)
+    overlay = yaml.safe_load((FILES / "overlays" / "gpu" / "kustomization.yaml").read_text())
+    assert yaml.safe_load(example).items() <= {**overlay, "images": overlay["images"][:1]}.items()
+    for words in re.findall(r"^\$ .*?(ps-server (?:status|checkpoint) .*)", page, re.MULTILINE):
+        ps_server.cli.parser().read(words.split()[1:])
+    requests = [(pods.count, pods.container["resources"]["requests"]["memory"]) for pods in templates(base())]
+    gibibytes = sum(count * int(text.removesuffix("Gi")) for count, text in requests)
+    assert f"room for {gibibytes} GiB of memory" in page
