@@ -126,7 +126,7 @@ def test_certificates_are_for_the_names_that_are_advertised_and_the_roles_that_a
     [wildcard, _] = one(KUBEFLOW, "Certificate", "ps-server")["spec"]["dnsNames"]
     for name in ("coordinator", "shard"):
         host = parsed(runtime[name], monkeypatch).advertise.rpartition(":")[0]
-        assert host.partition(".")[2] == wildcard.removeprefix("*.")
+        assert host == f"char-gpt-{name}-0-0.{wildcard.removeprefix('*.')}", "what JobSet calls the first pod of each"
     assert one(KUBEFLOW, "TrainJob", "char-gpt")["metadata"]["name"] == variables(runtime["shard"])["JOBSET"]
 
     roles = one(base(), "ConfigMap", "roles")["data"]["roles"]
