@@ -22,6 +22,7 @@ from typing import BinaryIO
 from ps_launch.children import Children, Program, Stopped, on_signals, stop_on_signals
 from ps_launch.output import Console, WorkerOutput
 from ps_launch.restarts import Restarts
+from ps_launch.timelines import Timelines
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.launch_id import LAUNCH_ID, LAUNCH_RANKS, LAUNCHED, STARTED_FILE, is_launched, new_launch_id
 from ps_runtime.logs import TEXT
@@ -87,7 +88,9 @@ class _Workers:
         self._console = Console("ps-worker", plan.settings.get("PS_LOG_FORMAT") or TEXT)
         self._restarts = {local: Restarts(plan.max_restarts) for local in range(plan.workers)}
         self._logs = _open_logs(plan, stack)
-        self._started = Path(stack.enter_context(_directory())) / "started"
+        folder = Path(stack.enter_context(_directory()))
+        self._started = folder / "started"
+        self._timelines = Timelines(plan.settings, folder)
         self._children = Children(self._program, stack)
 
     def run(self) -> None:
@@ -103,11 +106,15 @@ class _Workers:
         """Ends all that still run: asks first, and passes on what they write meanwhile."""
         self._console.until = time.monotonic() + STOP_SECONDS
         self._children.stop(STOP_SECONDS)
+        said = self._timelines.join()
+        if said:
+            self._console.say(said)
 
     def _program(self, local: int) -> Program:
         plan = self._plan
         environment = worker_environment(plan, local, self._meeting)
         environment |= {"PS_RESTART_COUNT": str(self._restarts[local].count), STARTED_FILE: str(self._started)}
+        environment |= self._timelines.variables(local, self._restarts[local].count)
         # One that is started again asks for its own place alone: the others are under way.
         ranks = f"{plan.first_rank}-{plan.first_rank + plan.workers - 1}" if not self._restarts[local].count else ""
         environment |= {LAUNCH_ID: self._launch_id, LAUNCH_RANKS: ranks}

@@ -175,7 +175,10 @@ class JobMembers:
             self._forget(reservation)
 
     def count(self, reservation: Reservation) -> int:
-        """Has every shard count a worker; returns the clock from which on all do. Raises PSError if one is silent."""
+        """Has every shard count a worker; returns the clock from which on all do.
+
+        Raises PSError if one is silent; TryLater or Fenced, as `admit`, if it takes this incarnation for an earlier one.
+        """
         rank, incarnation, key = reservation.rank, reservation.incarnation, reservation.key
 
         def count(shard: RegisteredShard, clock: int | None) -> int:
@@ -189,6 +192,11 @@ class JobMembers:
             self._shards.call(shards, lambda shard: count(shard, clock))
         except NotFound as error:  # a shard was started anew, and has not called in yet
             raise TryLater(f"job {self._name!r}: {error}") from None
+        except Fenced as error:
+            with self._lock:
+                self._check_current(reservation)
+            # The shard was rolled back, and knows a later incarnation than this coordinator: the next one is later.
+            raise TryLater(f"job {self._name!r}: {error}") from None
         return clock
 
     def admit(self, reservation: Reservation, request: JoinRequest, clock: int) -> Member:
@@ -197,11 +205,7 @@ class JobMembers:
         """
         rank = reservation.rank
         with self._lock:
-            current = self._joining.get(rank)
-            if current is None:
-                raise TryLater(f"job {self._name!r} was rolled back while worker {rank} joined")
-            if current is not reservation:
-                raise Fenced(f"worker {rank} was replaced by another process while it joined")
+            self._check_current(reservation)
             del self._joining[rank]
             self._fenced.pop(rank, None)
             self._last_left = False
@@ -221,6 +225,14 @@ class JobMembers:
                 )
             )
             return self._membership.members[rank]
+
+    def _check_current(self, reservation: Reservation) -> None:
+        """Raises TryLater or Fenced where a join was overtaken by a rollback or by another process."""
+        current = self._joining.get(reservation.rank)
+        if current is None:
+            raise TryLater(f"job {self._name!r} was rolled back while worker {reservation.rank} joined")
+        if current is not reservation:
+            raise Fenced(f"worker {reservation.rank} was replaced by another process while it joined")
 
     def abort(self, reservation: Reservation) -> bool:
         """Takes back a join that failed half way. On some shards it has fenced the older worker: that one is gone too.

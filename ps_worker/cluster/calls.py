@@ -28,6 +28,7 @@ class ShardCalls:
     """The calls to one shard. Requests and answers are bytes: gRPC neither parses nor copies a payload."""
 
     def __init__(self, index: int, address: str, timeout: float, access: Access = PLAINTEXT) -> None:
+        self.index = index
         self.peer = Peer(f"shard {index}", address, access)
         self.closing = threading.Event()
         self._timeout = timeout
@@ -44,6 +45,20 @@ class ShardCalls:
         """Calls one method of the data service, in one attempt. Raises PSError."""
         try:
             self._channel.unary_unary(f"/{DATA_SERVICE}/{method}")(request, timeout=CALL_SECONDS)
+        except grpc.RpcError as error:
+            raise error_from(error, str(self.peer)) from None
+
+    def first_of(self, method: str, request: bytes, seconds: float) -> bytes | None:
+        """Returns the first message of one streaming method's answer, in one attempt; None: there is none.
+
+        Raises PSError.
+        """
+        try:
+            call = self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")(request, timeout=seconds)
+            first: bytes | None = None
+            for message in call:  # to its end
+                first = message if first is None else first
+            return first
         except grpc.RpcError as error:
             raise error_from(error, str(self.peer)) from None
 

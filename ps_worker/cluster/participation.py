@@ -24,6 +24,7 @@ from ps_worker.cluster.membership import Membership
 from ps_worker.cluster.options import JobOptions
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer_state import States, state_assignments
+from ps_worker.timeline.recording import Timeline
 from ps_worker.values import Identity, JoinResult, SavedState, ShardMap, WorkerFigures
 
 log = logging.getLogger("ps_worker")
@@ -44,6 +45,7 @@ class Participation:
     metrics_address: where this worker serves /metrics, for the servers' side; empty if it cannot be reached there
     started:         called when all declared workers have joined
     figures:         what this worker has measured, for those that watch the job; None: nothing
+    timeline:        what of its steps is recorded; None: nothing
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class Participation:
         metrics_address: str,
         started: Callable[[], None],
         figures: Callable[[], WorkerFigures] | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         assert options.server is not None
         self.options = options
         self.coordinator = CoordinatorClient(options.server, options.connect_timeout, options.access, figures)
         self.members = Membership(self.coordinator, options, metrics_address, self._finished, self._moved)
+        self.timeline = timeline or Timeline()
         self.came_late = False  # the job was under way when this process joined
         self._metrics_address = metrics_address
         self._started = started
@@ -127,7 +131,7 @@ class Participation:
     def _enter(self, place: JoinResult, model: FlatModel, states: States) -> bool:
         """Makes the connection of a place; returns when the weights are here and all declared workers have joined."""
         self._shard_map = place.shard_map or self._shard_map
-        connection = self._connection = Connection(self.options, place, self._shard_map, model)
+        connection = self._connection = Connection(self.options, place, self._shard_map, model, self.timeline)
         self._check(place)  # `_moved` knew nothing of this connection until now
         if not self._begun:
             if place.identity.rank == 0:  # the shards take its values if they have none yet
@@ -198,6 +202,11 @@ class Participation:
         if self.options.world_size or self.rank not in ranks:
             return self.rank, self.world_size
         return ranks.index(self.rank), len(ranks)
+
+    def begin_step(self) -> None:
+        """Begins the next step in the timeline; where it is recorded, with the clocks of the shards."""
+        if self.timeline.begin_step(self.connection.clock + 1, self.rank):
+            self.connection.read_clocks()
 
     def settle(self) -> None:
         """Waits for all calls under way. Raises the first error; PlaceLost if the loss of the place has caused it."""

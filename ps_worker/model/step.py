@@ -25,6 +25,8 @@ from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.overlap import Overlap
+from ps_worker.timeline.profiler import PUSH, named
+from ps_worker.timeline.recording import Timeline
 from ps_worker.values import BucketPush
 
 log = logging.getLogger("ps_worker")
@@ -65,6 +67,7 @@ class StepMaker:
         overlap: bool | None,
         metrics: WorkerMetrics,
         draft: Callable[[BucketSpec], int],
+        timeline: Timeline,
     ) -> None:
         self.model = FlatModel(spec, tensors, layout, self._gradient_ready)
         self._trained = [bucket for bucket in layout.buckets if not bucket.frozen]
@@ -76,6 +79,7 @@ class StepMaker:
         self._groups = LiveGroups(optimizers)
         self._metrics = metrics
         self._draft = draft
+        self._timeline = timeline
         self._draft_room = 0.0  # bytes that may still leave as drafts in this step
 
     def parameters_of(self, optimizer: int) -> Set[int]:
@@ -149,10 +153,12 @@ class StepMaker:
     def _gradient_ready(self, parameter: int) -> None:
         """Has the buckets leave that are full with this gradient, if they may. Runs on autograd's thread."""
         self._metrics.timer.gradient()
+        self._timeline.step.gradient(parameter)
         overlap = self._overlaps[self._spec.parameters[parameter].optimizer]
         for bucket in overlap.ready(parameter, self.model.gradients.marks(overlap.spaces)):
             if self._draft_room > 0 and not self.model.gradients.saw_not_finite(bucket):
-                self._draft_room -= self._draft(bucket)
+                with named(PUSH):
+                    self._draft_room -= self._draft(bucket)
 
     def _refuse_or_skip(self, name: str) -> None:
         """Raises NonFiniteGradient, for the parameter of that name, unless such steps are left out."""
