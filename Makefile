@@ -45,10 +45,10 @@ demo: .venv/examples.stamp ## train a small GPT on two shards and two workers, i
 # Two at a time, because tests of clusters wait more than they compute. Each takes the next tests of one half, so that a
 # file's tests share what it has started, and the one that is done first takes over some of the other's.
 test: .venv/dev.stamp ## run the tests
-	@$(IN_VENV)/python -m pytest -q -m 'not docker and not frameworks and not browser and not kubernetes and not release' -n 2 --dist worksteal \
-	  $(ARGS)
+	@$(IN_VENV)/python -m pytest -q -m 'not docker and not frameworks and not browser and not kubernetes and not release' \
+	  -n 2 --dist worksteal $(ARGS)
 
-test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning and Hugging Face's Trainer, and train with them
+test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning, Hugging Face's Trainer and trackers, and train with them
 	@$(IN_VENV)/python -m pytest -q -m frameworks $(FRAMEWORK_TESTS) $(ARGS)
 
 test-browser: .venv/dev.stamp .venv/browser.stamp ## look at the page in Chromium, which has to be installed

@@ -60,7 +60,13 @@ SWITCH_SECONDS = 0.0005
 
 SERVER = Setting("server", "the coordinator", host_port, f"127.0.0.1:{DEFAULT_PORT}", "HOST:PORT")
 JOB = Setting("job", "the job", default="default", metavar="NAME")
-PAGE_PORT = Setting("page_port", "port of the page on this machine, 0: any free one", port_number, 8470)
+PAGE = (
+    Setting(
+        "page_host", "address to serve the page on; it answers only where it is called 127.0.0.1", default="127.0.0.1"
+    ),
+    Setting("page_port", "port of the page, 0: any free one", port_number, 8470),
+    Setting("page_insecure", "serve the page beyond this machine, as in a container, to all that reach its port", bool),
+)
 
 
 def parser() -> CommandLine:
@@ -136,7 +142,7 @@ def _add_asking(add: Callable[..., CommandLine]) -> None:
         help="show it again every so many seconds [default 1], with where each worker is",
     )
     page = add("page", "serve a page on this machine that shows what is running, for a browser", *asking)
-    page.add_settings(PAGE_PORT)
+    page.add_settings(*PAGE)
     add("health", "exit 0 if the server at the address serves, 1 if not", *asking)
     add("end", "end a job and give its memory back", *asking, replace(JOB, text="the job to end", required=True))
     add("checkpoint", "make a checkpoint of a job now", *asking, JOB)
@@ -217,19 +223,23 @@ def _make_certificates(arguments: argparse.Namespace) -> int:
 def _ask(arguments: argparse.Namespace) -> int:
     """Runs one of the commands that look in, or ask for something."""
     from ps_runtime.credentials import access
-    from ps_server.ops import status
-    from ps_server.rpc import convert
+    from ps_server.rpc.health_client import is_serving
 
     files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca, arguments.token_file
     allowed = access(*files, arguments.insecure)
     if arguments.command == "health":
-        return 0 if status.is_serving(arguments.server, allowed) else 1
+        return 0 if is_serving(arguments.server, allowed) else 1
+
+    from ps_server.ops import status  # it loads torch, and a probe should not wait for that
+    from ps_server.rpc import convert
+
     if arguments.command == "checkpoint":
         print(status.checkpoint_job(arguments.server, arguments.job, allowed))
     elif arguments.command == "page":
         from ps_server.ops.page import serve_page
 
-        serve_page(arguments.server, arguments.page_port, allowed)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # how a container is told to stop: its ordinary end
+        serve_page(arguments.server, arguments.page_host, arguments.page_port, arguments.page_insecure, allowed)
     elif arguments.command == "status" and arguments.watch is not None:
         from ps_server.ops import screen
 

@@ -7,5 +7,5 @@ glibc.py        What a server asks of the C library: one pool of memory, and cop
 health_port.py  Two pages in plaintext, for probes that cannot show a certificate
 page.py         The page on which a browser shows a cluster; and `ps-server page`
 screen.py       `ps-server status --watch`: the table, and the race of each job's workers, drawn again and again
-status.py       `ps-server status`, `health`, `end` and `checkpoint`: what operators ask of a running cluster
+status.py       `ps-server status`, `end` and `checkpoint`: what operators ask of a running cluster
 """

@@ -26,6 +26,7 @@ container_place.py      Containers for those pods: a network namespace each, ano
 network.py              A real network of network namespaces on a switch
 prometheus_rule.py      Writes the alerts for Prometheus' operator: `make alerts`
 slurm.py                A real Slurm of two nodes on this machine
+documented_metrics.py   What docs/metrics.md says of each metric, read from its tables
 forkserver.py           Processes that start in a moment: forks of one that has imported everything
 framework_processes.py  Workers of Lightning or Hugging Face, each in a process of its own
 fuzzing.py              One shard and one coordinator without a network, which take any bytes; their state as a hash
