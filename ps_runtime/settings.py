@@ -185,6 +185,20 @@ def amount(text: str) -> float:
     return _positive(text, "a positive number", math.inf)
 
 
+def magnitude(text: str) -> float:
+    """Reads a positive number, which may end in K, M, G or B, and T: thousands, millions, and so on."""
+    scale = _SCALES.get(text[-1:].upper())
+    try:
+        return _positive(text if scale is None else text[:-1], "", 1e15) * (scale or 1.0)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"expected a positive number, such as 500K, 25M or 10G, got {text!r}"
+        ) from None
+
+
+_SCALES = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+
+
 def _positive(text: str, expected: str, most: float) -> float:
     try:
         value = float(text)
@@ -231,7 +245,8 @@ index = whole_number(0, 2**31 - 1)
 _WORKERS = """
     PS_CONNECT_TIMEOUT PS_ELASTIC PS_FIRST_RANK PS_INSECURE PS_JOB PS_LOG_DIR PS_LOG_FORMAT PS_LOG_LEVEL
     PS_MAX_RESTARTS PS_METRICS_HOST
-    PS_METRICS_INSECURE PS_METRICS_PORT PS_MODE PS_RANK PS_SERVER PS_SHARED_DIRECTORY PS_START_TIMEOUT
+    PS_METRICS_INSECURE PS_METRICS_PORT PS_MODE PS_NNODES PS_NODE_RANK PS_RANK
+    PS_SERVER PS_SERVER_OPTIONS PS_SHARDS_WITH_WORKERS PS_SHARED_DIRECTORY PS_START_TIMEOUT
     PS_TAKE_OVER PS_TIMELINE PS_TIMELINE_FIRST PS_TIMELINE_STEPS
     PS_TLS_CA PS_TLS_CERT PS_TLS_KEY PS_TOKEN_FILE PS_TRANSPORT PS_WORKERS PS_WORLD_SIZE
 """

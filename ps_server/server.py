@@ -13,12 +13,13 @@ import secrets
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 import grpc
 import torch
+from grpc_health.v1.health import HealthServicer
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.optimizers import ELEMENTWISE
@@ -74,8 +75,22 @@ class Service(Protocol):
         """Adds its methods to a server."""
 
 
+@dataclass(frozen=True)
+class Health:
+    """What says how a server is: the gRPC service, and the port for probes where there is one."""
+
+    service: HealthServicer
+    port: HealthPort | None
+
+    def say_ending(self) -> None:
+        """Tells probes that the server is not ready any more."""
+        if self.port is not None:
+            self.port.is_ending = True
+
+
 class Server:
-    """A running server process. `address` and `metrics_address` are how others reach it.
+    """A running server process. `address` and `metrics_address` are how others reach it; `process` is a number that no
+    other process has, and by which its launcher reports its end.
 
     Raises InvalidRequest if a port cannot be bound, naming it.
     """
@@ -85,7 +100,7 @@ class Server:
         ELEMENTWISE["SGD"]([torch.zeros(1)], lr=0.0)  # type: ignore[call-arg]
         torch.set_num_threads(1)  # the apply threads are the parallelism; more would fight over the same cores
         self._config = config
-        process = secrets.randbits(63)  # another number: another process, which has forgotten what this one had
+        self.process = secrets.randbits(63)  # another number: another process, which has forgotten what this one had
         exposed = config.is_exposed()
         _allow_many_files(config.limits.connections)
         authenticator = Authenticator(config.tokens)
@@ -115,9 +130,9 @@ class Server:
         if self.coordinator is not None and views is not None:
             names += self._add_coordinator(self.coordinator, views)
         if config.index is not None:
-            names += self._add_shard(process)
+            names += self._add_shard()
         health_pool = ThreadPoolExecutor(HEALTH_THREADS, "health")
-        self._health = add_health(self._grpc, health_pool, names)
+        health = add_health(self._grpc, health_pool, names)
         self._stops.append(health_pool.shutdown)
         self._grpc.start()
         self._registration: Registration | None = None
@@ -125,10 +140,10 @@ class Server:
             address = config.coordinator or f"{_reachable(config.host)}:{port}"
             coordinator = Peer("coordinator", address, self._access)
             self._registration = Registration(
-                *(coordinator, config.index, self.address, self.metrics_address, process),
+                *(coordinator, config.index, self.address, self.metrics_address, self.process),
                 restart_count=config.restart_count,
             )
-        self.health_port = self._open_health_port(config)
+        self.health = Health(health, self._open_health_port(config))
 
     def wait_ready(self, timeout: float) -> bool:
         """Waits until the coordinator knows this shard; at once true for a coordinator alone."""
@@ -144,7 +159,7 @@ class Server:
         seconds: that workers have to come to the last checkpoint. What a shard acknowledges from its copy on would not
                  be in it, so it acknowledges nothing more.
         """
-        self._say_ending()
+        self.health.say_ending()
         if self._config.checkpoint_dir is None:
             return
         if self.coordinator is not None:
@@ -159,8 +174,8 @@ class Server:
 
     def stop(self) -> None:
         """Stops admitting calls, finishes what is staged, and ends every thread."""
-        self._say_ending()
-        self._health.enter_graceful_shutdown()
+        self.health.say_ending()
+        self.health.service.enter_graceful_shutdown()
         if self._registration is not None:
             self._registration.stop()
         stopped = self._grpc.stop(STOP_GRACE_SECONDS)
@@ -203,10 +218,6 @@ class Server:
         self._stops.append(port.stop)
         return port
 
-    def _say_ending(self) -> None:
-        if self.health_port is not None:
-            self.health_port.is_ending = True
-
     def _add_coordinator(self, coordinator: Coordinator, views: Views) -> list[str]:
         senders = ThreadPoolExecutor(CALL_THREADS, "watch")
         membership = MembershipService(coordinator, senders)
@@ -224,7 +235,7 @@ class Server:
         self._stops += [views.watch.stop, coordinator.stop, membership.stop, senders.shutdown]
         return [service.NAME for service in services]
 
-    def _add_shard(self, process: int) -> list[str]:
+    def _add_shard(self) -> list[str]:
         shard = Shard(
             ShardMetrics(self._registry),
             OwnThreads(self._config.apply_threads),
@@ -237,9 +248,9 @@ class Server:
             pulled_limit=self._config.limits.pulled_buckets,
         )
         self.shard = shard
-        data = DataService(shard, Answers(self._config.index or 0, process))
+        data = DataService(shard, Answers(self._config.index or 0, self.process))
         data.register(self._grpc)
-        control = ShardService(shard, self._config.limits, process)
+        control = ShardService(shard, self._config.limits, self.process)
         control.register(self._grpc)
         self._registry.register(shard_gauges(shard))
         self._registry.register(restart_gauges(self._config.restart_count))

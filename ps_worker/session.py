@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ipaddress
 import logging
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +31,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import NonFinite
 from ps_runtime.credentials import is_loopback, require_encryption
 from ps_runtime.launch_id import report_started
+from ps_runtime.own_address import own_address
 from ps_worker.config import WorkerConfig, check, resolve
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.metrics import WorkerMetrics
@@ -149,7 +148,7 @@ class Session:
         tls = config.access.tls if config.access.tls and config.access.tls.cert else None
         host, known = config.metrics_host, True
         if host is None:
-            host = _own_address(config.server)
+            host = own_address(config.server)
             known = tls is not None or config.metrics_insecure or is_loopback(host)
             host = host if known else "127.0.0.1"
         require_encryption(host, tls is not None, config.metrics_insecure, "metrics", "--metrics-insecure")
@@ -483,17 +482,6 @@ def _device(local_rank: int) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     return torch.device("cpu")
-
-
-def _own_address(server: str | None) -> str:
-    """Returns the address by which this machine is seen from the server: where Prometheus can reach it too."""
-    if server is None:
-        return "127.0.0.1"
-    host, _, port = server.rpartition(":")
-    with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing: it only picks the route
-        return str(ipaddress.ip_address(probe.getsockname()[0]))
-    return "127.0.0.1"
 
 
 def _close_earlier(config: WorkerConfig) -> None:

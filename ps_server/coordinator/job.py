@@ -39,7 +39,7 @@ from ps_server.coordinator.rounds import JobRounds
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.watchers import Watchers
 from ps_server.core.accounting import StepAccounting
-from ps_server.core.membership import JoinRequest, JoinResult, Member, Membership
+from ps_server.core.membership import JoinRequest, JoinResult, Member, Membership, WorkerProcess
 from ps_server.core.placement import PlacedJob
 from ps_server.core.statistics import JobStatistics, Wait
 from ps_server.storage.checkpoints import Manifest
@@ -238,10 +238,11 @@ class CoordinatedJob:
         self.data.gone(rank, incarnation)
         self._announce()
 
-    def expire(self) -> None:
+    def expire(self, process: WorkerProcess | None = None) -> list[int]:
         """Takes off the workers whose lease ran out, and stops waiting for those that did not come back in time.
 
-        Ends the job if it has had no worker for too long.
+        process: of a worker, which has ended, as its launcher has seen: its lease is over, too
+        Returns the ranks of that process.
         """
         late = self.members.stop_waiting()
         if late:
@@ -253,19 +254,19 @@ class CoordinatedJob:
                 for rank in late:
                     self.accounting.give_up(rank)
             self._announce()
-        expired = self.members.take_expired()
-        for member in expired:
-            log.warning(
-                "job %s: worker %d (pid %d on %s) is gone: no sign of life for %g s",
-                *(self.spec.name, member.rank, member.pid, member.host, self._cluster.lease),
-            )
-            text = f"worker {member.rank} on {member.host} is gone: no sign of life for {self._cluster.lease:g} s"
+        expired, ended = self.members.take_gone(process)
+        silent = f"no sign of life for {self._cluster.lease:g} s"
+        for member, why in (*((each, silent) for each in expired), *((each, "its process ended") for each in ended)):
+            who = self.spec.name, member.rank, member.pid, member.host
+            log.warning("job %s: worker %d (pid %d on %s) is gone: %s", *who, why)
+            text = f"worker {member.rank} on {member.host} is gone: {why}"
             self._cluster.events.note("lost", self.spec.name, text)
             self._remove(member.rank, member.incarnation)
-        if expired:
+        if expired or ended:
             # Before a shard hears of it: a coordinator that comes back must not take for live what a shard has removed.
             self._registry.save()
         self.members.removals.tell()
+        return [member.rank for member in ended]
 
     def desert(self) -> None:
         """Ends the job because its workers are gone, after a last checkpoint; not if one comes."""

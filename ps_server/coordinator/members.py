@@ -25,7 +25,7 @@ from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.refusals import refusal, try_soon
 from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.shards import RegisteredShard
-from ps_server.core.membership import JoinRequest, Member, Membership, check_key
+from ps_server.core.membership import JoinRequest, Member, Membership, WorkerProcess, check_key
 from ps_server.failpoints import failpoint
 
 log = logging.getLogger("ps_server")
@@ -274,13 +274,15 @@ class JobMembers:
             self._last_left = left or self._last_left
             return left
 
-    def take_expired(self) -> list[Member]:
-        """Takes off the workers whose lease has run out, and returns them."""
+    def take_gone(self, process: WorkerProcess | None = None) -> tuple[list[Member], list[Member]]:
+        """Takes off the workers whose lease has run out, and those of a process that has ended; returns both."""
         with self._lock:
-            expired = self._membership.expired(self._clock.now())
-            for member in expired:
+            now = self._clock.now()
+            ended = self._membership.ended(process, now) if process is not None else []
+            expired = [member for member in self._membership.expired(now) if member not in ended]
+            for member in (*expired, *ended):
                 self._membership.leave(member.rank, member.incarnation)
-            return expired
+            return expired, ended
 
     def postpone(self, seconds: float) -> None:
         """Gives all workers more time for a sign of life."""

@@ -78,6 +78,24 @@ UNKNOWN = JoinRequest()
 
 
 @dataclass(frozen=True)
+class WorkerProcess:
+    """A process as it named itself when it joined.
+
+    incarnation: of the worker that is meant; 0: any. Containers have the same pid one after the other
+    """
+
+    launch: str
+    host: str
+    pid: int
+    incarnation: int = 0
+
+    def was(self, member: Member) -> bool:
+        """Whether a worker is one of this process."""
+        same = (member.launch, member.host, member.pid) == (self.launch, self.host, self.pid)
+        return same and self.incarnation in (0, member.incarnation)
+
+
+@dataclass(frozen=True)
 class Rivals:
     """The workers of other launches that stand in the way of a join.
 
@@ -255,6 +273,14 @@ class Membership:
     def expired(self, now: float) -> list[Member]:
         """Returns the workers whose lease has run out."""
         return [member for member in self.members.values() if member.expires <= now]
+
+    def ended(self, process: WorkerProcess, now: float) -> list[Member]:
+        """Returns the workers of a process that is gone. If one of it is expected to rejoin, it is not any more."""
+        for rank in [rank for rank, member in self.away.items() if process.was(member)]:
+            del self.away[rank]
+            if rank in self.rejoining:
+                self.rejoining[rank] = now
+        return [member for member in self.members.values() if process.was(member)]
 
     def check(self, rank: int, incarnation: int, key: bytes = b"") -> Member:
         """Returns the live worker with this rank, incarnation and key. Raises UnknownWorker, Fenced or Forbidden."""

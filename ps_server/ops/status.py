@@ -26,6 +26,12 @@ def end_job(server: str, job: str, access: Access = PLAINTEXT) -> None:
         coordinator.end_job(job)
 
 
+def report_shard_end(server: str, index: int, process: int, access: Access = PLAINTEXT) -> bool:
+    """Says that a shard's process has ended; returns whether it was the shard. Raises Unreachable or PSError."""
+    with _coordinator(server, access) as coordinator:
+        return coordinator.report_shard_end(index, process)
+
+
 def checkpoint_job(server: str, job: str, access: Access = PLAINTEXT) -> str:
     """Makes a checkpoint of a job, and says which when it is complete. Raises Unreachable, NotFound or PSError."""
     with _coordinator(server, access) as coordinator:

@@ -76,6 +76,11 @@ class CoordinatorClient:
         """Makes a shard known; waits for a coordinator that is not there yet."""
         self._call(ClusterServiceStub(self._channel).RegisterShard, shard, seconds, wait_for_ready=True)
 
+    def report_shard_end(self, index: int, process: int) -> bool:
+        """Says that a shard's process has ended; returns whether it was the shard."""
+        request = cluster_pb2.ReportShardEndRequest(index=index, process=process)
+        return bool(self._call(ClusterServiceStub(self._channel).ReportShardEnd, request).known)
+
     def _call(self, method: Any, request: Any, seconds: float = CALL_SECONDS, **options: Any) -> Any:
         try:
             return method(request, timeout=seconds, **options)

@@ -32,8 +32,8 @@ def ask(port: int, path: str, method: str = "GET") -> tuple[int, str]:
 def serving(config: ServerConfig) -> Iterator[tuple[Server, int]]:
     server = Server(config)
     try:
-        assert server.health_port is not None
-        yield server, server.health_port.port
+        assert server.health.port is not None
+        yield server, server.health.port.port
     finally:
         server.stop()
 
@@ -89,6 +89,6 @@ def test_a_server_that_is_told_to_end_is_live_and_not_ready(tmp_path: Path, monk
 def test_without_the_setting_there_is_no_such_port() -> None:
     server = Server(ServerConfig(shard_count=1))
     try:
-        assert server.health_port is None
+        assert server.health.port is None
     finally:
         server.stop()
