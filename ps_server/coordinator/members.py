@@ -177,7 +177,7 @@ class JobMembers:
     def count(self, reservation: Reservation) -> int:
         """Has every shard count a worker; returns the clock from which on all do.
 
-        Raises PSError if one is silent; TryLater or Fenced, as `admit`, if it takes this incarnation for an earlier one.
+        Raises PSError if one is silent; TryLater or Fenced, as `admit`, if it takes the incarnation for an earlier one.
         """
         rank, incarnation, key = reservation.rank, reservation.incarnation, reservation.key
 

@@ -96,7 +96,7 @@ def test_a_coordinator_that_is_told_to_stop_waits_for_no_restore(cluster: OnePro
 
 
 def test_a_worker_that_a_rollback_overtakes_while_it_joins_is_asked_to_try_again(cluster: OneProcess) -> None:
-    """The shards refuse its incarnation, as that of any worker of before. It is not to blame, and no other has its place."""
+    """The shards refuse its incarnation, as that of any earlier worker. No other process has its place."""
     worker = worker_of(cluster, "async")
     worker.checkpoint()
     add_worker = cluster.shards[0].add_worker
