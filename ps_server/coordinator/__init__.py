@@ -4,6 +4,7 @@ coordinator.py  The coordinator: its jobs, and where each begins and ends
 new_jobs.py     Making a job on all shards: a new one, or as the last checkpoint of its name has it
 job.py          A job, as its coordinator knows it: all that happens to it is a method of it
 members.py      The live workers of one job, and which of them each shard counts
+reservations.py Joins under way: what each worker is going to be, until every shard counts it
 removals.py     Workers that are gone, and that shards may still count
 expiry.py       Ends leases that have run out, and jobs that their workers have deserted
 lifecycle.py    What a job is in the middle of, and whether it is over

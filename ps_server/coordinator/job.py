@@ -31,10 +31,11 @@ from ps_server.coordinator.cluster import Cluster, Registry
 from ps_server.coordinator.data import JobData
 from ps_server.coordinator.heard import HeardFigures
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
-from ps_server.coordinator.members import JobMembers, Reservation
+from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.recovery import Recovery, Restored
 from ps_server.coordinator.refusals import ranks_text
 from ps_server.coordinator.removals import Removal
+from ps_server.coordinator.reservations import Reservation
 from ps_server.coordinator.rounds import JobRounds
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.watchers import Watchers

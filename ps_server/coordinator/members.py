@@ -18,12 +18,12 @@ import logging
 import secrets
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, TryLater
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.refusals import refusal, try_soon
 from ps_server.coordinator.removals import Removal, Removals
+from ps_server.coordinator.reservations import Reservation, Reservations
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.membership import JoinRequest, Member, Membership, WorkerProcess, check_key
 from ps_server.failpoints import failpoint
@@ -33,17 +33,6 @@ log = logging.getLogger("ps_server")
 LEASE_KEY_BYTES = 16
 
 Roster = tuple[list[int], int, bool]
-
-
-@dataclass(frozen=True, eq=False)
-class Reservation:
-    """What a worker that may join is going to be. older: the live worker that it replaces."""
-
-    rank: int
-    incarnation: int
-    attempt: int
-    key: bytes
-    older: Member | None
 
 
 class JobMembers:
@@ -67,7 +56,7 @@ class JobMembers:
         self._shards, self._limits, self._clock = cluster.shards, cluster.limits, cluster.clock
         self._lock = threading.Lock()  # held for the moment of a look or a change
         self.removals = Removals(name, run, cluster.shards, pending_removals)
-        self._joining: dict[int, Reservation] = {}  # by rank
+        self._joining = Reservations(name)
         self._fenced: dict[int, Member] = {}  # by rank, those whose own join failed half way: they try again
         self._last_left = False  # no worker has joined since one left
         self._closed = False
@@ -113,7 +102,7 @@ class JobMembers:
     def pending_removals(self) -> set[Removal]:
         """Returns what shards may still count: workers that are gone, and those that join at this moment."""
         with self._lock:
-            joining = [(reservation.rank, reservation.incarnation) for reservation in self._joining.values()]
+            joining = [(reservation.rank, reservation.incarnation) for reservation in self._joining]
         return self.removals.pending() | self.removals.everywhere(joining)
 
     def ever_joined(self) -> bool:
@@ -135,7 +124,7 @@ class JobMembers:
         Raises TryLater while the first call of this request is being carried out.
         """
         with self._lock:
-            for reservation in self._joining.values():
+            for reservation in self._joining:
                 if request.attempt and reservation.attempt == request.attempt:
                     raise try_soon(f"worker {reservation.rank} is joining job {self._name!r} at this moment")
             return self._membership.repeated(request.attempt, self._clock.now())
@@ -149,7 +138,7 @@ class JobMembers:
             if self._closed:
                 raise TryLater("the cluster is stopping")
             membership = self._membership
-            rank = membership.claim(rank, request, self._joining.keys())
+            rank = membership.claim(rank, request, self._joining.ranks())
             rivals = membership.rivals(rank, request, self._clock.now())
             if rivals is not None:
                 raise refusal(self._name, rivals, request, membership.lease)
@@ -157,11 +146,10 @@ class JobMembers:
             if rank >= self._limits.workers:
                 raise LimitExceeded(f"a rank must be below max-workers, {self._limits.workers}, got {rank}")
             key, older = secrets.token_bytes(LEASE_KEY_BYTES), membership.members.get(rank)
-            before = self._joining.get(rank)
+            reservation = Reservation(rank, membership.next_incarnation(), request.attempt, key, older)
+            before = self._joining.add(reservation)
             if before is not None:  # what that join has told the shards by now is to be taken back
                 self.removals.add((before.rank, before.incarnation))
-            reservation = Reservation(rank, membership.next_incarnation(), request.attempt, key, older)
-            self._joining[rank] = reservation
             return reservation
 
     def close(self) -> None:
@@ -172,7 +160,7 @@ class JobMembers:
     def release(self, reservation: Reservation) -> None:
         """Takes back a reservation of which no shard has heard."""
         with self._lock:
-            self._forget(reservation)
+            self._joining.drop(reservation)
 
     def count(self, reservation: Reservation) -> int:
         """Has every shard count a worker; returns the clock from which on all do.
@@ -194,7 +182,7 @@ class JobMembers:
             raise TryLater(f"job {self._name!r}: {error}") from None
         except Fenced as error:
             with self._lock:
-                self._check_current(reservation)
+                self._joining.check(reservation)
             # The shard was rolled back, and knows a later incarnation than this coordinator: the next one is later.
             raise TryLater(f"job {self._name!r}: {error}") from None
         return clock
@@ -205,8 +193,8 @@ class JobMembers:
         """
         rank = reservation.rank
         with self._lock:
-            self._check_current(reservation)
-            del self._joining[rank]
+            self._joining.check(reservation)
+            self._joining.drop(reservation)
             self._fenced.pop(rank, None)
             self._last_left = False
             self._membership.join(
@@ -226,14 +214,6 @@ class JobMembers:
             )
             return self._membership.members[rank]
 
-    def _check_current(self, reservation: Reservation) -> None:
-        """Raises TryLater or Fenced where a join was overtaken by a rollback or by another process."""
-        current = self._joining.get(reservation.rank)
-        if current is None:
-            raise TryLater(f"job {self._name!r} was rolled back while worker {reservation.rank} joined")
-        if current is not reservation:
-            raise Fenced(f"worker {reservation.rank} was replaced by another process while it joined")
-
     def abort(self, reservation: Reservation) -> bool:
         """Takes back a join that failed half way. On some shards it has fenced the older worker: that one is gone too.
 
@@ -241,7 +221,7 @@ class JobMembers:
         """
         older = reservation.older
         with self._lock:
-            self._forget(reservation)
+            self._joining.drop(reservation)
             fenced = older is not None and self._membership.leave(older.rank, older.incarnation)
             if older is not None and fenced:
                 self._fenced[older.rank] = older
@@ -250,10 +230,6 @@ class JobMembers:
             self.removals.add((older.rank, older.incarnation))
         self.removals.tell()
         return fenced
-
-    def _forget(self, reservation: Reservation) -> None:
-        if self._joining.get(reservation.rank) is reservation:
-            del self._joining[reservation.rank]
 
     def heartbeat(self, rank: int, incarnation: int, clock: int, key: bytes) -> int:
         """Renews a lease; returns the number of live workers."""
@@ -304,7 +280,7 @@ class JobMembers:
             self._fenced = {}
             self._membership.last_incarnation = max(last_incarnation, self._membership.last_incarnation)
             gone = [(member.rank, member.incarnation) for member in members]
-            gone += [(joining.rank, joining.incarnation) for joining in self._joining.values()]
+            gone += [(joining.rank, joining.incarnation) for joining in self._joining]
             self._joining.clear()
             if everywhere:
                 self.restore_count += 1
