@@ -18,6 +18,7 @@ shards.py       The shards as the coordinator knows them: what it asks of one, a
 refusals.py     What a process is told that cannot join now, and which workers of another launch are in its way
 cluster.py      What all jobs of a coordinator share: the shards, the limits, the checkpoints, and the time
 runs.py         The identity of each run of a job
+ended_jobs.py   The jobs that are over: why, and which of them have finished
 events.py       What happened lately, for people who watch
 heard.py        What the workers of one job have measured, as their last heartbeats said
 policy.py       When checkpoints are made, where they go, and how many are kept

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from ps_server.coordinator.ended_jobs import FinishedJob
 from ps_server.coordinator.events import EventLog
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.shards import MakeExecutor, Shards
@@ -59,5 +60,8 @@ class Registry(Protocol):
     def save_ahead(self) -> None:
         """Keeps all jobs on disk before something is done. Raises TryLater where the disk does not take it."""
 
-    def forget(self, name: str, why: str) -> None:
-        """Drops a job that has ended, and frees its name. why: in words; empty where its workers have left."""
+    def forget(self, name: str, why: str, finished: FinishedJob | None) -> None:
+        """Drops a job that has ended, and frees its name.
+
+        why: in words; empty where its workers have left. finished: as it stays known, if they were done
+        """

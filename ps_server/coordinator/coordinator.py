@@ -27,6 +27,7 @@ from ps_protocol.optimizers import with_defaults
 from ps_runtime.background import Background, guarded
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Checkpointing, Cluster
+from ps_server.coordinator.ended_jobs import EndedJobs, FinishedJob
 from ps_server.coordinator.events import EventLog
 from ps_server.coordinator.expiry import Expiry
 from ps_server.coordinator.job import CoordinatedJob
@@ -48,8 +49,6 @@ from ps_server.storage.disk import Disk
 
 log = logging.getLogger("ps_server")
 
-REASONS_KEPT = 64
-
 
 class Coordinator:
     """All jobs of a cluster. Methods may be called from any thread and raise PSError.
@@ -60,6 +59,7 @@ class Coordinator:
     make_executor: makes what calls to shards run in
     disk:     what all files are written with and read from
     events:   what happened lately
+    ended:    the jobs that are over
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Coordinator:
         self._new_jobs = NewJobs(self._cluster, self, self._recovery)
         self._jobs: dict[str, CoordinatedJob] = {}
         self._lock = threading.Lock()
-        self._why_ended: dict[str, str] = {}  # of the last jobs that ended otherwise than by their workers' leaving
+        self.ended = EndedJobs()
         self._draining = False
         self._troubles = Troubles(log, "state_file")
         self._background = Background()
@@ -176,14 +176,14 @@ class Coordinator:
             return dict(self._jobs)
 
     def job(self, name: str, run: str = "") -> CoordinatedJob:
-        """Returns a job. Raises NotFound, saying why it ended if that is known, RunEnded if another run has its name.
+        """Returns a job. Raises NotFound, saying why it ended if that is known, JobFinished if the run has finished,
+        RunEnded if another run has its name.
 
         run: that the caller belongs to; empty: any
         """
         job = self._jobs.get(name)
         if job is None:
-            why = self._why_ended.get(name)
-            raise NotFound(f"job {name!r} ended: {why}" if why else f"no job {name!r} here")
+            raise self.ended.error(name, run) or NotFound(f"no job {name!r} here")
         if run and run != job.placed.run:
             raise RunEnded(f"run {run} of job {name!r} has ended: run {job.placed.run} has its name now")
         return job
@@ -196,9 +196,10 @@ class Coordinator:
             recovery=self._recovery.statistics() if self._recovery is not None else None,
         )
 
-    def register_job(self, spec: JobSpec) -> tuple[CoordinatedJob, bool]:
+    def register_job(self, spec: JobSpec, launch: str = "") -> tuple[CoordinatedJob, bool]:
         """Returns the job with this spec, and whether this call made it. Raises JobMismatch naming what differs.
 
+        launch: for which the job may have finished: then JobFinished is raised; empty: it may begin anew
         Where the spec leaves the size of buckets open, it is that of the job, of its checkpoint, or chosen here.
         Hyper-parameters that it leaves out have their defaults.
         """
@@ -208,7 +209,9 @@ class Coordinator:
         shards.all()  # or it is too early
         chosen = sized(spec, shards.on_one_machine(), limits.buckets)
         self._check_not_draining()
+        check_launch(launch)
         with self._lock:
+            self.ended.check(spec.name, launch)
             known = self._jobs.get(spec.name)
             if known is None:
                 self._new_jobs.begin(spec.name, limits.jobs - len(self._jobs))
@@ -226,7 +229,7 @@ class Coordinator:
             job = self._new_jobs.make(spec, chosen)
             with self._lock:
                 self._jobs[spec.name] = job
-                self._why_ended.pop(spec.name, None)
+                self.ended.begun(spec.name, launch)
             try:
                 self._run_checkpoints(job)
                 self.save_ahead()
@@ -243,6 +246,7 @@ class Coordinator:
     def _resume_jobs(self) -> None:
         """Resumes the jobs that ran when a coordinator with this directory ended."""
         assert self._state_file is not None
+        self.ended.resume(self._state_file.finished())
         for name, left in self._state_file.load().items():
             try:
                 spec = job_spec_from_data(left.spec)
@@ -277,7 +281,7 @@ class Coordinator:
     def save_ahead(self) -> None:
         """Keeps what a coordinator after this one needs. Raises TryLater where the disk does not take it."""
         if self._state_file is not None:
-            self._state_file.save(lambda: {name: saved(job) for name, job in self.jobs().items()})
+            self._state_file.save(lambda: {name: saved(job) for name, job in self.jobs().items()}, self.ended.finished)
 
     def save(self) -> None:
         """Does as `save_ahead`; where the disk does not take it, `save_again` does so later."""
@@ -293,14 +297,11 @@ class Coordinator:
         if self._state_file is not None and self._state_file.is_behind:
             self.save()
 
-    def forget(self, name: str, why: str) -> None:
+    def forget(self, name: str, why: str, finished: FinishedJob | None = None) -> None:
         """Drops a job that has ended, and frees its name."""
-        with self._lock:
+        with self._lock:  # nobody finds it neither here nor among those that have ended
             self._jobs.pop(name, None)
-            if why:
-                self._why_ended[name] = why
-                while len(self._why_ended) > REASONS_KEPT:
-                    del self._why_ended[next(iter(self._why_ended))]
+            self.ended.ended(name, why, finished)
         self.save()
 
     # -- workers -----------------------------------------------------------------------------------------------------
@@ -317,7 +318,9 @@ class Coordinator:
         rolling_back = self._recovery.progress(name) if self._recovery is not None else None
         if rolling_back is not None:
             raise rolling_back
-        return job.join(rank, request)
+        joined = job.join(rank, request)
+        self.ended.joined(name, request.launch)
+        return joined
 
     def leave(
         self,
@@ -327,13 +330,15 @@ class Coordinator:
         key: bytes = b"",
         run: str = "",
         state: tuple[int, bytes] | None = None,
+        done: bool = False,
     ) -> bool:
         """Takes a worker off. Returns True when it was the last one and the job ended, or had ended before.
 
         state: its clock and its own state then
+        done:  its script has come to its end
         """
         job = self._jobs.get(name)
-        return job is None or run not in ("", job.placed.run) or job.leave(rank, incarnation, key, state)
+        return job is None or run not in ("", job.placed.run) or job.leave(rank, incarnation, key, state, done)
 
 
 def _at_once(cluster: Cluster, name: str, works: Sequence[Callable[[], object]]) -> None:

@@ -51,6 +51,7 @@ class JobMembers:
 
     removals:      of workers that are gone, from the shards
     restore_count: how many times the whole job was rolled back to a checkpoint
+    last_done:     the script of the worker that left last had come to its end
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class JobMembers:
         self._joining: dict[int, Reservation] = {}  # by rank
         self._fenced: dict[int, Member] = {}  # by rank, those whose own join failed half way: they try again
         self._last_left = False  # no worker has joined since one left
+        self.last_done = False
         self._closed = False
 
     # -- looks -------------------------------------------------------------------------------------------------------
@@ -106,9 +108,14 @@ class JobMembers:
         with self._lock:
             return not self._membership.members and not self._membership.rejoining and not self._joining
 
-    def finished(self) -> bool:
+    def all_left(self) -> bool:
         """Whether the job is empty because its last worker has left."""
         return self._last_left and self.empty()
+
+    def launches(self) -> tuple[str, ...]:
+        """Returns the launches that have taken part."""
+        with self._lock:
+            return self._membership.launches
 
     def pending_removals(self) -> set[Removal]:
         """Returns what shards may still count: workers that are gone, and those that join at this moment."""
@@ -251,15 +258,19 @@ class JobMembers:
 
     # -- a worker goes -----------------------------------------------------------------------------------------------
 
-    def leave(self, rank: int, incarnation: int, key: bytes) -> bool:
-        """Takes a worker off. Returns False if it was not there any more. Raises Forbidden for a wrong key."""
+    def leave(self, rank: int, incarnation: int, key: bytes, done: bool = False) -> bool:
+        """Takes a worker off. Returns False if it was not there any more. Raises Forbidden for a wrong key.
+
+        done: its script has come to its end
+        """
         with self._lock:
             member = self._membership.members.get(rank)
             if member is not None and member.incarnation == incarnation:
                 check_key(rank, key, member.key)
             self._fenced.pop(rank, None)
             left = self._membership.leave(rank, incarnation)
-            self._last_left = left or self._last_left
+            if left:
+                self._last_left, self.last_done = True, done
             return left
 
     def take_expired(self) -> list[Member]:

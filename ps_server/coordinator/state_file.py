@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ps_protocol.errors import InvalidRequest, TryLater
+from ps_server.coordinator.ended_jobs import FinishedJob
 from ps_server.coordinator.saved_job import SavedJob
 from ps_server.core.membership import Member
 from ps_server.core.rounds import Round
@@ -50,10 +51,17 @@ class StateFile:
         except (OSError, ValueError, RecursionError):
             return None
 
-    def save(self, jobs: Callable[[], Mapping[str, SavedJob]]) -> None:
-        """Replaces the file by what `jobs` returns. Raises TryLater if the disk does not take it."""
+    def save(
+        self, jobs: Callable[[], Mapping[str, SavedJob]], finished: Callable[[], Mapping[str, FinishedJob]] = dict
+    ) -> None:
+        """Replaces the file by what these return: the jobs that run, and those that have finished.
+
+        Raises TryLater if the disk does not take it.
+        """
         with self._lock:  # while they are listed, too: what is written last is the newest
-            data = {"format": FORMAT, "jobs": {name: _data(job) for name, job in jobs().items()}}
+            running = {name: _data(job) for name, job in jobs().items()}
+            done = {name: json.loads(json.dumps(asdict(job))) for name, job in finished().items()}
+            data = {"format": FORMAT, "jobs": running, "finished": done}
             content = json.dumps({**data, "seal": seal(data)}).encode()
             try:
                 replace_file(self._disk, self.path, content, lambda place: failpoint(f"coordinator-file-{place}"))
@@ -65,9 +73,7 @@ class StateFile:
     def load(self) -> dict[str, SavedJob]:
         """Returns the jobs that ran; none where there is no file, or, with a warning, one that was not written so."""
         try:
-            data = json.loads(self._disk.read(self.path))
-            if data.pop("seal") != seal(data) or data["format"] not in READABLE:
-                raise ValueError("it is not what was written")
+            data = self._sealed()
             return {name: _job(job, data["format"]) for name, job in data["jobs"].items()}
         except FileNotFoundError:
             return {}
@@ -76,6 +82,21 @@ class StateFile:
                 "%s cannot be used: %s; jobs resume from their checkpoints when their workers come", self.path, error
             )
             return {}
+
+    def finished(self) -> dict[str, FinishedJob]:
+        """Returns the jobs that had finished; none where `load` returns none."""
+        try:
+            finished = self._sealed().get("finished", {})  # earlier releases knew nothing of it
+            return {name: FinishedJob(**{**job, "launches": tuple(job["launches"])}) for name, job in finished.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return {}
+
+    def _sealed(self) -> dict[str, Any]:
+        """Returns the file's content. Raises ValueError and others if it is not what was written."""
+        data: dict[str, Any] = json.loads(self._disk.read(self.path))
+        if data.pop("seal") != seal(data) or data["format"] not in READABLE:
+            raise ValueError("it is not what was written")
+        return data
 
 
 def _data(job: SavedJob) -> dict[str, Any]:
@@ -97,6 +118,7 @@ def _job(data: dict[str, Any], version: int) -> SavedJob:
     data["skipped"] = {int(rank): tuple((start, end) for start, end in spans) for rank, spans in skipped}
     continues = data.get("continues")
     data["continues"] = (continues[0], continues[1]) if continues else None
+    data["launches"] = tuple(data.get("launches", ()))
     data["rejoining"] = tuple(data["rejoining"])
     data["pending_removals"] = tuple((shard, rank, number) for shard, rank, number in data["pending_removals"])
     data["workers"] = tuple(_worker(worker) for worker in data["workers"])

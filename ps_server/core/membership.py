@@ -13,6 +13,7 @@ DELAYED_PER_LEASE = 16  # part of a lease: a heartbeat may lie so long in a queu
 # After a rollback live workers come back at once. For so many seconds no other launch gets their ranks. No longer: they
 # may all be dead, and the other launch is their user's next try.
 AWAY_SECONDS = 5.0
+LAUNCHES_KEPT = 256  # that took part in one job; the first are forgotten
 REPLACED_KEPT = 16  # launches that one after the other took a rank over; the first are forgotten
 
 
@@ -121,6 +122,7 @@ class Membership:
     rejoining:  after a rollback: by rank, until when the others wait for the worker to join again; for ever, as long
                 as there are no others
     away:       the workers that were live at the rollback: for AWAY_SECONDS no other launch gets their rank
+    launches:   that have taken part, the last one last
     """
 
     world_size: int
@@ -131,6 +133,7 @@ class Membership:
     ever_joined: bool = False
     rejoining: dict[int, float] = field(default_factory=dict)
     away: dict[int, Member] = field(default_factory=dict)
+    launches: tuple[str, ...] = ()
 
     def claim(self, rank: int | None, request: JoinRequest = UNKNOWN, reserved: Iterable[int] = ()) -> int:
         """Returns the rank that a worker gets: the one asked for, or the lowest free one. Changes nothing.
@@ -196,6 +199,8 @@ class Membership:
         self.members[member.rank] = member if older is None else _after(member, older)
         self.away.pop(member.rank, None)
         self.ever_joined = True
+        if member.launch and member.launch not in self.launches:
+            self.launches = (*self.launches, member.launch)[-LAUNCHES_KEPT:]
         if self.rejoining.pop(member.rank, None) is not None:
             self.started = not self.rejoining
         elif not self.rejoining:
