@@ -14,7 +14,7 @@ from ps_server.coordinator.timing import Clock, Timing
 from ps_server.core.limits import Limits
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.directory_lock import lock_directory
-from ps_server.storage.disk import Disk
+from ps_server.storage.files import Files
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Checkpointing:
     release: Callable[[], None]
 
     @classmethod
-    def open(cls, policy: CheckpointPolicy, disk: Disk, since: float) -> Checkpointing:
+    def open(cls, policy: CheckpointPolicy, disk: Files, since: float) -> Checkpointing:
         """Takes the directory for one coordinator, which began at `since`. Raises InvalidRequest if one has it."""
         store = CheckpointStore(policy.directory, disk)
         return cls(store, policy, lock_directory(policy.directory, policy.address, disk, since))

@@ -45,7 +45,7 @@ from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.statistics import CoordinatorStatistics
 from ps_server.core.validation import check_address, check_host, check_job_spec, check_launch
 from ps_server.failpoints import failpoint
-from ps_server.storage.disk import Disk
+from ps_server.storage.files import Files, files_of
 
 log = logging.getLogger("ps_server")
 
@@ -72,14 +72,16 @@ class Coordinator:
         timing: Timing = DEFAULT_TIMING,
         clock: Clock | None = None,
         make_executor: MakeExecutor = ThreadPoolExecutor,
-        disk: Disk | None = None,
+        disk: Files | None = None,
     ) -> None:
         self.shard_count, self.lease = shard_count, lease
         clock = clock or Clock()
         shards = Shards(shard_count, connect, make_executor, timing, clock)
-        disk = disk or Disk()
-        self._state_file = StateFile(policy.directory, disk) if policy is not None else None
-        checkpointing = Checkpointing.open(policy, disk, clock.since_1970()) if policy is not None else None
+        self._state_file, checkpointing = None, None
+        if policy is not None:
+            disk = disk or files_of(policy.directory)
+            self._state_file = StateFile(policy.directory, disk)
+            checkpointing = Checkpointing.open(policy, disk, clock.since_1970())
         self.events = EventLog(clock)
         self._cluster = Cluster(shards, lease, limits, checkpointing, timing, clock, make_executor, self.events)
         self._recovery = Recovery(checkpointing, shards) if checkpointing is not None else None

@@ -21,7 +21,7 @@ from ps_server.core.membership import Member
 from ps_server.core.rounds import Round
 from ps_server.failpoints import failpoint
 from ps_server.storage.checkpoints import FORMAT, READABLE, seal, written_by_newer
-from ps_server.storage.disk import Disk, replace_file
+from ps_server.storage.files import Files, files_of
 
 log = logging.getLogger("ps_server")
 
@@ -36,8 +36,8 @@ class StateFile:
     Raises InvalidRequest for a file that a newer version has written: it would be lost.
     """
 
-    def __init__(self, directory: Path, disk: Disk | None = None) -> None:
-        self.path, self._disk = directory / FILE, disk or Disk()
+    def __init__(self, directory: Path, disk: Files | None = None) -> None:
+        self.path, self._disk = directory / FILE, disk or files_of(directory)
         self.is_behind = False
         self._lock = threading.Lock()
         newer = written_by_newer(self._content())
@@ -64,19 +64,24 @@ class StateFile:
             data = {"format": FORMAT, "jobs": running, "finished": done}
             content = json.dumps({**data, "seal": seal(data)}).encode()
             try:
-                replace_file(self._disk, self.path, content, lambda place: failpoint(f"coordinator-file-{place}"))
+                self._disk.replace(self.path, content, lambda place: failpoint(f"coordinator-file-{place}"))
             except OSError as error:
                 self.is_behind = True
                 raise TryLater(f"{self.path} cannot be written: {error.strerror}") from None
             self.is_behind = False
 
     def load(self) -> dict[str, SavedJob]:
-        """Returns the jobs that ran; none where there is no file, or, with a warning, one that was not written so."""
+        """Returns the jobs that ran; none where there is no file, or, with a warning, one that was not written so.
+
+        Raises TryLater where it is in an object store that does not answer.
+        """
         try:
             data = self._sealed()
             return {name: _job(job, data["format"]) for name, job in data["jobs"].items()}
         except FileNotFoundError:
             return {}
+        except ConnectionError as error:
+            raise TryLater(f"{self.path} cannot be read: {error.strerror}") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             log.warning(
                 "%s cannot be used: %s; jobs resume from their checkpoints when their workers come", self.path, error
