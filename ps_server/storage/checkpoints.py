@@ -256,10 +256,10 @@ class CheckpointStore:
     def _all_names(self, job: str) -> list[str]:
         path = self.path(job)
         with _answering(path):
-            kind, names = self._disk.kind(path), self._disk.directories(path)
-        if kind not in (None, "a directory"):
-            raise InvalidRequest(f"checkpoints of job {job!r} belong into the directory {path}, and that is {kind}")
-        return [name for name in names if _NAME.fullmatch(name)]
+            kind = self._disk.kind(path)
+            if kind not in (None, "a directory"):
+                raise InvalidRequest(f"checkpoints of job {job!r} belong into the directory {path}, and that is {kind}")
+            return [name for name in self._disk.directories(path) if _NAME.fullmatch(name)]
 
     def _is_complete(self, job: str, name: str) -> bool:
         path = self.path(job, name) / MANIFEST
