@@ -90,8 +90,6 @@ class CoordinatedJob:
         self.watchers = Watchers(self.members.roster)
         self.figures = HeardFigures()
         self.life = Lifecycle(spec.name, cluster.clock)
-        self._not_rolled_back = ""  # why the last try to roll it back failed
-        self._roll_back_at = -math.inf  # not before
         self._troubles = Troubles(log, "rollback")
 
     # -- looks -------------------------------------------------------------------------------------------------------
@@ -156,7 +154,7 @@ class CoordinatedJob:
         """
         try:
             with self.life.deciding():
-                self.life.check_open(self.lost(), self._not_rolled_back)
+                self.life.check_open(self.lost())
                 repeated = self.members.repeated(request)
                 reservation = self.members.reserve(rank, request) if repeated is None else None
         except PSError as error:
@@ -176,7 +174,7 @@ class CoordinatedJob:
         try:
             clock = self.members.count(reservation)
             with self.life.deciding():
-                self.life.check_open(self.lost(), self._not_rolled_back)
+                self.life.check_open(self.lost())
                 member = self.members.admit(reservation, request, clock)
                 self.accounting.joined(member.rank, clock, None if request.previous is None else request.clock)
         except BaseException:
@@ -328,11 +326,10 @@ class CoordinatedJob:
 
     def recover(self, recovery: Recovery | None) -> None:
         """Rolls the job back to its last checkpoint if a shard lost its part of it, and ends it if there is none."""
-        now = self._cluster.clock.now()
         with self.life.deciding():
             shards = self._cluster.shards.known()
             lost = self.lost(shards)
-            if not lost or not self.life.is_running or now < self._roll_back_at:
+            if not lost or not self.life.may_roll_back:
                 return
             if self.spec.consistency.aggregate and len(shards) < self._cluster.shards.count:
                 return  # all are rolled back, and one has not called in yet
@@ -344,17 +341,16 @@ class CoordinatedJob:
             if recovery is None:
                 raise NoCheckpoints("these servers were started without --checkpoint-dir")
             self._rollback(recovery, shards, lost)
-            self._not_rolled_back = ""
         except (NoCheckpoints, JobMismatch) as error:
             names = ", ".join(map(str, lost))
             reason = f"shard {names} was started anew and lost its part of the job; {error}"
         except PSError as error:
             self._troubles.met("", "job %s: not rolled back yet: %s", self.spec.name, error)
-            self._not_rolled_back = str(error)
-            if not isinstance(error, TryLater):  # somebody has to do something first
-                self._roll_back_at = now + self._cluster.timing.roll_back_again
+            needs_help = not isinstance(error, TryLater)
+            self.life.rollback_failed(str(error), self._cluster.timing.roll_back_again if needs_help else 0.0)
         else:
             self._troubles.over("")
+            self.life.rolled_back()
         finally:
             self.life.done()
         if reason:

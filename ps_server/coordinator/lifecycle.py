@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -29,6 +30,8 @@ class Lifecycle:
         self._phase = Phase.RUNNING
         self._ended: NotFound | None = None
         self._deserted = clock.now()
+        self._not_rolled_back = ""  # why the last try failed
+        self._roll_back_at = -math.inf  # not before
 
     @contextlib.contextmanager
     def deciding(self) -> Iterator[None]:
@@ -40,6 +43,11 @@ class Lifecycle:
     def is_running(self) -> bool:
         """Whether the job is in the middle of nothing."""
         return self._phase is Phase.RUNNING and self._ended is None
+
+    @property
+    def may_roll_back(self) -> bool:
+        """Whether a rollback may begin: the job is running, and the last try that failed is long enough ago."""
+        return self.is_running and self._clock.now() >= self._roll_back_at
 
     @property
     def is_rolling_back(self) -> bool:
@@ -61,6 +69,14 @@ class Lifecycle:
         with self._lock:
             self._phase = Phase.RUNNING
 
+    def rollback_failed(self, why: str, pause: float) -> None:
+        """Notes why a rollback failed, which workers that ask to join are told, and when the next one may begin."""
+        self._not_rolled_back, self._roll_back_at = why, self._clock.now() + pause
+
+    def rolled_back(self) -> None:
+        """Notes that a rollback succeeded."""
+        self._not_rolled_back = ""
+
     def end(self, why: str) -> NotFound | None:
         """Ends the job, for a reason in words or none; returns what callers are told. None: it had ended before."""
         with self._lock:
@@ -69,19 +85,15 @@ class Lifecycle:
             self._ended = NotFound(f"job {self._name!r} ended{f': {why}' if why else ''}")
             return self._ended
 
-    def check_open(self, lost: Sequence[int], trouble: str = "") -> None:
-        """Raises NotFound or TryLater, saying why, where no worker can join.
-
-        lost:    the shards that lost their part
-        trouble: why the last rollback failed
-        """
+    def check_open(self, lost: Sequence[int]) -> None:
+        """Raises NotFound or TryLater, saying why, where no worker can join. lost: the shards that lost their part"""
         if self._ended is not None:
             raise NotFound(str(self._ended))  # a new one: an error that is raised holds on to its frames
         if self._phase is Phase.ENDING:
             raise try_soon(f"job {self._name!r} ends at this moment")
         if lost or self._phase is Phase.ROLLING_BACK:
             shards = f"shard {lost[0]} was started anew" if lost else "a shard was started anew"
-            tried = f"; the last try failed: {trouble}" if trouble else ""
+            tried = f"; the last try failed: {self._not_rolled_back}" if self._not_rolled_back else ""
             raise TryLater(f"job {self._name!r} is being rolled back to a checkpoint: {shards}{tried}")
 
     def deserted_for(self, empty: bool) -> float:

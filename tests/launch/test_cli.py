@@ -273,7 +273,7 @@ def test_flags_of_run_have_variables_too(tmp_path: Path) -> None:
 def test_the_same_script_trains_in_every_mode(
     shared: Cluster, job: str, mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # ddp: see test_ddp.py.
+    # ddp: see tests/worker/test_ddp.py.
     where = {"PS_SERVER": shared.address, "PS_JOB": job, "PS_MODE": mode}
     run_here(monkeypatch, SCRIPT, str(tmp_path), "3", **where)
     assert (tmp_path / f"{mode}-0.safetensors").exists()

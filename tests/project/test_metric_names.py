@@ -21,7 +21,8 @@ def served() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-    return {text for text in texts if NAMED.fullmatch(text)} - {*PACKAGES}
+    names = {text for text in texts if NAMED.fullmatch(text)} - {*PACKAGES}
+    return names - {name + part for name in names for part in ("_count", "_sum")}  # of a histogram that a page reads
 
 
 def explained() -> set[str]:

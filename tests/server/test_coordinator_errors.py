@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,6 @@ from ps_server.core.snapshot import RestoreProgress
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.one_process import CELLS, DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[OneProcess]:
-    cluster = OneProcess(tmp_path)
-    yield cluster
-    cluster.stop()
 
 
 def worker_of(cluster: OneProcess, mode: str) -> DirectWorker:

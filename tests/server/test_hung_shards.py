@@ -152,13 +152,6 @@ class FullDisk(Disk):
         return super().write(*arguments, **named)
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[OneProcess]:
-    cluster = OneProcess(tmp_path)
-    yield cluster
-    cluster.stop()
-
-
 def roster(cluster: OneProcess, shard: int) -> dict[int, int]:
     return {rank: live.incarnation for rank, live in cluster.shards[shard].jobs()["job"].state.roster.items()}
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +10,6 @@ import torch
 from ps_protocol.errors import NotFound, TryLater, UnknownWorker
 from ps_server.core.membership import JoinRequest
 from tests.tools.one_process import CELLS, OneProcess, join_all, train
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[OneProcess]:
-    cluster = OneProcess(tmp_path)
-    yield cluster
-    cluster.stop()
 
 
 def test_workers_join_train_and_leave(cluster: OneProcess) -> None:

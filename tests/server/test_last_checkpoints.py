@@ -27,13 +27,6 @@ from tests.tools.raw_worker import vector_job
 SLOW_STEP_SECONDS = 8.0
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[OneProcess]:
-    cluster = OneProcess(tmp_path)
-    yield cluster
-    cluster.stop()
-
-
 def slowly(cluster: OneProcess, each: list[DirectWorker]) -> Callable[[], None]:
     """Trains with steps that take long."""
     next_step = cluster.clock.now() + SLOW_STEP_SECONDS

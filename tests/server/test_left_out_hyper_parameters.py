@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,13 +27,6 @@ def as_a_script_has_it(spec: JobSpec) -> JobSpec:
 
 
 ALL = as_a_script_has_it(FEW)
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[OneProcess]:
-    cluster = OneProcess(tmp_path)
-    yield cluster
-    cluster.stop()
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)

@@ -3,7 +3,6 @@ by a worker or a server of another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,6 @@ from tests.tools.raw_worker import vector_job
 
 CELLS = 64
 SPEC = vector_job("job", "async", CELLS, 0)
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[OneProcess]:
-    cluster = OneProcess(tmp_path)
-    yield cluster
-    cluster.stop()
 
 
 def started(cluster: OneProcess, rank: int = 0) -> DirectWorker:

@@ -29,8 +29,17 @@ ROOMS = ("ps_server.coordinator.", "ps_server.shard.", "ps_server.storage.", "ps
 
 def simulated_threading(world: World) -> SimpleNamespace:
     """Returns the replacement of the module `threading`."""
-    names = {name: partial(getattr(threads, name), world) for name in ("Lock", "RLock", "Condition", "Event", "Thread")}
-    return SimpleNamespace(**names)
+    names = ("Lock", "RLock", "Condition", "Event", "Thread")
+    return SimpleNamespace(
+        **{name: simulated_here(getattr(threading, name), partial(getattr(threads, name), world)) for name in names}
+    )
+
+
+def simulated_here(real: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what calls the stand-in in this thread of the operating system, which runs the world, and the real one in
+    others: they belong to servers that other tests have running in this process."""
+    here = threading.get_ident()
+    return lambda *arguments, **named: (stand_in if threading.get_ident() == here else real)(*arguments, **named)
 
 
 def simulated_secrets(world: World) -> SimpleNamespace:
@@ -83,7 +92,7 @@ def bound(world: World, pace: dict[str, float]) -> Iterator[None]:
         (threading, simulated_threading(world)),
         (secrets, simulated_secrets(world)),
         (sys.modules["time"], simulated_time(world)),
-        (background.note_error, world.round_failed),
+        (background.note_error, simulated_here(background.note_error, world.round_failed)),
         (failpoints.failpoint, simulated_failpoint(world, pace)),
         (concurrent.futures.ThreadPoolExecutor, partial(threads.ThreadPoolExecutor, world)),
         (concurrent.futures.Future, partial(threads.Future, world)),

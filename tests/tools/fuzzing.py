@@ -36,10 +36,12 @@ from ps_server.rpc.lease_service import DataLeaseService
 from ps_server.rpc.membership_service import MembershipService
 from ps_server.rpc.round_service import RoundService
 from ps_server.rpc.shard_service import ShardService
+from ps_server.rpc.views import Views
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
 from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.view.watch import Watch
 from tests.tools.checkpoint_files import manifest_of
 from tests.tools.fuzz_requests import CHECKPOINT, JOB, KEPT, KEY, SPEC
 from tests.tools.one_process import AtOnce, DirectShard
@@ -93,7 +95,7 @@ class Target:
             MembershipService(self.coordinator, inline),
             DataLeaseService(self.coordinator),
             RoundService(self.coordinator, inline),
-            ClusterService(self.coordinator, "127.0.0.1:1", ""),
+            ClusterService(self.coordinator, self._views(), inline),
             ShardService(self.shard),
         ]
         for service in services:
@@ -127,6 +129,10 @@ class Target:
             values = torch.arange(bucket.numel).to(TORCH_DTYPES[bucket.dtype]).numpy().tobytes()
             pushed = (PushedBucket(bucket.index, PushKind.INITIAL_VALUE),)
             self.shard.push(PushCall(spec.name, 0, 1, 0, pushed, values, key=key))
+
+    def _views(self) -> Views:
+        """Returns the views of the cluster as it is now: nothing looks at it again."""
+        return Views(Watch(self.coordinator, 1), self.coordinator.events, 1, lambda: ("127.0.0.1:1", ""))
 
     def throw(self, name: str, raw: bytes) -> PSError | None:
         """Has a handler answer these bytes; the error that it refuses them with, None if it takes them.
