@@ -227,7 +227,7 @@ class CoordinatedJob:
     def _finish(self) -> bool:
         """Ends the job if its last worker has left; returns whether it has. A rollback ends first, and calls this."""
         with self.life.deciding():
-            if not self.members.all_left() or not self.life.is_running:
+            if not (self.members.last_left and self.members.empty()) or not self.life.is_running:
                 return False
             self.life.begin(Phase.ENDING)
         try:

@@ -51,7 +51,7 @@ class JobMembers:
 
     removals:      of workers that are gone, from the shards
     restore_count: how many times the whole job was rolled back to a checkpoint
-    last_done:     the script of the worker that left last had come to its end
+    last_left:     no worker has joined since one left; last_done: the script of that one had come to its end
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class JobMembers:
         self.removals = Removals(name, run, cluster.shards, pending_removals)
         self._joining: dict[int, Reservation] = {}  # by rank
         self._fenced: dict[int, Member] = {}  # by rank, those whose own join failed half way: they try again
-        self._last_left = False  # no worker has joined since one left
+        self.last_left = False
         self.last_done = False
         self._closed = False
 
@@ -107,10 +107,6 @@ class JobMembers:
         """Whether no worker is live, none joins at this moment, and none is expected to join again."""
         with self._lock:
             return not self._membership.members and not self._membership.rejoining and not self._joining
-
-    def all_left(self) -> bool:
-        """Whether the job is empty because its last worker has left."""
-        return self._last_left and self.empty()
 
     def launches(self) -> tuple[str, ...]:
         """Returns the launches that have taken part."""
@@ -211,7 +207,7 @@ class JobMembers:
                 raise Fenced(f"worker {rank} was replaced by another process while it joined")
             del self._joining[rank]
             self._fenced.pop(rank, None)
-            self._last_left = False
+            self.last_left = False
             self._membership.join(
                 Member(
                     rank=rank,
@@ -270,7 +266,7 @@ class JobMembers:
             self._fenced.pop(rank, None)
             left = self._membership.leave(rank, incarnation)
             if left:
-                self._last_left, self.last_done = True, done
+                self.last_left, self.last_done = True, done
             return left
 
     def take_expired(self) -> list[Member]:
