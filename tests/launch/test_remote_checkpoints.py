@@ -46,7 +46,7 @@ def place() -> Iterator[Path]:
 def shard_processes(children: list[psutil.Process]) -> dict[int, psutil.Process]:
     """The processes of `ps-server up`, by the index of their shard."""
     words = {process: " ".join(process.cmdline()) for process in children}
-    return {int(found[1]): each for each, text in words.items() if (found := re.search(r"shard --index[ =](\d)", text))}
+    return {int(found[1]): each for each, text in words.items() if (found := re.search(r" shard .*--index[ =](\d)", text))}
 
 
 def test_a_cluster_keeps_its_checkpoints_in_a_bucket(place: Path, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_cluster_keeps_its_checkpoints_in_a_bucket(place: Path, tmp_path: Path
         assert f"the checkpoint directory {place} is in use by the coordinator with pid" in refused.stderr
 
         shard_processes(up.family())[1].send_signal(signal.SIGKILL)
-        up.says(r"ps-server: shard 1 is back", seconds=END_SECONDS)
+        until(lambda: "ps-server: shard 1 is back" in up.err, "the shard's return", END_SECONDS)
         until(lambda: "rolled back to checkpoint" in up.out + up.err, "the rollback", END_SECONDS)
         before = clock()
         until(lambda: clock() > before + 5, "more steps", END_SECONDS)
