@@ -48,7 +48,7 @@ test: .venv/dev.stamp ## run the tests
 	@$(IN_VENV)/python -m pytest -q -m 'not docker and not frameworks and not browser and not release and not remote' -n 2 --dist worksteal \
 	  $(ARGS)
 
-test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning and Hugging Face's Trainer, and train with them
+test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning, Hugging Face's Trainer and trackers, and train with them
 	@$(IN_VENV)/python -m pytest -q -m frameworks $(FRAMEWORK_TESTS) $(ARGS)
 
 test-remote: .venv/dev.stamp .venv/remote-tests.stamp ## keep checkpoints in an object store: a server that speaks S3

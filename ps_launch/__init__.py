@@ -1,9 +1,11 @@
 """Starts child processes, servers and workers, and stays until they have ended. It knows commands, not classes.
 
-children.py  Starts and restarts children, passes on what they write, notices their end, and stops them
-lifeline.py  A supervised process' standard input: one line, and whether the parent is there
-output.py    What children write, as whole lines: on the console with a worker's rank in front, and in a log file
-restarts.py  How often, and after which pause, a child that ended is started again
-servers.py   `ps-server up`: a cluster on this machine, one process a shard
-workers.py   `ps-worker run`: workers on this machine
+children.py     Starts and restarts children, passes on what they write, notices their end, and stops them
+lifeline.py     A supervised process' standard input: one line, and whether the parent is there
+output.py       What children write, as whole lines: on the console with a worker's rank in front, and in a log file
+restarts.py     How often, and after which pause, a child that ended is started again
+servers.py      `ps-server up`: a cluster on this machine, one process a shard
+timelines.py    The timelines of the workers of one launch, as one file
+workers.py      `ps-worker run`: workers on this machine
+own_servers.py  The servers that `ps-worker run` starts itself: `ps-server up` as its child
 """

@@ -32,10 +32,11 @@ class Stopped(Exception):
         self.number = number
 
 
-def stop_on_signals() -> None:
-    """Has SIGTERM and SIGINT raise Stopped, in the main thread, from now on."""
+def stop_on_signals(then: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    """Has the first SIGTERM or SIGINT from now on raise Stopped, in the main thread, and those after it do `then`."""
 
     def stop(number: int, frame: FrameType | None) -> None:
+        on_signals(then)  # at once: two may come together
         raise Stopped(number)
 
     on_signals(stop)
@@ -74,15 +75,11 @@ class Children:
         self._guard = _die_with_parent()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._streams: dict[int, list[Stream]] = {}
+        self._pids: dict[int, int] = {}  # of each, of its last process
         self._begun: dict[int, float] = {}  # when each was started last
         self._due: dict[int, float] = {}  # when one that ended is started again
         self._selector = stack.enter_context(selectors.DefaultSelector())
         self._selector.register(stack.enter_context(_child_signal()), selectors.EVENT_READ)
-
-    @property
-    def are_left(self) -> bool:
-        """Whether any child runs, or waits to be started again."""
-        return bool(self._running or self._due)
 
     def start(self, number: int, after: float | None = None) -> None:
         """Starts a child: now, which raises OSError if it cannot be; or in `wait`, when so many seconds are over."""
@@ -102,7 +99,7 @@ class Children:
             # A child that is told something learns from its standard input that this process is gone.
             preexec_fn=None if program.is_told else self._guard,
         )
-        self._running[number] = process
+        self._running[number], self._pids[number] = process, process.pid
         self._streams[number] = []
         if process.stdin is not None:
             os.set_blocking(process.stdin.fileno(), False)
@@ -111,6 +108,10 @@ class Children:
                 stream = Stream(source, output)
                 self._streams[number].append(stream)
                 self._selector.register(source, selectors.EVENT_READ, stream)
+
+    def pid(self, number: int) -> int:
+        """Returns the process id that a child has, or had last."""
+        return self._pids[number]
 
     def seconds_run(self, number: int) -> float:
         """Returns how long ago a child was started."""

@@ -118,6 +118,13 @@ class Output(Protocol):
         """Takes bytes as they come, and the lines that are whole now, without their ends."""
 
 
+class Dropped:
+    """Takes what nobody has a use for."""
+
+    def take(self, data: bytes, lines: list[bytes]) -> None:
+        """Drops it."""
+
+
 class WorkerOutput:
     """Passes one output of a worker on to the console, and its lines to the worker's log.
 

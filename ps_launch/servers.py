@@ -5,7 +5,8 @@ coordinator is, and is its lifeline: when it closes, the parent is gone, and the
 even if the parent is killed.
 
 The parent waits for ready lines and ends of all shards together, and for none of them alone. A shard that ends is
-started again, and so is one that is not ready in time; the others go on meanwhile.
+started again, and so is one that is not ready in time; the others go on meanwhile. The coordinator is told of each end
+(`ps-server report`), so that it waits for nothing that is gone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ps_launch.children import CANNOT_START, Children, Program, Stopped, on_signals, stop_on_signals
-from ps_launch.output import Console
+from ps_launch.output import Console, Dropped
 from ps_launch.restarts import ShardRestarts
 from ps_protocol.errors import PSError
 from ps_runtime.logs import TEXT
@@ -47,12 +48,16 @@ class Supervision:
                    so that a machine which is slower than that comes up too
     drain_seconds: that workers have to come to the last checkpoints, once the cluster is told to stop
     most_restarts: how often a shard is started again without having been well in between; None: without end
+    only:          the one shard that this machine has; None: all
+    coordinator:   where the coordinator is; empty: it is shard 0, here
     """
 
     shards: int
     start_timeout: float
     drain_seconds: float
     most_restarts: int | None = None
+    only: int | None = None
+    coordinator: str = ""
 
 
 def up(supervision: Supervision, environment: Mapping[str, str]) -> int:
@@ -69,7 +74,7 @@ def up(supervision: Supervision, environment: Mapping[str, str]) -> int:
             shards.children.kill()
             os._exit(128 + number)
 
-        stop_on_signals()
+        stop_on_signals(then=stop_now)  # a second signal ends all at once
         try:
             shards.run()
         except Stopped:
@@ -78,7 +83,7 @@ def up(supervision: Supervision, environment: Mapping[str, str]) -> int:
             shards.say(str(error))
             code = 1
         finally:
-            on_signals(stop_now)  # a second signal ends all at once
+            on_signals(stop_now)
             shards.stop()
     return code
 
@@ -91,6 +96,7 @@ class _Shard:
     started: when its process was started; NEVER: it has none, or one that was killed
     ready:   since when it is ready; NEVER: it is not
     late:    how often in a row it was not ready in time
+    process: the number of the process that is ready, by which its end is reported; empty: there is none
     """
 
     restarts: ShardRestarts
@@ -98,6 +104,7 @@ class _Shard:
     started: float = NEVER
     ready: float = NEVER
     late: int = 0
+    process: str = ""
 
 
 class _Ready:
@@ -123,10 +130,13 @@ class _Shards:
 
     def __init__(self, supervision: Supervision, environment: Mapping[str, str], stack: contextlib.ExitStack) -> None:
         self.children = Children(self._program, stack)
-        self._start_timeout, self._drain_seconds = supervision.start_timeout, supervision.drain_seconds
         self._environment = environment
         self._console = Console("ps-server", environment.get("PS_LOG_FORMAT") or TEXT)
-        self._shards = [_Shard(ShardRestarts(supervision.most_restarts)) for _ in range(supervision.shards)]
+        self._supervision = supervision
+        here = range(supervision.shards) if supervision.only is None else [supervision.only]
+        self._shards = {index: _Shard(ShardRestarts(supervision.most_restarts)) for index in here}
+        self._reports: dict[int, list[str]] = {}  # those under way, by the number of the child that reports: its words
+        self._reported = 0
         self._was_ready = False  # all of them, at one time
 
     def run(self) -> None:
@@ -134,14 +144,17 @@ class _Shards:
 
         Raises PSError if one cannot start, or ended more often than it may.
         """
-        for index in range(len(self._shards)):
+        for index in self._shards:
             self.children.start(index, after=0.0)
         while True:
-            next_late = min(map(self._late_at, range(len(self._shards))))
+            next_late = min(map(self._late_at, self._shards))
             for index, code in self.children.wait(None if next_late == NEVER else next_late):
-                self._has_ended(index, code)
+                if self._reports.pop(index, None) is None:
+                    self._has_ended(index, code)
+                elif code:
+                    self.say("the coordinator could not be told that a shard ended; it finds out by itself")
             self._kill_late()
-            if not self._was_ready and all(shard.ready < NEVER for shard in self._shards):
+            if not self._was_ready and all(shard.ready < NEVER for shard in self._shards.values()):
                 self._was_ready = True
                 self._announce()
 
@@ -150,7 +163,7 @@ class _Shards:
         if not self._was_ready:
             self.children.stop(STOP_UNREADY_SECONDS)
             return
-        seconds = self._drain_seconds + WRITE_SECONDS
+        seconds = self._supervision.drain_seconds + WRITE_SECONDS
         deadline = time.monotonic() + seconds + SHARDS_STOP_SECONDS
         self.children.stop(seconds, [COORDINATOR])
         self.children.stop(max(SHARDS_STOP_SECONDS, deadline - time.monotonic()))
@@ -162,12 +175,13 @@ class _Shards:
 
     def _announce(self) -> None:
         self._console.until = time.monotonic() + SAY_SECONDS
-        shards = "1 shard" if len(self._shards) == 1 else f"{len(self._shards)} shards"
-        self._console.tell(f"ready at {self._shards[COORDINATOR].place['address']} ({shards})")
+        count, only = self._supervision.shards, self._supervision.only
+        shards = "1 shard" if count == 1 else f"{count} shards" if only is None else f"shard {only} of {count}"
+        self._console.tell(f"ready at {self._coordinator()} ({shards})")
         scheme = "https" if self._environment.get("PS_TLS_CERT") else "http"
-        for shard in self._shards:
+        for shard in self._shards.values():
             self._console.tell(f"metrics at {scheme}://{shard.place['metrics']}/metrics")
-        page = self._shards[COORDINATOR].place.get("page")
+        page = self._shards[COORDINATOR].place.get("page") if COORDINATOR in self._shards else None
         if page:
             self._console.tell(f"the page, for a browser on this machine: {page}")
 
@@ -175,21 +189,26 @@ class _Shards:
 
     def _is_ready(self, index: int, place: Mapping[str, str]) -> None:
         shard = self._shards[index]
-        shard.ready, shard.late = time.monotonic(), 0
+        shard.ready, shard.late, shard.process = time.monotonic(), 0, place["process"]
         if shard.restarts.count:
             self.say(f"shard {index} is back (restart {shard.restarts.count})")
         if shard.place:
             return
         shard.place = place
         if index == COORDINATOR:  # those that are started from now on have it in their environment
-            for other in range(1, len(self._shards)):
+            for other in self._shards.keys() - {COORDINATOR}:
                 self.children.tell(other, place["address"])
+
+    def _coordinator(self) -> str:
+        """Returns where the coordinator is; empty while that is not known."""
+        return self._supervision.coordinator or self._shards[COORDINATOR].place.get("address", "")
 
     def _has_ended(self, index: int, code: int) -> None:
         """Has a shard that ended start again, after a pause. Raises PSError if it may not."""
         shard = self._shards[index]
         if not shard.place and code not in FROM_OUTSIDE:
             raise PSError(f"shard {index} did not start (exit code {code})")
+        self._report(index)
         text = f"shard {index} " + ("could not be started" if code == CANNOT_START else f"ended with code {code}")
         pause = shard.restarts.after(max(0.0, time.monotonic() - shard.ready))
         shard.started = shard.ready = NEVER
@@ -200,22 +219,35 @@ class _Shards:
         self.say(f"{text}; starting it again{when} (restart {shard.restarts.count})")
         self.children.start(index, after=pause)
 
+    def _report(self, index: int) -> None:
+        """Has the coordinator told that a shard's process has ended, unless it was the coordinator's own."""
+        shard, coordinator = self._shards[index], self._coordinator()
+        process, shard.process = shard.process, ""
+        if index == COORDINATOR or not process or not coordinator:
+            return
+        self._reported += 1
+        self._reports[-self._reported] = ["--server", coordinator, "--index", str(index), "--process", process]
+        try:
+            self.children.start(-self._reported)
+        except OSError:  # the coordinator finds out by itself
+            del self._reports[-self._reported]
+
     def _late_at(self, index: int) -> float:
         """Returns when a shard that starts has taken too long; NEVER for one that does not.
 
         A shard is ready when the coordinator knows it: its time begins anew when the coordinator is back.
         """
-        shard, coordinator = self._shards[index], self._shards[COORDINATOR]
-        if shard.ready < NEVER:
+        shard, coordinator = self._shards[index], self._shards.get(COORDINATOR)
+        if shard.ready < NEVER or coordinator is None:  # one elsewhere may not be there yet
             return NEVER
         begun = shard.started if index == COORDINATOR else max(shard.started, coordinator.ready)
         return begun + self._patience(shard)
 
     def _patience(self, shard: _Shard) -> float:
-        return self._start_timeout * 2.0 ** min(shard.late, MOST_DOUBLINGS)
+        return self._supervision.start_timeout * 2.0 ** min(shard.late, MOST_DOUBLINGS)
 
     def _kill_late(self) -> None:
-        for index, shard in enumerate(self._shards):
+        for index, shard in self._shards.items():
             if self._late_at(index) <= time.monotonic():
                 self.say(f"shard {index} is not ready after {self._patience(shard):g} s: killing it")
                 self.children.kill(index)
@@ -225,13 +257,17 @@ class _Shards:
     # -- what a shard runs ------------------------------------------------------------------------------------------
 
     def _program(self, index: int) -> Program:
-        """Returns what a shard runs. One that comes back has the ports that it had."""
+        """Returns what a shard runs, or a report. A shard that comes back has the ports that it had."""
+        if index in self._reports:
+            words = ["-m", "ps_server", "report", *self._reports[index]]
+            return Program(words, self._environment, out=Dropped(), err=Dropped())
         shard = self._shards[index]
         shard.started = time.monotonic()
         # The index is a flag, so that a list of processes shows which shard is which.
         arguments = ["-m", "ps_server", "shard", "--supervised", "--index", str(index)]
         arguments += ["--restart-count", str(shard.restarts.count)]
         arguments += ["--with-coordinator"] * (index == COORDINATOR)
+        arguments += ["--drains"] * (COORDINATOR not in self._shards)  # no coordinator here has last checkpoints made
         out = _Ready(lambda place: self._is_ready(index, place), self._console)
         return Program(arguments, self._shard_environment(index), out=out, is_told=True)
 
@@ -243,7 +279,7 @@ class _Shards:
                 shard.place[address].rpartition(":")[2] if shard.place else str(port and port + index)
             )
         if index != COORDINATOR:
-            environment["PS_COORDINATOR"] = self._shards[COORDINATOR].place.get("address", "")
+            environment["PS_COORDINATOR"] = self._coordinator()
         if shard.place:
             # A coordinator that comes back resumes what ran, if there are checkpoints: in the place of one that died.
             environment["PS_RESUME"] = "1" if environment.get("PS_CHECKPOINT_DIR") else environment["PS_RESUME"]

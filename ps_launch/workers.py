@@ -3,6 +3,12 @@
 In the parameter-server modes a worker that dies takes no other with it once all declared workers have joined: it is
 started again alone, up to --max-restarts times, and the others continue; the launcher's exit code tells of it. Before
 that the others only wait for it, so the launcher stops them. In ddp it always does: the others cannot continue.
+
+A launch may have servers of its own (own_servers.py): they are ready before the first worker starts, and end after the
+last one.
+
+When a worker fails, the launcher has the coordinator told (`ps-worker report`), so that the others do not wait for it
+until its lease is over.
 """
 
 from __future__ import annotations
@@ -15,19 +21,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from ps_launch.children import Children, Program, Stopped, on_signals, stop_on_signals
-from ps_launch.output import Console, WorkerOutput
+from ps_launch.output import Console, Dropped, WorkerOutput
+from ps_launch.own_servers import STOP_SECONDS as SERVERS_STOP_SECONDS
+from ps_launch.own_servers import OwnServers, ServersPlan
 from ps_launch.restarts import Restarts
+from ps_launch.timelines import Timelines
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.launch_id import LAUNCH_ID, LAUNCH_RANKS, LAUNCHED, STARTED_FILE, is_launched, new_launch_id
 from ps_runtime.logs import TEXT
 from ps_runtime.rank import TORCHRUN
 
 STOP_SECONDS = 15.0
+SERVERS = -1  # the child that runs the servers; workers are numbered from 0, errands from here down
 # What torchrun tells its workers. Libraries take any of it for "torch.distributed was launched", so it is there as a
 # whole, in ddp, or not at all.
 TORCHRUN_VARIABLES = frozenset(
@@ -44,6 +54,7 @@ class Launch:
     command:  what follows the interpreter: a script, or -m and a module, and its arguments
     settings: as PS_* variables, empty where they are not given
     log_dir:  gets a file for each worker with what it writes
+    servers:  that are started before the workers, and ended after them; None: they are elsewhere, or there are none
     """
 
     command: tuple[str, ...]
@@ -55,22 +66,30 @@ class Launch:
     settings: Mapping[str, str]
     max_restarts: int = 0
     log_dir: Path | None = None
+    servers: ServersPlan | None = None
 
 
 def launch(plan: Launch) -> int:
     """Runs the workers to their end. Returns 0, or the first code other than 0, or 128 + the signal that stopped us.
 
+    A second signal while the launch has servers of its own, which may have checkpoints to write, ends all at once.
     Raises InvalidRequest if the log directory cannot be written, or ddp's processes could not meet.
     """
     with contextlib.ExitStack() as stack:
         workers = _Workers(plan, stack)
-        stop_on_signals()
+
+        def stop_now(number: int, frame: object) -> None:
+            workers.kill()
+            os._exit(128 + number)
+
+        later = stop_now if plan.servers is not None else signal.SIG_IGN
+        stop_on_signals(then=later)
         try:
             workers.run()
         except Stopped as stopped:
             workers.code = 128 + stopped.number
         finally:
-            on_signals(signal.SIG_IGN)
+            on_signals(later)
             workers.stop()
     return workers.code
 
@@ -87,27 +106,94 @@ class _Workers:
         self._console = Console("ps-worker", plan.settings.get("PS_LOG_FORMAT") or TEXT)
         self._restarts = {local: Restarts(plan.max_restarts) for local in range(plan.workers)}
         self._logs = _open_logs(plan, stack)
-        self._started = Path(stack.enter_context(_directory())) / "started"
+        folder = Path(stack.enter_context(_directory()))
+        self._started = folder / "started"
+        self._timelines = Timelines(plan.settings, folder)
         self._children = Children(self._program, stack)
+        self._servers = OwnServers(plan.servers, self._console) if plan.servers is not None else None
+        self._left = set(range(plan.workers))  # the workers that run, or are about to
+        self._errands: dict[int, tuple[str, ...]] = {}  # those under way: the words of their commands
+        self._sent = 0
 
     def run(self) -> None:
-        """Starts all, and stays until all have ended, or one has whose end is that of all."""
+        """Starts all, and stays until all workers have ended, or one has whose end is that of all."""
+        if self._servers is not None and not self._start_servers(self._servers):
+            return
         for local in range(self._plan.workers):
             self._children.start(local)
-        while self._children.are_left:
-            for local, code in self._children.wait():
-                if code and self._has_failed_all(local, code):
-                    return
+        if self._attend() and self._plan.servers is not None and self._plan.servers.shared:
+            self._send("await-end")
+            self._attend()
+
+    def _attend(self) -> bool:
+        """Stays until all workers have ended, and all errands. Returns False if the launch is over before that."""
+        while self._left or self._errands:
+            for number, code in self._children.wait():
+                if number == SERVERS:
+                    self._console.say(f"the servers ended with code {code}, so the workers are stopped")
+                    self.code = self.code or 1
+                    return False
+                if self._errands.pop(number, None) is None and self._has_ended(number, code):
+                    return False
+        return True
 
     def stop(self) -> None:
-        """Ends all that still run: asks first, and passes on what they write meanwhile."""
+        """Ends all that still run, servers last: asks first, and passes on what they write meanwhile."""
         self._console.until = time.monotonic() + STOP_SECONDS
-        self._children.stop(STOP_SECONDS)
+        self._children.stop(STOP_SECONDS, range(self._plan.workers))
+        self._children.stop(0.0, self._errands)
+        said = self._timelines.join()
+        if said:
+            self._console.say(said)
+        if self._servers is not None:
+            self._console.until = time.monotonic() + STOP_SECONDS
+            self._children.stop(SERVERS_STOP_SECONDS, [SERVERS])
 
-    def _program(self, local: int) -> Program:
+    def kill(self) -> None:
+        """Ends all that still run at once."""
+        self._children.kill()
+
+    def _start_servers(self, servers: OwnServers) -> bool:
+        """Returns whether the servers are ready; the workers are told where. If not, they have said why."""
+        self._children.start(SERVERS)
+        while not servers.address:
+            if self._children.wait():
+                self._console.say("the servers did not start, so no worker is started")
+                self.code = 1
+                return False
+        self._plan = replace(self._plan, settings={**self._plan.settings, "PS_SERVER": servers.address})
+        return True
+
+    def _program(self, number: int) -> Program:
+        if number == SERVERS:
+            assert self._servers is not None
+            return self._servers.program()
+        return self._errand_program(number) if number in self._errands else self._worker_program(number)
+
+    def _report(self, local: int) -> None:
+        """Has the coordinator told that a worker's process has ended."""
+        if self._plan.mode not in ("single", "ddp") and self._plan.settings.get("PS_SERVER"):
+            self._send("report", "--launch", self._launch_id, "--pid", str(self._children.pid(local)))
+
+    def _send(self, *words: str) -> None:
+        """Has a command of ps-worker run beside the workers, which asks the coordinator for something."""
+        self._sent += 1
+        number = SERVERS - self._sent
+        self._errands[number] = words
+        try:
+            self._children.start(number)
+        except OSError:  # the coordinator finds out by itself
+            del self._errands[number]
+
+    def _errand_program(self, number: int) -> Program:
+        words = ["-m", "ps_worker", *self._errands[number]]
+        return Program(words, {**os.environ, **self._plan.settings}, Dropped(), Dropped())
+
+    def _worker_program(self, local: int) -> Program:
         plan = self._plan
         environment = worker_environment(plan, local, self._meeting)
         environment |= {"PS_RESTART_COUNT": str(self._restarts[local].count), STARTED_FILE: str(self._started)}
+        environment |= self._timelines.variables(local, self._restarts[local].count)
         # One that is started again asks for its own place alone: the others are under way.
         ranks = f"{plan.first_rank}-{plan.first_rank + plan.workers - 1}" if not self._restarts[local].count else ""
         environment |= {LAUNCH_ID: self._launch_id, LAUNCH_RANKS: ranks}
@@ -120,13 +206,19 @@ class _Workers:
         )
         return Program(plan.command, environment, out, err)
 
-    def _has_failed_all(self, local: int, code: int) -> bool:
+    def _has_ended(self, local: int, code: int) -> bool:
         """Starts a worker that failed again, if it may be. Returns whether the launch is over: the others need it."""
+        self._left.discard(local)
+        return bool(code) and self._has_failed_all(local, code)
+
+    def _has_failed_all(self, local: int, code: int) -> bool:
         plan, rank = self._plan, self._plan.first_rank + local
         self._console.say(f"worker {rank} ended with code {code}")
+        self._report(local)
         restarts = self._restarts[local]
         pause = restarts.after(self._children.seconds_run(local))
         if pause is not None:
+            self._left.add(local)
             self._children.start(local, after=pause)
             count = f"{restarts.count} of {plan.max_restarts}"
             self._console.say(f"worker {rank} is started again in {pause:g} s (restart {count})")
@@ -136,7 +228,7 @@ class _Workers:
             return True
         if plan.elastic or self._started.exists():
             return False
-        if self._children.are_left:
+        if self._left:
             self._console.say("not all workers of the job had joined, so the others are stopped")
         return True
 

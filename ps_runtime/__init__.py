@@ -10,6 +10,7 @@ local_sockets.py  Unix sockets in a directory that other processes write into, t
 logs.py           Log lines: text for a person, or a JSON object a line for a program
 memory.py         How much memory this process may still take
 metrics.py        /metrics, and what all metrics have in common
+own_address.py    The address by which this machine is seen from a server
 rank.py           Which worker a process is: its rank, the number of workers, and its place on its host
 reloading.py      Values that are read from files, and read again when they change
 retry.py          The one retry loop, and what a failed call means

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from ps_protocol.errors import PSError
+from ps_protocol.errors import InvalidRequest, PSError
 from ps_runtime import logs
 from ps_runtime.channel import DEFAULT_PORT
 from ps_runtime.command_line import CommandLine
@@ -25,14 +25,17 @@ from ps_runtime.logs import Speaker
 from ps_runtime.settings import (
     Setting,
     access_settings,
+    amount,
     as_variables,
     count,
     environment,
     host_port,
     index,
+    magnitude,
     port_number,
     seconds,
     unknown_variables,
+    whole_number,
 )
 from ps_runtime.version import version
 from ps_server import failpoints
@@ -57,10 +60,17 @@ if TYPE_CHECKING:
     from ps_server.server import Server
 
 SWITCH_SECONDS = 0.0005
+_PROCESS = whole_number(1, 2**63 - 1)
 
 SERVER = Setting("server", "the coordinator", host_port, f"127.0.0.1:{DEFAULT_PORT}", "HOST:PORT")
 JOB = Setting("job", "the job", default="default", metavar="NAME")
-PAGE_PORT = Setting("page_port", "port of the page on this machine, 0: any free one", port_number, 8470)
+PAGE = (
+    Setting(
+        "page_host", "address to serve the page on; it answers only where it is called 127.0.0.1", default="127.0.0.1"
+    ),
+    Setting("page_port", "port of the page, 0: any free one", port_number, 8470),
+    Setting("page_insecure", "serve the page beyond this machine, as in a container, to all that reach its port", bool),
+)
 
 
 def parser() -> CommandLine:
@@ -76,17 +86,22 @@ def parser() -> CommandLine:
         return root.add_command(name, text, f"ps-server {name} {words}", *settings)
 
     up = add("up", "start a coordinator and shards on this machine", SHARDS, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT)
+    # No variables: those of `ps-server shard` say something else to this command.
+    up.add_argument("--only", type=index, metavar="I", help="start shard I alone: each machine has one of the shards")
+    up.add_argument("--coordinator", type=host_port, metavar="HOST:PORT", help="where shard 0 is, with --only I from 1")
     coordinator = add("coordinator", "start the coordinator alone", SHARDS, ADVERTISE)
     shard = add("shard", "start one shard", INDEX, COORDINATOR, words="--index I [options]")
     shard.add_argument("--with-coordinator", action="store_true", help="be the coordinator too (needs --shards)")
     shard.add_settings(replace(SHARDS, text="how many shards the cluster has, with --with-coordinator"), ADVERTISE)
     # What `up` tells its shards.
     shard.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+    shard.add_argument("--drains", action="store_true", help=argparse.SUPPRESS)
     shard.add_argument("--restart-count", type=index, default=0, help=argparse.SUPPRESS)
     for command in (up, coordinator, shard):
         _add_serving(command)
 
     _add_asking(add)
+    _add_plan(add)
 
     directory = Setting("checkpoint_dir", "where the checkpoints are", checkpoints_at, metavar="DIR", required=True)
     text = "write a job's last checkpoint as plain PyTorch files"
@@ -134,10 +149,33 @@ def _add_asking(add: Callable[..., CommandLine]) -> None:
         help="show it again every so many seconds [default 1], with where each worker is",
     )
     page = add("page", "serve a page on this machine that shows what is running, for a browser", *asking)
-    page.add_settings(PAGE_PORT)
+    page.add_settings(*PAGE)
     add("health", "exit 0 if the server at the address serves, 1 if not", *asking)
+    report = add("report", "say that a shard's process has ended, as its launcher has seen", *asking, INDEX)
+    report.add_argument("--process", type=_PROCESS, required=True, metavar="NUMBER", help="the number that it chose")
     add("end", "end a job and give its memory back", *asking, replace(JOB, text="the job to end", required=True))
     add("checkpoint", "make a checkpoint of a job now", *asking, JOB)
+
+
+def _add_plan(add: Callable[..., CommandLine]) -> None:
+    """Adds the command that says what a job needs."""
+    plan = add("plan", "say how many shards a job needs, how much memory, which mode", words="--params N [options]")
+    plan.add_argument("--params", type=magnitude, required=True, metavar="N", help="parameters, as in 25M or 1.5B")
+    plan.add_argument("--workers", type=count, required=True, metavar="W", help="workers, each on a machine of its own")
+    plan.add_argument("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim [default AdamW]")
+    plan.add_argument("--momentum", type=float, default=0.0, metavar="M", help="of SGD or RMSprop [default 0]")
+    plan.add_argument("--tensors", type=count, default=1, metavar="T", help="the parameters are so many [default 1]")
+    plan.add_argument("--shards", type=count, metavar="S", help="how many there are to be [default: says how many]")
+    plan.add_argument(
+        "--link", type=magnitude, metavar="BITS", help="bits a second of each link, as in 10G [default: one machine]"
+    )
+    plan.add_argument(
+        "--wire", default="float32", metavar="FORMAT", help="float32, bfloat16 or float16 [default float32]"
+    )
+    plan.add_argument("--step-seconds", type=seconds, metavar="S", help="of a worker's forward and backward pass")
+    plan.add_argument("--straggler", type=amount, default=1.0, metavar="F", help="the slowest takes F times as long")
+    plan.add_argument("--stalls", type=amount, metavar="P", help="only in a part P of steps, and any worker")
+    plan.add_argument("--json", action="store_true", help="for programs: bytes, seconds and steps a second as JSON")
 
 
 def _add_serving(command: CommandLine) -> None:
@@ -179,12 +217,41 @@ def _run(arguments: argparse.Namespace) -> int:
 
         print(export(arguments.checkpoint_dir, arguments.job, arguments.checkpoint, Path(arguments.output)))
         return 0
+    if arguments.command == "plan":
+        return _plan(arguments)
     if arguments.command == "dev-certs":
         return _make_certificates(arguments)
     if arguments.command == "config":
         print(parser().settings_of(arguments.words or ["up"]))
         return 0
     return _ask(arguments)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    """Prints what a job needs."""
+    from ps_server.ops import plan
+
+    for name, least, most in (("straggler", 1.0, 1e6), ("stalls", 0.0, 1.0)):
+        value = getattr(arguments, name)
+        if value is not None and not least <= value <= most:
+            raise InvalidRequest(f"--{name} is from {least:g} to {most:g}, got {value:g}")
+    advice = plan.advise(
+        plan.Question(
+            parameters=int(arguments.params),
+            workers=arguments.workers,
+            optimizer=arguments.optimizer,
+            momentum=arguments.momentum,
+            tensors=arguments.tensors,
+            shards=arguments.shards,
+            link=arguments.link,
+            wire=arguments.wire,
+            step_seconds=arguments.step_seconds,
+            straggler=arguments.straggler,
+            stalls=arguments.stalls,
+        )
+    )
+    print(json.dumps(plan.as_json(advice), indent=2) if arguments.json else plan.table(advice))
+    return 0
 
 
 def _make_certificates(arguments: argparse.Namespace) -> int:
@@ -215,19 +282,25 @@ def _make_certificates(arguments: argparse.Namespace) -> int:
 def _ask(arguments: argparse.Namespace) -> int:
     """Runs one of the commands that look in, or ask for something."""
     from ps_runtime.credentials import access
-    from ps_server.ops import status
-    from ps_server.rpc import convert
+    from ps_server.rpc.health_client import is_serving
 
     files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca, arguments.token_file
     allowed = access(*files, arguments.insecure)
     if arguments.command == "health":
-        return 0 if status.is_serving(arguments.server, allowed) else 1
+        return 0 if is_serving(arguments.server, allowed) else 1
+
+    from ps_server.ops import status  # it loads torch, and a probe should not wait for that
+    from ps_server.rpc import convert
+
     if arguments.command == "checkpoint":
         print(status.checkpoint_job(arguments.server, arguments.job, allowed))
+    elif arguments.command == "report":
+        status.report_shard_end(arguments.server, arguments.index, arguments.process, allowed)
     elif arguments.command == "page":
         from ps_server.ops.page import serve_page
 
-        serve_page(arguments.server, arguments.page_port, allowed)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # how a container is told to stop: its ordinary end
+        serve_page(arguments.server, arguments.page_host, arguments.page_port, arguments.page_insecure, allowed)
     elif arguments.command == "status" and arguments.watch is not None:
         from ps_server.ops import screen
 
@@ -246,13 +319,20 @@ def _up(arguments: argparse.Namespace) -> int:
     from ps_launch.servers import Supervision, up
 
     failpoints.check()  # an error in them is said once here, rather than by each shard
+    only = arguments.only
+    if only is not None and only >= arguments.shards:
+        raise InvalidRequest(f"--only is below --shards {arguments.shards}, got {only}")
+    if (arguments.coordinator is not None) != bool(only):
+        raise InvalidRequest("--coordinator says where shard 0 is: it goes with --only I, for I from 1")
     config = config_of(arguments, arguments.shards, index=0, coordinator=None)  # and so is what every shard refuses
     config.is_exposed()
     config.checkpoint_policy()
     inherited = streaming(environment())
     foreign = {setting.variable: "" for setting in (COORDINATOR, ADVERTISE)}
     supervision = Supervision(
-        arguments.shards, arguments.shard_start_timeout, arguments.drain_seconds, arguments.max_shard_restarts
+        *(arguments.shards, arguments.shard_start_timeout, arguments.drain_seconds, arguments.max_shard_restarts),
+        only=only,
+        coordinator=arguments.coordinator or "",
     )
     return up(supervision, {**inherited, **as_variables((SHARDS, *SETTINGS), arguments), **foreign})
 
@@ -300,7 +380,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     stop.wait()
     # Told once, it finishes what it has; told again, it ends at once.
     _on_signals(lambda number, _: os._exit(128 + number))
-    if coordinates or not supervised:  # the parent stops the coordinator first, which has seen to it
+    if (
+        coordinates or not supervised or arguments.drains
+    ):  # otherwise the parent stops the coordinator first, which has seen to it
         server.drain(arguments.drain_seconds)
     server.stop()
     return 0
@@ -311,9 +393,11 @@ def _announce(role: str, server: Server, config: ServerConfig, supervised: bool)
     metrics = f"{'https' if config.tls is not None else 'http'}://{server.metrics_address}/"
     page = metrics if config.shows_page() else ""
     if supervised:
-        print(json.dumps({"address": server.address, "metrics": server.metrics_address, "page": page}), flush=True)
+        place = {"address": server.address, "metrics": server.metrics_address, "page": page}
+        print(json.dumps({**place, "process": str(server.process)}), flush=True)
         return
-    print(f"ps-server: {role} ready at {server.address}", flush=True)
+    number = "" if config.index is None else f" (process {server.process})"  # by which a launcher reports its end
+    print(f"ps-server: {role} ready at {server.address}{number}", flush=True)
     print(f"ps-server: metrics at {metrics}metrics", flush=True)
     if page:
         print(f"ps-server: the page, for a browser on this machine: {page}", flush=True)

@@ -74,7 +74,8 @@ class Service(Protocol):
 
 
 class Server:
-    """A running server process. `address` and `metrics_address` are how others reach it.
+    """A running server process. `address` and `metrics_address` are how others reach it; `process` is a number that no
+    other process has, and by which its launcher reports its end.
 
     Raises InvalidRequest if a port cannot be bound, naming it.
     """
@@ -84,7 +85,7 @@ class Server:
         ELEMENTWISE["SGD"]([torch.zeros(1)], lr=0.0)  # type: ignore[call-arg]
         torch.set_num_threads(1)  # the apply threads are the parallelism; more would fight over the same cores
         self._config = config
-        self._process = secrets.randbits(63)  # another number: another process, which has forgotten what this one had
+        self.process = secrets.randbits(63)  # another number: another process, which has forgotten what this one had
         exposed = config.is_exposed()
         _allow_many_files(config.limits.connections)
         authenticator = Authenticator(config.tokens)
@@ -124,7 +125,7 @@ class Server:
             address = config.coordinator or f"{_reachable(config.host)}:{port}"
             coordinator = Peer("coordinator", address, self._access)
             self._registration = Registration(
-                *(coordinator, config.index, self.address, self.metrics_address, self._process),
+                *(coordinator, config.index, self.address, self.metrics_address, self.process),
                 restart_count=config.restart_count,
             )
 
@@ -222,9 +223,9 @@ class Server:
             pulled_limit=self._config.limits.pulled_buckets,
         )
         self.shard = shard
-        data = DataService(shard, Answers(self._config.index or 0, self._process))
+        data = DataService(shard, Answers(self._config.index or 0, self.process))
         data.register(self._grpc)
-        control = ShardService(shard, self._config.limits, self._process)
+        control = ShardService(shard, self._config.limits, self.process)
         control.register(self._grpc)
         self._registry.register(shard_gauges(shard))
         self._registry.register(restart_gauges(self._config.restart_count))

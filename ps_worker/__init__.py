@@ -11,11 +11,13 @@ model/          A model as flat buffers, its job, and its step
 cluster/        How a worker reaches the servers: the only room of the worker that knows gRPC and messages
 data/           Each worker's share of the data
 state/          A worker's own part of a checkpoint
+timeline/       When each bucket of each step was ready, sent, staged, applied, admitted and landed
 metrics.py      A worker's metrics for Prometheus: above all, where a step's time goes
 launched.py     A worker's output for the person at the launcher: log lines with its rank, and errors in one line
 accelerate.py   Accelerate on parameter servers: a `connect` that has each worker see itself as one process
 huggingface.py  The Trainer of Hugging Face on parameter servers
 lightning.py    Lightning on parameter servers: a strategy for Trainer, and one for Fabric
+own_servers.py  The servers that `ps-worker run` starts itself: their settings, and what `ps-server up` is told
 cli.py          The command `ps-worker`
 """
 

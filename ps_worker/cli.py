@@ -12,9 +12,10 @@ from ps_protocol.modes import parse_mode
 from ps_runtime import logs
 from ps_runtime.command_line import CommandLine
 from ps_runtime.logs import Speaker
-from ps_runtime.settings import Setting, as_variables, count, index, path, unknown_variables
+from ps_runtime.settings import Setting, as_variables, count, index, path, port_number, unknown_variables
 from ps_runtime.version import version
 from ps_worker.config import SETTINGS
+from ps_worker.own_servers import SERVER_SETTINGS, servers_plan, starts_servers
 
 if TYPE_CHECKING:
     from ps_launch.workers import Launch
@@ -28,23 +29,62 @@ LAUNCH_SETTINGS = (
     Setting("log_dir", "also write what worker R says to DIR/worker-R.log", path, metavar="DIR"),
 )
 
+_OF_REPORTS = frozenset({"server", "job", "tls_cert", "tls_key", "tls_ca", "token_file", "insecure"})
+
 
 def parser() -> CommandLine:
     """Returns the command line of ps-worker."""
     root = CommandLine(
         prog="ps-worker",
-        description="Starts worker processes that train a script on a parameter server, with DDP, or alone. "
+        description="Starts worker processes that train a script on a parameter server, with DDP, or alone; with "
+        "--shards, the servers too. "
         "Each flag has the PS_* variable that its help names.",
     )
     root.add_argument("--version", action="version", version=f"ps-worker {version()}")
-    run = root.add_command("run", "start workers on this machine, like torchrun", USAGE, *LAUNCH_SETTINGS, *SETTINGS)
+    text = "start workers on this machine, like torchrun, and servers if asked to"
+    run = root.add_command("run", text, USAGE, *LAUNCH_SETTINGS, *SETTINGS)
+    servers = run.add_argument_group("servers of its own")
+    run.add_settings(*SERVER_SETTINGS, group=servers)
+    servers.add_argument("--port", type=port_number, metavar="PORT", help="where they listen [default: any free port]")
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     run.add_argument("script", metavar="SCRIPT", help="a Python file")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="are handed to the script")
+    report = root.add_command(
+        "report",
+        "say that a worker's process has ended, as its launcher has seen",
+        "ps-worker report --server HOST:PORT --launch NAME --pid PID [options]",
+        *(setting for setting in SETTINGS if setting.name in _OF_REPORTS),
+    )
+    report.add_argument("--launch", required=True, metavar="NAME", help="its PS_LAUNCH_ID")
+    report.add_argument("--pid", type=count, required=True, help="its process id")
+    report.add_argument("--host", metavar="NAME", help="the host name that it saw [default: this host's]")
+    root.add_command(
+        "await-end",
+        "wait until a job has ended",
+        "ps-worker await-end --server HOST:PORT [options]",
+        *(setting for setting in SETTINGS if setting.name in {*_OF_REPORTS, "connect_timeout"}),
+    )
     text = "print the settings of `run`, and where each is from"
     config = root.add_command("config", text, "ps-worker config [run [options]]")
     config.add_argument("words", nargs=argparse.REMAINDER, metavar="run", help="and its options")
     return root
+
+
+def ask(arguments: argparse.Namespace) -> str:
+    """Runs a command that tells or asks the coordinator something; returns what came of it. Raises PSError."""
+    from ps_runtime.credentials import access
+    from ps_worker.cluster.reports import await_job_end, report_worker_end
+
+    if not arguments.server:
+        raise InvalidRequest(f"{arguments.command} needs --server HOST:PORT")
+    files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca, arguments.token_file
+    allowed = access(*files, arguments.insecure)
+    if arguments.command == "await-end":
+        ended = await_job_end(arguments.server, arguments.job, arguments.connect_timeout, allowed)
+        return f"job {arguments.job} is over" if ended else f"the coordinator at {arguments.server} is gone"
+    who = arguments.job, arguments.launch, arguments.pid, arguments.host
+    ranks = report_worker_end(arguments.server, *who, access=allowed)
+    return f"taken off: worker {', '.join(map(str, ranks))}" if ranks else "no worker of that process was live"
 
 
 def launch_of(arguments: argparse.Namespace) -> Launch:
@@ -52,20 +92,14 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
     from ps_launch.workers import Launch
     from ps_runtime.credentials import access
 
-    mode = arguments.mode or ("sync" if arguments.server else "single")
+    with_servers = starts_servers(arguments)
+    mode = arguments.mode or ("sync" if arguments.server or with_servers else "single")
     workers, first = arguments.workers, arguments.first_rank
-    if parse_mode(mode) is not None and not arguments.server:
-        raise InvalidRequest(f"mode {mode} needs --server HOST:PORT")
-    if not arguments.module and not Path(arguments.script).is_file():
-        raise InvalidRequest(f"there is no script {arguments.script}")
-    if mode == "single" and workers > 1:
-        raise InvalidRequest(f"mode single is one worker, got --workers {workers}")
-    if mode == "ddp" and arguments.max_restarts:
-        raise InvalidRequest(
-            "--max-restarts does not work with --mode ddp, because a DDP worker cannot come back alone; "
-            "use torchrun, which restarts all workers"
-        )
-    world_size = arguments.world_size or first + workers
+    nodes = arguments.nnodes if arguments.shards_with_workers else 1
+    if nodes > 1:
+        first = arguments.node_rank * workers
+    _check(arguments, mode, with_servers)
+    world_size = nodes * workers if nodes > 1 else arguments.world_size or first + workers
     if first + workers > world_size:
         raise InvalidRequest(f"ranks {first} to {first + workers - 1} do not fit into --world-size {world_size}")
     # Checked here too, where one line says for all workers what is wrong.
@@ -84,7 +118,23 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
         settings=settings,
         max_restarts=arguments.max_restarts,
         log_dir=arguments.log_dir,
+        servers=servers_plan(arguments) if with_servers else None,
     )
+
+
+def _check(arguments: argparse.Namespace, mode: str, with_servers: bool) -> None:
+    """Raises InvalidRequest for a mode that does not fit to the rest, or a script that is not there."""
+    if parse_mode(mode) is not None and not arguments.server and not with_servers:
+        raise InvalidRequest(f"mode {mode} needs --server HOST:PORT, or --shards N for servers that are started here")
+    if not arguments.module and not Path(arguments.script).is_file():
+        raise InvalidRequest(f"there is no script {arguments.script}")
+    if mode == "single" and arguments.workers > 1:
+        raise InvalidRequest(f"mode single is one worker, got --workers {arguments.workers}")
+    if mode == "ddp" and arguments.max_restarts:
+        raise InvalidRequest(
+            "--max-restarts does not work with --mode ddp, because a DDP worker cannot come back alone; "
+            "use torchrun, which restarts all workers"
+        )
 
 
 def main() -> NoReturn:
@@ -99,6 +149,9 @@ def main() -> NoReturn:
             print(logs.line_of(speaker, unknown, kind), file=sys.stderr, flush=True)
         if arguments.command == "config":
             print(parser().settings_of(arguments.words or ["run"]))
+            sys.exit(0)
+        if arguments.command in ("report", "await-end"):
+            print(f"ps-worker: {ask(arguments)}")
             sys.exit(0)
         sys.exit(launch(launch_of(arguments)))
     except PSError as error:

@@ -38,6 +38,14 @@ def mode_name(text: str) -> str:
     return text
 
 
+def new_file(text: str) -> Path:
+    """Reads the path of a file that is to be written."""
+    path = Path(text).absolute()
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a directory that is there, got {text!r}")
+    return path
+
+
 # Every setting of a worker: a flag of `ps-worker run`, which hands it to its workers as a variable, and a keyword of
 # `resolve`. One that is a keyword of `connect` too needs to stand in its signature. For log lines a script has Python's
 # logging, so `connect` takes neither log_level nor log_format.
@@ -58,6 +66,9 @@ SETTINGS = (
     *access_settings(),
     Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),
     Setting("take_over", "replace the live workers of another launch that train this job", bool),
+    Setting("timeline", "record when buckets travel, as a Chrome trace in this file", new_file, metavar="FILE"),
+    Setting("timeline_first", "the first step to record, of those that a worker makes", count, 1, "N"),
+    Setting("timeline_steps", "how many steps to record", count, 50, "N"),
     *log_settings(None),
 )
 # Those that differ from worker to worker: no flags.
@@ -76,6 +87,7 @@ class WorkerConfig(JobOptions):
     metrics_insecure: metrics may be served beyond this machine without TLS
     log_level:        the least that is logged; None: as the script, or Python, has it
     log_format:       of log lines, while the script sets up no logging: text or json
+    timeline:         the file of a timeline; None: there is none. timeline_first, timeline_steps: of which steps
     """
 
     mode: str
@@ -86,6 +98,9 @@ class WorkerConfig(JobOptions):
     metrics_insecure: bool
     log_level: str | None
     log_format: str
+    timeline: Path | None
+    timeline_first: int
+    timeline_steps: int
 
 
 def resolve(**arguments: object) -> WorkerConfig:
@@ -120,9 +135,17 @@ def resolve(**arguments: object) -> WorkerConfig:
         metrics_insecure=insecure or values["metrics_insecure"],
         log_level=values["log_level"],
         log_format=values["log_format"],
+        timeline=values["timeline"],
+        timeline_first=values["timeline_first"],
+        timeline_steps=values["timeline_steps"],
         mode_given=values["mode"] is not None,
         launch=launch_id(world_size, values["take_over"]),
     )
+
+
+def check(name: str, value: object) -> Any:
+    """Returns what a value of a setting means. Raises InvalidRequest if it is none."""
+    return next(setting for setting in SETTINGS if setting.name == name).find(value)
 
 
 def _mode(values: dict[str, Any], place: Placement) -> tuple[str, Consistency | None]:

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ipaddress
 import logging
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +31,8 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import NonFinite
 from ps_runtime.credentials import is_loopback, require_encryption
 from ps_runtime.launch_id import report_started
-from ps_worker.config import WorkerConfig, resolve
+from ps_runtime.own_address import own_address
+from ps_worker.config import WorkerConfig, check, resolve
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.no_sync import lend
@@ -43,6 +42,7 @@ from ps_worker.strategies.ddp import Ddp
 from ps_worker.strategies.parameter_server import ParameterServer
 from ps_worker.strategies.single import Single
 from ps_worker.strategies.strategy import Strategy
+from ps_worker.timeline.recording import Timeline, Wanted
 from ps_worker.values import PrepareOptions
 
 log = logging.getLogger("ps_worker")
@@ -71,6 +71,9 @@ def connect(
     insecure: bool | None = None,
     metrics_insecure: bool | None = None,
     take_over: bool | None = None,
+    timeline: str | None = None,
+    timeline_first: int | None = None,
+    timeline_steps: int | None = None,
 ) -> Session:
     """Makes a worker's session. It talks to no server before `prepare`.
 
@@ -95,6 +98,10 @@ def connect(
     metrics_insecure: metrics may be served beyond this machine without TLS (PS_METRICS_INSECURE)
     take_over:       replace live workers of another launch that train the job (PS_TAKE_OVER); by default `prepare`
                      raises JobInUse, which names them
+    timeline:        record from the first step on when each bucket travels (PS_TIMELINE): this worker's rank goes into
+                     the file's name, trace.json becomes trace-rank0.json; see `Session.timeline`
+    timeline_first, timeline_steps: the first step that is recorded, 1, and how many are, 50 (PS_TIMELINE_FIRST,
+                     PS_TIMELINE_STEPS)
 
     An open session of this process with the same server, job, rank and launch is closed first, prepared or not, so that
     a notebook's cell can be run again. An elastic session has no rank and stays open.
@@ -128,7 +135,10 @@ class Session:
         self._metrics = WorkerMetrics()
         self._serve_metrics(config)
         self.metrics_address = self._metrics.address
-        self._strategy = STRATEGIES[config.mode.partition(":")[0]](config, self._metrics, self.device)
+        self._timeline = Timeline()
+        self._strategy = STRATEGIES[config.mode.partition(":")[0]](config, self._metrics, self.device, self._timeline)
+        if config.timeline is not None:
+            self._record(Wanted(config.timeline, config.timeline_first, config.timeline_steps))
         _close_at_exit(self)
         with _opening:
             _open.append(self)
@@ -138,7 +148,7 @@ class Session:
         tls = config.access.tls if config.access.tls and config.access.tls.cert else None
         host, known = config.metrics_host, True
         if host is None:
-            host = _own_address(config.server)
+            host = own_address(config.server)
             known = tls is not None or config.metrics_insecure or is_loopback(host)
             host = host if known else "127.0.0.1"
         require_encryption(host, tls is not None, config.metrics_insecure, "metrics", "--metrics-insecure")
@@ -312,6 +322,25 @@ class Session:
         self._check_process()
         self._metrics.log(values)
 
+    def timeline(self, path: str | os.PathLike[str], steps: int = 50) -> None:
+        """Records the steps behind the next `optimizer.step()`: of each bucket, when it was ready, sent, staged,
+        applied, admitted and landed, on this worker's clock. Perfetto opens the file, a Chrome trace.
+
+        It is written when so many steps are recorded, or at the end: trace.json as trace-rank0.json, by the worker of
+        rank 0. Called before `prepare`, it records from the first step on. A recording that is under way is written
+        first. In single and ddp no bucket travels: a warning says so, and nothing is written.
+
+        Raises InvalidRequest for a path in no directory that is there, and for a number of steps below 1.
+        """
+        self._check_process()
+        self._record(Wanted(check("timeline", path), 1, check("timeline_steps", steps)))
+
+    def _record(self, wanted: Wanted) -> None:
+        if self._config.consistency is None:
+            log.warning("mode %s has no timeline: no bucket travels to a shard", self.mode)
+            return
+        self._timeline.record(wanted)
+
     def _collectives(self) -> Collectives:
         self._check_process()
         return Collectives(self._strategy, self.device)
@@ -341,6 +370,7 @@ class Session:
         self._strategy.close()
         for take_back in self._take_back:  # another session may prepare these models
             take_back()
+        self._timeline.close()
         self._metrics.close()
         atexit.unregister(self.close)
         with _opening:
@@ -364,14 +394,14 @@ class Session:
 # -- modes -------------------------------------------------------------------------------------------------------------
 
 
-def _on_servers(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device) -> Strategy:
-    return ParameterServer(config, metrics, device, report_started)
+def _on_servers(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device, timeline: Timeline) -> Strategy:
+    return ParameterServer(config, metrics, device, report_started, timeline)
 
 
 # By mode, without the bound of `ssp:K`.
-STRATEGIES: Mapping[str, Callable[[WorkerConfig, WorkerMetrics, torch.device], Strategy]] = {
-    "single": lambda config, metrics, device: Single(metrics, device, config.mode_given),
-    "ddp": lambda config, metrics, device: Ddp(config.rank or 0, config.world_size, metrics, device),
+STRATEGIES: Mapping[str, Callable[[WorkerConfig, WorkerMetrics, torch.device, Timeline], Strategy]] = {
+    "single": lambda config, metrics, device, _: Single(metrics, device, config.mode_given),
+    "ddp": lambda config, metrics, device, _: Ddp(config.rank or 0, config.world_size, metrics, device),
     "sync": _on_servers,
     "ssp": _on_servers,
     "async": _on_servers,
@@ -453,17 +483,6 @@ def _device(local_rank: int) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     return torch.device("cpu")
-
-
-def _own_address(server: str | None) -> str:
-    """Returns the address by which this machine is seen from the server: where Prometheus can reach it too."""
-    if server is None:
-        return "127.0.0.1"
-    host, _, port = server.rpartition(":")
-    with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing: it only picks the route
-        return str(ipaddress.ip_address(probe.getsockname()[0]))
-    return "127.0.0.1"
 
 
 def _close_earlier(config: WorkerConfig) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from ps_protocol.data import DataRange
 from ps_protocol.job import HyperParameters, NonFinite
@@ -160,6 +160,15 @@ class PushResult:
     staged: float
 
 
+class ShardTimes(NamedTuple):
+    """When a shard had staged this worker's push of a bucket, applied it, and admitted the pull: in seconds of its own
+    clock."""
+
+    staged: float
+    applied: float
+    admitted: float
+
+
 @dataclass(frozen=True)
 class PulledBucket:
     """One message of a pull: a bucket's payload, or (`waiting`) the ranks that the shard waits for, and why.
@@ -167,6 +176,7 @@ class PulledBucket:
     waited:      seconds for which the shard held it back
     checkpoint:  this version is kept for a checkpoint, to which this worker's own state belongs
     wire_format: of the payload's elements; empty: the bucket's own type
+    times:       where they were asked for
     """
 
     bucket: int
@@ -175,6 +185,11 @@ class PulledBucket:
     waiting: tuple[tuple[int, ...], str] | None
     checkpoint: bool = False
     wire_format: str = ""
+    times: ShardTimes | None = None
+
+    def without_payload(self) -> PulledBucket:
+        """Returns all but the payload."""
+        return replace(self, payload=memoryview(b""))
 
 
 @dataclass(frozen=True)

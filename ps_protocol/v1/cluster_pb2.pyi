@@ -148,6 +148,20 @@ class RegisterShardResponse(_message.Message):
     stopping: bool
     def __init__(self, shard_count: _Optional[int] = ..., stopping: _Optional[bool] = ...) -> None: ...
 
+class ReportShardEndRequest(_message.Message):
+    __slots__ = ("index", "process")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    process: int
+    def __init__(self, index: _Optional[int] = ..., process: _Optional[int] = ...) -> None: ...
+
+class ReportShardEndResponse(_message.Message):
+    __slots__ = ("known",)
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: bool
+    def __init__(self, known: _Optional[bool] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

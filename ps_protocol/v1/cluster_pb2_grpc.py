@@ -50,6 +50,11 @@ class ClusterServiceStub:
                 request_serializer=ps__protocol_dot_v1_dot_cluster__pb2.WatchStatusRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_cluster__pb2.WatchStatusResponse.FromString,
                 _registered_method=True)
+        self.ReportShardEnd = channel.unary_unary(
+                '/ps_protocol.v1.ClusterService/ReportShardEnd',
+                request_serializer=ps__protocol_dot_v1_dot_cluster__pb2.ReportShardEndRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_cluster__pb2.ReportShardEndResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
@@ -85,6 +90,16 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportShardEnd(self, request, context):
+        """Says that a shard's process has ended: the launcher that started it has seen that. Another process may have its
+        index at once, wherever it listens, and need not wait until the shard has been silent for long. A report about
+        a process that another one has replaced changes nothing, and a process that is alive after all stays the shard when
+        it calls RegisterShard. A caller needs the role of the cluster, or of an admin.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -102,6 +117,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.WatchStatus,
                     request_deserializer=ps__protocol_dot_v1_dot_cluster__pb2.WatchStatusRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_cluster__pb2.WatchStatusResponse.SerializeToString,
+            ),
+            'ReportShardEnd': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportShardEnd,
+                    request_deserializer=ps__protocol_dot_v1_dot_cluster__pb2.ReportShardEndRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_cluster__pb2.ReportShardEndResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -186,6 +206,33 @@ class ClusterService:
             '/ps_protocol.v1.ClusterService/WatchStatus',
             ps__protocol_dot_v1_dot_cluster__pb2.WatchStatusRequest.SerializeToString,
             ps__protocol_dot_v1_dot_cluster__pb2.WatchStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportShardEnd(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps_protocol.v1.ClusterService/ReportShardEnd',
+            ps__protocol_dot_v1_dot_cluster__pb2.ReportShardEndRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_cluster__pb2.ReportShardEndResponse.FromString,
             options,
             channel_credentials,
             insecure,

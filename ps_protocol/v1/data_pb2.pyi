@@ -84,32 +84,46 @@ class PushResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., duplicate_count: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("worker", "clock", "buckets", "in_segment", "notify_bytes")
+    __slots__ = ("worker", "clock", "buckets", "in_segment", "notify_bytes", "times_wanted")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     NOTIFY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIMES_WANTED_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     clock: int
     buckets: _containers.RepeatedScalarFieldContainer[int]
     in_segment: InSegment
     notify_bytes: int
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., notify_bytes: _Optional[int] = ...) -> None: ...
+    times_wanted: bool
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., notify_bytes: _Optional[int] = ..., times_wanted: _Optional[bool] = ...) -> None: ...
+
+class BucketTimes(_message.Message):
+    __slots__ = ("staged_microseconds", "applied_microseconds", "admitted_microseconds")
+    STAGED_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    staged_microseconds: int
+    applied_microseconds: int
+    admitted_microseconds: int
+    def __init__(self, staged_microseconds: _Optional[int] = ..., applied_microseconds: _Optional[int] = ..., admitted_microseconds: _Optional[int] = ...) -> None: ...
 
 class PulledBucket(_message.Message):
-    __slots__ = ("bucket", "version", "wait_duration", "state_wanted", "wire_format")
+    __slots__ = ("bucket", "version", "wait_duration", "state_wanted", "wire_format", "times")
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WAIT_DURATION_FIELD_NUMBER: _ClassVar[int]
     STATE_WANTED_FIELD_NUMBER: _ClassVar[int]
     WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     bucket: int
     version: int
     wait_duration: _duration_pb2.Duration
     state_wanted: bool
     wire_format: _types_pb2.WireFormat
-    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state_wanted: _Optional[bool] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ...) -> None: ...
+    times: BucketTimes
+    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state_wanted: _Optional[bool] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., times: _Optional[_Union[BucketTimes, _Mapping]] = ...) -> None: ...
 
 class WaitNotice(_message.Message):
     __slots__ = ("bucket", "awaited_ranks", "reason")
@@ -122,48 +136,54 @@ class WaitNotice(_message.Message):
     def __init__(self, bucket: _Optional[int] = ..., awaited_ranks: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class PullResponse(_message.Message):
-    __slots__ = ("header", "buckets", "waiting", "in_segment", "payload")
+    __slots__ = ("header", "buckets", "waiting", "in_segment", "payload", "clock_microseconds")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     header: _types_pb2.ResponseHeader
     buckets: _containers.RepeatedCompositeFieldContainer[PulledBucket]
     waiting: WaitNotice
     in_segment: InSegment
     payload: bytes
-    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., buckets: _Optional[_Iterable[_Union[PulledBucket, _Mapping]]] = ..., waiting: _Optional[_Union[WaitNotice, _Mapping]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    clock_microseconds: int
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., buckets: _Optional[_Iterable[_Union[PulledBucket, _Mapping]]] = ..., waiting: _Optional[_Union[WaitNotice, _Mapping]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., payload: _Optional[bytes] = ..., clock_microseconds: _Optional[int] = ...) -> None: ...
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("push", "buckets", "notify_bytes", "in_segment", "payload")
+    __slots__ = ("push", "buckets", "notify_bytes", "in_segment", "payload", "times_wanted")
     PUSH_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     NOTIFY_BYTES_FIELD_NUMBER: _ClassVar[int]
     IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    TIMES_WANTED_FIELD_NUMBER: _ClassVar[int]
     push: PushHeader
     buckets: _containers.RepeatedScalarFieldContainer[int]
     notify_bytes: int
     in_segment: InSegment
     payload: bytes
-    def __init__(self, push: _Optional[_Union[PushHeader, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., notify_bytes: _Optional[int] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    times_wanted: bool
+    def __init__(self, push: _Optional[_Union[PushHeader, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., notify_bytes: _Optional[int] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., payload: _Optional[bytes] = ..., times_wanted: _Optional[bool] = ...) -> None: ...
 
 class ExchangeResponse(_message.Message):
-    __slots__ = ("header", "buckets", "waiting", "in_segment", "payload", "staged_duration")
+    __slots__ = ("header", "buckets", "waiting", "in_segment", "payload", "staged_duration", "clock_microseconds")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     STAGED_DURATION_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     header: _types_pb2.ResponseHeader
     buckets: _containers.RepeatedCompositeFieldContainer[PulledBucket]
     waiting: WaitNotice
     in_segment: InSegment
     payload: bytes
     staged_duration: _duration_pb2.Duration
-    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., buckets: _Optional[_Iterable[_Union[PulledBucket, _Mapping]]] = ..., waiting: _Optional[_Union[WaitNotice, _Mapping]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., payload: _Optional[bytes] = ..., staged_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    clock_microseconds: int
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., buckets: _Optional[_Iterable[_Union[PulledBucket, _Mapping]]] = ..., waiting: _Optional[_Union[WaitNotice, _Mapping]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., payload: _Optional[bytes] = ..., staged_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., clock_microseconds: _Optional[int] = ...) -> None: ...
 
 class PullStateRequest(_message.Message):
     __slots__ = ("worker", "buckets")

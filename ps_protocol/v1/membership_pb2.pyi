@@ -132,3 +132,23 @@ class LeaveResponse(_message.Message):
     ENDED_FIELD_NUMBER: _ClassVar[int]
     ended: bool
     def __init__(self, ended: _Optional[bool] = ...) -> None: ...
+
+class ReportWorkerEndRequest(_message.Message):
+    __slots__ = ("job", "launch", "host", "pid", "incarnation")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    launch: str
+    host: str
+    pid: int
+    incarnation: int
+    def __init__(self, job: _Optional[str] = ..., launch: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class ReportWorkerEndResponse(_message.Message):
+    __slots__ = ("ranks",)
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ...) -> None: ...

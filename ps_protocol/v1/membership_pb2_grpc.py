@@ -60,6 +60,11 @@ class MembershipServiceStub:
                 request_serializer=ps__protocol_dot_v1_dot_membership__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_membership__pb2.LeaveResponse.FromString,
                 _registered_method=True)
+        self.ReportWorkerEnd = channel.unary_unary(
+                '/ps_protocol.v1.MembershipService/ReportWorkerEnd',
+                request_serializer=ps__protocol_dot_v1_dot_membership__pb2.ReportWorkerEndRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_membership__pb2.ReportWorkerEndResponse.FromString,
+                _registered_method=True)
 
 
 class MembershipServiceServicer:
@@ -112,6 +117,16 @@ class MembershipServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportWorkerEnd(self, request, context):
+        """Says that a worker's process has ended: the launcher that started it has seen that. The worker is taken off the job
+        at once, as when its lease has run out. A worker of another process stays, whatever its rank; so repeating it is
+        safe, and so is a report that comes late. A caller needs the role of a worker of the job, of an admin, or of the
+        cluster. NOT_FOUND: no such job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MembershipServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -139,6 +154,11 @@ def add_MembershipServiceServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=ps__protocol_dot_v1_dot_membership__pb2.LeaveRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_membership__pb2.LeaveResponse.SerializeToString,
+            ),
+            'ReportWorkerEnd': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportWorkerEnd,
+                    request_deserializer=ps__protocol_dot_v1_dot_membership__pb2.ReportWorkerEndRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_membership__pb2.ReportWorkerEndResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -277,6 +297,33 @@ class MembershipService:
             '/ps_protocol.v1.MembershipService/Leave',
             ps__protocol_dot_v1_dot_membership__pb2.LeaveRequest.SerializeToString,
             ps__protocol_dot_v1_dot_membership__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportWorkerEnd(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps_protocol.v1.MembershipService/ReportWorkerEnd',
+            ps__protocol_dot_v1_dot_membership__pb2.ReportWorkerEndRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_membership__pb2.ReportWorkerEndResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,7 +2,7 @@
 
 It is not on the data path: workers reach the shards by themselves once they have the shard map.
 
-    a cluster comes up:       register_shard, shards
+    a cluster comes up:       shard_directory, shards
     a job begins:             register_job: made, or continued from a checkpoint
     what happens to a job:    coordinator.job, which this finds by its name
     in the background:        expire_workers, recover_jobs, look_at_rounds, drop_orphaned_jobs
@@ -160,11 +160,10 @@ class Coordinator:
 
     # -- shards ------------------------------------------------------------------------------------------------------
 
-    def register_shard(
-        self, index: int, address: str, metrics_address: str, pid: int, process: int, restart_count: int = 0
-    ) -> None:
-        """Makes a shard known, or renews it."""
-        self._cluster.shards.register(index, address, metrics_address, pid, process, restart_count)
+    @property
+    def shard_directory(self) -> Shards:
+        """Which process serves which shard."""
+        return self._cluster.shards
 
     def shards(self) -> dict[int, RegisteredShard]:
         """Returns the shards that have called in, by index."""

@@ -40,7 +40,7 @@ from ps_server.coordinator.rounds import JobRounds
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.watchers import Watchers
 from ps_server.core.accounting import StepAccounting
-from ps_server.core.membership import JoinRequest, JoinResult, Member, Membership
+from ps_server.core.membership import JoinRequest, JoinResult, Member, Membership, WorkerProcess
 from ps_server.core.placement import PlacedJob
 from ps_server.core.statistics import JobStatistics, Wait
 from ps_server.storage.checkpoints import Manifest
@@ -227,15 +227,15 @@ class CoordinatedJob:
     def _finish(self) -> bool:
         """Ends the job if its last worker has left; returns whether it has. A rollback ends first, and calls this."""
         with self.life.deciding():
-            if not (self.members.last_left and self.members.empty()) or not self.life.is_running:
+            if not (self.members.attendance.has_left and self.members.empty()) or not self.life.is_running:
                 return False
             self.life.begin(Phase.ENDING)
         try:
             if self.checkpoints is not None:
                 self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
         finally:
-            finished = FinishedJob(self.placed.run, self.members.launches(), self._cluster.clock.since_1970())
-            self.end(finished=finished if self.members.last_done else None)
+            attendance, now = self.members.attendance, self._cluster.clock.since_1970()
+            self.end(finished=FinishedJob(self.placed.run, attendance.launches, now) if attendance.is_done else None)
         return True
 
     def _remove(self, rank: int, incarnation: int) -> None:
@@ -243,10 +243,11 @@ class CoordinatedJob:
         self.data.gone(rank, incarnation)
         self._announce()
 
-    def expire(self) -> None:
+    def expire(self, process: WorkerProcess | None = None) -> list[int]:
         """Takes off the workers whose lease ran out, and stops waiting for those that did not come back in time.
 
-        Ends the job if it has had no worker for too long.
+        process: of a worker, which has ended, as its launcher has seen: its lease is over, too
+        Returns the ranks of that process.
         """
         late = self.members.stop_waiting()
         if late:
@@ -258,19 +259,19 @@ class CoordinatedJob:
                 for rank in late:
                     self.accounting.give_up(rank)
             self._announce()
-        expired = self.members.take_expired()
-        for member in expired:
-            log.warning(
-                "job %s: worker %d (pid %d on %s) is gone: no sign of life for %g s",
-                *(self.spec.name, member.rank, member.pid, member.host, self._cluster.lease),
-            )
-            text = f"worker {member.rank} on {member.host} is gone: no sign of life for {self._cluster.lease:g} s"
+        expired, ended = self.members.take_gone(process)
+        silent = f"no sign of life for {self._cluster.lease:g} s"
+        for member, why in (*((each, silent) for each in expired), *((each, "its process ended") for each in ended)):
+            who = self.spec.name, member.rank, member.pid, member.host
+            log.warning("job %s: worker %d (pid %d on %s) is gone: %s", *who, why)
+            text = f"worker {member.rank} on {member.host} is gone: {why}"
             self._cluster.events.note("lost", self.spec.name, text)
             self._remove(member.rank, member.incarnation)
-        if expired:
+        if expired or ended:
             # Before a shard hears of it: a coordinator that comes back must not take for live what a shard has removed.
             self._registry.save()
         self.members.removals.tell()
+        return [member.rank for member in ended]
 
     def desert(self) -> None:
         """Ends the job because its workers are gone, after a last checkpoint; not if one comes."""

@@ -25,12 +25,13 @@ from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.refusals import refusal, try_soon
 from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.shards import RegisteredShard
-from ps_server.core.membership import JoinRequest, Member, Membership, check_key
+from ps_server.core.membership import JoinRequest, Member, Membership, WorkerProcess, check_key
 from ps_server.failpoints import failpoint
 
 log = logging.getLogger("ps_server")
 
 LEASE_KEY_BYTES = 16
+LAUNCHES_KEPT = 256  # that took part in one job; the first are forgotten
 
 Roster = tuple[list[int], int, bool]
 
@@ -46,12 +47,34 @@ class Reservation:
     older: Member | None
 
 
+class Attendance:
+    """Which launches have taken part in a job, the last one last, and how the worker went that left last.
+
+    has_left: no worker has joined since one left
+    is_done:  the script of that one had come to its end
+    """
+
+    def __init__(self) -> None:
+        self.launches: tuple[str, ...] = ()
+        self.has_left = self.is_done = False
+
+    def joined(self, launch: str) -> None:
+        """Notes a worker. launch: that started it; empty: not known"""
+        self.has_left = False
+        if launch and launch not in self.launches:
+            self.launches = (*self.launches, launch)[-LAUNCHES_KEPT:]
+
+    def left(self, done: bool) -> None:
+        """Notes that a worker has left. done: its script has come to its end"""
+        self.has_left, self.is_done = True, done
+
+
 class JobMembers:
     """The workers of one job. Methods may be called from any thread.
 
     removals:      of workers that are gone, from the shards
     restore_count: how many times the whole job was rolled back to a checkpoint
-    last_left:     no worker has joined since one left; last_done: the script of that one had come to its end
+    attendance:    which launches have taken part, and how the last worker left
     """
 
     def __init__(
@@ -70,8 +93,7 @@ class JobMembers:
         self.removals = Removals(name, run, cluster.shards, pending_removals)
         self._joining: dict[int, Reservation] = {}  # by rank
         self._fenced: dict[int, Member] = {}  # by rank, those whose own join failed half way: they try again
-        self.last_left = False
-        self.last_done = False
+        self.attendance = Attendance()
         self._closed = False
 
     # -- looks -------------------------------------------------------------------------------------------------------
@@ -107,11 +129,6 @@ class JobMembers:
         """Whether no worker is live, none joins at this moment, and none is expected to join again."""
         with self._lock:
             return not self._membership.members and not self._membership.rejoining and not self._joining
-
-    def launches(self) -> tuple[str, ...]:
-        """Returns the launches that have taken part."""
-        with self._lock:
-            return self._membership.launches
 
     def pending_removals(self) -> set[Removal]:
         """Returns what shards may still count: workers that are gone, and those that join at this moment."""
@@ -178,7 +195,10 @@ class JobMembers:
             self._forget(reservation)
 
     def count(self, reservation: Reservation) -> int:
-        """Has every shard count a worker; returns the clock from which on all do. Raises PSError if one is silent."""
+        """Has every shard count a worker; returns the clock from which on all do.
+
+        Raises PSError if one is silent; TryLater or Fenced, as `admit`, if it takes the incarnation for an earlier one.
+        """
         rank, incarnation, key = reservation.rank, reservation.incarnation, reservation.key
 
         def count(shard: RegisteredShard, clock: int | None) -> int:
@@ -192,6 +212,11 @@ class JobMembers:
             self._shards.call(shards, lambda shard: count(shard, clock))
         except NotFound as error:  # a shard was started anew, and has not called in yet
             raise TryLater(f"job {self._name!r}: {error}") from None
+        except Fenced as error:
+            with self._lock:
+                self._check_current(reservation)
+            # The shard was rolled back, and knows a later incarnation than this coordinator: the next one is later.
+            raise TryLater(f"job {self._name!r}: {error}") from None
         return clock
 
     def admit(self, reservation: Reservation, request: JoinRequest, clock: int) -> Member:
@@ -200,14 +225,10 @@ class JobMembers:
         """
         rank = reservation.rank
         with self._lock:
-            current = self._joining.get(rank)
-            if current is None:
-                raise TryLater(f"job {self._name!r} was rolled back while worker {rank} joined")
-            if current is not reservation:
-                raise Fenced(f"worker {rank} was replaced by another process while it joined")
+            self._check_current(reservation)
             del self._joining[rank]
             self._fenced.pop(rank, None)
-            self.last_left = False
+            self.attendance.joined(request.launch)
             self._membership.join(
                 Member(
                     rank=rank,
@@ -224,6 +245,14 @@ class JobMembers:
                 )
             )
             return self._membership.members[rank]
+
+    def _check_current(self, reservation: Reservation) -> None:
+        """Raises TryLater or Fenced where a join was overtaken by a rollback or by another process."""
+        current = self._joining.get(reservation.rank)
+        if current is None:
+            raise TryLater(f"job {self._name!r} was rolled back while worker {reservation.rank} joined")
+        if current is not reservation:
+            raise Fenced(f"worker {reservation.rank} was replaced by another process while it joined")
 
     def abort(self, reservation: Reservation) -> bool:
         """Takes back a join that failed half way. On some shards it has fenced the older worker: that one is gone too.
@@ -266,16 +295,18 @@ class JobMembers:
             self._fenced.pop(rank, None)
             left = self._membership.leave(rank, incarnation)
             if left:
-                self.last_left, self.last_done = True, done
+                self.attendance.left(done)
             return left
 
-    def take_expired(self) -> list[Member]:
-        """Takes off the workers whose lease has run out, and returns them."""
+    def take_gone(self, process: WorkerProcess | None = None) -> tuple[list[Member], list[Member]]:
+        """Takes off the workers whose lease has run out, and those of a process that has ended; returns both."""
         with self._lock:
-            expired = self._membership.expired(self._clock.now())
-            for member in expired:
+            now = self._clock.now()
+            ended = self._membership.ended(process, now) if process is not None else []
+            expired = [member for member in self._membership.expired(now) if member not in ended]
+            for member in (*expired, *ended):
                 self._membership.leave(member.rank, member.incarnation)
-            return expired
+            return expired, ended
 
     def postpone(self, seconds: float) -> None:
         """Gives all workers more time for a sign of life."""

@@ -77,7 +77,7 @@ def saved(job: CoordinatedJob) -> SavedJob:
         continues=job.placed.continues,
         rounds_completed=completed,
         rounds=newest(rounds, ROUND_BYTES_ON_DISK),
-        launches=job.members.launches(),
+        launches=job.members.attendance.launches,
     )
 
 
@@ -85,7 +85,6 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
     """Returns a job as an earlier coordinator left it. Its workers may be training, and have two leases to say so."""
     until, count = cluster.clock.now() + 2 * cluster.lease, cluster.shards.count
     membership = Membership(spec.world_size, cluster.lease, last_incarnation=saved.last_incarnation)
-    membership.launches = saved.launches
     for worker in saved.workers:
         membership.join(replace(worker, expires=until))
     membership.started = saved.started
@@ -115,6 +114,7 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
         restore_count=saved.restore_count,
         accounting=accounting,
     )
+    job.members.attendance.launches = saved.launches
     job.rounds.resume(saved.rounds_completed, saved.rounds)
     if job.checkpoints is not None:
         job.checkpoints.resume()

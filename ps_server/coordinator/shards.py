@@ -124,6 +124,7 @@ class Shards:
         self._began = self._clock.now()
         self._known: dict[int, RegisteredShard] = {}
         self._replaced: set[int] = set()  # processes that served a shard before another one did
+        self._ended: set[int] = set()  # processes that serve a shard, and have ended, as their launchers have seen
         self._lock = threading.Lock()
         self.is_closing = False  # what goes on for long ends soon
 
@@ -142,7 +143,7 @@ class Shards:
             check_address(metrics_address, "where metrics are served")
         with self._lock:
             before = self._known.get(index)
-            if before is not None and before.process == process:
+            if before is not None and before.process == process and process not in self._ended:
                 self._known[index] = replace(before, seen=self._clock.now(), restart_count=restart_count)
                 return
             self._check_free(before, address, process)
@@ -156,8 +157,9 @@ class Shards:
                 current = self._known.get(index)
                 if current is not None and (before is None or current.process != before.process):
                     raise TryLater(f"shard {index} was taken by process {current.pid} at this moment")
-                if before is not None:
+                if before is not None and before.process != process:
                     self._replaced.add(before.process)
+                self._ended -= {process, before.process if before is not None else process}
                 self._known[index] = shard
         except PSError:
             api.close()
@@ -169,8 +171,23 @@ class Shards:
         if process in self._replaced:  # its call was late: what it held is lost
             raise TryLater(f"a process at {address} was replaced by another one")
         # Only one process can listen at an address: at the same one it is the shard, started again.
-        if before is not None and before.address != address and self._clock.now() < before.seen + self._lost_after:
+        if before is None or before.process in self._ended:
+            return
+        if before.address != address and self._clock.now() < before.seen + self._lost_after:
             raise TryLater(f"shard {before.index} is already served by process {before.pid} at {before.address}")
+
+    def report_end(self, index: int, process: int) -> bool:
+        """Frees a shard's index at once: its process has ended, as its launcher has seen. Returns whether it was the
+        shard. If it lives after all, it stays the shard when it calls in: it is asked then whether it is there."""
+        if not 0 <= index < self.count:
+            raise InvalidRequest(f"shard index must be below {self.count}, got {index}")
+        with self._lock:
+            known = self._known.get(index)
+            if known is None or known.process != process:
+                return False
+            self._ended.add(process)
+        log.warning("shard %d (pid %d at %s) is gone: its process ended", index, known.pid, known.address)
+        return True
 
     def known(self) -> dict[int, RegisteredShard]:
         """Returns the shards that have called in, by index."""

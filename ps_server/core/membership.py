@@ -13,7 +13,6 @@ DELAYED_PER_LEASE = 16  # part of a lease: a heartbeat may lie so long in a queu
 # After a rollback live workers come back at once. For so many seconds no other launch gets their ranks. No longer: they
 # may all be dead, and the other launch is their user's next try.
 AWAY_SECONDS = 5.0
-LAUNCHES_KEPT = 256  # that took part in one job; the first are forgotten
 REPLACED_KEPT = 16  # launches that one after the other took a rank over; the first are forgotten
 
 
@@ -79,6 +78,24 @@ UNKNOWN = JoinRequest()
 
 
 @dataclass(frozen=True)
+class WorkerProcess:
+    """A process as it named itself when it joined.
+
+    incarnation: of the worker that is meant; 0: any. Containers have the same pid one after the other
+    """
+
+    launch: str
+    host: str
+    pid: int
+    incarnation: int = 0
+
+    def was(self, member: Member) -> bool:
+        """Whether a worker is one of this process."""
+        same = (member.launch, member.host, member.pid) == (self.launch, self.host, self.pid)
+        return same and self.incarnation in (0, member.incarnation)
+
+
+@dataclass(frozen=True)
 class Rivals:
     """The workers of other launches that stand in the way of a join.
 
@@ -122,7 +139,6 @@ class Membership:
     rejoining:  after a rollback: by rank, until when the others wait for the worker to join again; for ever, as long
                 as there are no others
     away:       the workers that were live at the rollback: for AWAY_SECONDS no other launch gets their rank
-    launches:   that have taken part, the last one last
     """
 
     world_size: int
@@ -133,7 +149,6 @@ class Membership:
     ever_joined: bool = False
     rejoining: dict[int, float] = field(default_factory=dict)
     away: dict[int, Member] = field(default_factory=dict)
-    launches: tuple[str, ...] = ()
 
     def claim(self, rank: int | None, request: JoinRequest = UNKNOWN, reserved: Iterable[int] = ()) -> int:
         """Returns the rank that a worker gets: the one asked for, or the lowest free one. Changes nothing.
@@ -199,8 +214,6 @@ class Membership:
         self.members[member.rank] = member if older is None else _after(member, older)
         self.away.pop(member.rank, None)
         self.ever_joined = True
-        if member.launch and member.launch not in self.launches:
-            self.launches = (*self.launches, member.launch)[-LAUNCHES_KEPT:]
         if self.rejoining.pop(member.rank, None) is not None:
             self.started = not self.rejoining
         elif not self.rejoining:
@@ -260,6 +273,14 @@ class Membership:
     def expired(self, now: float) -> list[Member]:
         """Returns the workers whose lease has run out."""
         return [member for member in self.members.values() if member.expires <= now]
+
+    def ended(self, process: WorkerProcess, now: float) -> list[Member]:
+        """Returns the workers of a process that is gone. If one of it is expected to rejoin, it is not any more."""
+        for rank in [rank for rank, member in self.away.items() if process.was(member)]:
+            del self.away[rank]
+            if rank in self.rejoining:
+                self.rejoining[rank] = now
+        return [member for member in self.members.values() if process.was(member)]
 
     def check(self, rank: int, incarnation: int, key: bytes = b"") -> Member:
         """Returns the live worker with this rank, incarnation and key. Raises UnknownWorker, Fenced or Forbidden."""

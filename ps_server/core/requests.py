@@ -83,6 +83,7 @@ class PullCall:
     in_segment:   they go into the worker's segment
     notify_bytes: it is told of them once they make so many bytes, or all are there; 0: only then
     run:          of the job that the caller belongs to; empty: any
+    times_wanted: it records a timeline: see PushTimes in ps_server/shard/times.py
     """
 
     job: str
@@ -94,3 +95,4 @@ class PullCall:
     in_segment: bool = False
     notify_bytes: int = 0
     run: str = ""
+    times_wanted: bool = False

@@ -1,4 +1,4 @@
-"""`ps-server status`, `health`, `end` and `checkpoint`: what operators ask of a running cluster."""
+"""`ps-server status`, `end` and `checkpoint`: what operators ask of a running cluster."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from ps_protocol.modes import Consistency
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer
 from ps_server.rpc import convert
-from ps_server.rpc.coordinator_client import CoordinatorClient, is_serving
-
-__all__ = ["checkpoint_job", "end_job", "fetch", "is_serving", "printable", "table", "waits"]
+from ps_server.rpc.coordinator_client import CoordinatorClient
 
 
 def fetch(server: str, access: Access = PLAINTEXT) -> dict[str, Any]:
@@ -26,6 +24,12 @@ def end_job(server: str, job: str, access: Access = PLAINTEXT) -> None:
     """Ends a job, also while workers take part in it. Raises Unreachable, NotFound or PSError."""
     with _coordinator(server, access) as coordinator:
         coordinator.end_job(job)
+
+
+def report_shard_end(server: str, index: int, process: int, access: Access = PLAINTEXT) -> bool:
+    """Says that a shard's process has ended; returns whether it was the shard. Raises Unreachable or PSError."""
+    with _coordinator(server, access) as coordinator:
+        return coordinator.report_shard_end(index, process)
 
 
 def checkpoint_job(server: str, job: str, access: Access = PLAINTEXT) -> str:

@@ -9,7 +9,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ps_protocol.errors import PSError
+from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.v1 import cluster_pb2, cluster_pb2_grpc
 from ps_protocol.versions import check_shard_version
 from ps_server.coordinator.coordinator import Coordinator
@@ -42,13 +42,19 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
 
     def RegisterShard(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_shard_version(request.protocol_version)
-        self._coordinator.register_shard(
+        self._coordinator.shard_directory.register(
             *(request.index, request.address, request.metrics_address, request.pid, request.process),
             restart_count=request.restart_count,
         )
         return cluster_pb2.RegisterShardResponse(
             shard_count=self._coordinator.shard_count, stopping=self._coordinator.stopping
         )
+
+    def ReportShardEnd(self, request: Any, context: grpc.ServicerContext) -> Any:
+        if not request.process:
+            raise InvalidRequest("a report of a shard's end names its process, got none")
+        known = self._coordinator.shard_directory.report_end(request.index, request.process)
+        return cluster_pb2.ReportShardEndResponse(known=known)
 
     def GetStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         shards = sorted(self._coordinator.shards().items())

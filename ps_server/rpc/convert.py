@@ -16,14 +16,16 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from ps_protocol.convert import consistency_message, data_ranges, duration, seconds
 from ps_protocol.data import LeaseReport, LeaseRequest, LoaderSpec
+from ps_protocol.errors import InvalidRequest
 from ps_protocol.v1 import cluster_pb2, leases_pb2, membership_pb2, rounds_pb2, shard_pb2, types_pb2
 from ps_server.coordinator.rounds import GatherRequest, Standing
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.data_commits import Committed
 from ps_server.core.figures import WorkerFigures
-from ps_server.core.membership import JoinRequest, JoinResult, Member
+from ps_server.core.membership import JoinRequest, JoinResult, Member, WorkerProcess
 from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, VersionRange
 from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait
+from ps_server.core.validation import check_host, check_launch
 from ps_server.rpc import figure_messages
 
 VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave may be more than a message may have
@@ -50,6 +52,16 @@ def join_request(request: membership_pb2.JoinRequest) -> JoinRequest:
         launch_ranks=range(launch.first_rank, launch.first_rank + launch.rank_count),
         run=request.run,
     )
+
+
+def worker_process(request: membership_pb2.ReportWorkerEndRequest) -> WorkerProcess:
+    """Returns the process that a launcher has seen end. Raises InvalidRequest unless it is named as a worker names
+    itself."""
+    check_host(request.host)
+    check_launch(request.launch)
+    if not request.launch or not request.pid:
+        raise InvalidRequest(f"a process is named by its launch and pid, got {request.launch!r} and {request.pid}")
+    return WorkerProcess(request.launch, request.host, request.pid, request.incarnation)
 
 
 def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.ShardMap) -> membership_pb2.JoinResponse:

@@ -21,6 +21,7 @@ from ps_protocol.segment_layout import SegmentOffer
 from ps_protocol.v1 import data_pb2, types_pb2
 from ps_server.core.commands import Staged
 from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
+from ps_server.shard.times import BucketTimes
 from ps_server.shard.waiting import Answer, Notice, PulledBucket, PulledState
 
 M = TypeVar("M", bound=Message)
@@ -122,7 +123,7 @@ def _pull(
 ) -> PullCall:
     identity = worker.job, worker.rank, worker.incarnation
     buckets, notify = tuple(request.buckets), request.notify_bytes
-    return PullCall(*identity, clock, buckets, worker.lease_key, in_segment, notify, worker.run)
+    return PullCall(*identity, clock, buckets, worker.lease_key, in_segment, notify, worker.run, request.times_wanted)
 
 
 def _read(kind: type[M], data: bytes) -> tuple[M, memoryview | None]:
@@ -203,6 +204,8 @@ class Answers(NamedTuple):
         if answer.staged_seconds is not None:
             assert isinstance(response, data_pb2.ExchangeResponse)
             response.staged_duration.CopyFrom(duration(answer.staged_seconds))
+        if answer.clock is not None:
+            response.clock_microseconds = _microseconds(answer.clock)
         return response.SerializeToString()
 
     def _header(self, version: int) -> types_pb2.ResponseHeader:
@@ -218,4 +221,17 @@ def _pulled_bucket(bucket: PulledBucket) -> data_pb2.PulledBucket:
         wait_duration=duration(bucket.waited) if bucket.waited else None,
         state_wanted=bucket.save_state,
         wire_format=wire_format_number(bucket.wire_format),
+        times=_bucket_times(bucket.times) if bucket.times is not None else None,
     )
+
+
+def _bucket_times(times: BucketTimes) -> data_pb2.BucketTimes:
+    return data_pb2.BucketTimes(
+        staged_microseconds=_microseconds(times.staged),
+        applied_microseconds=_microseconds(times.applied),
+        admitted_microseconds=_microseconds(times.admitted),
+    )
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)

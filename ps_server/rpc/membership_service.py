@@ -83,3 +83,8 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         state = (request.state.clock, request.state.content) if request.HasField("state") else None
         ended = self._coordinator.leave(*identity, worker.lease_key, worker.run, state, request.done)
         return membership_pb2.LeaveResponse(ended=ended)
+
+    def ReportWorkerEnd(self, request: Any, context: grpc.ServicerContext) -> Any:
+        check_job(request.job)
+        process = convert.worker_process(request)
+        return membership_pb2.ReportWorkerEndResponse(ranks=self._coordinator.job(request.job).expire(process))

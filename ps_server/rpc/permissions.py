@@ -43,6 +43,10 @@ _CLUSTER: Roles = frozenset({Role.CLUSTER})
 
 _ADMIN: Roles = frozenset({Role.ADMIN})
 
+# A worker's launcher has the worker's own role. That is no new power: who may join a job may take any rank of it.
+_MEMBERSHIP = {"Watch": _WORKERS | _LOOKING, "ReportWorkerEnd": _WORKERS | _ADMIN | _CLUSTER}
+_STATUS = {"GetStatus": _LOOKING, "WatchStatus": _LOOKING, "ReportShardEnd": _CLUSTER | _ADMIN}
+
 
 def _service(module: Any, name: str, roles: Roles, **exceptions: Roles) -> dict[str, Roles]:
     """Returns the roles that may call each method of a service: `roles`, but for those methods that are named."""
@@ -53,10 +57,10 @@ def _service(module: Any, name: str, roles: Roles, **exceptions: Roles) -> dict[
 METHODS: dict[str, Roles] = {
     **_service(data_pb2, "DataService", _WORKERS, Pull=_WORKERS | {Role.READER}),
     **_service(jobs_pb2, "JobService", _ADMIN, RegisterJob=_WORKERS, CheckpointJob=_ADMIN | _CLUSTER),
-    **_service(membership_pb2, "MembershipService", _WORKERS, Watch=_WORKERS | _LOOKING),
+    **_service(membership_pb2, "MembershipService", _WORKERS, **_MEMBERSHIP),
     **_service(leases_pb2, "DataLeaseService", _WORKERS),
     **_service(rounds_pb2, "RoundService", _WORKERS),
-    **_service(cluster_pb2, "ClusterService", _CLUSTER, GetStatus=_LOOKING, WatchStatus=_LOOKING),
+    **_service(cluster_pb2, "ClusterService", _CLUSTER, **_STATUS),
     **_service(shard_pb2, "ShardService", _CLUSTER, GetShardStatus=_LOOKING),
     **_service(health_pb2, "Health", _LOOKING, Check=EVERYONE),
     **_service(reflection_pb2, "ServerReflection", _LOOKING),

@@ -76,6 +76,8 @@ class Updates:
                     self._metrics.applied(job.name, work, self._clock() - started)
                     with job.lock:
                         job.state.done(bucket.spec.index, work)
+                        if isinstance(work, Step) and job.times.follows_any(work.ranks):
+                            job.times.applied(work.ranks, bucket.spec.index, self._pulls.now())
                     if job.snapshot_task is not None and isinstance(work, Step):
                         job.look(bucket)
                 if isinstance(work, Step):

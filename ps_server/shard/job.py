@@ -25,6 +25,7 @@ from ps_server.core.room import Room
 from ps_server.core.snapshot import BucketSnapshot
 from ps_server.core.statistics import ShardJobStatistics, Wait
 from ps_server.shard.snapshots import Refusal, Refusals, SnapshotTask
+from ps_server.shard.times import PushTimes
 from ps_server.shard.waiting import Waiter
 
 NARROWED_BUCKETS = 4  # that a job keeps
@@ -80,7 +81,6 @@ class HostedJob:
     def __init__(self, spec: JobSpec, state: JobPartition, run: str, room: Room) -> None:
         self.name, self.run = spec.name, run
         self.state = state
-        self.mode = str(spec.consistency)
         self.lock = threading.Lock()
         self.buckets = {
             index: HostedBucket(bucket.spec, bucket.rule, bucket.weights, threading.Lock())
@@ -90,10 +90,16 @@ class HostedJob:
         self.attaching: set[int] = set()  # ranks that are handing over a segment
         self.plan = segment_plan(spec, state.layout)
         self.narrowed = Narrowed()
+        self.times = PushTimes()
         self._room = room
         self.failure: PSError | None = None
         self.snapshot_task: SnapshotTask | None = None  # the one under way, or the last
         self.refusals = Refusals()
+
+    @property
+    def mode(self) -> str:
+        """The job's mode, for metrics."""
+        return str(self.state.spec.consistency)
 
     def check_run(self, run: str) -> None:
         """Raises RunEnded for an earlier run of the job, NotFound for a later one; an empty run is any."""

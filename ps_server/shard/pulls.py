@@ -19,6 +19,7 @@ from ps_server.shard.budgets import PulledBuckets
 from ps_server.shard.job import HostedBucket, HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.segments import copy_out
+from ps_server.shard.times import BucketTimes
 from ps_server.shard.waiting import Notice, Outbox, Pull, PulledBucket, PulledState, Waiter
 
 NOTICE_AFTER_SECONDS = 2.0
@@ -34,10 +35,14 @@ class Pulls:
 
     def __init__(self, metrics: ShardMetrics, clock: Callable[[], float], limit: float = math.inf) -> None:
         """limit: buckets that one principal may have asked for and not got"""
-        self._clock = clock
+        self._clock, self._began = clock, clock()
         self._under_way = PulledBuckets(limit)
         self._metrics = metrics
         self._with_pushes: deque[tuple[HostedJob, Pull]] = deque()  # by age
+
+    def now(self) -> float:
+        """Returns the time on the clock that timelines are told: it begins when the shard does."""
+        return self._clock() - self._began
 
     def tell_staged(self, now: float) -> None:
         """Tells pulls of some age that the pushes that came with them are staged, where no bucket has."""
@@ -73,6 +78,7 @@ class Pulls:
             segment,
             notify_bytes=call.notify_bytes,
             principal=principal,
+            times_wanted=call.times_wanted and incarnation != READER,
         )
 
     def ask(self, job: HostedJob, pull: Pull, indices: Sequence[int]) -> None:
@@ -86,8 +92,10 @@ class Pulls:
             pull.since = now
             if pull.incarnation != READER:  # it may have lost its place since
                 job.state.check_worker(pull.rank, pull.incarnation)
+                job.times.follow(pull.rank, pull.times_wanted)
             admissions = {index: job.state.admits(index, pull.rank, pull.clock) for index in indices}
             waiting = [(index, admission) for index, admission in admissions.items() if not admission.admitted]
+            times = {index: self._times(job, index, pull) for index in indices if pull.times_wanted}
             over = self._under_way.take(pull.principal, len(indices), waits=bool(waiting))
             for index, admission in waiting:
                 job.buckets[index].waiters[pull.number] = Waiter(pull, admission, now)
@@ -100,20 +108,26 @@ class Pulls:
 
         outbox.on_close(forget)
         if not indices:
+            if pull.times_wanted:
+                outbox.tell(Notice(clock=self.now()))
             outbox.finish()
         for index, admission in admissions.items():
             if admission.admitted:
-                self._send(job, job.buckets[index], pull, 0.0)
+                self._send(job, job.buckets[index], pull, 0.0, times.get(index))
 
-    def _send(self, job: HostedJob, bucket: HostedBucket, pull: Pull, waited: float) -> None:
+    def _times(self, job: HostedJob, index: int, pull: Pull) -> BucketTimes | None:
+        """Returns what a worker that records is told of a bucket that is admitted now. The caller holds the lock."""
+        return job.times.of(pull.rank, index, pull.clock, self.now()) if pull.times_wanted else None
+
+    def _send(self, job: HostedJob, bucket: HostedBucket, pull: Pull, waited: float, times: BucketTimes | None) -> None:
         buckets: tuple[PulledBucket, ...] = ()
         if pull.segment is None:
-            pull.outbox.lend(partial(self._lend, job, bucket, pull, waited))
+            pull.outbox.lend(partial(self._lend, job, bucket, pull, waited, times))
             with job.lock:
                 pull.left -= 1
                 last = pull.left == 0
         else:
-            landed = self._copy_out(job, bucket, pull, pull.segment, waited)
+            landed = self._copy_out(job, bucket, pull, pull.segment, waited)._replace(times=times)
             with job.lock:
                 pull.left -= 1
                 last = pull.left == 0
@@ -144,7 +158,9 @@ class Pulls:
         )
 
     @contextlib.contextmanager
-    def _lend(self, job: HostedJob, bucket: HostedBucket, pull: Pull, waited: float) -> Iterator[PulledBucket]:
+    def _lend(
+        self, job: HostedJob, bucket: HostedBucket, pull: Pull, waited: float, times: BucketTimes | None
+    ) -> Iterator[PulledBucket]:
         """Lends a bucket in the wire format of the job's weights, which stay as they are until it is given back."""
         spec = bucket.spec
         codec = weight_codec(job.state.spec, spec)
@@ -159,6 +175,7 @@ class Pulls:
                 save_state=save_state,
                 payload=payload,
                 wire_format=codec.wire_format(spec),
+                times=times,
             )
         failpoint("pull-half-sent")
         self._metrics.pulled(job.name, len(payload))
@@ -182,7 +199,7 @@ class Pulls:
         """Sends the bucket to every waiting pull that is admitted now, and ends those whose worker lost its place."""
         if not bucket.waiters:
             return  # one that is added meanwhile looks for itself, under the lock that a change takes too
-        admitted: list[Waiter] = []
+        admitted: list[tuple[Waiter, BucketTimes | None]] = []
         lost: list[tuple[Pull, PSError]] = []
         index = bucket.spec.index
         with job.lock:
@@ -199,12 +216,12 @@ class Pulls:
                 admission = job.state.admits(index, pull.rank, pull.clock)
                 self._account(job, waiter, admission, now)
                 if admission.admitted:
-                    admitted.append(waiter)
+                    admitted.append((waiter, self._times(job, index, pull)))
                 else:
                     staying[number] = waiter
             bucket.waiters = staying
-        for waiter in admitted:
-            self._send(job, bucket, waiter.pull, waiter.waited)
+        for waiter, times in admitted:
+            self._send(job, bucket, waiter.pull, waiter.waited, times)
         for pull, reason in lost:
             pull.outbox.fail(reason)
 

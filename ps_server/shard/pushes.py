@@ -93,6 +93,8 @@ class Pushes:
                     if isinstance(command, Stage | Draft | Assign | Commit):
                         job.check_taken(command.rank, command.bucket, command.clock)
                     staged = job.state.execute(command)
+                    if staged.fresh and job.times.follows_any((call.rank,)):
+                        job.times.staged(call.rank, command.bucket, call.clock, self._pulls.now())
                 answers.append(staged)
                 if staged.fresh:
                     fresh.append(command.bucket)

@@ -173,6 +173,7 @@ class Shard:
         job = self._hosted.get(name, run)
         with job.lock:
             job.state.execute(RemoveWorker(rank, incarnation))
+            job.times.follow(rank, False)
         job.detach(rank, incarnation + 1)
         self._roster_changed(job)
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from ps_protocol.errors import PSError
 from ps_protocol.segment_layout import SegmentMap
 from ps_server.core.consistency import Admission
+from ps_server.shard.times import BucketTimes
 
 
 class PulledBucket(NamedTuple):
@@ -24,6 +25,7 @@ class PulledBucket(NamedTuple):
     save_state: this version is in a checkpoint, and its worker is to save its own state of that clock
     payload:    its weights; None: they are in the worker's segment
     wire_format: of its elements; empty: the bucket's own type
+    times:      for a worker that records a timeline
     """
 
     bucket: int
@@ -33,6 +35,7 @@ class PulledBucket(NamedTuple):
     save_state: bool = False
     payload: memoryview | None = None
     wire_format: str = ""
+    times: BucketTimes | None = None
 
 
 class PulledState(NamedTuple):
@@ -47,10 +50,12 @@ class PulledState(NamedTuple):
 
 class Notice(NamedTuple):
     """What a worker is told of a pull into its segment: buckets that are there now, and for how many seconds
-    the pushes that came with the pull have been staged (None: it was told before, or none came)."""
+    the pushes that came with the pull have been staged (None: it was told before, or none came). Or, of a pull of no
+    bucket, what the shard's clock is."""
 
     buckets: tuple[PulledBucket, ...] = ()
     staged_seconds: float | None = None
+    clock: float | None = None
 
 
 Answer = PulledBucket | PulledState | Notice
@@ -86,6 +91,7 @@ class Pull:
     number:       tells it from all others
     with_pushes:  it came with pushes, and the worker was not told yet that they are staged
     principal:    whose it is
+    times_wanted: see PullCall
     """
 
     rank: int
@@ -101,6 +107,7 @@ class Pull:
     pending_bytes: int = 0
     with_pushes: bool = False
     principal: str = ""
+    times_wanted: bool = False
     number: int = field(default_factory=itertools.count().__next__)
 
     def landed(self, bucket: PulledBucket, size: int) -> tuple[PulledBucket, ...]:

@@ -8,8 +8,10 @@ network.py        One way to a shard: buckets as gRPC messages
 shared_memory.py  The other way to a shard: buckets through memory that the worker shares with it
 segments.py       A segment: memory that the worker makes, and hands over to shards on its host
 calls.py          Calls to a shard: with bytes, through the one retry loop
+clocks.py         Reads the clock of a shard, for a timeline
 coordinator.py    Calls to the coordinator
 membership.py     A worker's place in its job: taken, kept by heartbeats, and taken again when it was lost
+reports.py        What launchers ask of a coordinator: they report processes that have ended
 rounds.py         A worker's part in the job's rounds, in which all live workers exchange a value
 convert.py        Turns the worker's values into protobuf messages, and back
 threads.py        Threads that work for a session and never keep a script from ending

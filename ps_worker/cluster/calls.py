@@ -15,6 +15,7 @@ from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer, Retry
 from ps_runtime.status import error_from
+from ps_runtime.troubles import Troubles
 from ps_worker.cluster.coordinator import CALL_SECONDS
 from ps_worker.values import PulledBucket, PullResult
 
@@ -28,11 +29,13 @@ class ShardCalls:
     """The calls to one shard. Requests and answers are bytes: gRPC neither parses nor copies a payload."""
 
     def __init__(self, index: int, address: str, timeout: float, access: Access = PLAINTEXT) -> None:
+        self.index = index
         self.peer = Peer(f"shard {index}", address, access)
         self.closing = threading.Event()
         self._timeout = timeout
         self._channel = open_channel(address, access)
         self._last: Any = None  # the pull that ended last
+        self._waits = Troubles(log, None)  # ps_worker_step_seconds has for how long
 
     def unary(self, method: str, request: bytes) -> bytes:
         """Returns the answer of one method of the data service. Raises PSError."""
@@ -44,6 +47,20 @@ class ShardCalls:
         """Calls one method of the data service, in one attempt. Raises PSError."""
         try:
             self._channel.unary_unary(f"/{DATA_SERVICE}/{method}")(request, timeout=CALL_SECONDS)
+        except grpc.RpcError as error:
+            raise error_from(error, str(self.peer)) from None
+
+    def first_of(self, method: str, request: bytes, seconds: float) -> bytes | None:
+        """Returns the first message of one streaming method's answer, in one attempt; None: there is none.
+
+        Raises PSError.
+        """
+        try:
+            call = self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")(request, timeout=seconds)
+            first: bytes | None = None
+            for message in call:  # to its end
+                first = message if first is None else first
+            return first
         except grpc.RpcError as error:
             raise error_from(error, str(self.peer)) from None
 
@@ -76,7 +93,7 @@ class ShardCalls:
         """
         stream = self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")
         missing = {bucket.index: bucket for bucket in buckets}
-        size, longest, checkpoint = 0, 0.0, False
+        size, longest, checkpoint, has_waited = 0, 0.0, False, False
         retry = self._retry()
         while missing:
             try:
@@ -86,7 +103,9 @@ class ShardCalls:
                     retry.progressed()
                     for pulled in read(message):
                         if pulled.waiting is not None:
-                            log.warning("waiting at clock %d: %s", clock, pulled.waiting[1])
+                            awaited, reason = pulled.waiting
+                            self._waits.met("pull", "waiting at clock %d: %s", clock, reason, detail=awaited)
+                            has_waited = True
                             continue
                         size += land(missing.pop(pulled.bucket), pulled)
                         longest = max(longest, pulled.waited)
@@ -95,6 +114,8 @@ class ShardCalls:
                         break
             except grpc.RpcError as error:
                 retry.failed(error)
+        if not has_waited:  # it is over with the first pull that does not wait
+            self._waits.over("pull")
         return PullResult(size, longest, checkpoint)
 
     def close(self) -> None:

@@ -7,18 +7,25 @@ owner makes the next one (participation.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
 
+from ps_protocol.errors import PSError
 from ps_protocol.layout import BucketSpec
 from ps_worker.cluster.calls import ShardCalls
+from ps_worker.cluster.clocks import read_clock
 from ps_worker.cluster.network import NetworkTransport, network_pushers
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.shared_memory import SharedTransport, share_memory
 from ps_worker.cluster.transport import Draft, ShardStep, Transport
 from ps_worker.model.flat import FlatModel
+from ps_worker.timeline.clocks import ClockReading
+from ps_worker.timeline.recording import Timeline
 from ps_worker.values import Assignment, BucketPush, JoinResult, PullResult, PushResult, ShardMap, StateChunk
+
+log = logging.getLogger("ps_worker")
 
 T = TypeVar("T")
 
@@ -35,8 +42,12 @@ class Connection:
     Raises NotShared if memory is to be shared and cannot be, PSError if shards do not answer; nothing is open then.
     """
 
-    def __init__(self, options: JobOptions, place: JoinResult, shard_map: ShardMap, model: FlatModel) -> None:
+    def __init__(
+        self, options: JobOptions, place: JoinResult, shard_map: ShardMap, model: FlatModel, timeline: Timeline
+    ) -> None:
         self.place = place
+        self._timeline = timeline
+        timeline.connect()
         self.clock = place.clock
         self._shard_of = shard_map.bucket_shards
         self._buckets: dict[int, list[BucketSpec]] = {index: [] for index in shard_map.addresses}
@@ -60,12 +71,26 @@ class Connection:
             raise
         self._pushers = network_pushers(len(self._calls))
         self._network = {
-            index: NetworkTransport(call, place.identity, model, self._pushers) for index, call in self._calls.items()
-        }
-        self._transports: Mapping[int, Transport] = {
-            index: SharedTransport(call, place.identity, model) if index in sharing else self._network[index]
+            index: NetworkTransport(call, place.identity, model, self._pushers, timeline)
             for index, call in self._calls.items()
         }
+        self._transports: Mapping[int, Transport] = {
+            index: SharedTransport(call, place.identity, model, timeline) if index in sharing else self._network[index]
+            for index, call in self._calls.items()
+        }
+
+    def read_clocks(self) -> None:
+        """Reads the shards' clocks for the timeline, if it is time to. A shard that does not answer has no times."""
+        clocks = self._timeline.clocks
+        if clocks.are_due:
+            clocks.read(list(self._readings()))
+
+    def _readings(self) -> Iterator[tuple[int, ClockReading]]:
+        for index, calls in self._calls.items():
+            try:
+                yield from ((index, reading) for reading in read_clock(calls, self.place.identity))
+            except (PSError, ValueError) as error:  # ValueError: grpc's, where the channel was closed meanwhile
+                log.info("the timeline has no times of shard %d: %s", index, error)
 
     def push_initial(self, buckets: Sequence[BucketSpec]) -> list[Future[PushResult]]:
         """Sends initial values."""
@@ -128,6 +153,7 @@ class Connection:
         Returns the pushes, the pulls, and those of the pulls that commit drafts: when such a pull has landed, its
         drafts count.
         """
+        self._timeline.step.pushing()
         drafted = self._settle_drafts(drafts_count)
         # Before any call: a heartbeat that tells too low a clock would have a step that is staged taken for none.
         self.clock += 1

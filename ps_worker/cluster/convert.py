@@ -32,6 +32,7 @@ from ps_worker.values import (
     RoundNews,
     SavedState,
     ShardMap,
+    ShardTimes,
     StateChunk,
     WorkerFigures,
 )
@@ -118,6 +119,7 @@ def shared_exchange(
     wire_format: WireFormatOf,
     buckets: Sequence[int],
     notify_bytes: int,
+    times: bool = False,
 ) -> bytes:
     """Announces buckets as `shared_push`, and asks for buckets at that clock, as `pull_request` with notify_bytes."""
     return data_pb2.ExchangeRequest(
@@ -125,13 +127,16 @@ def shared_exchange(
         buckets=buckets,
         notify_bytes=notify_bytes,
         in_segment=data_pb2.InSegment(),
+        times_wanted=times,
     ).SerializeToString()
 
 
-def commit_exchange(worker: Identity, clock: int, commit: Sequence[BucketPush], buckets: Sequence[int]) -> bytes:
+def commit_exchange(
+    worker: Identity, clock: int, commit: Sequence[BucketPush], buckets: Sequence[int], times: bool = False
+) -> bytes:
     """Commits a step (pushes that left as drafts, and empty ones), and asks for buckets at that clock."""
     header = _push_header(worker, clock, commit, data_pb2.PUSH_KIND_COMMIT, lambda _: "")
-    return data_pb2.ExchangeRequest(push=header, buckets=buckets).SerializeToString()
+    return data_pb2.ExchangeRequest(push=header, buckets=buckets, times_wanted=times).SerializeToString()
 
 
 def _push_header(
@@ -165,10 +170,13 @@ def _push_header(
 # -- pulls -----------------------------------------------------------------------------------------------------------
 
 
-def pull_request(worker: Identity, clock: int, buckets: Sequence[int], notify_bytes: int | None = None) -> bytes:
+def pull_request(
+    worker: Identity, clock: int, buckets: Sequence[int], notify_bytes: int | None = None, times: bool = False
+) -> bytes:
     """Asks a shard for buckets at a clock: as payloads, or, with `notify_bytes`, into the segment.
 
     notify_bytes: to be told of them whenever they make so many bytes; 0: when all are there
+    times:        each is to bring its times; with no bucket, the answer is the shard's clock
     """
     return data_pb2.PullRequest(
         worker=identity(worker),
@@ -176,7 +184,14 @@ def pull_request(worker: Identity, clock: int, buckets: Sequence[int], notify_by
         buckets=buckets,
         in_segment=None if notify_bytes is None else data_pb2.InSegment(),
         notify_bytes=notify_bytes,
+        times_wanted=times,
     ).SerializeToString()
+
+
+def shard_clock(data: bytes) -> float | None:
+    """Reads the answer to a pull of no bucket: the shard's clock, in seconds; None: it does not tell it."""
+    response = data_pb2.PullResponse.FromString(data)
+    return response.clock_microseconds / 1e6 if response.HasField("clock_microseconds") else None
 
 
 def state_chunk(data: bytes) -> StateChunk:
@@ -227,8 +242,15 @@ def _buckets(
             elements, position = payload[position:end], end
         waited = seconds(bucket.wait_duration) if bucket.HasField("wait_duration") else 0.0
         encoded = wire_format(bucket.wire_format) if bucket.wire_format else ""
-        buckets.append(PulledBucket(bucket.bucket, waited, elements, None, bucket.state_wanted, encoded))
+        times = _times(bucket.times) if bucket.HasField("times") else None
+        buckets.append(PulledBucket(bucket.bucket, waited, elements, None, bucket.state_wanted, encoded, times))
     return buckets
+
+
+def _times(times: data_pb2.BucketTimes) -> ShardTimes:
+    return ShardTimes(
+        times.staged_microseconds / 1e6, times.applied_microseconds / 1e6, times.admitted_microseconds / 1e6
+    )
 
 
 # -- the coordinator -------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.threads import DaemonPool
 from ps_worker.cluster.transport import Draft, ShardStep
 from ps_worker.model.flat import FlatModel
+from ps_worker.timeline.recording import UNRECORDED, StepTimes, Timeline
 from ps_worker.values import Assignment, BucketPush, Identity, PulledBucket, PullResult, PushResult, StateChunk
 
 # Pushes leave in one order over all shards, so that one whose link is slow for a moment holds up the others a little,
@@ -32,7 +33,10 @@ def network_pushers(shards: int) -> DaemonPool:
 class NetworkTransport:
     """The way over the network to one shard."""
 
-    def __init__(self, calls: ShardCalls, worker: Identity, flat: FlatModel, pushers: DaemonPool) -> None:
+    def __init__(
+        self, calls: ShardCalls, worker: Identity, flat: FlatModel, pushers: DaemonPool, timeline: Timeline
+    ) -> None:
+        self._timeline = timeline
         self._calls = calls
         self._worker = worker
         self._flat = flat
@@ -53,7 +57,8 @@ class NetworkTransport:
             payload, wire_format = self._flat.gradient(push.bucket), self._flat.gradient_format(push.bucket)
             return convert.gradient_push(self._worker, push, payload, wire_format), len(payload)
 
-        return self._push(message)
+        step = self._timeline.step
+        return self._push(message, lambda: step.sent((push.bucket.index,)))
 
     def push_initial(self, bucket: BucketSpec) -> Future[PushResult]:
         """Sends a bucket's initial value; over the network whatever the transport, because it happens once."""
@@ -72,12 +77,19 @@ class NetworkTransport:
 
         return self._push(message)
 
-    def _push(self, message: Callable[[], tuple[bytes, int]]) -> Future[PushResult]:
-        """Sends what `message` makes: the bytes, and the size of their payload, which lives no longer than they do."""
+    def _push(
+        self, message: Callable[[], tuple[bytes, int]], leaving: Callable[[], None] | None = None
+    ) -> Future[PushResult]:
+        """Sends what `message` makes: the bytes, and the size of their payload, which lives no longer than they do.
+
+        leaving: is called when they leave
+        """
 
         def send() -> PushResult:
             with self._free:
                 request, size = message()
+                if leaving is not None:
+                    leaving()
                 self._calls.unary("Push", request)
                 return PushResult(size, time.perf_counter())
 
@@ -86,6 +98,7 @@ class NetworkTransport:
     def draft(self, push: BucketPush, draft: Draft) -> Future[PushResult] | None:
         """Sends a bucket early. A shard without room for drafts takes it when it counts: it is sent once more then."""
         self._flat.leaving(push.bucket)
+        step = self._timeline.step
 
         def send() -> PushResult:
             if draft.is_dropped:
@@ -96,6 +109,7 @@ class NetworkTransport:
                 message = convert.gradient_push(self._worker, push, payload, wire_format, draft=True)
                 size = len(payload)
                 del payload
+                step.sent((push.bucket.index,), draft=True)
                 try:
                     self._calls.try_once("Push", message)
                 except PSError as error:
@@ -120,19 +134,28 @@ class NetworkTransport:
         committed = [push for push in pushes if push.empty or push.bucket.index in drafted]
         rest = [push for push in pushes if not push.empty and push.bucket.index not in drafted]
         drafts = [drafted[push.bucket.index] for push in committed if not push.empty]
-        return ShardStep(drafts, self.pull(clock, buckets, committed), bool(committed), rest)
+        pull = self._pull(clock, buckets, committed, self._timeline.step)
+        return ShardStep(drafts, pull, bool(committed), rest)
 
-    def pull(self, clock: int, buckets: Sequence[BucketSpec], commit: Sequence[BucketPush] = ()) -> Future[PullResult]:
+    def pull(self, clock: int, buckets: Sequence[BucketSpec]) -> Future[PullResult]:
+        """Fetches buckets in one stream."""
+        return self._pull(clock, buckets, (), UNRECORDED)
+
+    def _pull(
+        self, clock: int, buckets: Sequence[BucketSpec], commit: Sequence[BucketPush], step: StepTimes
+    ) -> Future[PullResult]:
         """Fetches buckets in one stream. `commit`: pushes that count first, which makes the pull an exchange."""
 
         def land(bucket: BucketSpec, pulled: PulledBucket) -> int:
             self._flat.land(bucket, pulled.payload, pulled.wire_format)
+            step.landed(self._calls.index, pulled)
             return len(pulled.payload)
 
         def request(missing: list[int]) -> bytes:
+            step.sent(push.bucket.index for push in commit if push.empty)
             if commit:
-                return convert.commit_exchange(self._worker, clock, commit, missing)
-            return convert.pull_request(self._worker, clock, missing)
+                return convert.commit_exchange(self._worker, clock, commit, missing, step.recorded)
+            return convert.pull_request(self._worker, clock, missing, times=step.recorded)
 
         def read(message: bytes) -> list[PulledBucket]:
             return convert.pulled(message, self._weight_bytes, exchange=bool(commit))

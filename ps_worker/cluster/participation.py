@@ -24,6 +24,7 @@ from ps_worker.cluster.membership import Membership
 from ps_worker.cluster.options import JobOptions
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer_state import States, state_assignments
+from ps_worker.timeline.recording import Timeline
 from ps_worker.values import Identity, JoinResult, SavedState, ShardMap, WorkerFigures
 
 log = logging.getLogger("ps_worker")
@@ -47,6 +48,7 @@ class Participation:
     metrics_address: where this worker serves /metrics, for the servers' side; empty if it cannot be reached there
     started:         called when all declared workers have joined
     figures:         what this worker has measured, for those that watch the job; None: nothing
+    timeline:        what of its steps is recorded; None: nothing
     """
 
     def __init__(
@@ -55,11 +57,13 @@ class Participation:
         metrics_address: str,
         started: Callable[[], None],
         figures: Callable[[], WorkerFigures] | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         assert options.server is not None
         self.options = options
         self.coordinator = CoordinatorClient(options.server, options.connect_timeout, options.access, figures)
         self.members = Membership(self.coordinator, options, metrics_address, self._finished, self._moved)
+        self.timeline = timeline or Timeline()
         self.came_late = False  # the job was under way when this process joined
         self._metrics_address = metrics_address
         self._started = started
@@ -76,7 +80,8 @@ class Participation:
         Raises JobMismatch, JobInUse, Unreachable and other PSErrors; JobFinished in a process that comes late.
         """
         for last in (False, True):
-            registered = self.coordinator.register(spec, self._finished_launch())
+            is_late = self.options.launch.is_unique and self._where not in _taken_part  # if the job has finished
+            registered = self.coordinator.register(spec, self.options.launch.name if is_late else "")
             self._shard_map = registered.shard_map
             agreed = replace(spec, bucket_bytes=registered.bucket_bytes)
             validate(agreed)  # the server may have answered anything
@@ -93,11 +98,6 @@ class Participation:
     @property
     def _where(self) -> tuple[str, str, str]:
         return self.options.server or "", self.options.job, self.options.launch.name
-
-    def _finished_launch(self) -> str:
-        """Returns the launch for which the job may have finished already; empty where it may begin anew."""
-        launch = self.options.launch
-        return launch.name if launch.is_unique and self._where not in _taken_part else ""
 
     def connect(self, model: FlatModel, states: States) -> bool:
         """Connects from the first place. The model has the weights at its clock then: rank 0's at first.
@@ -140,7 +140,7 @@ class Participation:
     def _enter(self, place: JoinResult, model: FlatModel, states: States) -> bool:
         """Makes the connection of a place; returns when the weights are here and all declared workers have joined."""
         self._shard_map = place.shard_map or self._shard_map
-        connection = self._connection = Connection(self.options, place, self._shard_map, model)
+        connection = self._connection = Connection(self.options, place, self._shard_map, model, self.timeline)
         self._check(place)  # `_moved` knew nothing of this connection until now
         if not self._begun:
             if place.identity.rank == 0:  # the shards take its values if they have none yet
@@ -212,6 +212,11 @@ class Participation:
         if self.options.world_size or self.rank not in ranks:
             return self.rank, self.world_size
         return ranks.index(self.rank), len(ranks)
+
+    def begin_step(self) -> None:
+        """Begins the next step in the timeline; where it is recorded, with the clocks of the shards."""
+        if self.timeline.begin_step(self.connection.clock + 1, self.rank):
+            self.connection.read_clocks()
 
     def settle(self) -> None:
         """Waits for all calls under way. Raises the first error; PlaceLost if the loss of the place has caused it."""

@@ -26,6 +26,7 @@ from ps_worker.cluster.segments import LocalSegment
 from ps_worker.cluster.threads import DaemonPool
 from ps_worker.cluster.transport import Draft, ShardStep
 from ps_worker.model.flat import FlatModel
+from ps_worker.timeline.recording import UNRECORDED, StepTimes, Timeline
 from ps_worker.values import BucketPush, Identity, PulledBucket, PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
@@ -92,7 +93,8 @@ def _over_the_network(transport: str, reason: NotShared) -> tuple[None, set[int]
 class SharedTransport:
     """The way through shared memory to one shard."""
 
-    def __init__(self, calls: ShardCalls, worker: Identity, flat: FlatModel) -> None:
+    def __init__(self, calls: ShardCalls, worker: Identity, flat: FlatModel, timeline: Timeline) -> None:
+        self._timeline = timeline
         self._calls = calls
         self._worker = worker
         self._flat = flat
@@ -101,7 +103,7 @@ class SharedTransport:
         self._copier = DaemonPool(0 if flat.in_segment else 1, "copy")
         self._copies: dict[int, tuple[int, Draft, Future[None]]] = {}  # by bucket, at which clock it left as a draft
         self._lock = threading.Lock()
-        self._next = _Together(-1)  # what leaves with the next message
+        self._next = _Together(-1, UNRECORDED)  # what leaves with the next message
 
     # -- a whole step ------------------------------------------------------------------------------------------------
 
@@ -113,15 +115,17 @@ class SharedTransport:
         drafted: Mapping[int, Future[PushResult]],
     ) -> ShardStep:
         """Makes the pushes and the pull in one call, if gradients are made in the segment. `drafted` is empty then."""
+        step = self._timeline.step
         if not self._flat.in_segment:
-            return ShardStep((), self.pull(clock, buckets), False, pushes)
+            return ShardStep((), self._pull(clock, buckets, step), False, pushes)
         staged: list[Future[PushResult]] = [Future() for _ in pushes]
         finite = self._finite(pushes)
 
         def request(missing: list[int]) -> bytes:
+            step.sent(push.bucket.index for push in pushes)
             wire_format = self._flat.gradient_format
             return convert.shared_exchange(
-                self._worker, clock, pushes, finite, wire_format, missing, self._notify_bytes
+                self._worker, clock, pushes, finite, wire_format, missing, self._notify_bytes, step.recorded
             )
 
         def read(message: bytes) -> list[PulledBucket]:
@@ -144,7 +148,8 @@ class SharedTransport:
                 if not future.done():
                     future.set_exception(error)
 
-        pull = self._puller.submit(lambda: self._calls.pull("Exchange", request, clock, buckets, read, self._land))
+        land = self._landing(step)
+        pull = self._puller.submit(lambda: self._calls.pull("Exchange", request, clock, buckets, read, land))
         pull.add_done_callback(ended)
         return ShardStep(staged, pull, False, ())
 
@@ -164,22 +169,23 @@ class SharedTransport:
             self._flat.leaving(push.bucket)
         with self._lock:
             if self._next.clock != push.clock:
-                self._next = _Together(push.clock)
+                self._next = _Together(push.clock, self._timeline.step)
             together = self._next
             together.pushes.append(push)
 
         def send() -> PushResult:
             with self._lock:
                 if self._next is together:
-                    self._next = _Together(-1)
+                    self._next = _Together(-1, UNRECORDED)
             return PushResult(self._size(push), together.staged(self._send))
 
         return self._pusher.submit(send)
 
-    def _send(self, clock: int, pushes: Sequence[BucketPush]) -> None:
+    def _send(self, clock: int, pushes: Sequence[BucketPush], step: StepTimes) -> None:
         for push in pushes:
             if not push.empty:
                 self._share(push)
+        step.sent(push.bucket.index for push in pushes)
         finite, wire_format = self._finite(pushes), self._flat.gradient_format
         self._calls.unary("Push", convert.shared_push(self._worker, clock, pushes, finite, wire_format))
 
@@ -201,20 +207,28 @@ class SharedTransport:
 
     def pull(self, clock: int, buckets: Sequence[BucketSpec]) -> Future[PullResult]:
         """Fetches buckets in one stream."""
+        return self._pull(clock, buckets, UNRECORDED)
 
+    def _pull(self, clock: int, buckets: Sequence[BucketSpec], step: StepTimes) -> Future[PullResult]:
         def request(missing: list[int]) -> bytes:
-            return convert.pull_request(self._worker, clock, missing, self._notify_bytes)
+            return convert.pull_request(self._worker, clock, missing, self._notify_bytes, step.recorded)
 
-        read = convert.shared_pulled
-        return self._puller.submit(lambda: self._calls.pull("Pull", request, clock, buckets, read, self._land))
+        read, land = convert.shared_pulled, self._landing(step)
+        return self._puller.submit(lambda: self._calls.pull("Pull", request, clock, buckets, read, land))
 
     @property
     def _notify_bytes(self) -> int:
         return 0 if self._flat.lands_in_place else NOTIFY_BYTES
 
-    def _land(self, bucket: BucketSpec, pulled: PulledBucket) -> int:
-        self._flat.land_shared(bucket, pulled.wire_format)
-        return self._flat.weight_bytes(bucket)
+    def _landing(self, step: StepTimes) -> Callable[[BucketSpec, PulledBucket], int]:
+        """Returns what takes over the buckets that a step pulls."""
+
+        def land(bucket: BucketSpec, pulled: PulledBucket) -> int:
+            self._flat.land_shared(bucket, pulled.wire_format)
+            step.landed(self._calls.index, pulled)
+            return self._flat.weight_bytes(bucket)
+
+        return land
 
     def close(self) -> None:
         """Ends the threads and the connection."""
@@ -226,20 +240,20 @@ class SharedTransport:
 class _Together:
     """Pushes of one clock that leave with one message, in the turn of the first. For one sending thread."""
 
-    def __init__(self, clock: int) -> None:
-        self.clock = clock
+    def __init__(self, clock: int, step: StepTimes) -> None:
+        self.clock, self.step = clock, step
         self.pushes: list[BucketPush] = []
         self._staged: float | None = None
         self._error: BaseException | None = None
 
-    def staged(self, send: Callable[[int, Sequence[BucketPush]], None]) -> float:
+    def staged(self, send: Callable[[int, Sequence[BucketPush], StepTimes], None]) -> float:
         """Returns when the shard had staged them, on the clock of time.perf_counter; the first call sends them.
 
         Raises the error of `send`, in each call.
         """
         if self._staged is None and self._error is None:
             try:
-                send(self.clock, self.pushes)
+                send(self.clock, self.pushes, self.step)
                 self._staged = time.perf_counter()
             except Exception as error:
                 self._error = error

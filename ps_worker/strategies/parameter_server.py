@@ -51,6 +51,8 @@ from ps_worker.state.sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups, added_name
 from ps_worker.strategies.assignments import Assignments
 from ps_worker.strategies.strategy import Prepared
+from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
+from ps_worker.timeline.recording import Timeline
 from ps_worker.values import PrepareOptions, PullResult, PushResult, SavedState, StateChunk
 
 log = logging.getLogger("ps_worker")
@@ -60,10 +62,16 @@ class ParameterServer:
     """The strategy of sync, ssp and async, for one job. started: called when all declared workers have joined"""
 
     def __init__(
-        self, job: JobOptions, metrics: WorkerMetrics, device: torch.device, started: Callable[[], None]
+        self,
+        job: JobOptions,
+        metrics: WorkerMetrics,
+        device: torch.device,
+        started: Callable[[], None],
+        timeline: Timeline,
     ) -> None:
         self._job = job
         self._metrics = metrics
+        self._timeline = timeline
         self._device = device
         self._started = started
         self._joining: Participation | None = None  # from the beginning of `prepare` on
@@ -100,7 +108,8 @@ class ParameterServer:
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
     ) -> Prepared:
         """Joins the job; returns the models with rank 0's weights, and optimizers that step on the servers."""
-        self._joining = Participation(self._job, self._metrics.announced, self._started, self._metrics.figures)
+        figures, metrics_address = self._metrics.figures, self._metrics.announced
+        self._joining = Participation(self._job, metrics_address, self._started, figures, self._timeline)
         training = join(self._joining, options, models, optimizers, self._metrics, self._device)
         self._training, self._rounds = training, Rounds(self._joining, training)
         return models, [ServerOptimizer(optimizer, training, index) for index, optimizer in enumerate(optimizers)]
@@ -178,10 +187,14 @@ def join(
         )
         states = _states_before(described, tensors, optimizers)
         spec = participation.join(described)
-        named = list(zip(spec.optimizers, optimizers, strict=True))
+        optimizers_named = list(zip(spec.optimizers, optimizers, strict=True))
         layout = bucket_layout(spec.parameters, spec.bucket_bytes)
+        timeline = participation.timeline
+        timeline.describe(layout)
         steps = StepMaker(
-            spec, tensors, layout, named, options.overlap, metrics, lambda full: participation.connection.draft(full)
+            *(spec, tensors, layout, optimizers_named, options.overlap, metrics),
+            draft=lambda full: participation.connection.draft(full),
+            timeline=timeline,
         )
         undo.callback(steps.model.release)
         checkpoint_wanted = participation.connect(steps.model, states)
@@ -192,7 +205,7 @@ def join(
             # A step is counted once, by this job: nothing scrapes the metrics of the other.
             return join(added, options, [module], [optimizer], WorkerMetrics(), device, beside=True)
 
-        groups = AddedGroups(spec, tensors, named, begin)
+        groups = AddedGroups(spec, tensors, optimizers_named, begin)
         training = JobTraining(participation, steps, tensors, groups, metrics, device, beside)
         undo.callback(training.close)
         for optimizer in optimizers:
@@ -285,6 +298,7 @@ class JobTraining:
         saved = self.participation.connection.place.state
         if saved is not None:
             self.checkpoint.rollback(saved.content, self.clock, saved.clock)
+        self.participation.begin_step()
 
     def close(self) -> None:
         """Leaves the job with this worker's state, and ends threads and connections; may be called more than once."""
@@ -369,6 +383,7 @@ class JobTraining:
                 self.participation.connection.drop_drafts()
                 if isinstance(error, Exception):  # a signal that ends the script leaves what is sent under way
                     self._sent = None
+                    self.participation.begin_step()
                 self.data.failed()
                 raise
         return self.come_back()
@@ -384,7 +399,8 @@ class JobTraining:
         self._model.begin_pull()
         pushes = self._steps.pushes(step, connection.clock + 1, self.data.use())
         with undisturbed():
-            pushed, pulls, committing = connection.push_pull(pushes, step.drafts_hold)
+            with named(PUSH):
+                pushed, pulls, committing = connection.push_pull(pushes, step.drafts_hold)
             self._sent = SentStep(connection.clock, [*pushed, *committing], committing)
         self._finish(pushed, pulls)
         self.data.pushed()
@@ -392,8 +408,10 @@ class JobTraining:
     def _finish(self, pushes: list[Future[PushResult]], pulls: list[Future[PullResult]]) -> None:
         """Waits for a step's pushes and pulls, and counts them."""
         began = self._metrics.timer.now()
-        self.participation.settle()
-        self._model.end_pull()
+        with named(WAIT):
+            self.participation.settle()
+        with named(PULL):
+            self._model.end_pull()
         sent = [push.result() for push in pushes]
         pushed = max([began, *(push.staged for push in sent)])
         pulled = [pull.result() for pull in pulls]
@@ -407,6 +425,8 @@ class JobTraining:
             if any(pull.checkpoint for pull in pulled):
                 self.checkpoint.want(self.clock)
             self.checkpoint.stepped()
+            self.participation.timeline.end_step()
+        self.participation.begin_step()
 
     # -- lost --------------------------------------------------------------------------------------------------------
 
@@ -431,6 +451,7 @@ class JobTraining:
             else:
                 self.checkpoint.stepped()
         self._metrics.rejoined(not staged and not rolled_back, self.clock)
+        self.participation.begin_step()
         log.warning(
             "worker %d lost its place at clock %d and goes on at clock %d as incarnation %d; %s",
             *(place.identity.rank, lost.clock, self.clock, place.identity.incarnation),

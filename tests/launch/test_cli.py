@@ -21,9 +21,9 @@ from torch import nn
 import ps_server.cli
 import ps_worker.cli
 from ps_server.ops import status
-from ps_server.ops.status import is_serving
+from ps_server.rpc.health_client import is_serving
 from tests.tools.cluster import Cluster, scrape, until
-from tests.tools.launching import END_SECONDS, ROOT, Command, Commands, run, run_here, script
+from tests.tools.launching import END_SECONDS, ROOT, Command, Commands, python, run, run_here, script
 
 SCRIPT = ROOT / "tests" / "scripts" / "train_everything.py"
 FOR_EVER = "1000000000"
@@ -177,6 +177,17 @@ def test_health_tells_by_its_exit_code(shared: Cluster, monkeypatch: pytest.Monk
     for server in shared.servers:
         assert main(monkeypatch, "ps-server", "health", "--server", server.address) == 0
     assert main(monkeypatch, "ps-server", "health", "--server", "127.0.0.1:1") == 1
+
+
+def test_a_probe_does_not_load_torch(shared: Cluster, tmp_path: Path) -> None:
+    """Containers are probed every few seconds: seconds of a core for each probe starve what it asks about."""
+    check = (
+        "import atexit, sys; from ps_server.__main__ import program; "
+        "atexit.register(lambda: print({'torch', 'numpy'} & sys.modules.keys())); "
+        f"sys.argv[1:] = ['health', '--server', '{shared.address}']; program()"
+    )
+    told = python("-c", check, folder=tmp_path)
+    assert (told.returncode, told.stdout.strip()) == (0, "set()")
 
 
 def test_end_ends_a_job(shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,9 @@ def place() -> Iterator[Path]:
 def shard_processes(children: list[psutil.Process]) -> dict[int, psutil.Process]:
     """The processes of `ps-server up`, by the index of their shard."""
     words = {process: " ".join(process.cmdline()) for process in children}
-    return {int(found[1]): each for each, text in words.items() if (found := re.search(r" shard .*--index[ =](\d)", text))}
+    return {
+        int(found[1]): each for each, text in words.items() if (found := re.search(r" shard .*--index[ =](\d)", text))
+    }
 
 
 def test_a_cluster_keeps_its_checkpoints_in_a_bucket(place: Path, tmp_path: Path) -> None:

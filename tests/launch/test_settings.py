@@ -50,6 +50,9 @@ TABLE: dict[str, tuple[list[tuple[str, object]], tuple[str, ...]]] = {
     "insecure": ([("yes", True), ("off", False)], ("maybe",)),
     "metrics_insecure": ([("on", True), ("off", False)], ("maybe",)),
     "take_over": ([("yes", True), ("0", False)], ("maybe",)),
+    "timeline": ([("/dev/shm/trace.json", Path("/dev/shm/trace.json"))], ("no/such/trace.json",)),
+    "timeline_first": ([("3", 3)], (*REFUSED_NUMBERS, "0")),
+    "timeline_steps": ([("20", 20)], (*REFUSED_NUMBERS, "0")),
     "log_level": ([("debug", "debug"), ("error", "error")], ("loud", "INFO")),
     "log_format": ([("json", "json"), ("text", "text")], ("xml",)),
 }

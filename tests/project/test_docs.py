@@ -17,6 +17,7 @@ from ps_server.config import SETTINGS as SERVER_SETTINGS
 from ps_server.storage.export import export
 from ps_worker.cli import LAUNCH_SETTINGS
 from ps_worker.config import SETTINGS as WORKER_SETTINGS
+from ps_worker.own_servers import SERVER_SETTINGS as OWN_SERVER_SETTINGS
 from tests.tools import launching
 from tests.tools.cluster import Cluster, until
 from tests.tools.imports import PACKAGES
@@ -39,7 +40,7 @@ def test_the_reference_is_what_the_docstrings_say() -> None:
 
 def test_the_page_of_settings_has_each_as_it_is_declared() -> None:
     servers = (SHARDS, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT, INDEX, COORDINATOR, ADVERTISE, *SERVER_SETTINGS)
-    declared = (*servers, *LAUNCH_SETTINGS, *WORKER_SETTINGS)
+    declared = (*servers, *LAUNCH_SETTINGS, *OWN_SERVER_SETTINGS, *WORKER_SETTINGS)
     rows = [f"| `{each.key}` | {f'`{each.default}`' if each.default else ''} | {each.text} |" for each in declared]
     page = (DOCS / "configuration.md").read_text()
     shown = re.findall(r"^\| `[a-z-]+` \|.*", page.partition("## All settings of servers")[2], re.MULTILINE)

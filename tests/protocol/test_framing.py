@@ -19,9 +19,10 @@ from ps_server.core.commands import Staged
 from ps_server.core.consistency import Admission
 from ps_server.core.requests import PullCall, PushedBucket, PushKind
 from ps_server.rpc import data_messages
+from ps_server.shard.times import BucketTimes
 from ps_server.shard.waiting import Notice, PulledBucket
 from ps_worker.cluster import convert as worker_messages
-from ps_worker.values import BucketPush, Identity
+from ps_worker.values import BucketPush, Identity, ShardTimes
 
 HEAD = data_pb2.PushRequest(
     header=data_pb2.PushHeader(
@@ -304,3 +305,37 @@ def test_a_notice_says_which_buckets_are_there_and_how_long_pushes_have_been_sta
     assert (response.header.version, response.WhichOneof("location")) == (3, "in_segment")
     assert not response.HasField("staged_duration")
     assert worker_messages.shared_exchanged(ANSWERS.exchanged(Notice((), 0.5))) == ([], 0.5)
+
+
+# -- timelines ---------------------------------------------------------------------------------------------------------
+
+TIMED = Identity("job", 1, 2, b"key", "run")
+OF_TIMED = "0a130a036a6f621001180222036b65792a0372756e1005"  # as a message's first fields: the worker, and clock 5
+
+
+def test_who_records_no_timeline_sends_and_gets_the_bytes_of_the_first_release() -> None:
+    """As they were before there was a timeline: nothing of it costs a byte."""
+    empty = [BucketPush(BucketSpec(4, "trained", "float32", False, 0, 4, ()), 5, True, [], {})]
+    shared = worker_messages.shared_exchange(TIMED, 5, empty, {4}, lambda _: "float32", [4], 0)
+    sent = {
+        worker_messages.pull_request(TIMED, 5, [4, 6]).hex(): OF_TIMED + "1a020406",
+        worker_messages.pull_request(TIMED, 5, [4], 100).hex(): OF_TIMED + "1a010422002864",
+        worker_messages.commit_exchange(TIMED, 5, empty, [4]).hex(): "0a1d" + OF_TIMED + "1a0408041003120104",
+        shared.hex(): "0a1f" + OF_TIMED + "1a060804100320011201042200",
+        ANSWERS.pulled(PulledBucket(7, 40)).hex(): "0a0e080210ffffffffffffffff7f2028120408071028",
+    }
+    assert list(sent) == list(sent.values())
+
+
+def test_times_come_back_as_they_were_noted_and_only_where_there_are_some() -> None:
+    request = worker_messages.pull_request(WHO, 5, [1], times=True)
+    assert data_messages.pull(request).times_wanted
+    exchange = worker_messages.commit_exchange(WHO, 5, [bucket_push(1, 5)], [1], True)
+    assert data_messages.exchange(exchange)[1].times_wanted
+    times = BucketTimes(0.25, 1.5, 70.000001)
+    data = ANSWERS.pulled(PulledBucket(7, 40, payload=memoryview(b""), times=times))
+    [found] = worker_messages.pulled(data, len)  # type: ignore[arg-type]
+    assert found.times == ShardTimes(0.25, 1.5, 70.000001)
+    assert worker_messages.shared_pulled(ANSWERS.pulled(Notice((PulledBucket(7),))))[0].times is None
+    assert worker_messages.shard_clock(ANSWERS.pulled(Notice(clock=3.5))) == 3.5
+    assert worker_messages.shard_clock(ANSWERS.pulled(Notice())) is None, "a shard of before"

@@ -424,7 +424,10 @@ COORDINATOR = ["ps-server", "coordinator", "--port", "0", "--metrics-port", "0"]
 COMMANDS: dict[str, tuple[list[str], str]] = {
     "script that does not exist": (["ps-worker", "run", "no/such/train.py"], "there is no script no/such/train.py"),
     "script that is a directory": (["ps-worker", "run", "/"], "there is no script /"),
-    "mode without a server": (["ps-worker", "run", "--mode", "ssp:1", __file__], "mode ssp:1 needs --server HOST:PORT"),
+    "mode without a server": (
+        ["ps-worker", "run", "--mode", "ssp:1", __file__],
+        "mode ssp:1 needs --server HOST:PORT, or --shards N",
+    ),
     "several in single": (["ps-worker", "run", "--workers", "2", __file__], "mode single is one worker, got.* 2"),
     "world size": (
         ["ps-worker", "run", "--server", "h:1", "--workers", "2", "--first-rank", "1", "--world-size", "2", __file__],

@@ -71,7 +71,7 @@ class Threaded:
             make_executor=ThreadPoolExecutor,
         )
         for index in range(2):
-            self.coordinator.register_shard(index, f"127.0.0.1:{index + 1}", "", 1, index + 1)
+            self.coordinator.shard_directory.register(index, f"127.0.0.1:{index + 1}", "", 1, index + 1)
         self.coordinator.start()
 
     def join(self, spec: JobSpec, rank: int) -> JoinResult:
@@ -178,7 +178,7 @@ def test_a_shard_that_has_not_called_in_hears_of_a_worker_that_died_meanwhile(
     cluster.coordinator.expire_workers()
     assert list(roster(cluster, 0)) == [0]
     assert list(roster(cluster, 1)) == [0, 1]
-    cluster.coordinator.register_shard(1, address, "", 1, cluster.process_of(1))
+    cluster.coordinator.shard_directory.register(1, address, "", 1, cluster.process_of(1))
     cluster.coordinator.expire_workers()
     assert list(roster(cluster, 1)) == [0]
 
@@ -194,7 +194,7 @@ def test_a_coordinator_that_was_killed_over_a_join_takes_the_worker_back(cluster
     cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True), calling=[0])
     cluster.coordinator.expire_workers()  # shard 1 has not called in yet
     assert list(roster(cluster, 0)) == [0]
-    cluster.coordinator.register_shard(1, address, "", 1, cluster.process_of(1))
+    cluster.coordinator.shard_directory.register(1, address, "", 1, cluster.process_of(1))
     cluster.coordinator.expire_workers()
     assert list(roster(cluster, 1)) == [0]
 
@@ -382,7 +382,7 @@ def test_a_process_that_was_replaced_does_not_come_back_as_its_shard(cluster: On
     address, before = cluster.address_of(1), cluster.process_of(1)
     cluster.start_shard(1)
     with pytest.raises(TryLater, match="was replaced by another one"):
-        cluster.coordinator.register_shard(1, address, "", 1, before)
+        cluster.coordinator.shard_directory.register(1, address, "", 1, before)
     assert cluster.coordinator.shards()[1].process == cluster.process_of(1)
 
 
@@ -392,9 +392,9 @@ def test_a_coordinator_asks_the_process_at_an_address_which_one_it_is(cluster: O
     cluster.start_coordinator(CheckpointPolicy(tmp_path), calling=[0])
     address, process = cluster.address_of(1), cluster.process_of(1)
     with pytest.raises(TryLater, match="process 7 is gone, and another one serves at"):
-        cluster.coordinator.register_shard(1, address, "", 7, process - 1)
+        cluster.coordinator.shard_directory.register(1, address, "", 7, process - 1)
     assert list(cluster.coordinator.shards()) == [0]
-    cluster.coordinator.register_shard(1, address, "", 8, process)
+    cluster.coordinator.shard_directory.register(1, address, "", 8, process)
     assert cluster.coordinator.shards()[1].process == process
 
 

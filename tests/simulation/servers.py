@@ -117,7 +117,7 @@ class CoordinatorProcess:
         coordinator.start()
         self.coordinator = coordinator
         self.host.methods |= {
-            "register_shard": coordinator.register_shard,
+            "register_shard": coordinator.shard_directory.register,
             "register_job": self._register_job,
             "join": self._join,
             "heartbeat": lambda job, run, *rest: coordinator.job(job, run).members.heartbeat(*rest),

@@ -22,6 +22,7 @@ counting.py             The counting oracle for data: each sample adds 1 to a ce
 oracle_run.py           A job of the counting oracle in threads, to which something happens on the way
 launching.py            Commands as processes, to their end or while they run; scripts as modules
 slurm.py                A real Slurm of two nodes on this machine
+documented_metrics.py   What docs/metrics.md says of each metric, read from its tables
 forkserver.py           Processes that start in a moment: forks of one that has imported everything
 framework_processes.py  Workers of Lightning or Hugging Face, each in a process of its own
 fuzzing.py              One shard and one coordinator without a network, which take any bytes; their state as a hash

@@ -145,10 +145,16 @@ class OneProcess:
         )
         self._coordinators.append(coordinator)
         for index in self.shards if calling is None else calling:
-            self.coordinator.register_shard(index, self.address_of(index), "", 1, self.process_of(index))
+            self.coordinator.shard_directory.register(index, self.address_of(index), "", 1, self.process_of(index))
 
     def start_shard(self, index: int) -> None:
         """Starts a shard, in place of one that died."""
+        self.start_process(index)
+        self.clock.seconds += 60  # the one before is lost by now
+        self.coordinator.shard_directory.register(index, self.address_of(index), "", 1, self._processes)
+
+    def start_process(self, index: int) -> None:
+        """Starts a process of a shard, which does not call in."""
         if index in self.shards:
             self.shards[index].stop()
         self._processes += 1
@@ -157,8 +163,6 @@ class OneProcess:
             ShardMetrics(CollectorRegistry()), NoThreads(), self.clock.now, checkpoints=self._store, index=index
         )
         self.shards[index] = self._at[address] = shard
-        self.clock.seconds += 60  # the one before is lost by now
-        self.coordinator.register_shard(index, address, "", 1, self._processes)
 
     def while_waiting(self, work: Callable[[], object] = lambda: None) -> None:
         """Has the coordinator make checkpoints, and this be done, whenever the coordinator waits."""

@@ -24,6 +24,7 @@ from ps_worker.config import WorkerConfig
 from ps_worker.data.loaders import PreparedLoader
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.strategies.single import Single
+from ps_worker.timeline.recording import Timeline
 from tests.tools.cluster import Cluster, scrape
 
 
@@ -396,7 +397,7 @@ def test_a_session_belongs_to_the_process_that_made_it(shared: Cluster, job: str
 class Recorded(Single):
     """A further way to train, which notes what it is asked."""
 
-    def __init__(self, config: WorkerConfig, metrics: WorkerMetrics, device: torch.device) -> None:
+    def __init__(self, config: WorkerConfig, metrics: WorkerMetrics, device: torch.device, timeline: Timeline) -> None:
         super().__init__(metrics, device, wanted=False)
         self.called: list[str] = []
 

@@ -19,6 +19,7 @@ from ps_worker.cluster.network import PUSHES_IN_FLIGHT, PUSHES_TO_ONE_SHARD, Net
 from ps_worker.cluster.shared_memory import SharedTransport
 from ps_worker.cluster.threads import Closed
 from ps_worker.model.flat import FlatModel
+from ps_worker.timeline.recording import Timeline
 from ps_worker.values import BucketPush, Identity
 from tests.tools.cluster import until
 
@@ -60,7 +61,9 @@ def peers(count: int) -> Iterator[list[tuple[Peer, NetworkTransport]]]:
         for index in range(count):
             peer = Peer()
             calls = ShardCalls(index, peer.address, 20.0)
-            transport = NetworkTransport(calls, WHO, cast(FlatModel, None), pool)  # empty pushes look at no gradient
+            transport = NetworkTransport(
+                calls, WHO, cast(FlatModel, None), pool, Timeline()
+            )  # empty pushes look at no gradient
             stack.enter_context(closing(transport))
             stack.callback(peer.stop)
             made.append((peer, transport))
@@ -126,7 +129,7 @@ class CopiedGradients:
 @pytest.fixture
 def shared() -> Iterator[tuple[Peer, CopiedGradients, SharedTransport]]:
     peer, flat = Peer(), CopiedGradients()
-    way = SharedTransport(ShardCalls(0, peer.address, 20.0), WHO, cast(FlatModel, flat))
+    way = SharedTransport(ShardCalls(0, peer.address, 20.0), WHO, cast(FlatModel, flat), Timeline())
     yield peer, flat, way
     peer.stop()
     way.close()

@@ -1,0 +1,256 @@
+"""`ps-server plan`: what a job needs before anything is started. Shards, memory, bytes on the wire, time, and the mode.
+
+Memory is what a shard itself admits a job by (core/room.py), with what a checkpoint copies, and what travels. Times are
+bounds of the links, and rates follow from them. docs/planning.md has each formula, with its conditions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ps_protocol.codecs import WIRE_FORMATS
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import ParameterSpec, bucket_layout
+from ps_protocol.modes import Consistency
+from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, with_defaults
+from ps_server.core.bucket_sizes import sized
+from ps_server.core.limits import DEFAULTS, Limits
+from ps_server.core.placement import place_job
+from ps_server.core.room import room_for
+from ps_server.core.validation import check_job_spec
+
+# Buckets of each worker that a shard holds while they travel over gRPC: two pushes, each in gRPC's slices and then
+# joined, and an answer to a pull as bytes and as a slice (docs/data-path.md).
+BUCKETS_UNDER_WAY = 6
+# A mode whose result is not that of sync has to make so much more steps to be the better one.
+WORTH_IT = 1.1
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be trained, and on what.
+
+    parameters:   elements that the optimizer steps, of float32
+    tensors:      how many tensors they are in
+    shards:       how many there are to be; None: as many as the links want
+    link:         bits a second of each machine's link, each way; None: all are one machine, with shared memory
+    wire:         the format in which gradients and weights travel
+    step_seconds: of a worker's forward and backward pass; None: not known
+    straggler:    how many times as long the slowest worker takes
+    stalls:       the part of steps in which a worker, any of them, is that slow; None: one worker is, in every step
+    """
+
+    parameters: int
+    workers: int
+    optimizer: str = "AdamW"
+    momentum: float = 0.0
+    tensors: int = 1
+    shards: int | None = None
+    link: float | None = None
+    wire: str = "float32"
+    step_seconds: float | None = None
+    straggler: float = 1.0
+    stalls: float | None = None
+
+
+@dataclass(frozen=True)
+class ShardMemory:
+    """Bytes on the shard that holds the most, beside what a server takes before its first job.
+
+    staged:    sums of open updates, and gradients that wait for others
+    objects:   Python objects of buckets, tensors and groups
+    under_way: messages of all workers; 0 with shared memory
+    snapshot:  the copy of its part while a checkpoint is made; without checkpoints there is none
+    """
+
+    weights: int
+    optimizer: int
+    staged: int
+    objects: int
+    under_way: int
+    snapshot: int
+
+    @property
+    def training(self) -> int:
+        """All of it without checkpoints."""
+        return self.weights + self.optimizer + self.staged + self.objects + self.under_way
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.training + self.snapshot
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer for one number of shards.
+
+    worker_bytes:  that a worker sends in a step, and receives
+    shard_bytes:   that the fullest shard receives in a step of every worker, and sends
+    round_seconds: that these take at the least, both ways at once; None: no link is given
+    ddp_seconds:   the same of a ring all-reduce among the workers
+    """
+
+    shards: int
+    buckets: int
+    bucket_bytes: int
+    memory: ShardMemory
+    worker_bytes: int
+    shard_bytes: int
+    round_seconds: float | None
+    ddp_seconds: float | None
+
+
+@dataclass(frozen=True)
+class ModeRate:
+    """Steps a second of all workers together."""
+
+    mode: str
+    steps_per_second: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What `ps-server plan` says.
+
+    plans: the one that is recommended first, then others to compare it with, by number of shards
+    rates: empty where the time of a step is not known
+    mode:  that pays; why: in words
+    """
+
+    plans: tuple[Plan, ...]
+    rates: tuple[ModeRate, ...]
+    mode: str
+    why: str
+
+
+def advise(question: Question, limits: Limits = DEFAULTS) -> Advice:
+    """Returns the plans for a job. Raises InvalidRequest or LimitExceeded for a job that servers would refuse."""
+    spec = job_spec(question, limits)
+    buckets = len(bucket_layout(spec.parameters, spec.bucket_bytes).buckets)
+    most = min(max(1, buckets), question.workers)
+    chosen = question.shards or (most if question.link is not None else min(2, buckets))
+    others = {count for count in (1, 2, 4, 8, 16, 32, 64, most) if count <= most} - {chosen}
+    plans = tuple(plan(question, spec, count, limits) for count in (chosen, *sorted(others)))
+    rates = mode_rates(question, plans[0].round_seconds or 0.0)
+    return Advice(plans, rates, *_best_mode(question, rates))
+
+
+def job_spec(question: Question, limits: Limits = DEFAULTS) -> JobSpec:
+    """Returns the job as its workers would register it, with the size of buckets that a server would choose."""
+    name = next((name for name in ELEMENTWISE if name.lower() == question.optimizer.lower()), None)
+    if name is None:
+        raise InvalidRequest(f"expected an optimizer out of {', '.join(ELEMENTWISE)}, got {question.optimizer!r}")
+    if question.wire not in WIRE_FORMATS:
+        raise InvalidRequest(f"expected one of {', '.join(WIRE_FORMATS)} on the wire, got {question.wire!r}")
+    group = {"momentum": question.momentum} if question.momentum else {}
+    check_hyper_parameters(name, group)
+    count, rest = divmod(question.parameters, question.tensors)
+    if count == 0:
+        raise InvalidRequest(f"{question.parameters} parameters do not make {question.tensors} tensors")
+    shapes = [count + (index < rest) for index in range(question.tensors)]
+    parameters = tuple(ParameterSpec(str(index), (size,), "float32", 0) for index, size in enumerate(shapes))
+    sync, wire = Consistency(0, aggregate=True), question.wire
+    spec = JobSpec("plan", parameters, name, (group,), sync, 0, question.workers, gradient_wire=wire, weight_wire=wire)
+    spec = sized(with_defaults(spec), question.link is None, limits.buckets)
+    check_job_spec(spec, limits)
+    return spec
+
+
+def plan(question: Question, spec: JobSpec, shards: int, limits: Limits = DEFAULTS) -> Plan:
+    """Returns what a job takes on so many shards."""
+    placed = place_job(spec, shards, "")
+    layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
+    loads = [sum(layout[bucket].numel for bucket in placed.buckets_of(index)) for index in range(shards)]
+    fullest = max(range(shards), key=loads.__getitem__)
+    room = room_for(spec, placed.buckets_of(fullest), limits.staged_bytes)
+    under_way = BUCKETS_UNDER_WAY * spec.bucket_bytes * question.workers if question.link is not None else 0
+    memory = ShardMemory(
+        weights=room.weights,
+        optimizer=room.optimizer,
+        staged=room.staged,
+        objects=room.objects,
+        under_way=min(under_way, BUCKETS_UNDER_WAY * room.weights * question.workers),
+        snapshot=room.weights + room.optimizer,
+    )
+    codec = WIRE_FORMATS[question.wire]
+    worker_bytes, shard_bytes = codec.size(sum(loads)), codec.size(loads[fullest]) * question.workers
+    times: list[float | None] = [None, None]
+    if question.link is not None:
+        ring = 2 * (question.workers - 1) / question.workers * worker_bytes
+        times = [8 * max(worker_bytes, shard_bytes) / question.link, 8 * ring / question.link]
+    return Plan(shards, len(layout), spec.bucket_bytes, memory, worker_bytes, shard_bytes, times[0], times[1])
+
+
+def mode_rates(question: Question, round_seconds: float) -> tuple[ModeRate, ...]:
+    """Returns how many steps all workers make a second, by mode; nothing where the time of a step is not known."""
+    step, workers, slow = question.step_seconds, question.workers, question.straggler
+    if step is None:
+        return ()
+    fast, slowest = step + round_seconds, slow * step + round_seconds
+    if question.stalls is None:  # one worker is slow always: whoever may be K steps ahead waits K steps later
+        sync = ssp = workers / slowest
+        free = (workers - 1) / fast + 1 / slowest
+    else:
+        some = 1 - (1 - question.stalls) ** workers  # that any of the workers stalls in a step
+        sync = workers / (fast + some * (slowest - fast))
+        ssp = free = workers / (fast + question.stalls * (slowest - fast))
+    return ModeRate("sync", sync), ModeRate("ssp", ssp), ModeRate("async", free)
+
+
+def _best_mode(question: Question, rates: tuple[ModeRate, ...]) -> tuple[str, str]:
+    if not rates:
+        return "sync", "the result of DDP; with --step-seconds and --straggler the modes are compared"
+    sync, ssp, free = (rate.steps_per_second for rate in rates)
+    gain = f"{max(ssp, free) / sync:.2f} times the steps of sync"
+    if max(ssp, free) < WORTH_IT * sync:
+        return "sync", "the result of DDP, and no other mode makes a tenth more steps"
+    if ssp * WORTH_IT >= free:
+        return "ssp", f"{gain}, while no worker is K steps ahead: K has to be as long as stalls last"
+    return "async", f"{gain}; the slow worker's gradients are then {question.straggler:g} times as late as the others'"
+
+
+def as_json(advice: Advice) -> dict[str, Any]:
+    """Returns the advice as plain data: bytes, seconds, steps a second."""
+    data = asdict(advice)
+    for values, made in zip(data["plans"], advice.plans, strict=True):
+        values["memory"] |= {"training": made.memory.training, "total": made.memory.total}
+    return data
+
+
+def table(advice: Advice) -> str:
+    """Returns the advice for a person."""
+    columns = ("SHARDS", "WEIGHTS", "OPTIMIZER", "STAGED", "OBJECTS", "UNDER WAY", "TRAINING", "SNAPSHOT", "IN ALL")
+    rows: list[tuple[str, ...]] = [(*columns, "WORKER'S LINK", "SHARD'S LINK", "ROUND", "DDP'S")]
+    for made in advice.plans:
+        memory = made.memory
+        parts = (memory.weights, memory.optimizer, memory.staged, memory.objects, memory.under_way)
+        sums = (memory.training, memory.snapshot, memory.total)
+        sizes = map(_size, (*parts, *sums, made.worker_bytes, made.shard_bytes))
+        rows.append((str(made.shards), *sizes, _time(made.round_seconds), _time(made.ddp_seconds)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    best = advice.plans[0]
+    lines += ["", f"{best.shards} shards, {best.buckets} buckets of {_size(best.bucket_bytes)}: the first row"]
+    lines += [f"memory is that of the fullest shard, beside {_IDLE}; links carry a step's bytes, each way"]
+    lines += [f"{rate.mode}: {rate.steps_per_second:.3g} steps a second of all workers" for rate in advice.rates]
+    lines.append(f"mode {advice.mode}: {advice.why}")
+    return "\n".join(lines)
+
+
+_IDLE = "what a server takes before its first job"
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

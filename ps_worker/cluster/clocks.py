@@ -1,0 +1,27 @@
+"""Reads the clock of a shard, for a timeline: a few times, because the smallest of the round trips says most."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from ps_worker.cluster import convert
+from ps_worker.cluster.calls import ShardCalls
+from ps_worker.timeline.clocks import ClockReading
+from ps_worker.values import Identity
+
+READINGS = 8
+READING_SECONDS = 2.0
+
+
+def read_clock(calls: ShardCalls, worker: Identity) -> Iterator[ClockReading]:
+    """Yields readings of a shard's clock; none if its version does not tell it. Raises PSError."""
+    request = convert.pull_request(worker, 0, [], times=True)
+    for _ in range(READINGS):
+        asked = time.perf_counter()
+        message = calls.first_of("Pull", request, READING_SECONDS)
+        answered = time.perf_counter()
+        clock = convert.shard_clock(message) if message is not None else None
+        if clock is None:
+            return
+        yield ClockReading(asked, answered, clock)

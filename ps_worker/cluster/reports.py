@@ -1,0 +1,99 @@
+"""What launchers ask of a coordinator. Above all they tell it that a process has ended, which they see at once.
+
+Without a report the others wait for a worker until its lease has run out, and a shard's index for a process at another
+address until the shard has been silent for long. A report about a process that another one has replaced changes
+nothing, so it may be repeated, and may come late.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from ps_protocol.errors import NotFound
+from ps_protocol.v1 import cluster_pb2, membership_pb2
+from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
+from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
+from ps_runtime.channel import open_channel
+from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.retry import Peer
+
+REPORT_SECONDS = 5.0
+AGAIN_SECONDS = 0.5
+
+
+def report_worker_end(
+    server: str,
+    job: str,
+    launch: str,
+    pid: int,
+    host: str | None = None,
+    incarnation: int = 0,
+    access: Access = PLAINTEXT,
+) -> tuple[int, ...]:
+    """Says that a worker's process has ended; returns the ranks that were taken off, none if it was not live.
+
+    server:      HOST:PORT of the coordinator
+    launch, pid: what the process had as PS_LAUNCH_ID, and its process id. A launcher that starts processes in
+                 containers, where one has the pid of the one before, gives each a launch of its own
+    host:        the host name that the process saw; None: this host's
+    incarnation: of the worker that is meant, where it is known; 0: any
+    access:      needs the role of a worker of the job, of an admin, or of the cluster
+
+    Waits for up to 5 s. Raises NotFound where there is no such job, and other PSErrors.
+    """
+    request = membership_pb2.ReportWorkerEndRequest(
+        job=job, launch=launch, host=socket.gethostname() if host is None else host, pid=pid, incarnation=incarnation
+    )
+    response = _ask(server, access, lambda channel: MembershipServiceStub(channel).ReportWorkerEnd, request)
+    return tuple(response.ranks)
+
+
+def report_shard_end(server: str, index: int, process: int, access: Access = PLAINTEXT) -> bool:
+    """Says that a shard's process has ended: another one may take its index at once, at any address.
+
+    server:  HOST:PORT of the coordinator
+    process: the number that the process chose: ps_server.server.Server.process
+    access:  needs the role of the cluster, or of an admin
+
+    Returns whether it was the shard. Waits for up to 5 s. Raises PSError.
+    """
+    request = cluster_pb2.ReportShardEndRequest(index=index, process=process)
+    return bool(_ask(server, access, lambda channel: ClusterServiceStub(channel).ReportShardEnd, request).known)
+
+
+def await_job_end(server: str, job: str, patience: float, access: Access = PLAINTEXT) -> bool:
+    """Returns when a job has ended, or when its coordinator stops; at once if there is no such job.
+
+    patience: seconds for which a coordinator may be away, as one that is started again
+    Returns False if it was away for longer. Raises PSError if it refuses the question.
+    """
+    silent_since = time.monotonic()
+    with open_channel(server, access) as channel:
+        while True:
+            try:
+                for _ in MembershipServiceStub(channel).Watch(membership_pb2.WatchRequest(job=job)):
+                    silent_since = time.monotonic()
+                return True
+            except grpc.RpcError as call:
+                error = Peer("coordinator", server, access).error(call)
+                if isinstance(error, NotFound):
+                    return True
+                if not error.retryable:
+                    raise error from None
+                if time.monotonic() > silent_since + patience:
+                    return False
+            threading.Event().wait(AGAIN_SECONDS)
+
+
+def _ask(server: str, access: Access, method: Callable[[grpc.Channel], Any], request: Any) -> Any:
+    with open_channel(server, access) as channel:
+        try:
+            return method(channel)(request, timeout=REPORT_SECONDS)
+        except grpc.RpcError as error:
+            raise Peer("coordinator", server, access).error(error) from None
