@@ -34,6 +34,7 @@ from tests.tools.raw_worker import vector_job
 
 SPEC = vector_job("job", "sync", CELLS, 1)
 LEASE_SECONDS = 4.0
+ONE_ATTEMPT = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}  # of a call that the store does not answer
 REMOTE = pytest.param("s3", marks=pytest.mark.remote)
 
 
@@ -374,8 +375,9 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.remote
-def test_a_store_that_does_not_answer_has_damaged_nothing(tmp_path: Path) -> None:
+def test_a_store_that_does_not_answer_has_damaged_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a rollback would pass over all checkpoints, and end the job."""
+    monkeypatch.setattr(objects, "_OPTIONS", ONE_ATTEMPT)
     with running() as server:
         directory = server.place()
         store = CheckpointStore(directory)
@@ -407,7 +409,7 @@ def test_a_bucket_that_is_missing_and_a_store_that_is_away_are_named(
     with pytest.raises(InvalidRequest, match="s3://none/a cannot be made: there is no s3://none"):
         CheckpointStore(RemotePath("s3://none/a"))
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(objects, "_OPTIONS", {"config_kwargs": {"retries": {"total_max_attempts": 1}}})
+    monkeypatch.setattr(objects, "_OPTIONS", ONE_ATTEMPT)
     with pytest.raises(InvalidRequest, match="Could not connect to the endpoint"):
         CheckpointStore(RemotePath("s3://bucket/a"))
 
