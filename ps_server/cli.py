@@ -43,6 +43,7 @@ from ps_server.config import (
     ADVERTISE,
     CHECKPOINTS,
     COORDINATOR,
+    HEALTH_PORT,
     INDEX,
     LIMITS,
     MAX_SHARD_RESTARTS,
@@ -89,10 +90,12 @@ def parser() -> CommandLine:
     # No variables: those of `ps-server shard` say something else to this command.
     up.add_argument("--only", type=index, metavar="I", help="start shard I alone: each machine has one of the shards")
     up.add_argument("--coordinator", type=host_port, metavar="HOST:PORT", help="where shard 0 is, with --only I from 1")
-    coordinator = add("coordinator", "start the coordinator alone", SHARDS, ADVERTISE)
+    coordinator = add("coordinator", "start the coordinator alone", SHARDS, ADVERTISE, HEALTH_PORT)
     shard = add("shard", "start one shard", INDEX, COORDINATOR, words="--index I [options]")
     shard.add_argument("--with-coordinator", action="store_true", help="be the coordinator too (needs --shards)")
-    shard.add_settings(replace(SHARDS, text="how many shards the cluster has, with --with-coordinator"), ADVERTISE)
+    shard.add_settings(
+        replace(SHARDS, text="how many shards the cluster has, with --with-coordinator"), ADVERTISE, HEALTH_PORT
+    )
     # What `up` tells its shards.
     shard.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
     shard.add_argument("--drains", action="store_true", help=argparse.SUPPRESS)
@@ -328,7 +331,7 @@ def _up(arguments: argparse.Namespace) -> int:
     config.is_exposed()
     config.checkpoint_policy()
     inherited = streaming(environment())
-    foreign = {setting.variable: "" for setting in (COORDINATOR, ADVERTISE)}
+    foreign = {setting.variable: "" for setting in (COORDINATOR, ADVERTISE, HEALTH_PORT)}
     supervision = Supervision(
         *(arguments.shards, arguments.shard_start_timeout, arguments.drain_seconds, arguments.max_shard_restarts),
         only=only,
@@ -399,6 +402,8 @@ def _announce(role: str, server: Server, config: ServerConfig, supervised: bool)
     number = "" if config.index is None else f" (process {server.process})"  # by which a launcher reports its end
     print(f"ps-server: {role} ready at {server.address}{number}", flush=True)
     print(f"ps-server: metrics at {metrics}metrics", flush=True)
+    if server.health.port is not None:
+        print(f"ps-server: health at port {server.health.port.port}", flush=True)
     if page:
         print(f"ps-server: the page, for a browser on this machine: {page}", flush=True)
 

@@ -66,6 +66,7 @@ class ServerConfig:
     drain_seconds: that workers have to come to the last checkpoint before the servers end
     timing:      how often the coordinator looks, and how long it waits for what
     restart_count: how often `ps-server up` has started this shard again
+    health_port: of the pages for probes, at `host`, in plaintext; None: there are none
     """
 
     shard_count: int | None = None
@@ -94,6 +95,7 @@ class ServerConfig:
     drain_seconds: float = DEFAULT_DRAIN_SECONDS
     timing: Timing = DEFAULT_TIMING
     restart_count: int = 0
+    health_port: int | None = None
 
     def shows_page(self) -> bool:
         """Returns whether the metrics port has the page, which tells all to each user of this machine."""
@@ -166,6 +168,10 @@ SHARD_START_TIMEOUT = Setting(
 INDEX = Setting("index", "which shard this is, from 0", index, metavar="I", required=True)
 COORDINATOR = Setting("coordinator", "where the coordinator is", host_port, metavar="HOST:PORT")
 ADVERTISE = Setting("advertise", "how others reach this process", host_port, metavar="HOST:PORT")
+
+HEALTH_PORT = Setting(
+    "health_port", "port of /livez and /readyz, in plaintext, for probes; not given: none", port_number, metavar="PORT"
+)
 
 PROCESS = (
     Setting("host", "address to listen on", default=ServerConfig.host),

@@ -75,7 +75,7 @@ PROMISES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     (COMPOSE, ("worker",), {"entrypoint": ["ps-worker"], "deploy": {"replicas": 2}, "container_name": None}),
     # One service builds the image, and none pulls it.
     (COMPOSE, ("certs",), {"build": {"dockerfile": "deploy/Dockerfile"}}),
-    (COMPOSE, tuple({*ALL_OURS, "prometheus"} - {"certs"}), {"build": None}),
+    (COMPOSE, tuple(sorted({*ALL_OURS, "prometheus"} - {"certs"})), {"build": None}),
     (COMPOSE, ALL_OURS, {"pull_policy": "never", "image": "ps-torch:local"}),
     # Each process sees its own certificates and no other's; shards and workers share memory.
     (COMPOSE, SERVERS, {"environment": {**certificates("server"), "PS_TOKENS": "/certs/roles"}}),

@@ -21,6 +21,11 @@ unfinished.py           Calls whose request never ends
 counting.py             The counting oracle for data: each sample adds 1 to a cell of its own
 oracle_run.py           A job of the counting oracle in threads, to which something happens on the way
 launching.py            Commands as processes, to their end or while they run; scripts as modules
+kubernetes.py           The files of deploy/kubernetes, as they stand and as kubectl renders them
+pods.py                 Runs the pods of Kubernetes objects: on loopback, or where a place says
+container_place.py      Containers for those pods: a network namespace each, another user, a read-only root
+network.py              A real network of network namespaces on a switch
+prometheus_rule.py      Writes the alerts for Prometheus' operator: `make alerts`
 slurm.py                A real Slurm of two nodes on this machine
 documented_metrics.py   What docs/metrics.md says of each metric, read from its tables
 forkserver.py           Processes that start in a moment: forks of one that has imported everything
