@@ -33,7 +33,7 @@ PRINT_OUTER := $(HAS_TORCH); import pathlib; print("import site; site.addsitedir
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-frameworks test-browser test-kubernetes test-docker test-release test-floors \
+.PHONY: help demo test test-frameworks test-remote test-browser test-kubernetes test-docker test-release test-floors \
 	test-newest audit bench simulate fuzz lint format lock proto proto-release alerts reference docs dist clean
 
 help: ## list the targets
@@ -45,11 +45,14 @@ demo: .venv/examples.stamp ## train a small GPT on two shards and two workers, i
 # Two at a time, because tests of clusters wait more than they compute. Each takes the next tests of one half, so that a
 # file's tests share what it has started, and the one that is done first takes over some of the other's.
 test: .venv/dev.stamp ## run the tests
-	@$(IN_VENV)/python -m pytest -q -m 'not docker and not frameworks and not browser and not kubernetes and not release' \
+	@$(IN_VENV)/python -m pytest -q -m 'not docker and not frameworks and not browser and not kubernetes and not release and not remote' \
 	  -n 2 --dist worksteal $(ARGS)
 
 test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning, Hugging Face's Trainer and trackers, and train with them
 	@$(IN_VENV)/python -m pytest -q -m frameworks $(FRAMEWORK_TESTS) $(ARGS)
+
+test-remote: .venv/dev.stamp .venv/remote-tests.stamp ## keep checkpoints in an object store: a server that speaks S3
+	@$(IN_VENV)/python -m pytest -q -m remote tests/server tests/launch $(ARGS)
 
 test-browser: .venv/dev.stamp .venv/browser.stamp ## look at the page in Chromium, which has to be installed
 	@$(IN_VENV)/python -m pytest -q -m browser tests/browser $(ARGS)

@@ -52,6 +52,7 @@ from ps_server.config import (
     SHARD_START_TIMEOUT,
     SHARDS,
     ServerConfig,
+    checkpoints_at,
     config_of,
 )
 from ps_server.ops.glibc import share_memory_pool, streaming
@@ -105,7 +106,7 @@ def parser() -> CommandLine:
     _add_asking(add)
     _add_plan(add)
 
-    directory = Setting("checkpoint_dir", "where the checkpoints are", Path, metavar="DIR", required=True)
+    directory = Setting("checkpoint_dir", "where the checkpoints are", checkpoints_at, metavar="DIR", required=True)
     text = "write a job's last checkpoint as plain PyTorch files"
     export = add("export", text, directory, JOB, words="[options] OUT")
     export.add_argument("--checkpoint", metavar="NAME", help="which checkpoint [default: the last that is whole]")

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterable
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, TryLater
+from ps_server.coordinator.attendance import Attendance
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.refusals import refusal, try_soon
 from ps_server.coordinator.removals import Removal, Removals
@@ -40,6 +41,7 @@ class JobMembers:
 
     removals:      of workers that are gone, from the shards
     restore_count: how many times the whole job was rolled back to a checkpoint
+    attendance:    which launches have taken part, and how the last worker left
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class JobMembers:
         self.removals = Removals(name, run, cluster.shards, pending_removals)
         self._joining = Reservations(name)
         self._fenced: dict[int, Member] = {}  # by rank, those whose own join failed half way: they try again
-        self._last_left = False  # no worker has joined since one left
+        self.attendance = Attendance()
         self._closed = False
 
     # -- looks -------------------------------------------------------------------------------------------------------
@@ -94,10 +96,6 @@ class JobMembers:
         """Whether no worker is live, none joins at this moment, and none is expected to join again."""
         with self._lock:
             return not self._membership.members and not self._membership.rejoining and not self._joining
-
-    def finished(self) -> bool:
-        """Whether the job is empty because its last worker has left."""
-        return self._last_left and self.empty()
 
     def pending_removals(self) -> set[Removal]:
         """Returns what shards may still count: workers that are gone, and those that join at this moment."""
@@ -196,7 +194,7 @@ class JobMembers:
             self._joining.check(reservation)
             self._joining.drop(reservation)
             self._fenced.pop(rank, None)
-            self._last_left = False
+            self.attendance.joined(request.launch)
             self._membership.join(
                 Member(
                     rank=rank,
@@ -239,15 +237,19 @@ class JobMembers:
 
     # -- a worker goes -----------------------------------------------------------------------------------------------
 
-    def leave(self, rank: int, incarnation: int, key: bytes) -> bool:
-        """Takes a worker off. Returns False if it was not there any more. Raises Forbidden for a wrong key."""
+    def leave(self, rank: int, incarnation: int, key: bytes, done: bool = False) -> bool:
+        """Takes a worker off. Returns False if it was not there any more. Raises Forbidden for a wrong key.
+
+        done: its script has come to its end
+        """
         with self._lock:
             member = self._membership.members.get(rank)
             if member is not None and member.incarnation == incarnation:
                 check_key(rank, key, member.key)
             self._fenced.pop(rank, None)
             left = self._membership.leave(rank, incarnation)
-            self._last_left = left or self._last_left
+            if left:
+                self.attendance.left(done)
             return left
 
     def take_gone(self, process: WorkerProcess | None = None) -> tuple[list[Member], list[Member]]:

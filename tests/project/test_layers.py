@@ -69,6 +69,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "grpc": {"ps_runtime", "ps_server.rpc", "ps_server.server", "ps_worker.cluster"},
     "ps_protocol.v1": {"ps_protocol.convert", "ps_server.rpc", "ps_worker.cluster"},
+    "fsspec": {"ps_server.storage.objects"},
     "prometheus_client": {
         "ps_runtime.metrics",
         "ps_server.shard.metrics",

@@ -13,6 +13,7 @@ recordings.py           Sends what an earlier release's worker sent to servers o
 sharing_worker.py       The same, with a segment that it shares with the shard
 partitions.py           One job on one shard, without threads
 checkpoint_files.py     Checkpoints that a test writes itself, without a cluster
+object_store.py         A server of this machine that speaks S3, with one bucket
 rollbacks.py            A job whose workers train, have checkpoints made, and join again after a rollback
 optimizers.py           Each optimizer of a shard, with hyper-parameters that are not the defaults
 small_models.py         Weights and data that follow from a seed, one step, and comparisons of weights
