@@ -240,7 +240,11 @@ class Pods:
 
     def _variables(self, pod: Pod) -> dict[str, str]:
         found = {"JOB_COMPLETION_INDEX": str(pod.index)} if pod.of.kind == "Job" else {}
-        labels = {**pod.of.metadata.get("labels", {}), "apps.kubernetes.io/pod-index": str(pod.index)}
+        labels = {
+            **pod.of.metadata.get("labels", {}),
+            "apps.kubernetes.io/pod-index": str(pod.index),
+            "batch.kubernetes.io/controller-uid": f"uid-of-{pod.of.name}",
+        }
         fields = {"metadata.namespace": NAMESPACE, "metadata.name": pod.name}
         fields |= {f"metadata.labels['{name}']": value for name, value in labels.items()}
         for each in pod.of.container.get("env", []):
