@@ -146,6 +146,15 @@ class Pods:
             self._tell_names()
             self._start(self._pods[place])
 
+    def start_again(self, pod: Pod) -> Pod:
+        """Starts a Job's pod that has ended with 0 once more, as for an index whose node was lost at the end."""
+        again = self._make(pod.of, pod.index)
+        self._pods[self._pods.index(pod)] = again
+        del self.ended[pod.name]
+        self._tell_names()
+        self._start(again)
+        return again
+
     def until(self, condition: Callable[[], object], what: str, seconds: float = START_SECONDS) -> None:
         """Tends the pods until a condition holds."""
 
