@@ -33,8 +33,8 @@ PRINT_OUTER := $(HAS_TORCH); import pathlib; print("import site; site.addsitedir
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-frameworks test-ray test-browser test-docker test-release test-floors test-newest audit \
-	bench simulate fuzz lint format lock proto proto-release reference docs dist clean
+.PHONY: help demo test test-frameworks test-ray test-remote test-browser test-kubernetes test-docker test-release \
+	test-floors test-newest audit bench simulate fuzz lint format lock proto proto-release alerts reference docs dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,17 +45,23 @@ demo: .venv/examples.stamp ## train a small GPT on two shards and two workers, i
 # Two at a time, because tests of clusters wait more than they compute. Each takes the next tests of one half, so that a
 # file's tests share what it has started, and the one that is done first takes over some of the other's.
 test: .venv/dev.stamp ## run the tests
-	@$(IN_VENV)/python -m pytest -q -m 'not docker and not frameworks and not ray and not browser and not release' \
+	@$(IN_VENV)/python -m pytest -q -m 'not (docker or frameworks or ray or browser or kubernetes or release or remote)' \
 	  -n 2 --dist worksteal $(ARGS)
 
-test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning and Hugging Face's Trainer, and train with them
+test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning, Hugging Face's Trainer and trackers, and train with them
 	@$(IN_VENV)/python -m pytest -q -m frameworks $(FRAMEWORK_TESTS) $(ARGS)
 
 test-ray: .venv/dev.stamp .venv/ray.stamp ## install Ray, and train on three nodes of it
 	@$(IN_VENV)/python -m pytest -q -m ray tests/ray $(ARGS)
 
+test-remote: .venv/dev.stamp .venv/remote-tests.stamp ## keep checkpoints in an object store: a server that speaks S3
+	@$(IN_VENV)/python -m pytest -q -m remote tests/server tests/launch $(ARGS)
+
 test-browser: .venv/dev.stamp .venv/browser.stamp ## look at the page in Chromium, which has to be installed
 	@$(IN_VENV)/python -m pytest -q -m browser tests/browser $(ARGS)
+
+test-kubernetes: .venv/dev.stamp .venv/kubernetes.stamp ## render and check deploy/kubernetes, and run its pods
+	@$(IN_VENV)/python -m pytest -q -m kubernetes tests/kubernetes $(ARGS)
 
 test-docker: .venv/dev.stamp ## run the tests that build and start the containers; needs a Docker engine
 	@$(IN_VENV)/python -m pytest -q -m docker $(ARGS)
@@ -106,6 +112,9 @@ proto: .venv-proto/stamp ## generate ps_protocol/v1 from proto/
 
 proto-release: .venv/dev.stamp ## with a release: take the contract as the one that later ones must not break
 	@$(IN_VENV)/python -m tests.tools.buf build --exclude-source-info --output $(RELEASED)
+
+alerts: .venv/dev.stamp ## write the alerts of deploy/kubernetes from those of deploy/prometheus
+	@$(IN_VENV)/python -m tests.tools.prometheus_rule
 
 reference: .venv/dev.stamp ## write docs/reference.md from the docstrings
 	@$(IN_VENV)/python docs/make_reference.py

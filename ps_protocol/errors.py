@@ -7,7 +7,8 @@
     ├── JobMismatch           the job exists and is another one
     ├── JobInUse              live workers of another launch train the job
     ├── NotFound              no such job, bucket or shard
-    │   └── RunEnded          the run of a job has ended, and a later one has its name
+    │   ├── RunEnded          the run of a job has ended, and a later one has its name
+    │   └── JobFinished       the job is done, and this worker comes late
     ├── VersionMismatch       the two ends speak versions of the protocol that do not fit
     ├── UnknownWorker         the caller is no live worker of the job: join first
     │   └── Fenced            a newer incarnation took the caller's place, or its lease ran out
@@ -119,6 +120,12 @@ class RunEnded(NotFound):
     """The run of a job that the caller belongs to has ended, and a later run has the job's name."""
 
     reason = "RUN_ENDED"
+
+
+class JobFinished(NotFound):
+    """The job has finished, and the caller belongs to a launch that took part in it: there is nothing to do."""
+
+    reason = "JOB_FINISHED"
 
 
 class VersionMismatch(PSError):

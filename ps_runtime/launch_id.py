@@ -34,11 +34,13 @@ class LaunchId:
     name:      the same for all its workers and each that it starts again; empty: not known
     take_over: live workers of other launches are fenced
     ranks:     of all the workers that it is about to start; empty: nothing is known of the others
+    is_unique: no later launch has the name: a job that this one has finished is finished for all its workers
     """
 
     name: str = ""
     take_over: bool = False
     ranks: range = range(0)
+    is_unique: bool = False
 
 
 UNKNOWN = LaunchId()
@@ -51,14 +53,16 @@ def launch_id(world_size: int, take_over: bool) -> LaunchId:
     """
     known = os.environ.get(LAUNCH_ID)
     if known:
-        return LaunchId(known, take_over, _ranks(os.environ.get(LAUNCH_RANKS, "")) if world_size else range(0))
-    for find in (_torchrun, _slurm):
+        ranks = _ranks(os.environ.get(LAUNCH_RANKS, "")) if world_size else range(0)
+        return LaunchId(known, take_over, ranks, is_unique=True)
+    for find in (_torchrun, _slurm_array if not world_size else _slurm, _slurm):
         launch = find(os.environ)
         if launch is not None:
             name, count, again = launch
             whole = bool(world_size) and count == str(world_size) and not again
-            return LaunchId(name, take_over, range(world_size if whole else 0))
-    return LaunchId(_own(), take_over)
+            # By default each torchrun of a host has the same name.
+            return LaunchId(name, take_over, range(world_size if whole else 0), is_unique=find is not _torchrun)
+    return LaunchId(_own(), take_over, is_unique=True)
 
 
 def is_launched() -> bool:
@@ -109,6 +113,12 @@ def _slurm(environment: Mapping[str, str]) -> tuple[str, str | None, bool] | Non
         return None
     again = environment.get("SLURM_RESTART_COUNT", "0") != "0"
     return f"slurm-{job}.{step}", environment.get("SLURM_STEP_NUM_TASKS"), again
+
+
+def _slurm_array(environment: Mapping[str, str]) -> tuple[str, str | None, bool] | None:
+    """Returns the launch that the tasks of a job array are together: each of them is an elastic worker."""
+    array, step = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_STEP_ID")
+    return (f"slurm-{array}.{step}", None, False) if array and step else None
 
 
 def _ranks(text: str) -> range:

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import grpc
@@ -19,6 +19,7 @@ from ps_protocol.errors import PSError, TryLater, Unreachable
 from ps_runtime import tls_diagnosis
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.status import error_from
+from ps_runtime.troubles import Troubles
 
 T = TypeVar("T")
 
@@ -26,6 +27,7 @@ log = logging.getLogger("ps_runtime")
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 NOTICE_SECONDS = 1.0
+_AWAY, _BUSY = "away", "busy"  # what a peer's troubles are: it does not answer; it has said what it waits for
 # Of our own: a script's random numbers must not depend on how often a call was repeated.
 _RANDOM = random.Random()
 
@@ -36,11 +38,13 @@ class Peer:
 
     role:    what it is, for messages; empty: its address is enough
     access:  what it is called with
+    troubles: of all calls to it: a push of each of many buckets fails while it is away, and the log says so once
     """
 
     role: str
     address: str
     access: Access = PLAINTEXT
+    troubles: Troubles = field(default_factory=lambda: Troubles(log, "peer"), compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.role} at {self.address}" if self.role else self.address
@@ -73,10 +77,15 @@ class Retry:
         self._is_explained = False
         self._has_named_wait = False  # whether the log says what is waited for
         self._told: str | None = None  # the last progress
-        self.progressed()
+        self._begin_anew()
 
     def progressed(self) -> None:
         """Starts the time anew, because something came."""
+        self._peer.troubles.over(_AWAY)
+        self._peer.troubles.over(_BUSY)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._since = time.monotonic()
         self._pause = FIRST_PAUSE_SECONDS
         self._has_warned = False
@@ -97,21 +106,21 @@ class Retry:
         if error.retry_after is not None:  # the peer lives, and has said when there may be room
             if isinstance(error, TryLater) and not self._has_named_wait:
                 self._has_named_wait = True
-                log.warning("%s", error)
-            self.progressed()
+                self._peer.troubles.met(_BUSY, "%s", error, detail=str(error))
+            self._begin_anew()
             self._closing.wait(error.retry_after * _RANDOM.uniform(1.0, 1.5))
             return
         if error.progress is not None and error.progress != self._told:
             self._told = error.progress  # what it waits for gets on, however long it takes
-            self.progressed()
+            self._begin_anew()
             if not self._has_named_wait:
                 self._has_named_wait = True
-                log.warning("%s", error)
+                self._peer.troubles.met(_BUSY, "%s", error, detail=str(error))
         passed = time.monotonic() - self._since
         if passed >= self._timeout:
             raise Unreachable(f"gave up after {self._timeout:g} s: {error}") from None
         if not self._has_warned and passed > NOTICE_SECONDS:
-            log.warning("%s; trying again for %g s", error, self._timeout)
+            self._peer.troubles.met(_AWAY, "%s; trying again for %g s", error, self._timeout)
             self._has_warned = True
         # Random pauses, so that workers that lost the same server do not come back in step.
         self._closing.wait(self._pause * _RANDOM.uniform(0.5, 1.0))
@@ -121,6 +130,9 @@ class Retry:
         """Returns the result of the first attempt that succeeds."""
         while True:
             try:
-                return attempt()
+                result = attempt()
             except grpc.RpcError as call:
                 self.failed(call)
+            else:
+                self.progressed()
+                return result

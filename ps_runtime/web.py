@@ -8,11 +8,12 @@ import math
 import socket
 import socketserver
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import ServerHandler, WSGIRequestHandler, WSGIServer, make_server
 
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_runtime.credentials import Tls
@@ -24,6 +25,8 @@ _POLL_SECONDS = 0.05
 CONNECTION_SECONDS = 10.0
 MAX_CONNECTIONS = 64
 MAX_CONNECTIONS_OF_A_HOST = 16  # so that no single host keeps the scraper out
+
+_LONGEST_LINE = 65_536  # of a request's first line, as in the standard library
 
 # A page is made anew after so many times the time that making it took: scrapers in a loop take a tenth of a core.
 PAUSES_PER_PAGE = 10
@@ -127,8 +130,30 @@ class Page:
             return self._page
 
 
+class _Answer(ServerHandler):
+    """One answer. That a client hangs up or stops reading is no fault: over TLS it is an error of its own kind."""
+
+    def handle_error(self) -> None:
+        if isinstance(sys.exc_info()[1], OSError):
+            self.close()
+        else:
+            super().handle_error()
+
+
 class _Silent(WSGIRequestHandler):
     timeout = CONNECTION_SECONDS
+
+    def handle(self) -> None:
+        """Answers one request, as the class above does, by an `_Answer`."""
+        self.raw_requestline = self.rfile.readline(_LONGEST_LINE + 1)
+        if len(self.raw_requestline) > _LONGEST_LINE:
+            self.requestline = self.request_version = self.command = ""
+            self.send_error(414)
+        elif self.parse_request():
+            streams = self.rfile, self.wfile, self.get_stderr()
+            answer = _Answer(*streams, self.get_environ(), multithread=False)  # type: ignore[arg-type]  # they are binary
+            answer.request_handler = self  # type: ignore[attr-defined]  # which ServerHandler logs by
+            answer.run(self.server.get_app())  # type: ignore[attr-defined]
 
     def log_message(self, format: str, *args: Any) -> None:
         """Logs nothing: there is a scrape every few seconds."""

@@ -43,6 +43,7 @@ from ps_server.config import (
     ADVERTISE,
     CHECKPOINTS,
     COORDINATOR,
+    HEALTH_PORT,
     INDEX,
     LIMITS,
     MAX_SHARD_RESTARTS,
@@ -51,6 +52,7 @@ from ps_server.config import (
     SHARD_START_TIMEOUT,
     SHARDS,
     ServerConfig,
+    checkpoints_at,
     config_of,
 )
 from ps_server.ops.glibc import share_memory_pool, streaming
@@ -63,7 +65,13 @@ _PROCESS = whole_number(1, 2**63 - 1)
 
 SERVER = Setting("server", "the coordinator", host_port, f"127.0.0.1:{DEFAULT_PORT}", "HOST:PORT")
 JOB = Setting("job", "the job", default="default", metavar="NAME")
-PAGE_PORT = Setting("page_port", "port of the page on this machine, 0: any free one", port_number, 8470)
+PAGE = (
+    Setting(
+        "page_host", "address to serve the page on; it answers only where it is called 127.0.0.1", default="127.0.0.1"
+    ),
+    Setting("page_port", "port of the page, 0: any free one", port_number, 8470),
+    Setting("page_insecure", "serve the page beyond this machine, as in a container, to all that reach its port", bool),
+)
 
 
 def parser() -> CommandLine:
@@ -82,10 +90,12 @@ def parser() -> CommandLine:
     # No variables: those of `ps-server shard` say something else to this command.
     up.add_argument("--only", type=index, metavar="I", help="start shard I alone: each machine has one of the shards")
     up.add_argument("--coordinator", type=host_port, metavar="HOST:PORT", help="where shard 0 is, with --only I from 1")
-    coordinator = add("coordinator", "start the coordinator alone", SHARDS, ADVERTISE)
+    coordinator = add("coordinator", "start the coordinator alone", SHARDS, ADVERTISE, HEALTH_PORT)
     shard = add("shard", "start one shard", INDEX, COORDINATOR, words="--index I [options]")
     shard.add_argument("--with-coordinator", action="store_true", help="be the coordinator too (needs --shards)")
-    shard.add_settings(replace(SHARDS, text="how many shards the cluster has, with --with-coordinator"), ADVERTISE)
+    shard.add_settings(
+        replace(SHARDS, text="how many shards the cluster has, with --with-coordinator"), ADVERTISE, HEALTH_PORT
+    )
     # What a parent process tells its servers.
     for command in (coordinator, shard):
         command.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
@@ -97,7 +107,7 @@ def parser() -> CommandLine:
     _add_asking(add)
     _add_plan(add)
 
-    directory = Setting("checkpoint_dir", "where the checkpoints are", Path, metavar="DIR", required=True)
+    directory = Setting("checkpoint_dir", "where the checkpoints are", checkpoints_at, metavar="DIR", required=True)
     text = "write a job's last checkpoint as plain PyTorch files"
     export = add("export", text, directory, JOB, words="[options] OUT")
     export.add_argument("--checkpoint", metavar="NAME", help="which checkpoint [default: the last that is whole]")
@@ -143,7 +153,7 @@ def _add_asking(add: Callable[..., CommandLine]) -> None:
         help="show it again every so many seconds [default 1], with where each worker is",
     )
     page = add("page", "serve a page on this machine that shows what is running, for a browser", *asking)
-    page.add_settings(PAGE_PORT)
+    page.add_settings(*PAGE)
     add("health", "exit 0 if the server at the address serves, 1 if not", *asking)
     report = add("report", "say that a shard's process has ended, as its launcher has seen", *asking, INDEX)
     report.add_argument("--process", type=_PROCESS, required=True, metavar="NUMBER", help="the number that it chose")
@@ -276,13 +286,16 @@ def _make_certificates(arguments: argparse.Namespace) -> int:
 def _ask(arguments: argparse.Namespace) -> int:
     """Runs one of the commands that look in, or ask for something."""
     from ps_runtime.credentials import access
-    from ps_server.ops import status
-    from ps_server.rpc import convert
+    from ps_server.rpc.health_client import is_serving
 
     files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca, arguments.token_file
     allowed = access(*files, arguments.insecure)
     if arguments.command == "health":
-        return 0 if status.is_serving(arguments.server, allowed) else 1
+        return 0 if is_serving(arguments.server, allowed) else 1
+
+    from ps_server.ops import status  # it loads torch, and a probe should not wait for that
+    from ps_server.rpc import convert
+
     if arguments.command == "checkpoint":
         print(status.checkpoint_job(arguments.server, arguments.job, allowed))
     elif arguments.command == "report":
@@ -290,7 +303,8 @@ def _ask(arguments: argparse.Namespace) -> int:
     elif arguments.command == "page":
         from ps_server.ops.page import serve_page
 
-        serve_page(arguments.server, arguments.page_port, allowed)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # how a container is told to stop: its ordinary end
+        serve_page(arguments.server, arguments.page_host, arguments.page_port, arguments.page_insecure, allowed)
     elif arguments.command == "status" and arguments.watch is not None:
         from ps_server.ops import screen
 
@@ -318,7 +332,7 @@ def _up(arguments: argparse.Namespace) -> int:
     config.is_exposed()
     config.checkpoint_policy()
     inherited = streaming(environment())
-    foreign = {setting.variable: "" for setting in (COORDINATOR, ADVERTISE)}
+    foreign = {setting.variable: "" for setting in (COORDINATOR, ADVERTISE, HEALTH_PORT)}
     supervision = Supervision(
         *(arguments.shards, arguments.shard_start_timeout, arguments.drain_seconds, arguments.max_shard_restarts),
         only=only,
@@ -389,6 +403,8 @@ def _announce(role: str, server: Server, config: ServerConfig, supervised: bool)
     number = "" if config.index is None else f" (process {server.process})"  # by which a launcher reports its end
     print(f"ps-server: {role} ready at {server.address}{number}", flush=True)
     print(f"ps-server: metrics at {metrics}metrics", flush=True)
+    if server.health.port is not None:
+        print(f"ps-server: health at port {server.health.port.port}", flush=True)
     if page:
         print(f"ps-server: the page, for a browser on this machine: {page}", flush=True)
 

@@ -35,6 +35,7 @@ from ps_server.coordinator.timing import (
     Timing,
 )
 from ps_server.core.limits import DEFAULTS, Limits
+from ps_server.storage.files import place
 
 DEFAULT_METRICS_PORT = 9100
 
@@ -57,7 +58,7 @@ class ServerConfig:
     tokens:      file that says which caller may do what; None: every caller may do everything
     insecure:    plaintext may be served beyond this machine; metrics_insecure: metrics may
     limits:      how much a caller may take
-    checkpoint_dir: where checkpoints are, the same directory for all shards and the coordinator; None: there are none
+    checkpoint_dir: where checkpoints are, the same place for all shards and the coordinator; None: there are none
     checkpoint_every: `100steps` or `60s`; None: only when asked to, at a job's end, and when the server stops
     keep:        how many checkpoints of a job are kept
     restore:     jobs continue from their checkpoints in checkpoint_dir
@@ -65,6 +66,7 @@ class ServerConfig:
     drain_seconds: that workers have to come to the last checkpoint before the servers end
     timing:      how often the coordinator looks, and how long it waits for what
     restart_count: how often `ps-server up` has started this shard again
+    health_port: of the pages for probes, at `host`, in plaintext; None: there are none
     """
 
     shard_count: int | None = None
@@ -93,6 +95,7 @@ class ServerConfig:
     drain_seconds: float = DEFAULT_DRAIN_SECONDS
     timing: Timing = DEFAULT_TIMING
     restart_count: int = 0
+    health_port: int | None = None
 
     def shows_page(self) -> bool:
         """Returns whether the metrics port has the page, which tells all to each user of this machine."""
@@ -141,6 +144,14 @@ def every(text: str) -> str:
     return text
 
 
+def checkpoints_at(text: str) -> Path | None:
+    """Reads a directory, or a place in an object store."""
+    try:
+        return place(text)
+    except InvalidRequest as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 # -- settings: those of a cluster, of a process, of its checkpoints; and limits --------------------------------------
 
 SHARDS = Setting("shards", "how many shards the cluster has", count, 2, "N")
@@ -157,6 +168,10 @@ SHARD_START_TIMEOUT = Setting(
 INDEX = Setting("index", "which shard this is, from 0", index, metavar="I", required=True)
 COORDINATOR = Setting("coordinator", "where the coordinator is", host_port, metavar="HOST:PORT")
 ADVERTISE = Setting("advertise", "how others reach this process", host_port, metavar="HOST:PORT")
+
+HEALTH_PORT = Setting(
+    "health_port", "port of /livez and /readyz, in plaintext, for probes; not given: none", port_number, metavar="PORT"
+)
 
 PROCESS = (
     Setting("host", "address to listen on", default=ServerConfig.host),
@@ -181,7 +196,12 @@ PROCESS = (
     *log_settings("info"),
 )
 CHECKPOINTS = (
-    Setting("checkpoint_dir", "where checkpoints are; one directory for all shards", path, metavar="DIR"),
+    Setting(
+        "checkpoint_dir",
+        "where checkpoints are; one directory or s3://BUCKET/PATH for all",
+        checkpoints_at,
+        metavar="DIR",
+    ),
     Setting("checkpoint_every", "how often to make one, as in 100steps or 60s", every, metavar="EVERY"),
     Setting("keep", "how many checkpoints of a job to keep", count, ServerConfig.keep, "N"),
     Setting(

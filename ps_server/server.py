@@ -13,12 +13,13 @@ import secrets
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 import grpc
 import torch
+from grpc_health.v1.health import HealthServicer
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.optimizers import ELEMENTWISE
@@ -37,6 +38,7 @@ from ps_server.ops.gauges import (
     shard_gauges,
 )
 from ps_server.ops.glibc import give_memory_back
+from ps_server.ops.health_port import HealthPort
 from ps_server.ops.page import coordinators_page
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CALL_THREADS, CallLimits, grpc_options
@@ -71,6 +73,19 @@ class Service(Protocol):
 
     def register(self, server: grpc.Server) -> None:
         """Adds its methods to a server."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """What says how a server is: the gRPC service, and the port for probes where there is one."""
+
+    service: HealthServicer
+    port: HealthPort | None
+
+    def say_ending(self) -> None:
+        """Tells probes that the server is not ready any more."""
+        if self.port is not None:
+            self.port.is_ending = True
 
 
 class Server:
@@ -117,7 +132,7 @@ class Server:
         if config.index is not None:
             names += self._add_shard()
         health_pool = ThreadPoolExecutor(HEALTH_THREADS, "health")
-        self.health = add_health(self._grpc, health_pool, names)
+        health = add_health(self._grpc, health_pool, names)
         self._stops.append(health_pool.shutdown)
         self._grpc.start()
         self._registration: Registration | None = None
@@ -128,6 +143,7 @@ class Server:
                 *(coordinator, config.index, self.address, self.metrics_address, self.process),
                 restart_count=config.restart_count,
             )
+        self.health = Health(health, self._open_health_port(config))
 
     def wait_ready(self, timeout: float) -> bool:
         """Waits until the coordinator knows this shard; at once true for a coordinator alone."""
@@ -143,6 +159,7 @@ class Server:
         seconds: that workers have to come to the last checkpoint. What a shard acknowledges from its copy on would not
                  be in it, so it acknowledges nothing more.
         """
+        self.health.say_ending()
         if self._config.checkpoint_dir is None:
             return
         if self.coordinator is not None:
@@ -157,7 +174,8 @@ class Server:
 
     def stop(self) -> None:
         """Stops admitting calls, finishes what is staged, and ends every thread."""
-        self.health.enter_graceful_shutdown()
+        self.health.say_ending()
+        self.health.service.enter_graceful_shutdown()
         if self._registration is not None:
             self._registration.stop()
         stopped = self._grpc.stop(STOP_GRACE_SECONDS)
@@ -192,6 +210,13 @@ class Server:
         self._stops.append(stop)
         host = self.address.rpartition(":")[0] if config.advertise else _reachable(config.metrics_host)
         return f"{host}:{port}"
+
+    def _open_health_port(self, config: ServerConfig) -> HealthPort | None:
+        if config.health_port is None:
+            return None
+        port = HealthPort(config.host, config.health_port, lambda: self.wait_ready(0))
+        self._stops.append(port.stop)
+        return port
 
     def _add_coordinator(self, coordinator: Coordinator, views: Views) -> list[str]:
         senders = ThreadPoolExecutor(CALL_THREADS, "watch")

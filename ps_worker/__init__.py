@@ -28,6 +28,7 @@ import ps_runtime  # noqa: F401  # sets what grpc reads when it is imported
 from ps_protocol.errors import (
     Fenced,
     InvalidRequest,
+    JobFinished,
     JobInUse,
     JobMismatch,
     LimitExceeded,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Fenced",
     "InvalidRequest",
+    "JobFinished",
     "JobInUse",
     "JobMismatch",
     "LimitExceeded",

@@ -12,7 +12,7 @@ from types import TracebackType
 
 import ps_protocol
 import ps_runtime
-from ps_protocol.errors import PSError
+from ps_protocol.errors import JobFinished, PSError
 from ps_runtime.launch_id import is_launched, launched_rank
 from ps_runtime.logs import JSON, TEXT, Speaker, formatter
 from ps_runtime.settings import unknown_variables
@@ -85,12 +85,18 @@ def warn_of_unknown_variables() -> None:
 
 
 def report_errors_in_one_line() -> None:
-    """Has this project's errors and Ctrl-C end a script, under the launcher, with its own line and one message."""
+    """Has this project's errors and Ctrl-C end a script, under the launcher, with its own line and one message.
+
+    A worker that finds its job finished has nothing to do: it ends with code 0.
+    """
     if not is_launched() or getattr(sys.excepthook, "is_ours", False):
         return
     usual = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, JobFinished):
+            _say_last(error, "", logging.INFO)
+            raise SystemExit(0)
         if isinstance(error, PSError):
             _say_last(error, _place(trace))
         elif not isinstance(error, KeyboardInterrupt):
@@ -100,11 +106,11 @@ def report_errors_in_one_line() -> None:
     sys.excepthook = report
 
 
-def _say_last(error: PSError, place: str) -> None:
+def _say_last(error: PSError, place: str, level: int = logging.CRITICAL) -> None:
     """Writes the error that ends the script, as one message, or as a line of JSON where log lines are."""
     rank = _lines.speaker.rank if _lines.speaker.rank is not None else launched_rank()
     if _lines.kind == JSON:
-        record = logging.LogRecord("ps_worker", logging.CRITICAL, "", 0, str(error), None, None)
+        record = logging.LogRecord("ps_worker", level, "", 0, str(error), None, None)
         record.exc_text = place
         sys.stderr.write(_lines.format(record) + "\n")
     else:

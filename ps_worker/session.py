@@ -216,6 +216,7 @@ class Session:
         ddp_options:  more arguments for DistributedDataParallel in mode ddp
 
         Raises Unsupported, InvalidRequest, JobMismatch, JobInUse, or Unreachable; the model is unchanged then.
+        Raises JobFinished where the job is done, and this worker is a late one of the launch that trained it.
         Raises LimitExceeded if other workers have not joined after the start timeout (PS_START_TIMEOUT, 1800 s).
         """
         given = _sorted(things)

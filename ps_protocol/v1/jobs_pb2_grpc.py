@@ -61,7 +61,8 @@ class JobServiceServicer:
         placement, so repeating it is safe.
         FAILED_PRECONDITION, reason JOB_MISMATCH: another job has that name, and the message names the difference.
         UNAVAILABLE: shards are still missing. INVALID_ARGUMENT: the job contradicts itself or passes a limit.
-        RESOURCE_EXHAUSTED: it passes a limit, or does not fit into the shards' memory.
+        RESOURCE_EXHAUSTED: it passes a limit, or does not fit into the shards' memory. NOT_FOUND, reason JOB_FINISHED: the
+        job has finished, and the caller belongs to its launch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -77,7 +78,8 @@ class JobServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def EndJob(self, request, context):
-        """Ends a job, whether or not workers take part in it, and frees its memory. NOT_FOUND: no such job.
+        """Ends a job, whether or not workers take part in it, and frees its memory. A job that has finished is forgotten: the
+        launch that trained it may begin it anew. NOT_FOUND: no such job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

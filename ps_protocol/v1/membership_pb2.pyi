@@ -118,12 +118,14 @@ class SaveWorkerStateResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("worker", "state")
+    __slots__ = ("worker", "state", "done")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     state: WorkerState
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., state: _Optional[_Union[WorkerState, _Mapping]] = ...) -> None: ...
+    done: bool
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., state: _Optional[_Union[WorkerState, _Mapping]] = ..., done: _Optional[bool] = ...) -> None: ...
 
 class LeaveResponse(_message.Message):
     __slots__ = ("ended",)

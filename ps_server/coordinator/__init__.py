@@ -4,6 +4,8 @@ coordinator.py  The coordinator: its jobs, and where each begins and ends
 new_jobs.py     Making a job on all shards: a new one, or as the last checkpoint of its name has it
 job.py          A job, as its coordinator knows it: all that happens to it is a method of it
 members.py      The live workers of one job, and which of them each shard counts
+attendance.py   The launches that have taken part, and how the worker went that left last
+reservations.py Joins under way: what each worker is going to be, until every shard counts it
 removals.py     Workers that are gone, and that shards may still count
 expiry.py       Ends leases that have run out, and jobs that their workers have deserted
 lifecycle.py    What a job is in the middle of, and whether it is over
@@ -18,6 +20,7 @@ shards.py       The shards as the coordinator knows them: what it asks of one, a
 refusals.py     What a process is told that cannot join now, and which workers of another launch are in its way
 cluster.py      What all jobs of a coordinator share: the shards, the limits, the checkpoints, and the time
 runs.py         The identity of each run of a job
+ended_jobs.py   The jobs that are over: why, and which of them have finished
 events.py       What happened lately, for people who watch
 heard.py        What the workers of one job have measured, as their last heartbeats said
 policy.py       When checkpoints are made, where they go, and how many are kept

@@ -197,18 +197,21 @@ class CheckpointAttempt:
             return
         yield from self._begin()
         if (yield from self._await_parts()):
+            self._job.troubles.over("late")
             self._commit((yield from self._await_states()))
             return
         last = self._job.progress.last
         if last is not None and last.clock == self._job.look():
             self._store.discard(self._spec.name, self._name)
-            log.warning(
+            self._job.troubles.met(
+                "late",
                 "job %s: no live worker has come to clock %d in time; checkpoint %s has clock %d, which the job is at",
                 *(self._spec.name, self._clock, last.name, last.clock),
             )
             return
         late = [member.rank for member in self._job.members.all()]
-        log.warning("job %s: workers %s did not come to clock %d in time", self._spec.name, late, self._clock)
+        what = "job %s: workers %s did not come to clock %d in time"
+        self._job.troubles.met("late", what, self._spec.name, late, self._clock, detail=tuple(late))
         yield from self._make_standing()
 
     def _stands_still(self) -> bool:

@@ -214,7 +214,8 @@ class JobCheckpoints:
             try:
                 manifest = store.manifest(name, checkpoint)
             except (CheckpointDamaged, VersionMismatch) as error:
-                log.error("job %s: checkpoint %s cannot be used: %s", name, checkpoint, error)
+                what = "job %s: checkpoint %s cannot be used: %s"
+                self._job.troubles.met(checkpoint, what, name, checkpoint, error, level=logging.ERROR)
                 continue
             if self._job.placed.owns(manifest.run, checkpoint):
                 yield manifest

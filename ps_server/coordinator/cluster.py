@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from ps_server.coordinator.ended_jobs import FinishedJob
 from ps_server.coordinator.events import EventLog
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.shards import MakeExecutor, Shards
@@ -13,7 +14,7 @@ from ps_server.coordinator.timing import Clock, Timing
 from ps_server.core.limits import Limits
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.directory_lock import lock_directory
-from ps_server.storage.disk import Disk
+from ps_server.storage.files import Files
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Checkpointing:
     release: Callable[[], None]
 
     @classmethod
-    def open(cls, policy: CheckpointPolicy, disk: Disk, since: float) -> Checkpointing:
+    def open(cls, policy: CheckpointPolicy, disk: Files, since: float) -> Checkpointing:
         """Takes the directory for one coordinator, which began at `since`. Raises InvalidRequest if one has it."""
         store = CheckpointStore(policy.directory, disk)
         return cls(store, policy, lock_directory(policy.directory, policy.address, disk, since))
@@ -59,5 +60,8 @@ class Registry(Protocol):
     def save_ahead(self) -> None:
         """Keeps all jobs on disk before something is done. Raises TryLater where the disk does not take it."""
 
-    def forget(self, name: str, why: str) -> None:
-        """Drops a job that has ended, and frees its name. why: in words; empty where its workers have left."""
+    def forget(self, name: str, why: str, finished: FinishedJob | None) -> None:
+        """Drops a job that has ended, and frees its name.
+
+        why: in words; empty where its workers have left. finished: as it stays known, if they were done
+        """

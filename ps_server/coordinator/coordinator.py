@@ -27,6 +27,7 @@ from ps_protocol.optimizers import with_defaults
 from ps_runtime.background import Background, guarded
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Checkpointing, Cluster
+from ps_server.coordinator.ended_jobs import EndedJobs, FinishedJob
 from ps_server.coordinator.events import EventLog
 from ps_server.coordinator.expiry import Expiry
 from ps_server.coordinator.job import CoordinatedJob
@@ -44,11 +45,9 @@ from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.statistics import CoordinatorStatistics
 from ps_server.core.validation import check_address, check_host, check_job_spec, check_launch
 from ps_server.failpoints import failpoint
-from ps_server.storage.disk import Disk
+from ps_server.storage.files import Files, files_of
 
 log = logging.getLogger("ps_server")
-
-REASONS_KEPT = 64
 
 
 class Coordinator:
@@ -60,6 +59,7 @@ class Coordinator:
     make_executor: makes what calls to shards run in
     disk:     what all files are written with and read from
     events:   what happened lately
+    ended:    the jobs that are over
     """
 
     def __init__(
@@ -72,21 +72,23 @@ class Coordinator:
         timing: Timing = DEFAULT_TIMING,
         clock: Clock | None = None,
         make_executor: MakeExecutor = ThreadPoolExecutor,
-        disk: Disk | None = None,
+        disk: Files | None = None,
     ) -> None:
         self.shard_count, self.lease = shard_count, lease
         clock = clock or Clock()
         shards = Shards(shard_count, connect, make_executor, timing, clock)
-        disk = disk or Disk()
-        self._state_file = StateFile(policy.directory, disk) if policy is not None else None
-        checkpointing = Checkpointing.open(policy, disk, clock.since_1970()) if policy is not None else None
+        self._state_file, checkpointing = None, None
+        if policy is not None:
+            disk = disk or files_of(policy.directory)
+            self._state_file = StateFile(policy.directory, disk)
+            checkpointing = Checkpointing.open(policy, disk, clock.since_1970())
         self.events = EventLog(clock)
         self._cluster = Cluster(shards, lease, limits, checkpointing, timing, clock, make_executor, self.events)
         self._recovery = Recovery(checkpointing, shards) if checkpointing is not None else None
         self._new_jobs = NewJobs(self._cluster, self, self._recovery)
         self._jobs: dict[str, CoordinatedJob] = {}
         self._lock = threading.Lock()
-        self._why_ended: dict[str, str] = {}  # of the last jobs that ended otherwise than by their workers' leaving
+        self.ended = EndedJobs()
         self._draining = False
         self._troubles = Troubles(log, "state_file")
         self._background = Background()
@@ -175,14 +177,14 @@ class Coordinator:
             return dict(self._jobs)
 
     def job(self, name: str, run: str = "") -> CoordinatedJob:
-        """Returns a job. Raises NotFound, saying why it ended if that is known, RunEnded if another run has its name.
+        """Returns a job. Raises NotFound, saying why it ended if that is known, JobFinished if the run has finished,
+        RunEnded if another run has its name.
 
         run: that the caller belongs to; empty: any
         """
         job = self._jobs.get(name)
         if job is None:
-            why = self._why_ended.get(name)
-            raise NotFound(f"job {name!r} ended: {why}" if why else f"no job {name!r} here")
+            raise self.ended.error(name, run) or NotFound(f"no job {name!r} here")
         if run and run != job.placed.run:
             raise RunEnded(f"run {run} of job {name!r} has ended: run {job.placed.run} has its name now")
         return job
@@ -195,9 +197,10 @@ class Coordinator:
             recovery=self._recovery.statistics() if self._recovery is not None else None,
         )
 
-    def register_job(self, spec: JobSpec) -> tuple[CoordinatedJob, bool]:
+    def register_job(self, spec: JobSpec, launch: str = "") -> tuple[CoordinatedJob, bool]:
         """Returns the job with this spec, and whether this call made it. Raises JobMismatch naming what differs.
 
+        launch: for which the job may have finished: then JobFinished is raised; empty: it may begin anew
         Where the spec leaves the size of buckets open, it is that of the job, of its checkpoint, or chosen here.
         Hyper-parameters that it leaves out have their defaults.
         """
@@ -207,7 +210,9 @@ class Coordinator:
         shards.all()  # or it is too early
         chosen = sized(spec, shards.on_one_machine(), limits.buckets)
         self._check_not_draining()
+        check_launch(launch)
         with self._lock:
+            self.ended.check(spec.name, launch)
             known = self._jobs.get(spec.name)
             if known is None:
                 self._new_jobs.begin(spec.name, limits.jobs - len(self._jobs))
@@ -225,7 +230,7 @@ class Coordinator:
             job = self._new_jobs.make(spec, chosen)
             with self._lock:
                 self._jobs[spec.name] = job
-                self._why_ended.pop(spec.name, None)
+                self.ended.begun(spec.name, launch)
             try:
                 self._run_checkpoints(job)
                 self.save_ahead()
@@ -242,6 +247,7 @@ class Coordinator:
     def _resume_jobs(self) -> None:
         """Resumes the jobs that ran when a coordinator with this directory ended."""
         assert self._state_file is not None
+        self.ended.resume(self._state_file.finished())
         for name, left in self._state_file.load().items():
             try:
                 spec = job_spec_from_data(left.spec)
@@ -276,7 +282,7 @@ class Coordinator:
     def save_ahead(self) -> None:
         """Keeps what a coordinator after this one needs. Raises TryLater where the disk does not take it."""
         if self._state_file is not None:
-            self._state_file.save(lambda: {name: saved(job) for name, job in self.jobs().items()})
+            self._state_file.save(lambda: {name: saved(job) for name, job in self.jobs().items()}, self.ended.finished)
 
     def save(self) -> None:
         """Does as `save_ahead`; where the disk does not take it, `save_again` does so later."""
@@ -292,14 +298,11 @@ class Coordinator:
         if self._state_file is not None and self._state_file.is_behind:
             self.save()
 
-    def forget(self, name: str, why: str) -> None:
+    def forget(self, name: str, why: str, finished: FinishedJob | None = None) -> None:
         """Drops a job that has ended, and frees its name."""
-        with self._lock:
+        with self._lock:  # nobody finds it neither here nor among those that have ended
             self._jobs.pop(name, None)
-            if why:
-                self._why_ended[name] = why
-                while len(self._why_ended) > REASONS_KEPT:
-                    del self._why_ended[next(iter(self._why_ended))]
+            self.ended.ended(name, why, finished)
         self.save()
 
     # -- workers -----------------------------------------------------------------------------------------------------
@@ -316,7 +319,9 @@ class Coordinator:
         rolling_back = self._recovery.progress(name) if self._recovery is not None else None
         if rolling_back is not None:
             raise rolling_back
-        return job.join(rank, request)
+        joined = job.join(rank, request)
+        self.ended.joined(name, request.launch)
+        return joined
 
     def leave(
         self,
@@ -326,13 +331,15 @@ class Coordinator:
         key: bytes = b"",
         run: str = "",
         state: tuple[int, bytes] | None = None,
+        done: bool = False,
     ) -> bool:
         """Takes a worker off. Returns True when it was the last one and the job ended, or had ended before.
 
         state: its clock and its own state then
+        done:  its script has come to its end
         """
         job = self._jobs.get(name)
-        return job is None or run not in ("", job.placed.run) or job.leave(rank, incarnation, key, state)
+        return job is None or run not in ("", job.placed.run) or job.leave(rank, incarnation, key, state, done)
 
 
 def _at_once(cluster: Cluster, name: str, works: Sequence[Callable[[], object]]) -> None:

@@ -29,12 +29,14 @@ from ps_runtime.troubles import Troubles
 from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.cluster import Cluster, Registry
 from ps_server.coordinator.data import JobData
+from ps_server.coordinator.ended_jobs import FinishedJob
 from ps_server.coordinator.heard import HeardFigures
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
-from ps_server.coordinator.members import JobMembers, Reservation
+from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.recovery import Recovery, Restored
 from ps_server.coordinator.refusals import ranks_text
 from ps_server.coordinator.removals import Removal
+from ps_server.coordinator.reservations import Reservation
 from ps_server.coordinator.rounds import JobRounds
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.watchers import Watchers
@@ -202,15 +204,18 @@ class CoordinatedJob:
         placed = self.placed
         return JoinResult(member, member.clock, list(placed.placement), self.members.restore_count, state, placed.run)
 
-    def leave(self, rank: int, incarnation: int, key: bytes, state: tuple[int, bytes] | None = None) -> bool:
+    def leave(
+        self, rank: int, incarnation: int, key: bytes, state: tuple[int, bytes] | None = None, done: bool = False
+    ) -> bool:
         """Takes a worker off. Returns True when it was the last one and the job ended.
 
         state: its clock and its own state then, for the checkpoints to come
+        done:  its script has come to its end
         """
-        if not self.members.leave(rank, incarnation, key):
+        if not self.members.leave(rank, incarnation, key, done):
             return self.life.has_ended
-        log.info("job %s: worker %d leaves", self.spec.name, rank)
-        self._cluster.events.note("leave", self.spec.name, f"worker {rank} leaves")
+        log.info("job %s: worker %d leaves%s", self.spec.name, rank, ", done" if done else "")
+        self._cluster.events.note("leave", self.spec.name, f"worker {rank} leaves{', done' if done else ''}")
         if self.checkpoints is not None:
             limit = self._cluster.limits.state_bytes
             self.checkpoints.left(rank, _if_small(self.spec.name, rank, state, limit))
@@ -223,14 +228,15 @@ class CoordinatedJob:
     def _finish(self) -> bool:
         """Ends the job if its last worker has left; returns whether it has. A rollback ends first, and calls this."""
         with self.life.deciding():
-            if not self.members.finished() or not self.life.is_running:
+            if not (self.members.attendance.has_left and self.members.empty()) or not self.life.is_running:
                 return False
             self.life.begin(Phase.ENDING)
         try:
             if self.checkpoints is not None:
                 self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
         finally:
-            self.end()
+            attendance, now = self.members.attendance, self._cluster.clock.since_1970()
+            self.end(finished=FinishedJob(self.placed.run, attendance.launches, now) if attendance.is_done else None)
         return True
 
     def _remove(self, rank: int, incarnation: int) -> None:
@@ -399,9 +405,10 @@ class CoordinatedJob:
 
     # -- the job ends ------------------------------------------------------------------------------------------------
 
-    def end(self, why: str = "") -> None:
+    def end(self, why: str = "", finished: FinishedJob | None = None) -> None:
         """Ends the job, also if workers take part, and gives its memory back on every shard that answers.
 
+        finished: the job as it stays known, if its workers were done
         A shard that does not answer drops it later: no other run of the job's name waits for that.
         """
         name, run = self.spec.name, self.placed.run
@@ -410,15 +417,16 @@ class CoordinatedJob:
             return
         if self.checkpoints is not None:
             self.checkpoints.stop()
-        self._registry.forget(name, why)
+        self._registry.forget(name, why, finished)
         try:
             self._cluster.shards.call_all(lambda shard: shard.api.drop_job(name, run))
         except PSError as error:
             log.warning("job %s: ended, but not everywhere: %s", name, error)
         self.watchers.end()
         self.rounds.end(ended)
-        log.info("%s", ended)
-        self._cluster.events.note("end", self.spec.name, f"the job has ended{f': {why}' if why else ''}")
+        log.info("%s", f"job {name!r} has finished" if finished is not None else ended)
+        text = "the job has finished" if finished is not None else f"the job has ended{f': {why}' if why else ''}"
+        self._cluster.events.note("end", self.spec.name, text)
 
     def stop(self) -> None:
         """Ends the streams of workers: the coordinator stops, and the job goes on."""

@@ -18,12 +18,13 @@ import logging
 import secrets
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, TryLater
+from ps_server.coordinator.attendance import Attendance
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.refusals import refusal, try_soon
 from ps_server.coordinator.removals import Removal, Removals
+from ps_server.coordinator.reservations import Reservation, Reservations
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.membership import JoinRequest, Member, Membership, WorkerProcess, check_key
 from ps_server.failpoints import failpoint
@@ -35,22 +36,12 @@ LEASE_KEY_BYTES = 16
 Roster = tuple[list[int], int, bool]
 
 
-@dataclass(frozen=True, eq=False)
-class Reservation:
-    """What a worker that may join is going to be. older: the live worker that it replaces."""
-
-    rank: int
-    incarnation: int
-    attempt: int
-    key: bytes
-    older: Member | None
-
-
 class JobMembers:
     """The workers of one job. Methods may be called from any thread.
 
     removals:      of workers that are gone, from the shards
     restore_count: how many times the whole job was rolled back to a checkpoint
+    attendance:    which launches have taken part, and how the last worker left
     """
 
     def __init__(
@@ -67,9 +58,9 @@ class JobMembers:
         self._shards, self._limits, self._clock = cluster.shards, cluster.limits, cluster.clock
         self._lock = threading.Lock()  # held for the moment of a look or a change
         self.removals = Removals(name, run, cluster.shards, pending_removals)
-        self._joining: dict[int, Reservation] = {}  # by rank
+        self._joining = Reservations(name)
         self._fenced: dict[int, Member] = {}  # by rank, those whose own join failed half way: they try again
-        self._last_left = False  # no worker has joined since one left
+        self.attendance = Attendance()
         self._closed = False
 
     # -- looks -------------------------------------------------------------------------------------------------------
@@ -106,14 +97,10 @@ class JobMembers:
         with self._lock:
             return not self._membership.members and not self._membership.rejoining and not self._joining
 
-    def finished(self) -> bool:
-        """Whether the job is empty because its last worker has left."""
-        return self._last_left and self.empty()
-
     def pending_removals(self) -> set[Removal]:
         """Returns what shards may still count: workers that are gone, and those that join at this moment."""
         with self._lock:
-            joining = [(reservation.rank, reservation.incarnation) for reservation in self._joining.values()]
+            joining = [(reservation.rank, reservation.incarnation) for reservation in self._joining]
         return self.removals.pending() | self.removals.everywhere(joining)
 
     def ever_joined(self) -> bool:
@@ -135,7 +122,7 @@ class JobMembers:
         Raises TryLater while the first call of this request is being carried out.
         """
         with self._lock:
-            for reservation in self._joining.values():
+            for reservation in self._joining:
                 if request.attempt and reservation.attempt == request.attempt:
                     raise try_soon(f"worker {reservation.rank} is joining job {self._name!r} at this moment")
             return self._membership.repeated(request.attempt, self._clock.now())
@@ -149,7 +136,7 @@ class JobMembers:
             if self._closed:
                 raise TryLater("the cluster is stopping")
             membership = self._membership
-            rank = membership.claim(rank, request, self._joining.keys())
+            rank = membership.claim(rank, request, self._joining.ranks())
             rivals = membership.rivals(rank, request, self._clock.now())
             if rivals is not None:
                 raise refusal(self._name, rivals, request, membership.lease)
@@ -157,11 +144,10 @@ class JobMembers:
             if rank >= self._limits.workers:
                 raise LimitExceeded(f"a rank must be below max-workers, {self._limits.workers}, got {rank}")
             key, older = secrets.token_bytes(LEASE_KEY_BYTES), membership.members.get(rank)
-            before = self._joining.get(rank)
+            reservation = Reservation(rank, membership.next_incarnation(), request.attempt, key, older)
+            before = self._joining.add(reservation)
             if before is not None:  # what that join has told the shards by now is to be taken back
                 self.removals.add((before.rank, before.incarnation))
-            reservation = Reservation(rank, membership.next_incarnation(), request.attempt, key, older)
-            self._joining[rank] = reservation
             return reservation
 
     def close(self) -> None:
@@ -172,10 +158,13 @@ class JobMembers:
     def release(self, reservation: Reservation) -> None:
         """Takes back a reservation of which no shard has heard."""
         with self._lock:
-            self._forget(reservation)
+            self._joining.drop(reservation)
 
     def count(self, reservation: Reservation) -> int:
-        """Has every shard count a worker; returns the clock from which on all do. Raises PSError if one is silent."""
+        """Has every shard count a worker; returns the clock from which on all do.
+
+        Raises PSError if one is silent; TryLater or Fenced, as `admit`, if it takes the incarnation for an earlier one.
+        """
         rank, incarnation, key = reservation.rank, reservation.incarnation, reservation.key
 
         def count(shard: RegisteredShard, clock: int | None) -> int:
@@ -189,6 +178,11 @@ class JobMembers:
             self._shards.call(shards, lambda shard: count(shard, clock))
         except NotFound as error:  # a shard was started anew, and has not called in yet
             raise TryLater(f"job {self._name!r}: {error}") from None
+        except Fenced as error:
+            with self._lock:
+                self._joining.check(reservation)
+            # The shard was rolled back, and knows a later incarnation than this coordinator: the next one is later.
+            raise TryLater(f"job {self._name!r}: {error}") from None
         return clock
 
     def admit(self, reservation: Reservation, request: JoinRequest, clock: int) -> Member:
@@ -197,14 +191,10 @@ class JobMembers:
         """
         rank = reservation.rank
         with self._lock:
-            current = self._joining.get(rank)
-            if current is None:
-                raise TryLater(f"job {self._name!r} was rolled back while worker {rank} joined")
-            if current is not reservation:
-                raise Fenced(f"worker {rank} was replaced by another process while it joined")
-            del self._joining[rank]
+            self._joining.check(reservation)
+            self._joining.drop(reservation)
             self._fenced.pop(rank, None)
-            self._last_left = False
+            self.attendance.joined(request.launch)
             self._membership.join(
                 Member(
                     rank=rank,
@@ -229,7 +219,7 @@ class JobMembers:
         """
         older = reservation.older
         with self._lock:
-            self._forget(reservation)
+            self._joining.drop(reservation)
             fenced = older is not None and self._membership.leave(older.rank, older.incarnation)
             if older is not None and fenced:
                 self._fenced[older.rank] = older
@@ -239,10 +229,6 @@ class JobMembers:
         self.removals.tell()
         return fenced
 
-    def _forget(self, reservation: Reservation) -> None:
-        if self._joining.get(reservation.rank) is reservation:
-            del self._joining[reservation.rank]
-
     def heartbeat(self, rank: int, incarnation: int, clock: int, key: bytes) -> int:
         """Renews a lease; returns the number of live workers."""
         with self._lock:
@@ -251,15 +237,19 @@ class JobMembers:
 
     # -- a worker goes -----------------------------------------------------------------------------------------------
 
-    def leave(self, rank: int, incarnation: int, key: bytes) -> bool:
-        """Takes a worker off. Returns False if it was not there any more. Raises Forbidden for a wrong key."""
+    def leave(self, rank: int, incarnation: int, key: bytes, done: bool = False) -> bool:
+        """Takes a worker off. Returns False if it was not there any more. Raises Forbidden for a wrong key.
+
+        done: its script has come to its end
+        """
         with self._lock:
             member = self._membership.members.get(rank)
             if member is not None and member.incarnation == incarnation:
                 check_key(rank, key, member.key)
             self._fenced.pop(rank, None)
             left = self._membership.leave(rank, incarnation)
-            self._last_left = left or self._last_left
+            if left:
+                self.attendance.left(done)
             return left
 
     def take_gone(self, process: WorkerProcess | None = None) -> tuple[list[Member], list[Member]]:
@@ -292,7 +282,7 @@ class JobMembers:
             self._fenced = {}
             self._membership.last_incarnation = max(last_incarnation, self._membership.last_incarnation)
             gone = [(member.rank, member.incarnation) for member in members]
-            gone += [(joining.rank, joining.incarnation) for joining in self._joining.values()]
+            gone += [(joining.rank, joining.incarnation) for joining in self._joining]
             self._joining.clear()
             if everywhere:
                 self.restore_count += 1

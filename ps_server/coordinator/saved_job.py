@@ -29,6 +29,7 @@ class SavedJob:
     rejoining:        ranks that are expected to join again, after a rollback
     pending_removals: (shard, rank, incarnation) that shards may still count; also of a worker that was joining
     continues:        the run and the checkpoint that this run began with
+    launches:         that have taken part
     rounds_completed, rounds: how many rounds the workers have exchanged values in, and the last of them
     """
 
@@ -50,6 +51,7 @@ class SavedJob:
     continues: tuple[str, str] | None = None
     rounds_completed: int = 0
     rounds: tuple[Round, ...] = ()
+    launches: tuple[str, ...] = ()
 
 
 def saved(job: CoordinatedJob) -> SavedJob:
@@ -75,6 +77,7 @@ def saved(job: CoordinatedJob) -> SavedJob:
         continues=job.placed.continues,
         rounds_completed=completed,
         rounds=newest(rounds, ROUND_BYTES_ON_DISK),
+        launches=job.members.attendance.launches,
     )
 
 
@@ -111,6 +114,7 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
         restore_count=saved.restore_count,
         accounting=accounting,
     )
+    job.members.attendance.launches = saved.launches
     job.rounds.resume(saved.rounds_completed, saved.rounds)
     if job.checkpoints is not None:
         job.checkpoints.resume()

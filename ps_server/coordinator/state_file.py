@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ps_protocol.errors import InvalidRequest, TryLater
+from ps_server.coordinator.ended_jobs import FinishedJob
 from ps_server.coordinator.saved_job import SavedJob
 from ps_server.core.membership import Member
 from ps_server.core.rounds import Round
 from ps_server.failpoints import failpoint
 from ps_server.storage.checkpoints import FORMAT, READABLE, seal, written_by_newer
-from ps_server.storage.disk import Disk, replace_file
+from ps_server.storage.files import Files, files_of
 
 log = logging.getLogger("ps_server")
 
@@ -35,8 +36,8 @@ class StateFile:
     Raises InvalidRequest for a file that a newer version has written: it would be lost.
     """
 
-    def __init__(self, directory: Path, disk: Disk | None = None) -> None:
-        self.path, self._disk = directory / FILE, disk or Disk()
+    def __init__(self, directory: Path, disk: Files | None = None) -> None:
+        self.path, self._disk = directory / FILE, disk or files_of(directory)
         self.is_behind = False
         self._lock = threading.Lock()
         newer = written_by_newer(self._content())
@@ -50,32 +51,57 @@ class StateFile:
         except (OSError, ValueError, RecursionError):
             return None
 
-    def save(self, jobs: Callable[[], Mapping[str, SavedJob]]) -> None:
-        """Replaces the file by what `jobs` returns. Raises TryLater if the disk does not take it."""
+    def save(
+        self, jobs: Callable[[], Mapping[str, SavedJob]], finished: Callable[[], Mapping[str, FinishedJob]] = dict
+    ) -> None:
+        """Replaces the file by what these return: the jobs that run, and those that have finished.
+
+        Raises TryLater if the disk does not take it.
+        """
         with self._lock:  # while they are listed, too: what is written last is the newest
-            data = {"format": FORMAT, "jobs": {name: _data(job) for name, job in jobs().items()}}
+            running = {name: _data(job) for name, job in jobs().items()}
+            done = {name: json.loads(json.dumps(asdict(job))) for name, job in finished().items()}
+            data = {"format": FORMAT, "jobs": running, "finished": done}
             content = json.dumps({**data, "seal": seal(data)}).encode()
             try:
-                replace_file(self._disk, self.path, content, lambda place: failpoint(f"coordinator-file-{place}"))
+                self._disk.replace(self.path, content, lambda place: failpoint(f"coordinator-file-{place}"))
             except OSError as error:
                 self.is_behind = True
                 raise TryLater(f"{self.path} cannot be written: {error.strerror}") from None
             self.is_behind = False
 
     def load(self) -> dict[str, SavedJob]:
-        """Returns the jobs that ran; none where there is no file, or, with a warning, one that was not written so."""
+        """Returns the jobs that ran; none where there is no file, or, with a warning, one that was not written so.
+
+        Raises TryLater where it is in an object store that does not answer.
+        """
         try:
-            data = json.loads(self._disk.read(self.path))
-            if data.pop("seal") != seal(data) or data["format"] not in READABLE:
-                raise ValueError("it is not what was written")
+            data = self._sealed()
             return {name: _job(job, data["format"]) for name, job in data["jobs"].items()}
         except FileNotFoundError:
             return {}
+        except ConnectionError as error:
+            raise TryLater(f"{self.path} cannot be read: {error.strerror}") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             log.warning(
                 "%s cannot be used: %s; jobs resume from their checkpoints when their workers come", self.path, error
             )
             return {}
+
+    def finished(self) -> dict[str, FinishedJob]:
+        """Returns the jobs that had finished; none where `load` returns none."""
+        try:
+            finished = self._sealed().get("finished", {})  # earlier releases knew nothing of it
+            return {name: FinishedJob(**{**job, "launches": tuple(job["launches"])}) for name, job in finished.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return {}
+
+    def _sealed(self) -> dict[str, Any]:
+        """Returns the file's content. Raises ValueError and others if it is not what was written."""
+        data: dict[str, Any] = json.loads(self._disk.read(self.path))
+        if data.pop("seal") != seal(data) or data["format"] not in READABLE:
+            raise ValueError("it is not what was written")
+        return data
 
 
 def _data(job: SavedJob) -> dict[str, Any]:
@@ -97,6 +123,7 @@ def _job(data: dict[str, Any], version: int) -> SavedJob:
     data["skipped"] = {int(rank): tuple((start, end) for start, end in spans) for rank, spans in skipped}
     continues = data.get("continues")
     data["continues"] = (continues[0], continues[1]) if continues else None
+    data["launches"] = tuple(data.get("launches", ()))
     data["rejoining"] = tuple(data["rejoining"])
     data["pending_removals"] = tuple((shard, rank, number) for shard, rank, number in data["pending_removals"])
     data["workers"] = tuple(_worker(worker) for worker in data["workers"])

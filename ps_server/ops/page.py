@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from ps_protocol.errors import InvalidRequest
-from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.credentials import PLAINTEXT, Access, is_loopback
 from ps_runtime.retry import Peer
 from ps_runtime.web import Site, serve
 from ps_server.rpc import convert
@@ -29,7 +29,7 @@ TYPES = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 DIGITS = 5  # of a sample, that a curve needs
 
 
@@ -70,13 +70,24 @@ def _position(query: str) -> Position:
     return Position(**numbers)
 
 
-def serve_page(server: str, port: int, access: Access = PLAINTEXT) -> None:
-    """Serves the page of a cluster on this machine, until it is interrupted. Raises PSError if the coordinator cannot
-    be asked, InvalidRequest if the port is in use."""
+def serve_page(server: str, host: str, port: int, insecure: bool, access: Access = PLAINTEXT) -> None:
+    """Serves the page of a cluster until it is interrupted.
+
+    It answers to the names of loopback alone: elsewhere than on loopback it is for a container, to which a port of this
+    machine's loopback leads. insecure: it may be served elsewhere. Raises PSError if the coordinator cannot be asked,
+    InvalidRequest if the address may not be used, or is in use.
+    """
+    if not (insecure or is_loopback(host)):
+        raise InvalidRequest(
+            f"the page on {host} would be open to all that reach its port: listen on 127.0.0.1, or say --page-insecure"
+        )
     with CoordinatorClient(Peer("coordinator", server, access)) as coordinator:
         coordinator.view(Position())  # what is wrong with the address or the certificates is said here
-        bound, stop = serve(HOST, port, page_site(coordinator.view).app, "the page", "--page-port")
-        print(f"ps-server: the page of {server} is at http://{HOST}:{bound}/", flush=True)
+        bound, stop = serve(host, port, page_site(coordinator.view).app, "the page", "--page-port")
+        print(
+            f"ps-server: the page of {server} is at http://{host if is_loopback(host) else LOOPBACK}:{bound}/",
+            flush=True,
+        )
         try:
             threading.Event().wait()
         finally:

@@ -1,4 +1,4 @@
-"""`ps-server status`, `health`, `end` and `checkpoint`: what operators ask of a running cluster."""
+"""`ps-server status`, `end` and `checkpoint`: what operators ask of a running cluster."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from ps_protocol.modes import Consistency
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer
 from ps_server.rpc import convert
-from ps_server.rpc.coordinator_client import CoordinatorClient, is_serving
-
-__all__ = ["checkpoint_job", "end_job", "fetch", "is_serving", "printable", "report_shard_end", "table", "waits"]
+from ps_server.rpc.coordinator_client import CoordinatorClient
 
 
 def fetch(server: str, access: Access = PLAINTEXT) -> dict[str, Any]:

@@ -8,6 +8,7 @@ coordinator_client.py How operators and shards call the coordinator
 data_messages.py    Where the messages of the data path become the server's values, and back
 data_service.py     Serves pushes and pulls
 figure_messages.py  What processes measure of their own work, as messages, and back
+health_client.py    Asks a server whether it serves, as probes do
 interceptor.py      Intercepts every gRPC method: errors become statuses, and calls are counted
 job_service.py      Serves what is asked of the coordinator about jobs as a whole: they are registered, saved and ended
 layout_messages.py  The layout of a job's buckets as messages, for clients that do not compute it

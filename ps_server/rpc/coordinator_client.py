@@ -6,21 +6,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ps_protocol.convert import duration
-from ps_protocol.errors import PSError, TryLater, Untrusted
+from ps_protocol.errors import TryLater
 from ps_protocol.v1 import cluster_pb2, jobs_pb2
 from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
 from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
 from ps_runtime.channel import open_channel
-from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer
 from ps_server.rpc.views import Position
 
 CALL_SECONDS = 10.0
 CHECKPOINT_SECONDS = 310.0
-HEALTH_SECONDS = 5.0
 
 
 class CoordinatorClient:
@@ -89,20 +86,3 @@ class CoordinatorClient:
             return method(request, timeout=seconds, **options)
         except grpc.RpcError as call:
             raise self._peer.error(call) from None
-
-
-def is_serving(address: str, access: Access = PLAINTEXT) -> bool:
-    """Returns whether the server at HOST:PORT answers its health check with SERVING within five seconds.
-
-    Raises Untrusted, saying why, if the two ends do not trust each other.
-    """
-    with open_channel(address, access) as channel:
-        try:
-            stub = health_pb2_grpc.HealthStub(channel)
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_SECONDS)
-        except grpc.RpcError as call:
-            error: PSError = Peer("", address, access).error(call)
-            if isinstance(error, Untrusted):
-                raise error from None
-            return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from ps_protocol.convert import job_spec
+from ps_protocol.errors import NotFound
 from ps_protocol.v1 import jobs_pb2, jobs_pb2_grpc
 from ps_protocol.versions import VERSION, check_worker_version
 from ps_server.coordinator.coordinator import Coordinator
@@ -33,7 +34,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-
     def RegisterJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.spec.name)
         check_worker_version(request.protocol_version)
-        job, created = self._coordinator.register_job(job_spec(request.spec))
+        job, created = self._coordinator.register_job(job_spec(request.spec), request.launch)
         return jobs_pb2.RegisterJobResponse(
             shard_map=convert.shard_map(self._coordinator.shards(), job.placed.placement),
             created=created,
@@ -52,5 +53,11 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-
         return jobs_pb2.CheckpointJobResponse(checkpoint=checkpoint)
 
     def EndJob(self, request: Any, context: grpc.ServicerContext) -> Any:
-        self._coordinator.job(request.job).end()
+        forgotten = self._coordinator.ended.forget(request.job)
+        try:
+            self._coordinator.job(request.job).end()
+        except NotFound:
+            if not forgotten:
+                raise
+            self._coordinator.save()
         return jobs_pb2.EndJobResponse()

@@ -81,7 +81,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         check_job(worker.job)
         identity = worker.job, worker.rank, worker.incarnation
         state = (request.state.clock, request.state.content) if request.HasField("state") else None
-        ended = self._coordinator.leave(*identity, worker.lease_key, worker.run, state)
+        ended = self._coordinator.leave(*identity, worker.lease_key, worker.run, state, request.done)
         return membership_pb2.LeaveResponse(ended=ended)
 
     def ReportWorkerEnd(self, request: Any, context: grpc.ServicerContext) -> Any:

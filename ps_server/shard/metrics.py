@@ -18,8 +18,8 @@ from ps_server.core.consistency import Add, Step
 from ps_server.core.dense import Gradient
 from ps_server.core.figures import ShardJobFigures
 
-# Each up to 8 has its own: the most that ssp:K allows is K + 1.
-STALENESS_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64)
+# ssp:K allows K + 1 and no more: K and K + 1 have buckets of their own for each K up to 8, and for 16, 32 and 64.
+STALENESS_BUCKETS = (*range(10), 12, 16, 17, 32, 33, 64, 65)
 
 
 def _samples(metric: Counter | Histogram) -> Iterable[Any]:

@@ -3,12 +3,12 @@
     DIRECTORY/JOB/NAME/shard-0.safetensors   a shard's buckets: weights, optimizer state, versions and clocks
                        worker-0.state        what a worker of that rank needs besides: its place in the data, ...
                        manifest.json         last: what belongs to it, with sizes and SHA-256; without it, there is none
-    DIRECTORY/.lock                          held by the one coordinator that works here; see directory_lock
+    DIRECTORY/.lock                          held by the one coordinator that works here; see directory_lock and lease
     DIRECTORY/.coordinator.json              what the coordinator needs to come back; see coordinator.state_file
 
-Every file is flushed to disk before the manifest is given its name, so a checkpoint is there whole or not at all. What
-is read may have been written by any process that can write there: it is checked before it is used, and no name in it
-leads out of its directory.
+DIRECTORY is on a file system, or in an object store (files.py). Every file is durable before the manifest has its
+name, so a checkpoint is there whole or not at all. What is read may have been written by any process that can write
+there: it is checked before it is used, and no name in it leads out of its directory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from typing import Any
 import torch
 
 from ps_protocol.convert import job_spec_from_data
-from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, VersionMismatch
+from ps_protocol.errors import (
+    CheckpointDamaged,
+    CheckpointFailed,
+    InvalidRequest,
+    PSError,
+    TryLater,
+    VersionMismatch,
+)
 from ps_protocol.framing import Buffer
 from ps_protocol.job import HyperParameters
 from ps_protocol.layout import BucketSpec
@@ -33,7 +40,8 @@ from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import BucketSnapshot, Part
 from ps_server.failpoints import failpoint
-from ps_server.storage.disk import Disk, pieces, replace_file
+from ps_server.storage.disk import pieces
+from ps_server.storage.files import Files, files_of
 from ps_server.storage.tensor_file import TensorEntry, TensorReader, file_chunks
 
 FORMAT = 2
@@ -110,15 +118,17 @@ def snapshot_tensors(snapshots: Sequence[BucketSnapshot]) -> tuple[dict[str, tor
 class CheckpointStore:
     """The checkpoints below one directory. Raises InvalidRequest if it cannot be written to.
 
+    What reads raises TryLater where the directory is in an object store that does not answer.
+
     disk: what all files here are written with and read from
     """
 
-    def __init__(self, directory: Path, disk: Disk | None = None) -> None:
-        self.directory, self._disk = directory, disk or Disk()
+    def __init__(self, directory: Path, disk: Files | None = None) -> None:
+        self.directory, self._disk = directory, disk or files_of(directory)
         try:
             self._disk.make_directory(directory)
         except OSError as error:
-            raise InvalidRequest(f"the checkpoint directory {directory} cannot be made: {error.strerror}") from None
+            raise InvalidRequest(f"the checkpoint directory {directory} cannot be made: {_reason(error)}") from None
         if not self._disk.is_writable(directory):
             raise InvalidRequest(f"the checkpoint directory {directory} cannot be written to")
 
@@ -173,7 +183,7 @@ class CheckpointStore:
         path = self.path(job, manifest.name) / MANIFEST
         with self._writing(path):
             data = json.dumps(_sealed(manifest), indent=1).encode()
-            replace_file(self._disk, path, data, lambda place: failpoint(f"manifest-{place}"))
+            self._disk.replace(path, data, lambda place: failpoint(f"manifest-{place}"))
 
     def discard(self, job: str, name: str) -> None:
         """Removes a checkpoint, complete or not."""
@@ -200,7 +210,7 @@ class CheckpointStore:
         try:
             return self._disk.modified(path)
         except OSError as error:
-            raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
+            raise _unreadable(path, error) from None
 
     @contextlib.contextmanager
     def _writing(self, path: Path) -> Iterator[None]:
@@ -230,7 +240,8 @@ class CheckpointStore:
 
     def jobs(self) -> list[str]:
         """Returns the jobs that have a complete checkpoint."""
-        return [job for job in self._disk.directories(self.directory) if job[0] != "." and self.names(job)]
+        with _answering(self.directory):
+            return [job for job in self._disk.directories(self.directory) if job[0] != "." and self.names(job)]
 
     def names(self, job: str) -> list[str]:
         """Returns the complete checkpoints of a job, oldest first."""
@@ -239,17 +250,21 @@ class CheckpointStore:
     def unfinished(self, job: str, after: str) -> list[str]:
         """Returns the checkpoints of a job that were begun after this one, and have files but no manifest."""
         begun = [name for name in self._all_names(job) if name > after and not self._is_complete(job, name)]
-        return [name for name in begun if not self._disk.is_empty(self.path(job, name))]
+        with _answering(self.path(job)):
+            return [name for name in begun if not self._disk.is_empty(self.path(job, name))]
 
     def _all_names(self, job: str) -> list[str]:
         path = self.path(job)
-        kind = self._disk.kind(path)
-        if kind not in (None, "a directory"):
-            raise InvalidRequest(f"checkpoints of job {job!r} belong into the directory {path}, and that is {kind}")
-        return [name for name in self._disk.directories(path) if _NAME.fullmatch(name)]
+        with _answering(path):
+            kind = self._disk.kind(path)
+            if kind not in (None, "a directory"):
+                raise InvalidRequest(f"checkpoints of job {job!r} belong into the directory {path}, and that is {kind}")
+            return [name for name in self._disk.directories(path) if _NAME.fullmatch(name)]
 
     def _is_complete(self, job: str, name: str) -> bool:
-        return self._disk.kind(self.path(job, name) / MANIFEST) == "a file"
+        path = self.path(job, name) / MANIFEST
+        with _answering(path):
+            return self._disk.kind(path) == "a file"
 
     def manifest(self, job: str, name: str) -> Manifest:
         """Returns what a checkpoint is. Raises CheckpointDamaged if its manifest is not what was written, and
@@ -262,7 +277,7 @@ class CheckpointStore:
                 raise VersionMismatch(f"{path} is {newer}")
             return _unsealed(data)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
+            raise _unreadable(path, error) from None
 
     def read_worker(self, job: str, name: str, part: Part) -> bytes:
         """Returns a worker's state, checked against its checksum."""
@@ -270,7 +285,7 @@ class CheckpointStore:
         try:
             state = self._disk.read(path)
         except OSError as error:
-            raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
+            raise _unreadable(path, error) from None
         _check_sum(path, hashlib.sha256(state).hexdigest(), part)
         return state
 
@@ -296,7 +311,7 @@ class CheckpointStore:
                     reader = TensorReader(file, part.bytes, told)
                     read = _read_snapshots(reader, held, weights or {})
             except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-                raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
+                raise _unreadable(path, error) from None
             _check_sum(path, reader.sha256(), part)
             snapshots |= read
         return snapshots
@@ -332,7 +347,7 @@ class CheckpointStore:
         try:
             size = self._disk.size(path)
         except OSError as error:
-            raise CheckpointDamaged(f"{path}: {_reason(error)}") from None
+            raise _unreadable(path, error) from None
         if size != part.bytes:
             raise CheckpointDamaged(f"{path}: expected {part.bytes} bytes, found {size}")
         return path
@@ -353,6 +368,20 @@ def _with_failpoint(chunks: Iterable[memoryview], half: int, name: str) -> Itera
 def _check_sum(path: Path, present: str, part: Part) -> None:
     if present != part.sha256:
         raise CheckpointDamaged(f"{path}: its SHA-256 is not the one in the manifest")
+
+
+def _unreadable(path: Path, error: Exception) -> PSError:
+    """Returns what is raised where a file cannot be read: it is damaged, or what it is kept in does not answer now."""
+    return (TryLater if isinstance(error, ConnectionError) else CheckpointDamaged)(f"{path}: {_reason(error)}")
+
+
+@contextlib.contextmanager
+def _answering(path: Path) -> Iterator[None]:
+    """Raises TryLater where what the checkpoints are kept in does not answer now."""
+    try:
+        yield
+    except ConnectionError as error:
+        raise _unreadable(path, error) from None
 
 
 def _reason(error: Exception) -> str:

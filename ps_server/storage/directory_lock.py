@@ -2,7 +2,7 @@
 
 Only a coordinator names checkpoints and writes the state file; its shards write where it says. So a lock of the
 coordinator's keeps other clusters out. The system gives it up when the process ends, however that is: the coordinator
-that takes its place gets it at once.
+that takes its place gets it at once. In an object store the lock is a lease (lease.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ps_protocol.errors import InvalidRequest
-from ps_server.storage.disk import Disk
+from ps_server.storage.files import Files
 
 log = logging.getLogger("ps_server")
 
@@ -25,7 +25,7 @@ FILE = ".lock"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}  # of a file system
 
 
-def lock_directory(directory: Path, address: str, disk: Disk, since: float) -> Callable[[], None]:
+def lock_directory(directory: Path, address: str, disk: Files, since: float) -> Callable[[], None]:
     """Takes a directory for this process; returns what gives it back. Raises InvalidRequest naming its holder.
 
     address, since: of this coordinator, for others to read; since in seconds since 1970

@@ -120,6 +120,22 @@ class Disk:
             file.close()
         self._flush_directory(path.parent)
 
+    def replace(self, path: Path, data: bytes, failpoint: Callable[[str], object], mode: int = 0o600) -> None:
+        """Gives a file new content, flushed to disk, so that it has the old or the new one whatever happens.
+
+        failpoint: called with "half-written" and "unnamed" where these hold of the new content
+        """
+        partial, half = path.with_name(path.name + ".partial"), len(data) // 2
+
+        def halves() -> Iterator[bytes]:
+            yield data[:half]
+            failpoint("half-written")
+            yield data[half:]
+
+        self.write(partial, halves(), mode)
+        failpoint("unnamed")
+        self.rename(partial, path)
+
     def rename(self, path: Path, new: Path) -> None:
         """Gives a file another name, in place of a file that has it, and flushes the name to disk."""
         self._rename(path, new)
@@ -154,23 +170,6 @@ class Disk:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def replace_file(disk: Disk, path: Path, data: bytes, failpoint: Callable[[str], object], mode: int = 0o600) -> None:
-    """Gives a file new content, flushed to disk, so that it has the old or the new one whatever happens.
-
-    failpoint: called with "half-written" and "unnamed" where these hold of the new content
-    """
-    partial, half = path.with_name(path.name + ".partial"), len(data) // 2
-
-    def halves() -> Iterator[bytes]:
-        yield data[:half]
-        failpoint("half-written")
-        yield data[half:]
-
-    disk.write(partial, halves(), mode)
-    failpoint("unnamed")
-    disk.rename(partial, path)
 
 
 def pieces(chunks: Iterable[Buffer]) -> Iterator[memoryview]:

@@ -23,11 +23,12 @@ from ps_protocol.layout import FROZEN, BucketSpec, bucket_layout
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.snapshot import BucketSnapshot
 from ps_server.storage.checkpoints import CheckpointStore, Manifest
+from ps_server.storage.files import RemotePath
 
 
 def export(directory: Path, job: str, name: str | None, output: Path) -> str:
     """Writes the files; says what they hold. Raises NoCheckpoints, CheckpointDamaged, CheckpointFailed."""
-    if not directory.is_dir():
+    if not isinstance(directory, RemotePath) and not directory.is_dir():
         raise InvalidRequest(f"{directory} is no directory")
     store = CheckpointStore(directory)
     manifest, spec, buckets, snapshots = _read(store, job, name)

@@ -15,6 +15,7 @@ from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer, Retry
 from ps_runtime.status import error_from
+from ps_runtime.troubles import Troubles
 from ps_worker.cluster.coordinator import CALL_SECONDS
 from ps_worker.values import PulledBucket, PullResult
 
@@ -34,6 +35,7 @@ class ShardCalls:
         self._timeout = timeout
         self._channel = open_channel(address, access)
         self._last: Any = None  # the pull that ended last
+        self._waits = Troubles(log, None)  # ps_worker_step_seconds has for how long
 
     def unary(self, method: str, request: bytes) -> bytes:
         """Returns the answer of one method of the data service. Raises PSError."""
@@ -91,7 +93,7 @@ class ShardCalls:
         """
         stream = self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")
         missing = {bucket.index: bucket for bucket in buckets}
-        size, longest, checkpoint = 0, 0.0, False
+        size, longest, checkpoint, has_waited = 0, 0.0, False, False
         retry = self._retry()
         while missing:
             try:
@@ -101,7 +103,9 @@ class ShardCalls:
                     retry.progressed()
                     for pulled in read(message):
                         if pulled.waiting is not None:
-                            log.warning("waiting at clock %d: %s", clock, pulled.waiting[1])
+                            awaited, reason = pulled.waiting
+                            self._waits.met("pull", "waiting at clock %d: %s", clock, reason, detail=awaited)
+                            has_waited = True
                             continue
                         size += land(missing.pop(pulled.bucket), pulled)
                         longest = max(longest, pulled.waited)
@@ -110,6 +114,8 @@ class ShardCalls:
                         break
             except grpc.RpcError as error:
                 retry.failed(error)
+        if not has_waited:  # it is over with the first pull that does not wait
+            self._waits.over("pull")
         return PullResult(size, longest, checkpoint)
 
     def close(self) -> None:

@@ -82,9 +82,13 @@ class CoordinatorClient:
         self._leases = DataLeaseServiceStub(self._channel)
         self._rounds = RoundServiceStub(self._channel)
 
-    def register(self, spec: JobSpec) -> Registration:
-        """Registers a job, or finds the equal one that is there. Raises VersionMismatch for servers too old."""
-        request = jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec), protocol_version=VERSION)
+    def register(self, spec: JobSpec, launch: str = "") -> Registration:
+        """Registers a job, or finds the equal one that is there. Raises VersionMismatch for servers too old.
+
+        launch: of this worker; JobFinished is raised if the job has finished and that took part. Empty: it may begin
+                anew
+        """
+        request = jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec), protocol_version=VERSION, launch=launch)
         response = self._call(self._jobs.RegisterJob, request)
         check_server_version(response.protocol_version)
         return Registration(convert.shard_map(response.shard_map), response.bucket_bytes, response.run)
@@ -164,12 +168,13 @@ class CoordinatorClient:
             except grpc.RpcError as error:
                 retry.failed(error)
 
-    def leave(self, worker: Identity, state: SavedState | None = None) -> None:
+    def leave(self, worker: Identity, state: SavedState | None = None, done: bool = False) -> None:
         """Leaves the job, and leaves this worker's own state behind; one attempt, because the lease ends it anyway.
 
+        done: the script has come to its end
         One more, without the state, where that is too large for a message or arrives too slowly.
         """
-        request = membership_pb2.LeaveRequest(worker=convert.identity(worker))
+        request = membership_pb2.LeaveRequest(worker=convert.identity(worker), done=done)
         if state is not None:
             request.state.clock, request.state.content = state.clock, state.content
         try:
@@ -177,7 +182,7 @@ class CoordinatorClient:
         except grpc.RpcError as error:
             if state is not None and error.code() in _TOO_LARGE:
                 log.warning("this worker leaves without its state at clock %d: %s", state.clock, error.details())
-                self.leave(worker)
+                self.leave(worker, done=done)
 
     def watch(self, job: str) -> Watch:
         """Watches the roster: as it is now, and after every change."""

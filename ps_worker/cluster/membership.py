@@ -89,8 +89,11 @@ class Membership:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         return place
 
-    def close(self, state: SavedState | None = None) -> None:
-        """Leaves the job, unless the place is another's by now, and ends the threads. state: what it leaves behind"""
+    def close(self, state: SavedState | None = None, done: bool = False) -> None:
+        """Leaves the job, unless the place is another's by now, and ends the threads.
+
+        state: what it leaves behind; done: its script has come to its end
+        """
         self._coordinator.closing.set()
         self._doubt.raise_it()
         with self._changed:
@@ -98,7 +101,7 @@ class Membership:
         if self._beating is not None and self._beating is not threading.current_thread():
             self._beating.join(CLOSE_SECONDS)  # otherwise it could join once more after this worker has left
         if self.place is not None and not isinstance(self._error, UnknownWorker):
-            self._coordinator.leave(self.place.identity, state)
+            self._coordinator.leave(self.place.identity, state, done)
 
     # -- the training thread -----------------------------------------------------------------------------------------
 

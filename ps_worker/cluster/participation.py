@@ -31,6 +31,9 @@ log = logging.getLogger("ps_worker")
 
 T = TypeVar("T")
 
+# Where sessions of this process have taken part: by server, job and launch. The next one there begins the job anew.
+_taken_part: set[tuple[str, str, str]] = set()
+
 
 class PlaceLost(Exception):
     """A call failed because the place it was made from was lost; its cause says how."""
@@ -74,21 +77,27 @@ class Participation:
     def join(self, spec: JobSpec) -> JobSpec:
         """Registers a job and takes a place in it; returns it with the size of its buckets.
 
-        Raises JobMismatch, JobInUse, Unreachable and other PSErrors.
+        Raises JobMismatch, JobInUse, Unreachable and other PSErrors; JobFinished in a process that comes late.
         """
         for last in (False, True):
-            registered = self.coordinator.register(spec)
+            is_late = self.options.launch.is_unique and self._where not in _taken_part  # if the job has finished
+            registered = self.coordinator.register(spec, self.options.launch.name if is_late else "")
             self._shard_map = registered.shard_map
             agreed = replace(spec, bucket_bytes=registered.bucket_bytes)
             validate(agreed)  # the server may have answered anything
             try:
                 self.members.join(registered.run)
+                _taken_part.add(self._where)
                 return agreed
             except NotFound as error:  # it ended, with the launch that held it, while this worker waited for a place
                 if last or self.is_closed:
                     raise
                 log.warning("%s: this worker begins it anew", error)
         raise AssertionError
+
+    @property
+    def _where(self) -> tuple[str, str, str]:
+        return self.options.server or "", self.options.job, self.options.launch.name
 
     def connect(self, model: FlatModel, states: States) -> bool:
         """Connects from the first place. The model has the weights at its clock then: rank 0's at first.
@@ -161,7 +170,8 @@ class Participation:
 
     def beside(self, options: JobOptions) -> Participation:
         """Returns this worker's part in another job, which it has not joined yet. Its figures are those of this one."""
-        return Participation(options, self._metrics_address, self._started)
+        unique = replace(options.launch, is_unique=False)  # whether it has finished is the first job's to say
+        return Participation(replace(options, launch=unique), self._metrics_address, self._started)
 
     # -- the current place -------------------------------------------------------------------------------------------
 
@@ -251,13 +261,14 @@ class Participation:
         if connection is not None and connection.place is not place:
             connection.cut()
 
-    def close(self, state: SavedState | None = None) -> None:
+    def close(self, state: SavedState | None = None, done: bool = False) -> None:
         """Leaves the job and ends every thread and connection; may be called more than once.
 
         state: this worker's own, for a process that takes its rank later
+        done:  the script has come to its end
         """
         if not self.is_closed:
-            self.members.close(state)
+            self.members.close(state, done)
             self.coordinator.close()
         if self._connection is not None:
             self._connection.close()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
+from ps_runtime.troubles import Troubles
 from ps_worker.cluster.participation import Participation, PlaceLost
 from ps_worker.values import RoundNews
 
@@ -51,6 +52,7 @@ class Rounds:
         self._stepper = stepper
         self._next = 1
         self._placed = False  # a process that came late has asked for its round
+        self._waits = Troubles(log, None)
 
     def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
         """Returns the values of all that take part, by rank, ascending; blocks until each has given its own.
@@ -62,7 +64,7 @@ class Rounds:
         if self._participation.came_late and self._stepper.stepped and not self._placed:
             self._next = max(self._next, self._ask())
             self._placed = True
-        restored, waiting = self._restore_count, _Waiting(what)
+        restored, waiting = self._restore_count, Waiting(what, self._waits)
         while (news := self._offer(self._next, value, waiting.heard)) is None:
             if waiting.step_wanted:
                 if self._restore_count != restored:
@@ -73,6 +75,7 @@ class Rounds:
                 waiting.step_wanted = False
                 self._stepper.empty_step()
         self._next += 1
+        waiting.over()
         if news.refused:
             raise LimitExceeded(f"session.{what}: {news.refused}")
         return dict(sorted(news.values.items()))
@@ -110,19 +113,30 @@ class Rounds:
         return self._participation.connection.place.restore_count
 
 
-class _Waiting:
-    """Listens while a round is open: logs which workers are waited for, after a moment and then now and then."""
+class Waiting:
+    """Listens while a round is open: logs which workers are waited for, after a moment, and when it is others."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, waits: Troubles) -> None:
+        self._what, self._waits = what, waits
+        self._has_said = False
         self._due = time.monotonic() + NOTICE_SECONDS
         self.step_wanted = False
 
+    def over(self) -> None:
+        """Notes that the round is complete: the waits are over with the first that took less than a moment."""
+        if not self._has_said:
+            self._waits.over(self._what)
+
     def heard(self, news: RoundNews) -> bool:
+        """Takes what is new of the round; returns whether to go on listening."""
         now = time.monotonic()
         if now >= self._due:
             ranks = ", ".join(map(str, news.waiting_for))
-            log.warning("waiting in session.%s for worker%s %s", self._what, "s" * (len(news.waiting_for) > 1), ranks)
+            plural = "s" * (len(news.waiting_for) > 1)
+            self._waits.met(
+                self._what, "waiting in session.%s for worker%s %s", self._what, plural, ranks, detail=news.waiting_for
+            )
+            self._has_said = True
             self._due = now + AGAIN_SECONDS
         self.step_wanted = news.step_wanted
         return not news.step_wanted

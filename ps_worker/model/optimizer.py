@@ -49,6 +49,7 @@ class _StateOnShards(defaultdict[torch.Tensor, Any]):
     def __init__(self, begin_anew: Callable[[], None]) -> None:
         super().__init__(dict)
         self._begin_anew = begin_anew
+        self._has_told = False
 
     def __missing__(self, key: torch.Tensor) -> Any:
         raise Unsupported(_WHERE)
@@ -57,8 +58,10 @@ class _StateOnShards(defaultdict[torch.Tensor, Any]):
         raise Unsupported(_WHERE)
 
     def values(self) -> Any:
-        """Returns nothing, and logs where the state is, for a script that means to change it."""
-        log.warning("%s", _WHERE)
+        """Returns nothing, and logs once where the state is, for a script that means to change it."""
+        if not self._has_told:  # a script that asks may do so in every step
+            self._has_told = True
+            log.warning("%s", _WHERE)
         return super().values()
 
     def clear(self) -> None:

@@ -22,6 +22,7 @@ from ps_protocol.errors import InvalidRequest, NonFiniteGradient
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters
+from ps_runtime.troubles import Troubles
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.overlap import Overlap
@@ -81,6 +82,7 @@ class StepMaker:
         self._draft = draft
         self._timeline = timeline
         self._draft_room = 0.0  # bytes that may still leave as drafts in this step
+        self._skipped = Troubles(log, None)  # ps_worker_non_finite_total counts them
 
     def parameters_of(self, optimizer: int) -> Set[int]:
         """Returns the parameters that one optimizer steps, by index in the job."""
@@ -119,8 +121,9 @@ class StepMaker:
         changed, drafts_hold = overlap.finish(gradients.marks(overlap.spaces), absent)
         name = gradients.not_finite(overlap.parameters - absent, changed)
         if name is not None:
-            self._refuse_or_skip(name)
+            self._refuse_or_skip(optimizer, name)
             return EndedStep(None, set(), groups, drafts_hold=False)
+        self._skipped.over(optimizer)
         return EndedStep(optimizer, absent, groups, drafts_hold)
 
     def end_empty(self) -> EndedStep:
@@ -160,7 +163,7 @@ class StepMaker:
                 with named(PUSH):
                     self._draft_room -= self._draft(bucket)
 
-    def _refuse_or_skip(self, name: str) -> None:
+    def _refuse_or_skip(self, optimizer: int, name: str) -> None:
         """Raises NonFiniteGradient, for the parameter of that name, unless such steps are left out."""
         self._metrics.not_finite()
         if self._spec.non_finite is NonFinite.REFUSE:
@@ -168,7 +171,7 @@ class StepMaker:
                 f"the gradient of {name} is not finite; it was not pushed "
                 "(prepare(..., non_finite='skip') leaves out such steps instead)"
             )
-        log.warning("the gradient of %s is not finite; this step is skipped", name)
+        self._skipped.met(optimizer, "the gradient of %s is not finite; this step is skipped", name)
 
 
 class LiveGroups:

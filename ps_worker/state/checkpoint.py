@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ps_protocol.errors import PSError, Unsupported
+from ps_runtime.troubles import Troubles
 from ps_worker.state.encoding import (
     LoaderState,
     RandomState,
@@ -63,7 +64,7 @@ class WorkerCheckpoint:
         self._optimizers: list[tuple[torch.optim.Optimizer, int]] = []  # each, and how many groups it began with
         self._frozen: dict[int, FrozenTensor] = {}
         self._stateful: list[Any] = []
-        self._left_out: set[str] = set()
+        self._troubles = Troubles(log, None)  # ps_checkpoints_without_states_total counts what matters
         self._fed: int | None = None  # the loader that yielded last
         self._taken = 0  # batches since the last step
         self._step = LastStep()
@@ -102,7 +103,8 @@ class WorkerCheckpoint:
     def stepping(self) -> None:
         """Begins a step; captures, late, the state of the one before if no loop has."""
         if self._wanted is not None and any(loader.going for loader in self.loaders):
-            log.warning(
+            self._troubles.met(
+                "within a batch",
                 "the checkpoint of clock %d is within a batch of several steps: a job that is rolled back to it "
                 "continues after that batch",
                 self._wanted,
@@ -177,7 +179,9 @@ class WorkerCheckpoint:
         try:
             self._save(clock, encode(state))
         except PSError as error:
-            log.warning("this worker's state at clock %d is not in the checkpoint: %s", clock, error)
+            self._troubles.met("save", "this worker's state at clock %d is not in the checkpoint: %s", clock, error)
+        else:
+            self._troubles.over("save")
 
     def last_state(self, clock: int, counts: bool, cut_short: bool = True) -> bytes:
         """Returns the state of a worker that stops here, maybe in the middle of a step.
@@ -221,9 +225,7 @@ class WorkerCheckpoint:
             try:
                 saved[key] = copied(value, f"{name}.{key}")
             except Unsupported as error:  # a function, say: a restored scheduler keeps its own
-                if f"{name}.{key}" not in self._left_out:
-                    self._left_out.add(f"{name}.{key}")
-                    log.info("not part of checkpoints: %s", error)
+                self._troubles.met((name, key), "not part of checkpoints: %s", error, level=logging.INFO)
         return saved
 
     # -- restore -----------------------------------------------------------------------------------------------------

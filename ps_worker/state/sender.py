@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import Future, wait
 
 from ps_protocol.errors import PSError, UnknownWorker
+from ps_runtime.troubles import Troubles
 from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.cluster.membership import Membership
 from ps_worker.cluster.threads import DaemonPool
@@ -26,6 +27,7 @@ class StateSender:
         self._pool = DaemonPool(1, "save")
         self._closing = threading.Event()
         self._last: Future[None] | None = None
+        self._troubles = Troubles(log, None)  # ps_checkpoints_without_states_total counts them
 
     def send(self, clock: int, state: bytes) -> None:
         """Sends the state of a clock; returns at once."""
@@ -49,9 +51,10 @@ class StateSender:
                 return  # the job was rolled back: that clock will come again
             try:
                 self._coordinator.save_state(place.identity, clock, state)
+                self._troubles.over("save")
                 return
             except UnknownWorker:
                 self._members.await_change(place)
             except PSError as error:
-                log.warning("this worker's state at clock %d is not in the checkpoint: %s", clock, error)
+                self._troubles.met("save", "this worker's state at clock %d is not in the checkpoint: %s", clock, error)
                 return

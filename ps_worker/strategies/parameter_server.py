@@ -312,7 +312,7 @@ class JobTraining:
         except Exception:
             log.exception("this worker's state could not be caught")  # the worker leaves all the same
         self._sender.close()
-        self.participation.close(state)
+        self.participation.close(state, done=not is_cut_short())
         self._model.release()
 
     def _last_state(self) -> SavedState:

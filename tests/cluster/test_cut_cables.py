@@ -8,12 +8,8 @@ older than the cut may live on after it. Its twin that runs everywhere is test_r
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,6 +21,7 @@ from tests.chaos.oracle import Rules, Shape, judge
 from tests.chaos.worker import Task
 from tests.tools.cluster import until
 from tests.tools.forkserver import ROOT, Forked, Nursery, address_in
+from tests.tools.network import Network, network_of
 
 SHAPE = Shape(buckets=4, rows=4, columns=7)
 LEASE = 5.0
@@ -40,71 +37,11 @@ save_file({"view": read_weights(Task.read(folder))[0]}, folder / "view.safetenso
 """
 
 
-class Network:
-    """A switch, which leads nowhere else, and hosts on it at 10.78.0.1, .2, and so on; gone with the `with`."""
-
-    def __init__(self, hosts: int) -> None:
-        self._switch = f"ps{os.getpid()}s"
-        self._hosts = [f"ps{os.getpid()}h{number}" for number in range(hosts)]
-
-    def __enter__(self) -> Network:
-        try:
-            self._make()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def _make(self) -> None:
-        ip(f"netns add {self._switch}")
-        ip(f"-n {self._switch} link add br0 type bridge")
-        ip(f"-n {self._switch} link set br0 up")
-        for number, host in enumerate(self._hosts):
-            ip(f"netns add {host}")
-            ip(f"link add p{number} netns {self._switch} type veth peer name eth0 netns {host}")
-            ip(f"-n {self._switch} link set p{number} master br0 up")
-            ip(f"-n {host} addr add {self.address(number)}/24 dev eth0")
-            ip(f"-n {host} link set eth0 up")
-            ip(f"-n {host} link set lo up")
-
-    def __exit__(self, *_: object) -> None:
-        for name in [*self._hosts, self._switch]:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-    def address(self, host: int) -> str:
-        """A host's."""
-        return f"10.78.0.{host + 1}"
-
-    def cut(self, host: int) -> None:
-        """Pulls a host's cable."""
-        ip(f"-n {self._switch} link set p{host} down")
-
-    def heal(self, host: int) -> None:
-        """Plugs it in again."""
-        ip(f"-n {self._switch} link set p{host} up")
-
-    def name(self, host: int) -> str:
-        """A host's network namespace."""
-        return self._hosts[host]
-
-
-def ip(words: str) -> None:
-    subprocess.run(["ip", *words.split()], check=True, capture_output=True)
-
-
 @pytest.fixture
 def network() -> Iterator[Network]:
     """One host for the servers, and one for each worker."""
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    if shutil.which("ip") is None:
-        pytest.skip("network namespaces need `ip`, of iproute2")
-    with ExitStack() as stack:
-        try:
-            found = stack.enter_context(Network(1 + WORKERS))
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
-        yield found
+    with network_of(1 + WORKERS) as made:
+        yield made
 
 
 @pytest.fixture

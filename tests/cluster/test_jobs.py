@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, UnknownWorker
-from ps_server.coordinator.saved_job import SavedJob
 from ps_server.coordinator.state_file import StateFile
 from ps_server.ops import status
 from ps_worker import Session
@@ -195,9 +195,9 @@ def test_who_asks_amid_the_last_join_hears_that_training_begins_once_that_is_on_
         watchers = cluster.coordinator.job("job").watchers
         watchers.add(lambda roster: heard.append(roster is not None and roster[2]))()
 
-    def ask_and_save(file: StateFile, jobs: Callable[[], Mapping[str, SavedJob]]) -> None:
+    def ask_and_save(file: StateFile, *content: Any) -> None:
         ask()
-        save(file, jobs)
+        save(file, *content)
 
     with RawWorker(cluster.address, spec, 0):
         with monkeypatch.context() as patched:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import ssl
 import subprocess
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,15 +26,19 @@ from torch.utils.data import DataLoader
 import ps_worker
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.versions import VERSION
+from ps_runtime.credentials import Tls
 from ps_runtime.metrics import serve_metrics
 from ps_runtime.version import version
-from ps_runtime.web import PAUSES_PER_PAGE
+from ps_runtime.web import PAUSES_PER_PAGE, serve
 from ps_server.config import ServerConfig
 from ps_server.ops import status
+from ps_server.ops.dev_certs import write
 from ps_server.server import Server
+from ps_server.shard.metrics import STALENESS_BUCKETS
 from ps_worker import Session
 from ps_worker.metrics import PHASES, StepTimer
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
+from tests.tools.documented_metrics import documented
 from tests.tools.raw_worker import RawWorker, joined, vector_job
 
 CELLS = 100  # in buckets of 16: seven buckets over two shards
@@ -61,6 +69,38 @@ def test_scrapers_in_a_loop_get_one_page_and_never_an_old_one() -> None:
     assert all(pages == sorted(set(pages)) for pages in seen), "each answer was made after it was asked for"
     assert len(made_so_far) <= 12, "of 32 that were asked for"
     assert took >= 3 * PAUSES_PER_PAGE * 0.02
+
+
+def test_a_scraper_that_hangs_up_leaves_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As Prometheus does when its time is over, with each scrape of a busy server."""
+    write(tmp_path, ["127.0.0.1"])
+    asked, hung_up, written = threading.Event(), threading.Event(), threading.Event()
+
+    def body() -> Iterator[bytes]:
+        asked.set()
+        assert hung_up.wait(10)
+        try:
+            yield from [b"x" * 65_536] * 64
+        finally:
+            written.set()
+
+    def app(_: Any, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        start_response("200 OK", [("Content-Type", "text/plain")])
+        return body()
+
+    port, stop = serve(
+        "127.0.0.1", 0, app, "a page", "--port", Tls(tmp_path / "server.pem", tmp_path / "server.key", None)
+    )
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    try:
+        with context.wrap_socket(socket.create_connection(("127.0.0.1", port)), server_hostname="127.0.0.1") as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert asked.wait(10)
+        hung_up.set()
+        assert written.wait(10)
+    finally:
+        stop()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def _burn(seconds: float) -> None:
@@ -440,6 +480,35 @@ def test_promtool_finds_nothing_to_complain_about(exposed: dict[str, str], proce
         check=False,
     )
     assert (checked.returncode, checked.stdout.strip(), checked.stderr.strip()) == (0, "", "")
+
+
+ROLES = {
+    "coordinator with a shard": {"coordinator", "shard"},
+    "coordinator": {"coordinator"},
+    "shard": {"shard"},
+    "worker": {"worker"},
+    "worker alone": {"worker"},
+}
+WITH_TLS_ALONE = {"ps_certificate_expiry_timestamp_seconds"}
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_each_process_serves_what_the_docs_say_of_its_kind(exposed: dict[str, str], process: str) -> None:
+    said = {metric.name: metric for metric in documented() if metric.is_served_by(ROLES[process])}
+    families = {
+        family.name + "_total" * (family.type == "counter"): {label for it in family.samples for label in it.labels}
+        for family in text_string_to_metric_families(exposed[process])
+        if family.name.startswith("ps_") and not family.name.endswith("_created")
+    }
+    assert families.keys() == said.keys() - WITH_TLS_ALONE
+    for name, labels in families.items():
+        assert labels - {"le"} in (set(), said[name].labels), name
+
+
+@pytest.mark.parametrize("bound", [*range(9), 16, 32, 64])
+def test_the_most_that_a_mode_allows_is_counted_apart(bound: int) -> None:
+    """ssp:K allows K + 1. More than that would be a fault, and must not be in the same bucket."""
+    assert {bound, bound + 1} <= set(STALENESS_BUCKETS)
 
 
 @pytest.mark.parametrize("process", PROCESSES)

@@ -202,6 +202,22 @@ def test_ps_server_page_shows_a_cluster_that_asks_for_certificates(tmp_path: Pat
     assert page.process.wait(30) == 130
 
 
+def test_ps_server_page_in_a_container_answers_only_where_it_is_called_loopback(
+    shared: Cluster, commands: Commands
+) -> None:
+    """In a container it listens beyond loopback, and is told to stop by SIGTERM."""
+    where = ("-m", "ps_server", "page", "--server", shared.address, "--page-port", "0", "--page-host", "0.0.0.0")
+    refused = commands.start(*where)
+    assert refused.process.wait(120) == 1
+    assert "the page on 0.0.0.0 would be open" in refused.err
+    assert "--page-insecure" in refused.err
+    page = commands.start(*where, "--page-insecure")
+    [address] = page.says(rf"the page of {shared.address} is at http://(127\.0\.0\.1:\d+)/")
+    assert [ask(address, "/", host)[0] for host in ("", "localhost", "page:8470")] == [200, 200, 403]
+    page.process.send_signal(signal.SIGTERM)
+    assert page.process.wait(30) == 0
+
+
 def test_ps_server_page_says_at_once_what_is_wrong(commands: Commands) -> None:
     page = commands.start("-m", "ps_server", "page", "--server", "127.0.0.1:1", "--page-port", "0")
     assert page.process.wait(120) == 1

@@ -1,1 +1,1 @@
-"""Lightning and Hugging Face."""
+"""Lightning, Hugging Face, TensorBoard and Weights & Biases."""

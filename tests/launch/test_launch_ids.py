@@ -399,12 +399,21 @@ def test_a_torchrun_and_a_slurm_step_are_launches(named: Callable[..., launch_id
         restarted = named(variables, **{again: "1"})
         assert restarted.name == found.name
         assert restarted.ranks == range(0), "the others may be there already"
-        assert named(variables, PS_LAUNCH_ID="mine") == launch_id.LaunchId("mine")
+        assert found.is_unique == (variables is SLURM), "each torchrun of a host has one name by default"
+        assert named(variables, PS_LAUNCH_ID="mine") == launch_id.LaunchId("mine", is_unique=True)
     others = [{"MASTER_PORT": "29501"}, {"MASTER_ADDR": "node8"}, {"TORCHELASTIC_RUN_ID": "x"}]
     assert len({named(TORCHRUN, **other).name for other in [{}, *others]}) == 4
     assert os.uname().nodename in named(TORCHRUN, MASTER_ADDR="127.0.0.1").name, "every host has that address"
     assert named(SLURM, SLURM_STEP_ID="1").name != named(SLURM).name
     assert named(SLURM, SLURM_STEP_NUM_TASKS="2").ranks == range(0), "the step is not the whole job"
+
+
+def test_the_tasks_of_a_job_array_are_one_launch_of_elastic_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for task in ("12", "13"):
+        for name, value in {**SLURM, "SLURM_JOB_ID": task, "SLURM_ARRAY_JOB_ID": "12"}.items():
+            monkeypatch.setenv(name, value)
+        assert launch_id.launch_id(0, take_over=False).name == "slurm-12.0"
+        assert launch_id.launch_id(4, take_over=False).name == f"slurm-{task}.0", "each has a worker 0"
 
 
 def test_a_process_that_nothing_has_launched_is_a_launch_of_its_own(named: Callable[..., launch_id.LaunchId]) -> None:

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ OVERLAYS = GPU, GRAFANA = ("docker-compose.gpu.yml", "docker-compose.grafana.yml
 SHARDS = ("shard-0", "shard-1")
 SERVERS = ("coordinator", *SHARDS)
 UNPROBED = ("worker", "certs", "certs-renewal", "admin")
-ALL_OURS = (*SERVERS, *UNPROBED)
+ALL_OURS = (*SERVERS, "page", *UNPROBED)
 DASHBOARD = ROOT / "deploy/grafana/dashboards/parameter-server.json"
 DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
 
@@ -68,19 +69,23 @@ PROMISES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     # Start is gated by health; a probe in exec form needs no shell in the image.
     (COMPOSE, ("worker",), {"depends_on": dict.fromkeys(SERVERS, HEALTHY)}),
     (COMPOSE, ("coordinator",), {"depends_on": {"certs": {"condition": "service_completed_successfully"}}}),
-    (COMPOSE, (*SHARDS, "prometheus"), {"depends_on": {"coordinator": HEALTHY}}),
-    (COMPOSE, (*SERVERS, "prometheus"), {"healthcheck": {"test": ["CMD"]}}),
+    (COMPOSE, (*SHARDS, "page", "prometheus"), {"depends_on": {"coordinator": HEALTHY}}),
+    (COMPOSE, (*SERVERS, "page", "prometheus"), {"healthcheck": {"test": ["CMD"]}}),
     # Two workers by default; a container name could not be scaled.
     (COMPOSE, ("worker",), {"entrypoint": ["ps-worker"], "deploy": {"replicas": 2}, "container_name": None}),
     # One service builds the image, and none pulls it.
-    (COMPOSE, ("coordinator",), {"build": {"dockerfile": "deploy/Dockerfile"}}),
-    (COMPOSE, (*SHARDS, *UNPROBED, "prometheus"), {"build": None}),
+    (COMPOSE, ("certs",), {"build": {"dockerfile": "deploy/Dockerfile"}}),
+    (COMPOSE, tuple(sorted({*ALL_OURS, "prometheus"} - {"certs"})), {"build": None}),
     (COMPOSE, ALL_OURS, {"pull_policy": "never", "image": "ps-torch:local"}),
     # Each process sees its own certificates and no other's; shards and workers share memory.
     (COMPOSE, SERVERS, {"environment": {**certificates("server"), "PS_TOKENS": "/certs/roles"}}),
     *((COMPOSE, (name,), {"volumes": [f"{name}-certs:/certs:ro"]}) for name in SERVERS),
     (COMPOSE, ("worker",), {"environment": {**certificates("worker"), "PS_TOKENS": None}}),
     (COMPOSE, ("worker",), {"volumes": ["worker-certs:/certs:ro"]}),
+    # The page shows what a reader may see, on a network without workers: it asks no browser who it is.
+    (COMPOSE, ("page",), {"environment": {**certificates("reader"), "PS_TOKENS": None}, "networks": ["page"]}),
+    (COMPOSE, ("page",), {"volumes": ["reader-certs:/certs:ro"], "ports": ["127.0.0.1:8470:8470"]}),
+    (COMPOSE, ("coordinator",), {"networks": ["page"]}),
     # An admin's key is in no container that runs by itself.
     (COMPOSE, ("admin",), {"environment": certificates("admin"), "profiles": ["admin"]}),
     (COMPOSE, ("admin",), {"volumes": ["admin-certs:/certs:ro"]}),
@@ -196,22 +201,12 @@ def test_certificates_are_made_for_every_holder(name: str, tmp_path: Path) -> No
     }
     assert folders == made, "each in a volume of its own"
     holders = {holder for holder in read(COMPOSE)["services"] if held_by(holder)} - {"certs", "certs-renewal"}
-    assert holders == {*SERVERS, "worker", "admin", "prometheus"}
+    assert holders == {*SERVERS, "worker", "admin", "page", "prometheus"}
     for holder in holders:
         assert len(held_by(holder)) == 1, f"{holder} sees its own key and no other"
         assert "ca" not in held_by(holder), "the CA's key could make any certificate"
     made_by_image = re.findall(r"/new-certs/([\w-]+)", DOCKERFILE.replace("shard-%g", "shard-0 /new-certs/shard-1"))
     assert made <= set(made_by_image), "a volume takes its owner from the image"
-
-
-def test_an_alert_fires_a_week_before_a_certificate_ends() -> None:
-    [group] = read("deploy/prometheus/alerts.yml")["groups"][:1]
-    [rule] = [rule for rule in group["rules"] if rule["alert"] == "PsCertificateEndsSoon"]
-    metric, _, limit = rule["expr"].partition(" - time() < ")
-    registered = (ROOT / "ps_runtime/metrics.py").read_text()
-    assert f'"{metric}"' in registered
-    days, hours, seconds = (int(number) for number in limit.split(" * "))
-    assert days * hours * seconds == 7 * 86400
 
 
 def test_nothing_is_killed_while_it_stops() -> None:
@@ -254,6 +249,39 @@ def test_the_workers_command_is_ours(file: str) -> None:
     assert all(option in told for option in options), f"{script} knows {options}"
 
 
+def must_end_before(name: str) -> set[str]:
+    """The services that have to be there before one starts, by its `depends_on` and theirs."""
+    direct = set(read(COMPOSE)["services"][name].get("depends_on", ()))
+    return direct.union(*map(must_end_before, direct))
+
+
+@pytest.mark.parametrize("name", ALL_OURS)
+def test_the_image_is_built_before_a_service_needs_it(name: str) -> None:
+    """A first run: Compose 1.29 looks for the images one service after the other, in the order of `depends_on`. What it
+    neither finds nor builds it pulls: it knows no `pull_policy`. Compose v2 builds all that can be, and then looks."""
+    described = read(COMPOSE)["services"]
+    builders = {other for other in ALL_OURS if "build" in described[other]}
+    assert all(described[builder]["image"] == described[name]["image"] for builder in builders)
+    assert name in builders or builders & must_end_before(name)
+
+
+def test_only_the_page_and_whom_it_asks_are_on_its_network() -> None:
+    described = read(COMPOSE)["services"]
+    assert {name for name in described if "page" in described[name].get("networks", [])} == {"page", "coordinator"}
+    assert described["page"]["networks"] == ["page"]
+
+
+def test_the_pages_command_is_ours() -> None:
+    from ps_server.cli import parser
+
+    page, coordinator = (read(COMPOSE)["services"][name] for name in ("page", "coordinator"))
+    given = parser().read(page["command"])
+    assert given.command == "page"
+    assert f"--advertise={given.server}" in coordinator["command"]
+    assert page["ports"] == [f"127.0.0.1:{given.page_port}:{given.page_port}"], "it prints the address to open"
+    assert f"http://127.0.0.1:{given.page_port}/" in page["healthcheck"]["test"][-1]
+
+
 @pytest.mark.parametrize("file", [COMPOSE, *OVERLAYS])
 def test_every_file_that_is_named_exists(file: str) -> None:
     described = read(file)
@@ -268,51 +296,6 @@ def test_every_file_that_is_named_exists(file: str) -> None:
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         if line.startswith("!"):
             assert (ROOT / line[1:]).exists(), f"{line} lets nothing in"
-
-
-def dashboard_queries() -> list[str]:
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
-
-
-def test_the_dashboard_shows_metrics_that_exist() -> None:
-    source = "".join(path.read_text() for end in ("server", "worker") for path in (ROOT / f"ps_{end}").rglob("*.py"))
-    used = {name for query in dashboard_queries() for name in re.findall(r"\b(?:ps|grpc_server)_\w+", query)}
-    assert len(used) > 15
-    for name in used:
-        assert f'"{re.sub("_(bucket|sum|count)$", "", name)}"' in source, f"nobody serves {name}"
-
-
-# -- promtool, where it is installed ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def promtool() -> Callable[..., None]:
-    found = shutil.which("promtool")
-    if found is None:
-        pytest.skip("promtool is not installed")
-
-    def check(*words: str | Path, text: str | None = None) -> None:
-        done = subprocess.run([found, "check", *words], input=text, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    return check
-
-
-def test_promtool_accepts_the_configuration(promtool: Callable[..., None]) -> None:
-    promtool("config", "--syntax-only", ROOT / "deploy/prometheus/prometheus.yml")
-
-
-def test_promtool_accepts_the_alerts(promtool: Callable[..., None]) -> None:
-    promtool("rules", ROOT / "deploy/prometheus/alerts.yml")
-
-
-def test_promtool_parses_every_query_of_the_dashboard(promtool: Callable[..., None], tmp_path: Path) -> None:
-    queries = [query.replace("$__rate_interval", "1m").replace("$job", ".*") for query in dashboard_queries()]
-    rules = [{"record": f"panel:query:{number}", "expr": query} for number, query in enumerate(queries)]
-    file = tmp_path / "rules.yml"
-    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
-    promtool("rules", file)
 
 
 # -- a cluster of containers -----------------------------------------------------------------------------------------
@@ -413,18 +396,19 @@ def says_anything(port: int, context: ssl.SSLContext | None) -> bool:
             return False
 
 
-@pytest.fixture(scope="module")
-def deployment() -> Iterator[Deployment]:
-    if not answers("docker", "info"):
-        pytest.skip("no Docker engine answers")
-    compose = next((it for it in (["docker", "compose"], ["docker-compose"]) if answers(*it, "version")), None)
-    if compose is None:
-        pytest.skip("neither `docker compose` nor docker-compose is installed")
+def installed_composes() -> list[list[str]]:
+    """The commands of Compose that are here, v2 first."""
+    return [it for it in (["docker", "compose"], ["docker-compose"]) if answers(*it, "version")]
+
+
+@contextmanager
+def deployed(compose: list[str]) -> Iterator[Deployment]:
+    """The first run on a machine that has no image of ours: one command builds it and starts everything."""
     base = re.findall(r"^ARG PYTHON_IMAGE=(\S+)", DOCKERFILE, re.MULTILINE)[0]
     for image in (base, read(COMPOSE)["services"]["prometheus"]["image"]):
         if not answers("docker", "image", "inspect", image) and not answers("docker", "pull", "-q", image):
             pytest.skip(f"the image {image} is not here and cannot be pulled")
-    name, port = f"ps-test-{os.getpid()}", free_ports(3)
+    name, port = f"ps-test-{os.getpid()}-{len(compose)}", free_ports(4)
     settings = {
         "COMPOSE_PROJECT_NAME": name,
         "COMPOSE_HTTP_TIMEOUT": str(ENGINE_SECONDS),  # Compose 1.29 gives up after 60 s
@@ -434,16 +418,43 @@ def deployment() -> Iterator[Deployment]:
         "PS_STEPS": "100000",  # more than anybody waits for: the tests end it
         "PS_PUBLISH_PORT": str(port + 1),
         "PS_PUBLISH_METRICS_PORT": str(port + 2),
+        "PS_PUBLISH_PAGE_PORT": str(port + 3),
         "PS_PUBLISH_PROMETHEUS_PORT": str(port),
     }
     found = Deployment(compose, name, settings["PS_IMAGE"], port, {**os.environ, **settings})
     try:
-        found("build")
-        found("up", "-d")
+        found("up", "--build", "-d")
         yield found
     finally:
         found("down", "--volumes", check=False)
         answers("docker", "image", "rm", "-f", found.image)
+
+
+@pytest.fixture(scope="module")
+def composes() -> list[list[str]]:
+    if not answers("docker", "info"):
+        pytest.skip("no Docker engine answers")
+    found = installed_composes()
+    if not found:
+        pytest.skip("neither `docker compose` nor docker-compose is installed")
+    return found
+
+
+@pytest.fixture(scope="module")
+def deployment(composes: list[list[str]]) -> Iterator[Deployment]:
+    with deployed(composes[0]) as found:
+        yield found
+
+
+@pytest.mark.docker
+@pytest.mark.timeout(2 * ENGINE_SECONDS)
+def test_the_first_run_works_with_the_other_compose_too(composes: list[list[str]]) -> None:
+    """The tests below are of a first run too, with the one that is preferred."""
+    if len(composes) < 2:
+        pytest.skip(f"only `{' '.join(composes[0])}` is installed")
+    with deployed(composes[1]) as other:
+        assert eventually(lambda: len(other.workers()) == 2), other("logs", "--tail=50")
+        assert other.all_advance()
 
 
 @pytest.mark.docker
@@ -454,19 +465,32 @@ class TestDeployment:
     def test_servers_become_healthy_and_nobody_is_root(self, deployment: Deployment) -> None:
         def healthy() -> bool:
             found = [it["State"]["Health"]["Status"] for name, it in deployment.containers() if name not in UNPROBED]
-            return found == ["healthy"] * (len(SERVERS) + 1)
+            return found == ["healthy"] * (len(SERVERS) + 2)  # the page and Prometheus, too
 
         assert eventually(healthy), deployment("ps")
         for name, container in deployment.containers():
             mounts = {it["Destination"]: it["RW"] for it in container["Mounts"]}
             assert name.startswith("certs") or mounts["/certs"] is False, "only these can change the certificates"
             assert ("/shared" in mounts) == (name == "worker" or name.startswith("shard"))
-        for name in (*SERVERS, "worker", "prometheus"):
+        for name in (*SERVERS, "worker", "page", "prometheus"):
             assert int(deployment("exec", "-T", name, "id", "-u")) > 0
 
     def test_two_workers_train(self, deployment: Deployment) -> None:
         assert eventually(lambda: len(deployment.workers()) == 2), deployment("logs", "--tail=50")
         assert deployment.all_advance()
+
+    def test_the_page_is_at_the_address_that_it_prints(self, deployment: Deployment) -> None:
+        said = deployment("logs", "--no-color", "page")
+        [address] = set(re.findall(r"the page of coordinator:50051 is at (http://127\.0\.0\.1:\d+/)", said))
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            assert answer.headers["Content-Type"].startswith("text/html")
+        with urllib.request.urlopen(f"{address}api/view", timeout=30) as answer:
+            assert [job["job"] for job in json.load(answer)["jobs"]] == ["compose"]
+        reach = "import socket; socket.create_connection(('page', {}), timeout=5)"
+        command = ("exec", "-T", "{}", "python", "-c", reach.format(address.rpartition(":")[2].strip("/")))
+        deployment(*(word.format("coordinator") for word in command))
+        with pytest.raises(AssertionError, match=r"Name or service not known|name resolution"):
+            deployment(*(word.format("worker") for word in command))
 
     def test_prometheus_scrapes_every_process(self, deployment: Deployment) -> None:
         everyone = [("coordinator", "up"), ("shard", "up"), ("shard", "up"), ("worker", "up"), ("worker", "up")]
@@ -489,6 +513,7 @@ class TestDeployment:
             ("coordinator", "server"),
             ("shard-1", "server"),
             ("worker", "worker"),
+            ("page", "reader"),
             ("prometheus", "reader"),
         ):
             keys = [word for word in deployment("exec", "-T", name, "ls", "/certs").split() if word.endswith(".key")]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ps_server.config import ADVERTISE, COORDINATOR, INDEX, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT, SHARDS
+from ps_server.config import ADVERTISE, COORDINATOR, HEALTH_PORT, INDEX, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT, SHARDS
 from ps_server.config import SETTINGS as SERVER_SETTINGS
 from ps_server.storage.export import export
 from ps_worker.cli import LAUNCH_SETTINGS
@@ -39,7 +39,16 @@ def test_the_reference_is_what_the_docstrings_say() -> None:
 
 
 def test_the_page_of_settings_has_each_as_it_is_declared() -> None:
-    servers = (SHARDS, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT, INDEX, COORDINATOR, ADVERTISE, *SERVER_SETTINGS)
+    servers = (
+        SHARDS,
+        MAX_SHARD_RESTARTS,
+        SHARD_START_TIMEOUT,
+        INDEX,
+        COORDINATOR,
+        ADVERTISE,
+        HEALTH_PORT,
+        *SERVER_SETTINGS,
+    )
     declared = (*servers, *LAUNCH_SETTINGS, *OWN_SERVER_SETTINGS, *WORKER_SETTINGS)
     rows = [f"| `{each.key}` | {f'`{each.default}`' if each.default else ''} | {each.text} |" for each in declared]
     page = (DOCS / "configuration.md").read_text()

@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "ps_worker.values": set[str](),
     "ps_worker.metrics": {"ps_worker.values", "ps_runtime"},
     "ps_worker.timeline": {"ps_worker.values"},
-    "ps_worker.model": {"ps_worker.values", "ps_worker.metrics", "ps_worker.timeline"},
+    "ps_worker.model": {"ps_worker.values", "ps_worker.metrics", "ps_worker.timeline", "ps_runtime.troubles"},
     "ps_worker.data": {"ps_worker.values", "ps_worker.metrics"},
     "ps_worker.cluster": {
         "ps_worker.values",
@@ -52,7 +52,7 @@ MAY_IMPORT = {
         "ps_worker.model",
         "ps_runtime",
     },
-    "ps_worker.state": {"ps_worker.values", "ps_worker.data", "ps_worker.cluster"},
+    "ps_worker.state": {"ps_worker.values", "ps_worker.data", "ps_worker.cluster", "ps_runtime.troubles"},
     "ps_worker.strategies": {
         "ps_worker.values",
         "ps_worker.metrics",
@@ -71,6 +71,7 @@ ONLY_IN = {
     "grpc": {"ps_runtime", "ps_server.rpc", "ps_server.server", "ps_worker.cluster"},
     "ray": {"ps_worker.ray"},
     "ps_protocol.v1": {"ps_protocol.convert", "ps_server.rpc", "ps_worker.cluster"},
+    "fsspec": {"ps_server.storage.objects"},
     "prometheus_client": {
         "ps_runtime.metrics",
         "ps_server.shard.metrics",

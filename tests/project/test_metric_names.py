@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import Path
 
+from tests.tools.documented_metrics import documented
 from tests.tools.imports import PACKAGES
 
 ROOT = Path(__file__).parents[2]
@@ -25,12 +26,7 @@ def served() -> set[str]:
     return names - {name + part for name in names for part in ("_count", "_sum")}  # of a histogram that a page reads
 
 
-def explained() -> set[str]:
-    """The names in the first column of the tables of docs/metrics.md."""
-    rows = re.findall(r"^\| (`ps_[^|]*) \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
-    return {name for row in rows for name in re.findall(r"`(ps_\w+)", row)}
-
-
 def test_every_metric_is_explained_and_what_is_explained_is_served() -> None:
-    assert len(explained()) > 40
-    assert explained() == served()
+    explained = {metric.name for metric in documented()}
+    assert len(explained) > 40
+    assert explained == served()

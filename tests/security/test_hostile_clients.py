@@ -25,7 +25,7 @@ from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT
 from ps_runtime.status import error_from
 from ps_server.core.limits import Limits
-from ps_server.ops.status import is_serving
+from ps_server.rpc.health_client import is_serving
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.http2 import PREFACE
 from tests.tools.raw_worker import RawWorker

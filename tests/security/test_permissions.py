@@ -24,6 +24,7 @@ from ps_runtime.credentials import Access, Tls, access
 from ps_runtime.status import error_from
 from ps_server.ops import dev_certs, status
 from ps_server.rpc.auth import parse_access_list
+from ps_server.rpc.health_client import is_serving
 from ps_server.rpc.permissions import EVERYONE, METHODS, Permission, Principal, Role
 from tests.tools.cluster import Cluster
 from tests.tools.raw_worker import joined, vector_job
@@ -109,7 +110,7 @@ def test_the_table_is_what_the_servers_do(guarded: Cluster, role: Role) -> None:
 
 
 def test_health_answers_everyone(guarded: Cluster) -> None:
-    assert status.is_serving(guarded.address)
+    assert is_serving(guarded.address)
 
 
 def test_a_method_that_is_in_no_table_may_be_called_by_nobody() -> None:

@@ -24,6 +24,7 @@ from ps_protocol.errors import InvalidRequest, Untrusted
 from ps_runtime import reloading
 from ps_runtime.credentials import Access, Tls, access, certificate_expiry, require_encryption
 from ps_server.ops import dev_certs, status
+from ps_server.rpc.health_client import is_serving
 from tests.tools.cluster import Cluster
 from tests.tools.launching import ROOT, python
 
@@ -85,7 +86,7 @@ def test_a_worker_with_a_certificate_trains_over_mutual_tls(make_cluster: MakeCl
     for transport in ("grpc", "shm"):
         assert one_step(cluster, transport=transport, **files(certs)) == -1.0
     assert status.fetch(cluster.address, client(certs))["shards"][0]["reachable"]
-    assert status.is_serving(cluster.address, client(certs))
+    assert is_serving(cluster.address, client(certs))
 
 
 @pytest.mark.parametrize(

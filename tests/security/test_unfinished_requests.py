@@ -18,7 +18,7 @@ from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
 from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_server.ops.status import is_serving
+from ps_server.rpc.health_client import is_serving
 from tests.tools.cluster import until
 from tests.tools.launching import Command, resident
 from tests.tools.raw_worker import vector_job

@@ -95,6 +95,24 @@ def test_a_coordinator_that_is_told_to_stop_waits_for_no_restore(cluster: OnePro
         cluster.coordinator.join("job", 1, JoinRequest(host="here", run=worker.run))
 
 
+def test_a_worker_that_a_rollback_overtakes_while_it_joins_is_asked_to_try_again(cluster: OneProcess) -> None:
+    """The shards refuse its incarnation, as that of any earlier worker. No other process has its place."""
+    worker = worker_of(cluster, "async")
+    worker.checkpoint()
+    add_worker = cluster.shards[0].add_worker
+
+    def rolled_back_first(*arguments: Any) -> int:
+        cluster.shards[0].add_worker = add_worker  # type: ignore[method-assign]
+        cluster.start_shard(1)
+        cluster.coordinator.recover_jobs()
+        return add_worker(*arguments)
+
+    cluster.shards[0].add_worker = rolled_back_first  # type: ignore[method-assign]
+    with pytest.raises(TryLater, match="was rolled back while worker 1 joined"):
+        cluster.coordinator.join("job", 1, JoinRequest(host="here", run=worker.run))
+    assert cluster.coordinator.join("job", 1, JoinRequest(host="here", run=worker.run)).member.rank == 1
+
+
 def test_workers_hear_why_their_job_is_not_rolled_back_and_it_is_not_tried_all_the_time(cluster: OneProcess) -> None:
     worker = worker_of(cluster, "async")
     worker.checkpoint()

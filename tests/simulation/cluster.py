@@ -184,9 +184,9 @@ class Cluster:
         self.world.at(0.0, worker.host.kill)
         if error is None or run.over:
             return
-        if isinstance(error, Fenced) and not run.is_beside:
-            self._restart(worker)
-        elif run.may_end:
+        if isinstance(error, Fenced) and run.workers.get(worker.rank) is not worker:
+            return  # another process has its place
+        if run.may_end:
             self._is_lost(run, f"{run.may_end}: {error}")
         else:
             where = {"life": worker.life.number, "at": round(self.world.now - 1000, 3)}

@@ -13,6 +13,7 @@ recordings.py           Sends what an earlier release's worker sent to servers o
 sharing_worker.py       The same, with a segment that it shares with the shard
 partitions.py           One job on one shard, without threads
 checkpoint_files.py     Checkpoints that a test writes itself, without a cluster
+object_store.py         A server of this machine that speaks S3, with one bucket
 rollbacks.py            A job whose workers train, have checkpoints made, and join again after a rollback
 optimizers.py           Each optimizer of a shard, with hyper-parameters that are not the defaults
 small_models.py         Weights and data that follow from a seed, one step, and comparisons of weights
@@ -20,8 +21,14 @@ unfinished.py           Calls whose request never ends
 counting.py             The counting oracle for data: each sample adds 1 to a cell of its own
 oracle_run.py           A job of the counting oracle in threads, to which something happens on the way
 launching.py            Commands as processes, to their end or while they run; scripts as modules
+kubernetes.py           The files of deploy/kubernetes, as they stand and as kubectl renders them
+pods.py                 Runs the pods of Kubernetes objects: on loopback, or where a place says
+container_place.py      Containers for those pods: a network namespace each, another user, a read-only root
+network.py              A real network of network namespaces on a switch
+prometheus_rule.py      Writes the alerts for Prometheus' operator: `make alerts`
 slurm.py                A real Slurm of two nodes on this machine
 rays.py                 A real Ray of three nodes on this machine, and the progress of workers that train there
+documented_metrics.py   What docs/metrics.md says of each metric, read from its tables
 forkserver.py           Processes that start in a moment: forks of one that has imported everything
 framework_processes.py  Workers of Lightning or Hugging Face, each in a process of its own
 fuzzing.py              One shard and one coordinator without a network, which take any bytes; their state as a hash

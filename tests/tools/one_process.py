@@ -182,12 +182,12 @@ class OneProcess:
 class DirectWorker:
     """A worker that trains a job of one vector, with a step of minus one in each of its cells."""
 
-    def __init__(self, cluster: OneProcess, spec: JobSpec, rank: int) -> None:
+    def __init__(self, cluster: OneProcess, spec: JobSpec, rank: int, launch: str = "") -> None:
         self.cluster, self.spec, self.rank = cluster, spec, rank
         self.layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         self.clock, self.in_checkpoint = 0, False
-        self.run = cluster.coordinator.register_job(spec)[0].placed.run
-        self.place = self.join(JoinRequest(host="here", run=self.run))
+        self.run = cluster.coordinator.register_job(spec, launch)[0].placed.run
+        self.place = self.join(JoinRequest(host="here", run=self.run, launch=launch))
 
     def join(self, request: JoinRequest) -> JoinResult:
         self.place = self.cluster.coordinator.join(self.spec.name, self.rank, request)
@@ -198,11 +198,11 @@ class DirectWorker:
         previous = self.place.member.incarnation
         return self.join(JoinRequest(host="here", previous=previous, clock=self.clock, run=self.run))
 
-    def leave(self, state: tuple[int, bytes] | None = None) -> bool:
-        """Leaves, with a clock and a state or nothing."""
+    def leave(self, state: tuple[int, bytes] | None = None, done: bool = False) -> bool:
+        """Leaves, with a clock and a state or nothing. done: its script has come to its end"""
         member = self.place.member
         return self.cluster.coordinator.leave(
-            self.spec.name, self.rank, member.incarnation, member.key, self.run, state
+            self.spec.name, self.rank, member.incarnation, member.key, self.run, state, done
         )
 
     def initialise(self) -> None:

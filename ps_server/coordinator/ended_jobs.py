@@ -1,0 +1,107 @@
+"""The jobs that are over: why, and which of them have finished.
+
+A job has finished when the last of its workers has left because its script had come to its end. It stays finished for
+the launches that took part in it: a worker that such a launch starts late is told so, and does not train the job a
+second time. For every other launch the name is free.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+
+from ps_protocol.errors import JobFinished, NotFound
+
+JOBS_KEPT = 64  # of each kind; the first to end are forgotten
+
+
+@dataclass(frozen=True)
+class FinishedJob:
+    """A run of a job that has finished. The names of the fields are those in the coordinator's file.
+
+    launches: that took part in it, or in a run of the same name that finished before
+    at:       when, in seconds since 1970
+    """
+
+    run: str
+    launches: tuple[str, ...]
+    at: float
+
+
+class EndedJobs:
+    """Methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._why: dict[str, str] = {}  # of jobs that ended otherwise than by their workers' leaving
+        self._finished: dict[str, FinishedJob] = {}
+
+    def finished(self) -> Mapping[str, FinishedJob]:
+        """Returns the jobs that have finished, by name."""
+        with self._lock:
+            return dict(self._finished)
+
+    def resume(self, finished: Mapping[str, FinishedJob]) -> None:
+        """Takes over what an earlier coordinator knew of jobs that have finished."""
+        with self._lock:
+            self._finished = dict(finished)
+
+    def check(self, name: str, launch: str) -> None:
+        """Raises JobFinished where a job has finished in which this launch took part; an empty one did in none."""
+        with self._lock:
+            finished = self._finished.get(name)
+            if finished is not None and launch and launch in finished.launches:
+                raise _error(name, finished)
+
+    def error(self, name: str, run: str) -> NotFound | None:
+        """Returns what a worker of a run is told for which no job is there; None: it did not end here. run: may be
+        empty"""
+        with self._lock:
+            finished, why = self._finished.get(name), self._why.get(name)
+        if finished is not None and run == finished.run:
+            return _error(name, finished)
+        return NotFound(f"job {name!r} ended: {why}") if why else None
+
+    def ended(self, name: str, why: str, finished: FinishedJob | None) -> None:
+        """Notes that a job is over. why: in words; empty where its workers have left"""
+        with self._lock:
+            if finished is not None:
+                before = self._finished.pop(name, None)
+                launches = dict.fromkeys((*(before.launches if before is not None else ()), *finished.launches))
+                self._finished[name] = replace(finished, launches=tuple(launches))
+                while len(self._finished) > JOBS_KEPT:
+                    del self._finished[next(iter(self._finished))]
+            if why:
+                self._why[name] = why
+                while len(self._why) > JOBS_KEPT:
+                    del self._why[next(iter(self._why))]
+
+    def begun(self, name: str, launch: str) -> None:
+        """Notes that a job of this name is made anew. launch: that made it; empty: not known, or by its own wish"""
+        with self._lock:
+            self._why.pop(name, None)
+            if not launch:
+                self._finished.pop(name, None)
+
+    def joined(self, name: str, launch: str) -> None:
+        """Notes that a launch takes part in the job of this name that runs now: it is not finished for that launch."""
+        with self._lock:
+            finished = self._finished.get(name)
+            if finished is not None and launch in finished.launches:
+                left = tuple(other for other in finished.launches if other != launch)
+                self._finished[name] = replace(finished, launches=left)
+
+    def forget(self, name: str) -> bool:
+        """Has a job that has finished begin anew, whoever registers it. Returns whether there was one."""
+        with self._lock:
+            return self._finished.pop(name, None) is not None
+
+
+def _error(name: str, finished: FinishedJob) -> JobFinished:
+    at = datetime.fromtimestamp(finished.at, timezone.utc).isoformat(" ", "seconds")
+    return JobFinished(
+        f"job {name!r} has finished: its last worker was done at {at}. There is nothing to do for this worker. "
+        f"`ps-server end --job {name}` has its launch begin it anew; another launch does so anyway"
+    )

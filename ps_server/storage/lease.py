@@ -1,0 +1,193 @@
+"""The lock of a directory in an object store, which knows no locks: a lease that its holder renews.
+
+    NAME-000007   the lock: JSON that says who has it, and a number that rises with each renewal
+
+The lock is the object with the highest number. It is taken by making the next one, which only one process can
+(a conditional put), and only after its content stood still for as long as a lease: then its holder is gone, or cut off.
+A holder that was stopped for so long finds the higher number before it writes again, and writes nothing any more. Only
+what it had on the way to the store at that moment may still arrive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+log = logging.getLogger("ps_server")
+
+LEASE_SECONDS = 20.0
+RENEWALS_PER_LEASE = 4
+LOOKS_PER_LEASE = 20
+
+
+class Store(Protocol):
+    """What a lease needs of an object store. Methods raise OSError."""
+
+    def files(self, path: Path) -> list[str]:
+        """Returns the names of the files in a directory."""
+
+    def read(self, path: Path) -> bytes:
+        """Returns the content of a file."""
+
+    def create(self, path: Path, data: bytes) -> None:
+        """Makes a file. Raises FileExistsError if it is there."""
+
+    def put(self, path: Path, data: bytes) -> None:
+        """Gives a file new content."""
+
+    def remove(self, path: Path) -> None:
+        """Removes a file."""
+
+
+class Lease:
+    """One process' lease of a name. Methods may be called from any thread.
+
+    seconds: for which others wait before they take it from a holder that does not renew it
+    """
+
+    def __init__(self, store: Store, path: Path, holder: bytes, seconds: float) -> None:
+        self._store, self._path, self._seconds = store, path, seconds
+        self._content: dict[str, Any] = {
+            "holder": holder.decode(),
+            "token": secrets.token_hex(16),
+            "count": 0,
+            "machine": _machine(),
+            "pid": os.getpid(),
+            "released": False,
+        }
+        self._number = 0
+        self._renewed = 0.0
+        self._lost = ""  # why nothing may be written any more
+        self._lock = threading.Lock()  # held while it is renewed
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._renew_regularly, name="lease", daemon=True)
+
+    def take(self) -> None:
+        """Takes the lease, and keeps it from here on. Raises BlockingIOError with the text of a live holder."""
+        while not self._number:
+            number, content = self._newest()
+            if content is not None and self._is_live(number, content):
+                raise BlockingIOError(errno.EWOULDBLOCK, str(content.get("holder", "")))
+            began = _now()
+            with contextlib.suppress(FileExistsError):  # another was faster
+                self._store.create(self._at(number + 1), self._text())
+                self._number, self._renewed = number + 1, began
+        with contextlib.suppress(FileExistsError):
+            self._store.create(self._at(self._number), self._text())
+            raise OSError(errno.EIO, "this store overwrites what a conditional put must not: there is no lock on it")
+        for number in self._numbers():
+            if number < self._number:
+                self._store.remove(self._at(number))
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises OSError if another process may have the lease by now."""
+        if _now() - self._renewed > self._seconds and not self._stop.is_set():
+            self._renew()
+        if self._lost:
+            raise OSError(errno.ESTALE, self._lost)
+
+    def release(self) -> None:
+        """Gives the lease back: another process gets it at once."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        with contextlib.suppress(OSError):
+            self._renew(released=True)
+
+    def _renew_regularly(self) -> None:
+        while not self._stop.wait(self._seconds / RENEWALS_PER_LEASE) and not self._lost:
+            self._try_to_renew()
+
+    def _try_to_renew(self) -> None:
+        try:
+            self._renew()
+        except OSError:
+            pass  # the store is away: again soon; nothing is written before it is back
+        except Exception:
+            log.exception("the lease of %s is not renewed", self._path)
+
+    def _renew(self, released: bool = False) -> None:
+        with self._lock:
+            began, (number, content) = _now(), self._newest()
+            if self._lost:
+                return
+            if number != self._number or content is None or content.get("token") != self._content["token"]:
+                other = "" if content is None else f": {content.get('holder')}"
+                self._lost = f"another process has taken {self._path} over{other}"
+                log.error("%s; this one writes nothing there any more", self._lost)
+                return
+            self._content |= {"count": self._content["count"] + 1, "released": released}
+            self._store.put(self._at(number), self._text())
+            self._renewed = began
+
+    def _is_live(self, number: int, content: dict[str, Any]) -> bool:
+        """Whether the holder of a lease renews it. That takes up to one lease."""
+        if content.get("released") or _is_dead(content):
+            return False
+        log.info("%s is held: looking for %g s whether its holder renews it", self._path, self._seconds)
+        until = time.monotonic() + self._seconds
+        while time.monotonic() < until:
+            self._stop.wait(self._seconds / LOOKS_PER_LEASE)
+            now, seen = self._newest()
+            if now != number or seen != content:
+                return seen is not None and not seen.get("released")
+        return False
+
+    def _newest(self) -> tuple[int, dict[str, Any] | None]:
+        """Returns the number and the content of the lock; 0 and None where there was none."""
+        number = max(self._numbers(), default=0)
+        if not number:
+            return 0, None
+        try:
+            content = json.loads(self._store.read(self._at(number)))
+        except (ValueError, RecursionError):
+            content = None
+        return number, content if isinstance(content, dict) else {"holder": ""}
+
+    def _numbers(self) -> list[int]:
+        prefix = f"{self._path.name}-"
+        names = [name for name in self._store.files(self._path.parent) if name.startswith(prefix)]
+        texts = [name.removeprefix(prefix) for name in names]
+        return [int(text) for text in texts if text.isascii() and text.isdigit()]
+
+    def _at(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}-{number:06d}")
+
+    def _text(self) -> bytes:
+        return json.dumps(self._content).encode()
+
+
+def _now() -> float:
+    """Returns seconds that pass while this process is stopped or its machine is suspended, too."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _machine() -> str:
+    """Returns what processes share among which a pid means the same; empty where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _is_dead(content: dict[str, Any]) -> bool:
+    """Whether a holder is known to be gone: a process of this machine that ended without giving its lease back."""
+    pid = content.get("pid")
+    if type(pid) is not int or pid <= 0 or not content.get("machine") or content["machine"] != _machine():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False

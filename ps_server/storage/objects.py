@@ -1,0 +1,236 @@
+"""The files of a directory of checkpoints in an object store, by fsspec: what disk.py is for a file system.
+
+An object is there whole or not at all, and is durable when the store has acknowledged it, so nothing here is renamed or
+flushed. There are no directories: a name with a slash makes one. A new directory is claimed by an object in it that
+only one caller can make (a conditional put). A lock is a lease: see lease.py.
+
+The store has to be strongly consistent and to know conditional puts, as S3 and GCS do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+from urllib.parse import quote, unquote
+
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.framing import Buffer
+from ps_server.storage.disk import pieces
+from ps_server.storage.lease import LEASE_SECONDS, Lease
+
+CLAIM = ".begun"  # the object that makes a directory
+PART_BYTES = 2**25  # of an upload, of which there may be 10,000: so a file may have 320 GB
+READ_AHEAD_BYTES = 2**23
+_OPTIONS: dict[str, Any] = {}  # of fsspec's file system, beside those that make it see what others have written
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
+
+
+class Objects:
+    """One object store, of one protocol of fsspec; see storage.files.Files. Paths are RemotePaths.
+
+    lease_seconds: after which the lock of a process that is gone is taken over
+    """
+
+    def __init__(self, protocol: str, lease_seconds: float = LEASE_SECONDS) -> None:
+        self._fs = _file_system(protocol)
+        self._lease_seconds = lease_seconds
+        self._lease: Lease | None = None
+
+    def make_directory(self, path: Path, is_new: bool = False) -> None:
+        """Claims a directory that `is_new`, or looks whether the store answers: others come with their files.
+
+        Raises FileExistsError for a new one that is there.
+        """
+        if is_new:
+            self.create(path / CLAIM, b"begun")
+        elif self.kind(path) is None and self.kind(bucket := (path, *path.parents)[-3]) is None:
+            raise FileNotFoundError(errno.ENOENT, f"there is no {bucket}")
+
+    def is_writable(self, path: Path) -> bool:
+        """Returns True: what may be written shows when it is."""
+        return True
+
+    def kind(self, path: Path) -> str | None:
+        """Returns what is at a path: "a file" or "a directory"; None: nothing is."""
+        with _told(path):
+            try:
+                return f"a {self._fs.info(_key(path))['type']}"
+            except FileNotFoundError:
+                return None
+
+    def directories(self, path: Path) -> list[str]:
+        """Returns the names of the directories in a directory, sorted; none where it is missing."""
+        return sorted(name for name, kind in self._list(path) if kind == "directory")
+
+    def files(self, path: Path) -> list[str]:
+        """Returns the names of the files in a directory, sorted; none where it is missing."""
+        return sorted(name for name, kind in self._list(path) if kind == "file")
+
+    def is_empty(self, path: Path) -> bool:
+        """Whether no file is in a directory."""
+        return not any(name != CLAIM for name, _ in self._list(path))
+
+    def _list(self, path: Path) -> Iterator[tuple[str, str]]:
+        """Yields name and type of all that is in a directory."""
+        with _told(path):
+            try:
+                entries = self._fs.ls(_key(path), detail=True)
+            except FileNotFoundError:
+                return
+        for entry in entries:
+            yield unquote(entry["name"].rstrip("/").rpartition("/")[2]), entry["type"]
+
+    def size(self, path: Path) -> int:
+        """Returns the bytes of a file."""
+        return int(self._info(path)["size"])
+
+    def modified(self, path: Path) -> float:
+        """Returns when a file was written last, in seconds since 1970."""
+        self._info(path)
+        with _told(path):
+            return float(self._fs.modified(_key(path)).timestamp())
+
+    def _info(self, path: Path) -> dict[str, Any]:
+        with _told(path):
+            info = self._fs.info(_key(path))
+        if info["type"] != "file":
+            raise OSError(0, f"expected a file, found a {info['type']}", path)
+        return dict(info)
+
+    def lock(self, path: Path, holder: bytes) -> Callable[[], None]:
+        """Takes the lease of a name; from then on nothing is written here without it. `holder`: for others to read.
+
+        Raises BlockingIOError, with that text, if a live process has it. That takes as long as a lease.
+        """
+        lease = Lease(self, path, holder, self._lease_seconds)
+        lease.take()
+        self._lease = lease
+        return lease.release
+
+    def open(self, path: Path) -> BinaryIO:
+        """Opens a file to read it. What it returns is closed by the caller."""
+        with _told(path):
+            opened = self._fs.open(_key(path), "rb", block_size=READ_AHEAD_BYTES, cache_type="readahead")
+        return cast(BinaryIO, _Reader(opened, path))
+
+    def read(self, path: Path) -> bytes:
+        """Returns the content of a file."""
+        with _told(path):
+            return bytes(self._fs.cat_file(_key(path)))
+
+    def write(self, path: Path, chunks: Iterable[Buffer], mode: int = 0o600) -> None:
+        """Writes a file, in place of one that is there: it is there when all of it has arrived, or not at all.
+
+        Raises FileNotFoundError if nothing has claimed its directory, or that was removed since.
+        """
+        self._check_lease()
+        self._info(path.parent / CLAIM)
+        with _told(path):
+            file = self._fs.open(_key(path), "wb", block_size=PART_BYTES)
+        try:
+            for piece in pieces(chunks):
+                with _told(path):
+                    file.write(piece)
+            with _told(path):
+                file.close()
+        except BaseException:
+            file.closed = True  # otherwise it would be completed when it is collected
+            with contextlib.suppress(Exception):
+                file.discard()
+            raise
+
+    def replace(self, path: Path, data: bytes, failpoint: Callable[[str], object], mode: int = 0o600) -> None:
+        """Gives a file new content; see storage.files.Files.replace."""
+        self._check_lease()
+        failpoint("half-written")
+        failpoint("unnamed")
+        self.put(path, data)
+
+    def put(self, path: Path, data: bytes) -> None:
+        """Gives a file new content, with the lease or without."""
+        with _told(path):
+            self._fs.pipe_file(_key(path), data)
+
+    def create(self, path: Path, data: bytes) -> None:
+        """Makes a file. Raises FileExistsError if it is there: of several callers only one makes it."""
+        with _told(path):
+            self._fs.pipe_file(_key(path), data, mode="create")
+
+    def remove(self, path: Path) -> None:
+        """Removes a file."""
+        self._check_lease()
+        with _told(path):
+            self._fs.rm_file(_key(path))
+
+    def remove_tree(self, path: Path) -> None:
+        """Removes a directory with all that is in it, as far as it can."""
+        inside = _key(path) + "/"
+        with contextlib.suppress(Exception):
+            self._check_lease()
+            for key in self._fs.find(_key(path)):
+                if key.startswith(inside):
+                    self._fs.rm_file(key)
+
+    def _check_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+
+
+class _Reader(io.RawIOBase):
+    """An object that is read from its begin to its end."""
+
+    def __init__(self, file: Any, path: Path) -> None:
+        super().__init__()
+        self._file, self._path = file, path
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills a buffer with what comes next, or a part of it; returns how many bytes, 0 at the end."""
+        with _told(self._path):
+            return int(self._file.readinto(buffer))
+
+    def close(self) -> None:
+        """Closes it."""
+        self._file.close()
+        super().close()
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Has what goes wrong in fsspec, and in the packages under it, be an OSError with words.
+
+    It is a ConnectionError unless it is about one object: whatever keeps the store from answering may pass.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
+    except FileExistsError:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+    except Exception as error:
+        raise ConnectionError(errno.EIO, str(error) or type(error).__name__, path) from error
+
+
+def _key(path: Path) -> str:
+    """Returns the name of an object as fsspec has it: no character in it means anything there."""
+    _, bucket, *names = path.parts
+    return "/".join((bucket, *(quote(name, safe="=+@") for name in names)))
+
+
+def _file_system(protocol: str) -> Any:
+    package = _PACKAGES[protocol]
+    try:
+        import fsspec  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+        return fsspec.filesystem(protocol, use_listings_cache=False, skip_instance_cache=True, **_OPTIONS)
+    except ImportError:
+        extra = "ps-torch[remote]" if protocol == "s3" else package
+        raise InvalidRequest(f"{protocol}:// needs the packages fsspec and {package}: pip install '{extra}'") from None

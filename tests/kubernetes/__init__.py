@@ -1,0 +1,1 @@
+"""The files of deploy/kubernetes: what they say, whether Kubernetes takes them, and whether their pods run."""

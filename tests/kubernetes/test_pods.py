@@ -1,0 +1,128 @@
+"""The pods run, from the objects that kubectl renders, as a cluster would run them: see tests/tools/pods.py.
+
+Not held here: scheduling, the network plugin, NetworkPolicy, limits of CPU and memory, seccomp, and cert-manager.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.tools.container_place import ContainerPlace
+from tests.tools.kubernetes import FILES, Object, base, copy_of_the_files, kubectl, one, read, render
+from tests.tools.network import network_of
+from tests.tools.pods import END_SECONDS, LoopbackPlace, Place, Pods, wait_ready
+
+USER = 10001
+MOST_PODS = 12  # with those that replace others
+# The manifests' training, smaller, and with checkpoints so often that there is one when the shard is killed.
+STEPS, EVERY = 700, "2s"
+TINY = ["--batch-size=2", "--layers=1", "--heads=2", "--width=16", "--block=8"]
+OVERLAY = """
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+resources: [../../base]
+components: [../../components/cert-manager]
+namespace: ps
+replicas: [{name: shards, count: 2}]
+replacements: [{path: wiring.yaml}]
+"""
+
+
+def smaller(objects: list[Object]) -> list[Object]:
+    """The same objects, with other numbers."""
+    changed = copy.deepcopy(objects)
+    worker = one(changed, "Job", "workers")["spec"]["template"]["spec"]["containers"][0]
+    worker["args"] = [re.sub(r"^--steps=.*", f"--steps={STEPS}", each) for each in worker["args"]] + TINY
+    server = one(changed, "Deployment", "coordinator")["spec"]["template"]["spec"]["containers"][0]
+    server["args"] = [re.sub(r"^--checkpoint-every=.*", f"--checkpoint-every={EVERY}", each) for each in server["args"]]
+    return changed
+
+
+@contextmanager
+def running(objects: list[Object], folder: Path, place: Place) -> Iterator[Pods]:
+    pods = Pods(smaller(objects), folder, place)
+    try:
+        yield pods
+    finally:
+        pods.close()
+
+
+def trains_through_the_death_of_a_shard(pods: Pods) -> None:
+    """All servers are ready; a killed shard comes back from a checkpoint; all workers, and then all servers, end."""
+    wait_ready(pods, "coordinator", "shards")
+    [coordinator] = pods.of("coordinator")
+    address = "coordinator.ps.svc.cluster.local:50051"
+    said = pods.run_in(coordinator, "ps-server", "status", "--server", address, "--json")
+    assert said.returncode == 0, said.stderr
+    shards = json.loads(said.stdout)["shards"]
+    assert [(shard["index"], shard["reachable"]) for shard in shards] == [(0, True), (1, True)]
+
+    pods.until(lambda: len(re.findall(r"checkpoint \d+ at clock", coordinator.log)) >= 2, "two checkpoints")
+    assert not pods.ended, f"the workers were done before the shard was killed: raise STEPS\n{pods.logs()}"
+    pods.kill(pods.of("shards")[1])
+    pods.until(lambda: "rolled back to checkpoint" in coordinator.log, "the rollback")
+    assert pods.replaced == ["shards-1"]
+    pods.until(lambda: len(pods.ended) == 2, "the end of both workers")
+    assert pods.ended == {"workers-0": 0, "workers-1": 0}
+    assert pods.replaced == ["shards-1"], "no worker was started again"
+    late = pods.start_again(pods.of("workers")[0])
+    pods.until(lambda: len(pods.ended) == 2, "the end of a worker that comes late")
+    assert "has finished" in late.log
+    assert pods.replaced == ["shards-1"], "it ends with 0"
+    assert all(pods.passes(pod, "livenessProbe") for pod in [coordinator, *pods.of("shards")])
+    assert pods.end() == {"coordinator-0": 0, "shards-0": 0, "shards-1": 0}
+    assert "Traceback" not in pods.logs()
+
+
+def as_they_stand() -> list[Object]:
+    return [*base(), *read(*sorted((FILES / "components" / "cert-manager").glob("[ac]*.yaml")))]
+
+
+@pytest.mark.timeout(480)
+def test_the_commands_of_the_pods_train_through_the_death_of_a_shard(tmp_path: Path) -> None:
+    """The twin of the test below that needs nothing: the same commands on loopback."""
+    with running(as_they_stand(), tmp_path, LoopbackPlace(tmp_path, MOST_PODS)) as pods:
+        trains_through_the_death_of_a_shard(pods)
+
+
+@pytest.mark.kubernetes
+@pytest.mark.netns
+@pytest.mark.timeout(480)
+def test_pods_without_root_or_a_root_to_write_to_train_through_the_death_of_a_shard(
+    tmp_path: Path,
+) -> None:
+    if kubectl() is None:
+        pytest.skip("kubectl is not here: pip install 'ps-torch[kubernetes]'")
+    files = copy_of_the_files(tmp_path / "files")
+    overlay = files / "overlays" / "test"
+    overlay.mkdir()
+    (overlay / "kustomization.yaml").write_text(OVERLAY)
+    (overlay / "wiring.yaml").write_text((files / "overlays" / "demo" / "wiring.yaml").read_text())
+    (tmp_path / "pods").mkdir()
+    with network_of(1 + MOST_PODS) as network:
+        place = ContainerPlace(tmp_path / "pods", network)
+        with running(render(overlay), tmp_path / "pods", place) as pods:
+            wait_ready(pods, "coordinator")
+            for pod in (*pods.of("coordinator"), *pods.of("shards"), *pods.of("workers")):
+                process = pods.process_of(pod)
+                pods.until(lambda process=process: owner(process) == USER, "the user", END_SECONDS)  # type: ignore[misc]
+                status = (process / "status").read_text()
+                assert re.search(r"^CapEff:\s+0+$", status, re.MULTILINE), "it has no capability"
+                assert re.search(r"^CapBnd:\s+0+$", status, re.MULTILINE), "and cannot get any"
+                assert re.search(r"^NoNewPrivs:\s+1$", status, re.MULTILINE)
+                for path in ("/new", "/app/new", "/certs/new", "/usr/new"):
+                    refused = pods.run_in(pod, "touch", path)
+                    assert "Read-only file system" in refused.stderr, (pod.name, path, refused.stderr)
+            trains_through_the_death_of_a_shard(pods)
+
+
+def owner(process: Path) -> int:
+    [found] = re.findall(r"^Uid:\s+(\d+)", (process / "status").read_text(), re.MULTILINE)
+    return int(found)

@@ -1,0 +1,145 @@
+"""Whether Kubernetes would take what kubectl renders: each object by the schema of its kind, unknown fields refused.
+
+The schemas come with the extra `kubernetes`: Kubernetes' own, and the models of cert-manager's, Prometheus' operator's
+and Kubeflow Trainer's resources. No API server is asked, so rules that only it knows are not held here.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.tools.kubernetes import FILES, OVERLAYS, Object, copy_of_the_files, kubectl, one, render, templates
+
+pytestmark = pytest.mark.kubernetes
+# The oldest that has all fields that the files use, and the newest that is known. PS_INDEX needs a label of 1.28.
+VERSIONS = ("1.29.0", "1.37.0")
+MODELS = {  # by API group and version: the module, and what stands before the kind
+    "cert-manager.io/v1": ("cloudcoil.models.cert_manager.v1", ""),
+    "monitoring.coreos.com/v1": ("cloudcoil.models.prometheus_operator.v1", ""),
+    "trainer.kubeflow.org/v1alpha1": ("kubeflow_trainer_api.models", "TrainerV1alpha1"),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the files, with what `dev-certs` makes."""
+    if kubectl() is None:
+        pytest.skip("kubectl is not here: pip install 'ps-torch[kubernetes]'")
+    copied = copy_of_the_files(tmp_path_factory.mktemp("files"))
+    from ps_server.ops import dev_certs
+
+    readme = (FILES / "components" / "dev-certs" / "kustomization.yaml").read_text()
+    hosts = re.findall(r"--host '?([^\s']+)", readme)
+    dev_certs.write(copied / "components" / "dev-certs" / "certs", hosts)
+    return copied
+
+
+@pytest.fixture(scope="module")
+def rendered(files: Path) -> dict[str, list[Object]]:
+    return {name: render(files / name) for name in (*(f"overlays/{name}" for name in OVERLAYS), "kubeflow")}
+
+
+def refusals(manifest: Object, version: str) -> list[str]:
+    """What is wrong with an object."""
+    if manifest["apiVersion"] in MODELS:
+        return refusals_of_model(manifest)
+    validator = pytest.importorskip("kubernetes_validate", reason="needs pip install 'ps-torch[kubernetes]'")
+    try:
+        validator.validate(manifest, version, strict=True)
+    except validator.ValidationError as error:
+        return [str(error.message)]
+    return []
+
+
+def refusals_of_model(manifest: Object) -> list[str]:
+    """The models leave out fields that they do not know: what does not come back is one of those."""
+    module, prefix = MODELS[manifest["apiVersion"]]
+    model = getattr(pytest.importorskip(module), prefix + manifest["kind"])
+    pydantic = pytest.importorskip("pydantic")
+    try:
+        if hasattr(model, "from_dict"):  # Kubeflow's, which reads quantities and ports by itself
+            known = model.from_dict(manifest).to_dict()
+        else:
+            known = model.model_validate(manifest).model_dump(mode="json", by_alias=True, exclude_unset=True)
+    except pydantic.ValidationError as error:
+        return [str(each["msg"]) for each in error.errors()]
+    return list(lost(manifest, known))
+
+
+def lost(given: Any, known: Any, place: str = "") -> list[str]:
+    """The fields of an object that a model did not keep."""
+    if isinstance(given, dict) and isinstance(known, dict):
+        missing = [f"{place}.{key} is not known" for key in given.keys() - known.keys()]
+        both = given.keys() & known.keys()
+        return missing + [each for key in both for each in lost(given[key], known[key], f"{place}.{key}")]
+    if isinstance(given, list) and isinstance(known, list) and len(given) == len(known):
+        return [each for pair in zip(given, known, strict=True) for each in lost(*pair, place)]
+    return [] if given == known else [f"{place}: {given!r} became {known!r}"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", ["overlays/demo", "overlays/gpu", "kubeflow"])
+def test_kubernetes_takes_every_object(rendered: dict[str, list[Object]], name: str, version: str) -> None:
+    objects = rendered[name]
+    assert len(objects) > 7
+    assert {
+        f"{each['kind']} {each['metadata']['name']}": wrong for each in objects if (wrong := refusals(each, version))
+    } == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "path", "value"),
+    [
+        ("overlays/demo", "StatefulSet", "spec.replicaz", 2),
+        ("overlays/demo", "StatefulSet", "spec.replicas", "two"),
+        ("overlays/demo", "Job", "spec.podFailurePolicy.rules", "Ignore"),
+        ("overlays/gpu", "Certificate", "spec.dnsNamez", ["a"]),
+        ("overlays/gpu", "PodMonitor", "spec.podMetricsEndpoints", 7),
+        ("overlays/gpu", "PodMonitor", "spec.podMetricsEndpoint", []),
+        ("kubeflow", "ClusterTrainingRuntime", "spec.template.spec.replicas", 2),
+        ("kubeflow", "TrainJob", "spec.trainer.numNodes", "two"),
+    ],
+)
+def test_what_is_wrong_is_refused(
+    rendered: dict[str, list[Object]], name: str, kind: str, path: str, value: object
+) -> None:
+    """So that the test above can fail."""
+    manifest = copy.deepcopy(next(each for each in rendered[name] if each["kind"] == kind))
+    *above, last = path.split(".")
+    inside = manifest
+    for key in above:
+        inside = inside[key]
+    inside[last] = value
+    assert refusals(manifest, VERSIONS[-1])
+
+
+def test_the_number_of_shards_and_the_namespace_are_each_written_once(files: Path, tmp_path: Path) -> None:
+    changed = copy_of_the_files(tmp_path)
+    path = changed / "overlays" / "gpu" / "kustomization.yaml"
+    overlay = yaml.safe_load(path.read_text())
+    overlay["namespace"], overlay["replicas"] = "elsewhere", [{"name": "shards", "count": 7}]
+    path.write_text(yaml.safe_dump(overlay))
+    objects = render(path.parent)
+    found = {each.name: each for each in templates(objects)}
+    assert found["shards"].count == 7
+    assert "--shards=7" in found["coordinator"].container["args"]
+    namespaces = {each["metadata"].get("namespace", each["metadata"]["name"]) for each in objects}
+    assert namespaces == {"elsewhere"}
+    names = {name: one(objects, "Certificate", name)["spec"]["dnsNames"][0] for name in ("coordinator", "shards")}
+    assert names == {
+        "coordinator": "coordinator.elsewhere.svc.cluster.local",
+        "shards": "*.shards.elsewhere.svc.cluster.local",
+    }
+
+
+def test_the_overlay_for_gpus_gives_each_worker_one_and_no_server(rendered: dict[str, list[Object]]) -> None:
+    found = {each.name: each.container for each in templates(rendered["overlays/gpu"])}
+    asked = {name: each["resources"]["limits"].get("nvidia.com/gpu") for name, each in found.items()}
+    assert asked == {"coordinator": None, "shards": None, "workers": 1}
+    assert found["workers"]["image"] != found["shards"]["image"]

@@ -1,0 +1,146 @@
+"""A job that has finished stays finished for the launches that took part in it, and for no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ps_protocol.errors import JobFinished, NotFound
+from ps_server.coordinator.ended_jobs import JOBS_KEPT, EndedJobs, FinishedJob
+from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.coordinator.state_file import StateFile
+from ps_server.core.membership import JoinRequest
+from tests.tools.one_process import CELLS, DirectWorker, OneProcess
+from tests.tools.raw_worker import vector_job
+
+SPEC = vector_job("job", "async", CELLS, 0)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[OneProcess]:
+    cluster = OneProcess(tmp_path)
+    cluster.while_waiting()
+    yield cluster
+    cluster.stop()
+
+
+def trained(cluster: OneProcess, *launches: str) -> list[DirectWorker]:
+    """A worker of each launch, of which the first has made a step."""
+    workers = [DirectWorker(cluster, SPEC, rank, launch) for rank, launch in enumerate(launches)]
+    workers[0].initialise()
+    workers[0].push()
+    return workers
+
+
+def begins(cluster: OneProcess, launch: str) -> bool:
+    """Whether a worker of a launch that registers the job now makes it."""
+    return cluster.coordinator.register_job(SPEC, launch)[1]
+
+
+def test_a_late_worker_of_a_launch_that_took_part_is_told_so_and_another_launch_begins_anew(
+    cluster: OneProcess,
+) -> None:
+    preempted, last = trained(cluster, "a", "b")
+    preempted.leave()
+    assert last.leave(done=True)
+    for launch in ("a", "b"):
+        with pytest.raises(JobFinished, match=r"'job' has finished: .* at 1970-.*`ps-server end --job job`"):
+            cluster.coordinator.register_job(SPEC, launch)
+    assert cluster.coordinator.jobs() == {}, "nothing was made"
+    assert begins(cluster, "c")
+
+
+@pytest.mark.parametrize("done", [(True, False), (False, False)])
+def test_a_job_whose_last_worker_was_cut_short_has_not_finished(cluster: OneProcess, done: tuple[bool, bool]) -> None:
+    """Also a worker that was done before it: what the last one has not done is still to be done."""
+    for worker, is_done in zip(trained(cluster, "a", "a"), done, strict=True):
+        worker.leave(done=is_done)
+    assert begins(cluster, "a")
+
+
+def test_a_job_that_its_workers_deserted_has_not_finished(cluster: OneProcess) -> None:
+    trained(cluster, "a")
+    cluster.clock.seconds += 20
+    cluster.coordinator.expire_workers()
+    cluster.coordinator.job("job").desert()
+    assert begins(cluster, "a")
+
+
+def test_a_process_that_has_taken_part_begins_its_job_anew_and_its_launch_with_it(cluster: OneProcess) -> None:
+    """A notebook's cell that is run again, or the next round of a search: it says no launch."""
+    [worker] = trained(cluster, "a")
+    worker.leave(done=True)
+    assert begins(cluster, "")
+    assert not begins(cluster, "a"), "a worker of it that is started again joins that run"
+
+
+def test_a_late_worker_of_a_finished_launch_does_not_join_the_next_launchs_run(cluster: OneProcess) -> None:
+    [worker] = trained(cluster, "a")
+    worker.leave(done=True)
+    [_] = trained(cluster, "b")
+    with pytest.raises(JobFinished):
+        cluster.coordinator.register_job(SPEC, "a")
+    assert not begins(cluster, "b")
+
+
+def test_a_launch_that_joins_the_next_run_has_not_finished_that(cluster: OneProcess) -> None:
+    [worker] = trained(cluster, "a")
+    worker.leave(done=True)
+    trained(cluster, "b")
+    run = cluster.coordinator.job("job").placed.run
+    cluster.coordinator.join("job", 1, JoinRequest(host="here", run=run, launch="a"))
+    assert not begins(cluster, "a")
+
+
+def test_a_worker_that_was_away_at_the_end_is_told_so(cluster: OneProcess) -> None:
+    away, last = trained(cluster, "a", "a")
+    cluster.clock.seconds += 9
+    last.cluster.coordinator.job("job").members.heartbeat(1, last.place.member.incarnation, 0, last.place.member.key)
+    cluster.clock.seconds += 9
+    cluster.coordinator.expire_workers()
+    last.leave(done=True)
+    with pytest.raises(JobFinished):
+        away.rejoin()
+    trained(cluster, "b")
+    with pytest.raises(NotFound) as refused:
+        away.rejoin()
+    assert not isinstance(refused.value, JobFinished), "another run has the name now"
+
+
+@pytest.mark.parametrize("restore", [False, True])
+def test_a_coordinator_that_comes_back_knows_it_and_one_that_begins_anew_does_not(
+    cluster: OneProcess, tmp_path: Path, restore: bool
+) -> None:
+    for worker in trained(cluster, "a", "b"):
+        cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))  # it knows of the launches of a live job
+        worker.leave(done=True)
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=not restore, restore=restore))
+    for launch in ("a", "b"):
+        with pytest.raises(JobFinished):
+            cluster.coordinator.register_job(SPEC, launch)
+    cluster.start_coordinator(CheckpointPolicy(tmp_path))
+    assert begins(cluster, "a")
+
+
+def test_a_file_of_an_earlier_release_names_no_finished_job(tmp_path: Path) -> None:
+    file = StateFile(tmp_path)
+    assert file.finished() == {}
+    file.save(dict, lambda: {"job": FinishedJob("1", ("a",), 5.0)})
+    assert StateFile(tmp_path).finished() == {"job": FinishedJob("1", ("a",), 5.0)}
+    file.path.write_text("{}")
+    assert file.finished() == {}
+
+
+def test_what_is_kept_of_jobs_that_are_over_is_bounded() -> None:
+    ended = EndedJobs()
+    for number in range(JOBS_KEPT + 10):
+        ended.ended(f"job {number}", "", FinishedJob("1", ("a",), 5.0))
+        ended.ended(f"other {number}", "why", None)
+    assert len(ended.finished()) == JOBS_KEPT
+    ended.check("job 9", "a")
+    with pytest.raises(JobFinished):
+        ended.check("job 10", "a")
+    assert ended.error("other 9", "") is None
+    assert "why" in str(ended.error("other 10", ""))
