@@ -77,26 +77,30 @@ class OneServer:
 
     def stop(self, seconds: float) -> None:
         """Asks the server to end, and kills it when the time is up."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        self._process.terminate()
+        try:
             self._process.wait(seconds)
-            return
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        for reader in self._readers:  # they end with the process
+            reader.join(KILL_SECONDS)
 
     def _read_out(self, source: IO[str]) -> None:
-        for line in source:
-            if self._place is None and line.startswith('{"address"'):
-                self._place = json.loads(line)
-                self._told.set()
-            else:
-                self._pass_on([line])
+        with source:
+            for line in source:
+                if self._place is None and line.startswith('{"address"'):
+                    self._place = json.loads(line)
+                    self._told.set()
+                else:
+                    self._pass_on([line])
         self._told.set()  # it has ended
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
     def _read_err(self, source: IO[str]) -> None:
-        self._pass_on(source)
+        with source:
+            self._pass_on(source)
 
     def _pass_on(self, lines: Iterable[str]) -> None:
         for line in lines:
