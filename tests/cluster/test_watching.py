@@ -289,7 +289,7 @@ def test_a_reader_sees_the_jobs_that_its_role_lets_it_see(tmp_path: Path, make_c
     until(lambda: jobs_in(seen_with("reader")) == {"mine", "others"})
     assert jobs_in(seen_with("reader:mine")) == {"mine"}
     port = cluster.servers[0].metrics_address
-    with pytest.raises(urllib.error.HTTPError, match="404"):  # it would tell all, to whoever is on this machine
+    with pytest.raises(urllib.error.HTTPError, match="404"):  # it would tell all to every process of this machine
         urllib.request.urlopen(f"http://{port}/api/view", timeout=10)
     for session in sessions:
         session.close()
