@@ -31,7 +31,7 @@ Made from the docstrings by `make reference`; do not edit it by hand. Guides: [t
 """
 OPTIMIZER_METHODS = ("step", "state_dict", "load_state_dict", "add_param_group")
 
-# By module: the public names of what stands on frameworks. These are extras, so the sources are read, and not imported.
+# By module for a framework: its public names. These are extras, so the sources are read, and not imported.
 FRAMEWORKS = {
     "accelerate": ("connect",),
     "huggingface": ("OnServers", "PsTrainer"),

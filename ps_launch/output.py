@@ -119,7 +119,7 @@ class Output(Protocol):
 
 
 class Dropped:
-    """Takes what nobody has a use for."""
+    """Drops what it is told."""
 
     def take(self, data: bytes, lines: list[bytes]) -> None:
         """Drops it."""

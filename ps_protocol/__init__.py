@@ -5,6 +5,7 @@ codecs.py          How a bucket's elements become a payload, and back: the one h
 convert.py         Protobuf messages as values, and back, where both ends do the same
 data.py            Elastic data: batches that the coordinator leases to workers, as both ends speak of them
 errors.py          Every error of the project, its reason and its canonical code
+figures.py         What a worker measures of its own work, for people who watch
 framing.py         Messages with a payload: all fields but the last by protobuf, the payload by hand, without a copy
 job.py             What a job is, as a value that both ends can compare
 layout.py          How a model's parameters become buckets: one pure function that both ends run on the same job

@@ -1,4 +1,4 @@
-"""Protobuf messages as values, and back, where both ends do the same: jobs, hyper-parameters, data ranges, times."""
+"""Protobuf messages as values, and back, where both ends do the same: jobs, hyper-parameters, data, figures, times."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from google.protobuf.duration_pb2 import Duration
 
 from ps_protocol.data import DataRange
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.figures import WorkerFigures
 from ps_protocol.job import HyperParameters, HyperValue, JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
-from ps_protocol.v1 import job_pb2, types_pb2
+from ps_protocol.v1 import figures_pb2, job_pb2, types_pb2
 
 T = TypeVar("T")
 
@@ -199,3 +200,15 @@ def known(table: Mapping[int, T], number: int, what: str) -> T:
     if number not in table:
         raise InvalidRequest(f"{what}: expected one of {sorted(int(key) for key in table)}, got {number}")
     return table[number]
+
+
+def worker_figures_message(figures: WorkerFigures) -> figures_pb2.WorkerFigures:
+    """Returns the message of what a worker has measured."""
+    return figures_pb2.WorkerFigures(
+        measured_duration=duration(figures.measured),
+        step_count=figures.steps,
+        sent_bytes=figures.sent,
+        received_bytes=figures.received,
+        values=[figures_pb2.LoggedValue(name=v.name, last=v.last, mean=v.mean) for v in figures.values],
+        **{f"{phase}_duration": duration(seconds) for phase, seconds in figures.phases.items()},
+    )

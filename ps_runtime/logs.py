@@ -21,7 +21,7 @@ TEXT, JSON = FORMATS = ("text", "json")
 JSON_LINE = b'{"time": "'  # how a line begins that a JsonLines made
 
 _LINE = "%(asctime)s %(levelname)s %(message)s"
-# What stands before the place of a value in a message, and the field that the value is.
+# The text before a value in a message, and the field of that value.
 _FIELDS = {"job": "job", "worker": "rank", "shard": "shard"}
 _VALUE = re.compile(r"(?:\b(job|worker|shard) )?%(?:%|[-#0 +]*\d*(?:\.\d+)?[a-z])")
 

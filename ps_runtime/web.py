@@ -108,7 +108,7 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
 class Page:
     """A page that is made once for all that wait for it, and never older than the request that it answers.
 
-    make: returns it for a query, what stands behind the question mark
+    make: returns it for a query, the text behind the question mark
     """
 
     def __init__(self, make: Callable[[str], bytes]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,14 +21,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.figures import MAX_VALUES, PHASES, LoggedValue, WorkerFigures, is_value_name
 from ps_runtime.credentials import Tls
 from ps_runtime.metrics import LATENCY_BUCKETS, process_registry, serve_metrics
-from ps_worker.values import LoggedValue, WorkerFigures
 
-PHASES = ("data", "forward", "backward", "push", "pull", "wait")
-
-MAX_VALUES = 8  # names that a script may log
-VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 MEAN_WEIGHT = 0.05  # of the newest value in an exponential mean: it remembers about twenty
 
 COUNTERS = {
@@ -144,7 +139,7 @@ class LoggedValues:
 
 
 def _checked_name(name: str) -> str:
-    if not VALUE_NAME.fullmatch(name):
+    if not is_value_name(name):
         raise InvalidRequest(
             "a name for session.log is a letter of a to z, then letters of a to z, digits and '_', 40 characters at "
             f"most, got {name[:80]!r}"

@@ -93,32 +93,6 @@ class Roster:
 
 
 @dataclass(frozen=True)
-class LoggedValue:
-    """A value that the script logs. last: as it was logged last; mean: the exponential mean of the finite ones"""
-
-    name: str
-    last: float
-    mean: float
-
-
-@dataclass(frozen=True)
-class WorkerFigures:
-    """What this process has measured of its own work since it began to.
-
-    measured: seconds for which it has
-    steps:    made; phases: their seconds, by phase; sent, received: their bytes
-    values:   what the script logs, in the order of first mention
-    """
-
-    measured: float = 0.0
-    steps: int = 0
-    phases: Mapping[str, float] = field(default_factory=dict)
-    sent: int = 0
-    received: int = 0
-    values: tuple[LoggedValue, ...] = ()
-
-
-@dataclass(frozen=True)
 class BucketPush:
     """One bucket's part of a step.
 

@@ -300,7 +300,7 @@ class Coordinator:
 
     def forget(self, name: str, why: str, finished: FinishedJob | None = None) -> None:
         """Drops a job that has ended, and frees its name."""
-        with self._lock:  # nobody finds it neither here nor among those that have ended
+        with self._lock:  # at any moment it is here or among those that have ended
             self._jobs.pop(name, None)
             self.ended.ended(name, why, finished)
         self.save()

@@ -94,7 +94,7 @@ class EndedJobs:
                 self._finished[name] = replace(finished, launches=left)
 
     def forget(self, name: str) -> bool:
-        """Has a job that has finished begin anew, whoever registers it. Returns whether there was one."""
+        """Has a job that has finished begin anew at its next registration. Returns whether there was one."""
         with self._lock:
             return self._finished.pop(name, None) is not None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from threading import Lock
 
-from ps_server.core.figures import WorkerFigures
+from ps_protocol.figures import WorkerFigures
 
 
 class HeardFigures:

@@ -10,37 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ps_protocol.errors import InvalidRequest
-
-PHASES = ("data", "forward", "backward", "push", "pull", "wait")
-MAX_VALUES = 8
-MAX_VALUE_NAME = 40
-_LETTERS = frozenset("abcdefghijklmnopqrstuvwxyz")
-_OF_A_NAME = _LETTERS | frozenset("0123456789_")
-
-
-@dataclass(frozen=True)
-class LoggedValue:
-    """A value that a script logs. last: as it was logged last; mean: the exponential mean of the finite ones"""
-
-    name: str
-    last: float
-    mean: float
-
-
-@dataclass(frozen=True)
-class WorkerFigures:
-    """What a worker's process has measured.
-
-    measured: seconds for which it has
-    steps:    made; phases: their seconds, by phase; sent, received: their bytes
-    """
-
-    measured: float = 0.0
-    steps: int = 0
-    phases: Mapping[str, float] = field(default_factory=dict)
-    sent: int = 0
-    received: int = 0
-    values: tuple[LoggedValue, ...] = ()
+from ps_protocol.figures import MAX_VALUE_NAME, MAX_VALUES, WorkerFigures, is_value_name
 
 
 @dataclass(frozen=True)
@@ -83,12 +53,8 @@ def check_worker_figures(figures: WorkerFigures) -> None:
     if len(names) > MAX_VALUES or len(set(names)) < len(names):
         raise InvalidRequest(f"figures: expected up to {MAX_VALUES} values, each name once, got {len(names)}")
     for name in names:
-        if not _is_name(name):
+        if not is_value_name(name):
             raise InvalidRequest(
                 f"figures: a value's name is a letter of a to z, then letters, digits and '_', {MAX_VALUE_NAME} "
                 f"characters at most, got {name[:80]!r}"
             )
-
-
-def _is_name(name: str) -> bool:
-    return 0 < len(name) <= MAX_VALUE_NAME and name[0] in _LETTERS and _OF_A_NAME.issuperset(name)

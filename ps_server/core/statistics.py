@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ps_protocol.figures import WorkerFigures
 from ps_protocol.modes import Consistency
 from ps_server.core.data_leases import Progress
-from ps_server.core.figures import ShardFigures, ShardJobFigures, WorkerFigures
+from ps_server.core.figures import ShardFigures, ShardJobFigures
 from ps_server.core.membership import Member
 
 

@@ -190,7 +190,7 @@ def mode_rates(question: Question, round_seconds: float) -> tuple[ModeRate, ...]
     if step is None:
         return ()
     fast, slowest = step + round_seconds, slow * step + round_seconds
-    if question.stalls is None:  # one worker is slow always: whoever may be K steps ahead waits K steps later
+    if question.stalls is None:  # one worker is slow always: a worker that may be K steps ahead waits K steps later
         sync = ssp = workers / slowest
         free = (workers - 1) / fast + 1 / slowest
     else:

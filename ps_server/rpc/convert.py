@@ -14,14 +14,14 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from ps_protocol.convert import consistency_message, data_ranges, duration, seconds
+from ps_protocol.convert import consistency_message, data_ranges, duration, seconds, worker_figures_message
 from ps_protocol.data import LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.figures import WorkerFigures
 from ps_protocol.v1 import cluster_pb2, leases_pb2, membership_pb2, rounds_pb2, shard_pb2, types_pb2
 from ps_server.coordinator.rounds import GatherRequest, Standing
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.data_commits import Committed
-from ps_server.core.figures import WorkerFigures
 from ps_server.core.membership import JoinRequest, JoinResult, Member, WorkerProcess
 from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, VersionRange
 from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait
@@ -292,7 +292,7 @@ def _worker_status(worker: Member, now: float, figures: WorkerFigures | None) ->
         metrics_address=worker.metrics_address,
         launch=worker.launch,
         lease_duration=duration(max(0.0, worker.expires - now)),
-        figures=figure_messages.worker_message(figures) if figures is not None else None,
+        figures=worker_figures_message(figures) if figures is not None else None,
     )
     if worker.since:
         status.join_time.FromMilliseconds(int(worker.since * 1e3))

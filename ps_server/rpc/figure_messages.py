@@ -5,15 +5,9 @@ from __future__ import annotations
 import math
 
 from ps_protocol.convert import duration, seconds
+from ps_protocol.figures import PHASES, LoggedValue, WorkerFigures
 from ps_protocol.v1 import figures_pb2
-from ps_server.core.figures import (
-    PHASES,
-    LoggedValue,
-    ShardFigures,
-    ShardJobFigures,
-    WorkerFigures,
-    check_worker_figures,
-)
+from ps_server.core.figures import ShardFigures, ShardJobFigures, check_worker_figures
 
 
 def worker_figures(message: figures_pb2.WorkerFigures) -> WorkerFigures:
@@ -28,18 +22,6 @@ def worker_figures(message: figures_pb2.WorkerFigures) -> WorkerFigures:
     )
     check_worker_figures(figures)
     return figures
-
-
-def worker_message(figures: WorkerFigures) -> figures_pb2.WorkerFigures:
-    """Returns the message of what a worker has measured."""
-    return figures_pb2.WorkerFigures(
-        measured_duration=duration(figures.measured),
-        step_count=figures.steps,
-        sent_bytes=figures.sent,
-        received_bytes=figures.received,
-        values=[figures_pb2.LoggedValue(name=v.name, last=v.last, mean=v.mean) for v in figures.values],
-        **{f"{phase}_duration": duration(seconds) for phase, seconds in figures.phases.items()},
-    )
 
 
 def shard_figures(message: figures_pb2.ShardFigures) -> ShardFigures:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ps_protocol.convert import duration
+from ps_protocol.figures import PHASES
 from ps_protocol.v1 import cluster_pb2
 from ps_server.coordinator.events import Event
-from ps_server.core.figures import PHASES
 from ps_server.rpc import convert, figure_messages
 from ps_server.view.history import Samples
 from ps_server.view.view import JobView, ShardView, ShardWork, View, WorkerView

@@ -20,7 +20,7 @@ from ps_protocol.convert import (
 from ps_protocol.data import LeaseRequest
 from ps_protocol.framing import split_message, write_message
 from ps_protocol.layout import BucketSpec
-from ps_protocol.v1 import data_pb2, figures_pb2, leases_pb2, membership_pb2, rounds_pb2, types_pb2
+from ps_protocol.v1 import data_pb2, leases_pb2, membership_pb2, rounds_pb2, types_pb2
 from ps_runtime.launch_id import UNKNOWN
 from ps_worker.cluster.options import JobOptions
 from ps_worker.values import (
@@ -34,7 +34,6 @@ from ps_worker.values import (
     ShardMap,
     ShardTimes,
     StateChunk,
-    WorkerFigures,
 )
 
 WireFormatOf = Callable[[BucketSpec], str]
@@ -46,18 +45,6 @@ def identity(worker: Identity) -> types_pb2.WorkerIdentity:
     """Returns the caller, as every message of a worker names it."""
     return types_pb2.WorkerIdentity(
         job=worker.job, rank=worker.rank, incarnation=worker.incarnation, lease_key=worker.key, run=worker.run
-    )
-
-
-def worker_figures(figures: WorkerFigures) -> figures_pb2.WorkerFigures:
-    """Returns what a worker has measured."""
-    return figures_pb2.WorkerFigures(
-        measured_duration=duration(figures.measured),
-        step_count=figures.steps,
-        sent_bytes=figures.sent,
-        received_bytes=figures.received,
-        values=[figures_pb2.LoggedValue(name=v.name, last=v.last, mean=v.mean) for v in figures.values],
-        **{f"{phase}_duration": duration(seconds) for phase, seconds in figures.phases.items()},
     )
 
 

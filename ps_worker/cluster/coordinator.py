@@ -14,8 +14,9 @@ from typing import Any
 
 import grpc
 
-from ps_protocol.convert import data_ranges, job_spec_message
+from ps_protocol.convert import data_ranges, job_spec_message, worker_figures_message
 from ps_protocol.data import BatchLease, LeaseRequest
+from ps_protocol.figures import WorkerFigures
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import jobs_pb2, membership_pb2, rounds_pb2
 from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
@@ -29,7 +30,7 @@ from ps_runtime.retry import Peer, Retry
 from ps_runtime.status import error_from
 from ps_worker.cluster import convert
 from ps_worker.cluster.options import JobOptions
-from ps_worker.values import Identity, JoinResult, Registration, Roster, RoundNews, SavedState, WorkerFigures
+from ps_worker.values import Identity, JoinResult, Registration, Roster, RoundNews, SavedState
 
 log = logging.getLogger("ps_worker")
 
@@ -124,7 +125,7 @@ class CoordinatorClient:
         """Renews the lease; one attempt. It carries what the worker has measured."""
         request = membership_pb2.HeartbeatRequest(worker=convert.identity(worker), clock=clock)
         if self._figures is not None:
-            request.figures.CopyFrom(convert.worker_figures(self._figures()))
+            request.figures.CopyFrom(worker_figures_message(self._figures()))
         try:
             self._members.Heartbeat(request, timeout=timeout)
         except grpc.RpcError as error:

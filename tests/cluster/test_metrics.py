@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.figures import PHASES
 from ps_protocol.versions import VERSION
 from ps_runtime.credentials import Tls
 from ps_runtime.metrics import serve_metrics
@@ -36,7 +37,7 @@ from ps_server.ops.dev_certs import write
 from ps_server.server import Server
 from ps_server.shard.metrics import STALENESS_BUCKETS
 from ps_worker import Session
-from ps_worker.metrics import PHASES, StepTimer
+from ps_worker.metrics import StepTimer
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.documented_metrics import documented
 from tests.tools.raw_worker import RawWorker, joined, vector_job

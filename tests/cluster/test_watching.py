@@ -20,6 +20,7 @@ from torch import nn
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest, LimitExceeded
+from ps_protocol.figures import PHASES
 from ps_protocol.v1 import cluster_pb2, figures_pb2, membership_pb2
 from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
 from ps_runtime.channel import open_channel
@@ -81,7 +82,7 @@ def test_figures_and_logged_values_ride_with_the_heartbeat(make_cluster: Callabl
         assert values["step"]["last"] == 4
         assert values["step"]["mean"] == 2, "the plain mean of the first ones"
         assert math.isnan(values["broken"]["last"]), "NaN is a value that people want to see"
-        phases = sum(figures[f"{phase}_duration"] for phase in ps_worker.metrics.PHASES)
+        phases = sum(figures[f"{phase}_duration"] for phase in PHASES)
         assert 0 < phases < figures["measured_duration"]
         assert figures["sent_bytes"] >= 5 * 4 * CELLS
         samples = scrape(session.metrics_address)
@@ -289,7 +290,7 @@ def test_a_reader_sees_the_jobs_that_its_role_lets_it_see(tmp_path: Path, make_c
     until(lambda: jobs_in(seen_with("reader")) == {"mine", "others"})
     assert jobs_in(seen_with("reader:mine")) == {"mine"}
     port = cluster.servers[0].metrics_address
-    with pytest.raises(urllib.error.HTTPError, match="404"):  # it would tell all, to whoever is on this machine
+    with pytest.raises(urllib.error.HTTPError, match="404"):  # it would tell all to every process of this machine
         urllib.request.urlopen(f"http://{port}/api/view", timeout=10)
     for session in sessions:
         session.close()

@@ -19,7 +19,7 @@ from tests.tools.kubernetes import FILES, OVERLAYS, Object, copy_of_the_files, k
 pytestmark = pytest.mark.kubernetes
 # The oldest that has all fields that the files use, and the newest that is known. PS_INDEX needs a label of 1.28.
 VERSIONS = ("1.29.0", "1.37.0")
-MODELS = {  # by API group and version: the module, and what stands before the kind
+MODELS = {  # by API group and version: the module, and the text before the kind
     "cert-manager.io/v1": ("cloudcoil.models.cert_manager.v1", ""),
     "monitoring.coreos.com/v1": ("cloudcoil.models.prometheus_operator.v1", ""),
     "trainer.kubeflow.org/v1alpha1": ("kubeflow_trainer_api.models", "TrainerV1alpha1"),

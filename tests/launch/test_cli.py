@@ -89,7 +89,7 @@ def test_up_prints_where_to_point_workers_and_prometheus(up: tuple[Command, str]
     assert scrape(pages[0])["ps_shards"] == 2
     assert "ps_shards" not in scrape(pages[1])
     assert command.says(r"ps-server: the page, for a browser on this machine: (\S+)\n") == [f"http://{pages[0]}/"]
-    assert command.out.count("\n") == 4, "four lines, and nothing that nobody asked for"
+    assert command.out.count("\n") == 4, "four lines, and nothing else"
     found = status.fetch(address)
     assert [shard["index"] for shard in found["shards"]] == [0, 1]
     assert {p["pid"] for p in (found["coordinator"], *found["shards"])} == {child.pid for child in command.family()}

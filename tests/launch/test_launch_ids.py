@@ -103,7 +103,9 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 def kill_all(launch: Command) -> None:
     """Ends a launch's workers as a crash of their host would."""
-    for process in launch.family():
+    workers = launch.family()
+    launch.process.kill()  # first: it would report its workers' death
+    for process in workers:
         process.kill()
     launch.process.wait(END_SECONDS)
 

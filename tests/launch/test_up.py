@@ -57,6 +57,7 @@ def process(command: Command, index: int, *not_these: int) -> psutil.Process:
                 words = child.cmdline()
                 if (
                     child.pid not in not_these
+                    and "shard" in words  # and not a report of its end
                     and "--index" in words
                     and words[words.index("--index") + 1] == str(index)
                 ):

@@ -42,7 +42,7 @@ def test_the_version_is_told_in_one_place_and_is_the_same_everywhere() -> None:
 
 
 def test_every_address_of_the_repository_is_that_of_the_project() -> None:
-    """So that whoever moves it changes one line, and sees here which others follow."""
+    """So that a change of it is one line, and this test names the places that follow."""
     files = [*ROOT.glob("*.md"), *ROOT.glob("*.cff"), *(ROOT / "docs").glob("*.md"), *(ROOT / ".github").rglob("*.*ml")]
     named = {url for file in files for url in re.findall(r"https://[\w./-]*ps-torch/ps-torch", file.read_text())}
     assert named == {REPOSITORY}

@@ -9,18 +9,12 @@ from typing import Any
 import pytest
 
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.figures import PHASES, LoggedValue, WorkerFigures
 from ps_protocol.modes import Consistency
 from ps_server.coordinator.events import EVENTS_KEPT, EventLog
 from ps_server.coordinator.heard import HeardFigures
 from ps_server.coordinator.shards import RegisteredShard
-from ps_server.core.figures import (
-    PHASES,
-    LoggedValue,
-    ShardFigures,
-    ShardJobFigures,
-    WorkerFigures,
-    check_worker_figures,
-)
+from ps_server.core.figures import ShardFigures, ShardJobFigures, check_worker_figures
 from ps_server.core.membership import Member
 from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait
 from ps_server.view.diagnosis import JobSigns, diagnosis, state
