@@ -33,7 +33,7 @@ PRINT_OUTER := $(HAS_TORCH); import pathlib; print("import site; site.addsitedir
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-frameworks test-ray test-remote test-browser test-kubernetes test-docker test-release \
+.PHONY: help demo test test-frameworks test-ray test-slurm test-remote test-browser test-kubernetes test-docker test-release \
 	test-floors test-newest audit bench simulate fuzz lint format lock proto proto-release alerts reference docs dist clean
 
 help: ## list the targets
@@ -45,7 +45,7 @@ demo: .venv/examples.stamp ## train a small GPT on two shards and two workers, i
 # Two at a time, because tests of clusters wait more than they compute. Each takes the next tests of one half, so that a
 # file's tests share what it has started, and the one that is done first takes over some of the other's.
 test: .venv/dev.stamp ## run the tests
-	@$(IN_VENV)/python -m pytest -q -m 'not (docker or frameworks or ray or browser or kubernetes or release or remote)' \
+	@$(IN_VENV)/python -m pytest -q -m 'not (docker or frameworks or ray or browser or kubernetes or release or remote or slurm)' \
 	  -n 2 --dist worksteal $(ARGS)
 
 test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning, Hugging Face's Trainer and trackers, and train with them
@@ -62,6 +62,9 @@ test-browser: .venv/dev.stamp .venv/browser.stamp ## look at the page in Chromiu
 
 test-kubernetes: .venv/dev.stamp .venv/kubernetes.stamp ## render and check deploy/kubernetes, and run its pods
 	@$(IN_VENV)/python -m pytest -q -m kubernetes tests/kubernetes $(ARGS)
+
+test-slurm: .venv/dev.stamp ## run the batch files under a real Slurm, which has to be installed; needs root
+	@$(IN_VENV)/python -m pytest -q -m slurm tests/launch $(ARGS)
 
 test-docker: .venv/dev.stamp ## run the tests that build and start the containers; needs a Docker engine
 	@$(IN_VENV)/python -m pytest -q -m docker $(ARGS)

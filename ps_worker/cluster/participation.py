@@ -32,8 +32,9 @@ log = logging.getLogger("ps_worker")
 
 T = TypeVar("T")
 
-# Where sessions of this process have taken part: by server, job and launch. The next one there begins the job anew.
-_taken_part: set[tuple[str, str, str]] = set()
+# The jobs, and launches of them, in which sessions of this process have taken part: the next session begins such a job
+# anew. Not by server: one that was started again may have another address.
+_taken_part: set[tuple[str, str]] = set()
 
 
 class PlaceLost(Exception):
@@ -97,8 +98,8 @@ class Participation:
         raise AssertionError
 
     @property
-    def _where(self) -> tuple[str, str, str]:
-        return self.options.server or "", self.options.job, self.options.launch.name
+    def _where(self) -> tuple[str, str]:
+        return self.options.job, self.options.launch.name
 
     def connect(self, model: FlatModel, states: States) -> bool:
         """Connects from the first place. The model has the weights at its clock then: rank 0's at first.

@@ -139,9 +139,9 @@ def test_a_worker_trains_its_own_job_and_no_other(guarded: Cluster, folder: Path
 def test_a_reader_sees_the_status_and_cannot_end_a_job(guarded: Cluster) -> None:
     assert status.fetch(guarded.address, carrying("reader"))["jobs"] == []
     with pytest.raises(Forbidden):
-        status.end_job(guarded.address, "mine", carrying("reader"))
+        status.end_job(guarded.address, "of no worker", carrying("reader"))
     with pytest.raises(LookupError):
-        status.end_job(guarded.address, "mine", carrying("admin"))
+        status.end_job(guarded.address, "of no worker", carrying("admin"))
 
 
 def test_tokens_are_read_again_when_they_change(

@@ -7,11 +7,11 @@ import selectors
 import socket
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import ps_worker
-from ps_protocol.job import JobSpec
 from ps_worker import Session
 from ps_worker.cluster import membership
 from ps_worker.cluster.coordinator import CoordinatorClient
@@ -83,8 +83,8 @@ class Cable:
         self.address = self._proxies[coordinator].address
         register, join = CoordinatorClient.register, CoordinatorClient.join
 
-        def registered(client: CoordinatorClient, spec: JobSpec) -> Registration:
-            answer = register(client, spec)
+        def registered(client: CoordinatorClient, *arguments: Any) -> Registration:
+            answer = register(client, *arguments)
             if client.address != self.address:
                 return answer
             return replace(answer, shard_map=self._through(answer.shard_map))
