@@ -35,10 +35,10 @@ class Event:
 class EventLog:
     """Keeps the last events. Thread-safe.
 
-    What comes again and again is one event with a count, so that a caller that is refused in a loop pushes nothing out:
-    it is the same event if it has the kind, the job and the text of the last one; a refusal, if it has the job of a
-    refusal that is kept. Where there are too many, the oldest of the most frequent kind is forgotten: a rollback is not
-    lost behind a checkpoint a minute.
+    A repeated event is kept once, with a count: a caller that is refused in a loop displaces no other event. An event
+    repeats the last one if kind, job and text are equal; a refusal repeats any kept refusal of its job.
+    Where there are too many, the oldest of the most frequent kind is forgotten: a checkpoint a minute displaces no
+    rollback.
     """
 
     def __init__(self, clock: Clock) -> None:

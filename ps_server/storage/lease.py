@@ -1,6 +1,6 @@
 """The lock of a directory in an object store, which knows no locks: a lease that its holder renews.
 
-    NAME-000007   the lock: JSON that says who has it, and a number that rises with each renewal
+    NAME-000007   the lock: JSON with its holder's name, and a count that the holder raises at each renewal
 
 The lock is the object with the highest number. It is taken by making the next one, which only one process can
 (a conditional put), and only after its content stood still for as long as a lease: then its holder is gone, or cut off.

@@ -193,7 +193,7 @@ class _Reader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fills a buffer with what comes next, or a part of it; returns how many bytes, 0 at the end."""
+        """Reads the next bytes of the object into a buffer; returns how many, at most its size, and 0 at the end."""
         with _told(self._path):
             return int(self._file.readinto(buffer))
 
