@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.tools.cluster import Cluster
 from tests.tools.forkserver import Nursery
+from tests.tools.launching import Commands
 
 # The same examples on every run, however slow the machine.
 settings.register_profile("claims", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -100,3 +102,11 @@ def make_cluster() -> Iterator[Callable[..., Cluster]]:
     yield make
     for running in made:
         running.stop()
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    """Starts commands as a user does; ends those that still run."""
+    started = Commands(tmp_path)
+    yield started
+    started.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,21 +11,11 @@ from ps_protocol.v1.data_pb2_grpc import DataServiceStub
 from ps_runtime.channel import open_channel
 from ps_server.ops.status import fetch
 from tests.tools.cluster import until
-from tests.tools.forkserver import Nursery, address_in
 from tests.tools.launching import python, resident
 from tests.tools.raw_worker import RawWorker, vector_job
 
 KIB = 1024
 AT_ONCE = 50
-
-
-@pytest.fixture
-def server(nursery: Nursery, tmp_path: Path) -> Iterator[tuple[str, int]]:
-    """A shard with a coordinator in a process of its own: its address and process id."""
-    flags = ["--with-coordinator", "--shards=1", "--index=0", "--port=0", "--metrics-port=0", "--lease=600"]
-    process = nursery.serve(["shard", *flags], tmp_path / "log")
-    yield address_in(tmp_path / "log"), process.pid
-    process.kill()
 
 
 def cancel(address: str, worker: RawWorker, calls: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +159,6 @@ def test_the_view_is_json_that_brings_what_is_new(cluster: Cluster) -> None:
 
 
 # -- ps-server page ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    started = Commands(tmp_path)
-    yield started
-    started.close()
 
 
 def test_ps_server_page_shows_a_cluster_that_asks_for_certificates(tmp_path: Path, commands: Commands) -> None:

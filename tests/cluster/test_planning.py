@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.layout import bucket_layout
 from ps_server.ops.plan import Question, advise, as_json, job_spec, plan, table
 from ps_server.ops.status import fetch
-from tests.tools.forkserver import Nursery, address_in
 from tests.tools.launching import environment, resident
 from tests.tools.raw_worker import RawWorker
 
@@ -26,15 +23,6 @@ MIB = 2**20
 FIRST_JOB_BYTES = 24 * MIB
 
 QUESTION = Question(parameters=8_000_000, workers=2, tensors=20, link=10e9)
-
-
-@pytest.fixture
-def server(nursery: Nursery, tmp_path: Path) -> Iterator[tuple[str, int]]:
-    """A shard with a coordinator in a process of its own: its address and process id."""
-    flags = ["--with-coordinator", "--shards=1", "--index=0", "--port=0", "--metrics-port=0", "--lease=600"]
-    process = nursery.serve(["shard", *flags], tmp_path / "log")
-    yield address_in(tmp_path / "log"), process.pid
-    process.kill()
 
 
 def held_by(address: str) -> dict[str, Any]:

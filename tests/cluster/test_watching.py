@@ -9,7 +9,7 @@ import re
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -297,13 +297,6 @@ def test_a_reader_sees_the_jobs_that_its_role_lets_it_see(tmp_path: Path, make_c
 
 
 # -- trouble -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    started = Commands(tmp_path)
-    yield started
-    started.close()
 
 
 def test_a_hung_shard_is_told_and_delays_no_view(commands: Commands) -> None:

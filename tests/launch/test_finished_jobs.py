@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,12 +31,6 @@ if sys.argv[1] == "waits":
 """
 
 Run = Callable[..., Command]
-
-
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    with closing(Commands(tmp_path)) as commands:
-        yield commands
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,6 @@ def training(directory: Path, fail: str = "pass") -> str:
     path = directory / "train.py"
     path.write_text(TRAIN.replace("FAIL", fail))
     return str(path)
-
-
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    made = Commands(tmp_path)
-    yield made
-    made.close()
 
 
 def flags(shared: Cluster, job: str, *more: str) -> tuple[str, ...]:
