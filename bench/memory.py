@@ -25,7 +25,7 @@ SHORT = {"layers": 4, "width": 384}
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The command line of `python -m bench memory`."""
-    options.add(parser, workers=4, shards=2, layers=8, width=512, batch=8, bucket_kib=None, transport="grpc,shm")
+    options.add(parser, workers=4, shards=2, layers=8, width=512, batch=8, bucket_kib=None, transport="tcp,grpc,shm")
     parser.add_argument("--steps", type=int, default=4, help="after four of warm-up (%(default)s)")
     parser.add_argument("--max-staged-mib", type=int, help="the shards' --max-staged-bytes (what they choose)")
 

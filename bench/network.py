@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     with servers(shards) as cluster, contextlib.ExitStack() as stack:
         tasks = {"ddp": plain} if count > 1 else {}
         for wire in arguments.wire.split(","):
-            ours = replace(plain, mode="sync", server=cluster.address, job=wire, transport="grpc", wire=wire)
+            ours = replace(plain, mode="sync", server=cluster.address, job=wire, transport="tcp", wire=wire)
             kib = arguments.bucket_kib  # on the wire; in the model, of float32
             bucket = kib and kib * 1024 * ITEM_BYTES["float32"] // ITEM_BYTES[wire]
             tasks[f"sync {wire}"] = replace(ours, bucket_bytes=bucket)

@@ -32,7 +32,8 @@ from ps_server.core.snapshot import BucketSnapshot
 from ps_server.ops.glibc import share_memory_pool
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
-from ps_server.storage.checkpoints import CheckpointStore, Manifest
+from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.manifest import Manifest
 
 SHORT = {"mib": 64}
 NAME = "000001"

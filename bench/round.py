@@ -40,7 +40,7 @@ SHORT = {"mib": 64, "rounds": 8, "wire": "float32,bfloat16"}
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The command line of `python -m bench round`."""
-    options.add(parser, mib=256, workers=2, shards=2, rounds=12, transport="shm,grpc", wire="float32,bfloat16")
+    options.add(parser, mib=256, workers=2, shards=2, rounds=12, transport="shm,tcp,grpc", wire="float32,bfloat16")
     options.add(parser, bucket_kib=None)
     parser.add_argument("--no-peers", action="store_true", help="only ourselves")
 

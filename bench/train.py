@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
 def _systems(plain: Task, server: str) -> dict[str, Task]:
     """By name: what the workers of each system do."""
     found = {"ddp": replace(plain, mode="ddp")}
-    for mode, transport in (("sync", "shm"), ("sync", "grpc"), ("ssp:4", "shm"), ("async", "shm")):
+    for mode, transport in (("sync", "shm"), ("sync", "tcp"), ("sync", "grpc"), ("ssp:4", "shm"), ("async", "shm")):
         name = f"{mode} {transport}"
         job = f"{mode}-{transport}".replace(":", "-")
         found[name] = replace(plain, mode=mode, server=server, transport=transport, job=job)

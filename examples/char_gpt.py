@@ -28,9 +28,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
 
 import ps_worker
+
+try:
+    from tqdm import tqdm
+except ImportError:  # then progress is in plain lines
+    tqdm = None
 
 VOCABULARY = 256  # every byte is a token: no tokenizer, and any text will do
 WARMUP_STEPS = 20
@@ -236,41 +240,46 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 class Progress:
-    """How far the training is: a bar on a terminal, ten lines elsewhere, nothing if not shown."""
+    """How far the training is: a bar on a terminal, if tqdm is installed; otherwise ten lines; nothing if not shown."""
 
     def __init__(self, steps: int, shown: bool) -> None:
-        on_terminal = sys.stderr.isatty()
         self._steps = steps
-        self._every = max(1, steps // 10) if shown and not on_terminal else 0
-        columns, lines = shutil.get_terminal_size()  # tqdm by itself shows nothing where a terminal's size is unknown
-        hidden = not (shown and on_terminal)
-        self._bar = tqdm(total=steps, unit="step", ncols=min(100, columns), nrows=lines, disable=hidden)
+        self._bar: Any = None
+        if tqdm is not None and shown and sys.stderr.isatty():
+            columns, lines = shutil.get_terminal_size()  # tqdm alone shows nothing where a terminal's size is unknown
+            self._bar = tqdm(total=steps, unit="step", ncols=min(100, columns), nrows=lines)
+        self._every = max(1, steps // 10) if shown and self._bar is None else 0
 
     def step(self, losses: Sequence[float]) -> None:
         """One more step is done."""
         loss = f"{mean(losses[-LAST_STEPS:]):.3f}"
-        self._bar.set_postfix(loss=loss, refresh=False)
-        self._bar.update()
+        if self._bar is not None:
+            self._bar.set_postfix(loss=loss, refresh=False)
+            self._bar.update()
         if self._every and len(losses) % self._every == 0:
             print(f"step {len(losses)}/{self._steps}: loss {loss}", flush=True)
 
     def close(self) -> None:
         """Ends the bar's line."""
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
 
 # --- what is left behind ---------------------------------------------------------------------------------------------
 
 
 def leave_behind(out: Path, model: CharGPT, losses: Sequence[float], result: dict[str, Any]) -> None:
-    """Writes model.safetensors, loss.png and result.json, and prints what the model writes."""
+    """Writes model.safetensors, result.json and, if matplotlib is there, loss.png; prints what the model writes."""
     from safetensors.torch import save_file
 
     out.mkdir(parents=True, exist_ok=True)
     # Copies: a weight may be a view into a larger buffer, and tied ones are one tensor under two names.
     weights = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
     save_file(weights, out / "model.safetensors")
-    draw(losses, result, out / "loss.png")
+    try:
+        draw(losses, result, out / "loss.png")
+    except ImportError:
+        print("no picture, because matplotlib is not installed: pip install 'ps-torch[examples]'")
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     print(f"\nWhat the model writes after {result['steps']} steps:\n")
     print(write_text(model, "def ", 300), flush=True)

@@ -6,6 +6,8 @@ import os
 import threading
 from collections.abc import Callable
 
+from ps_runtime.signals import await_event
+
 _READ_BYTES = 4096
 
 
@@ -26,7 +28,7 @@ class Lifeline:
 
     def line(self) -> str | None:
         """Waits for the line, and returns it; None if the parent has gone without it. Signals are handled meanwhile."""
-        self._answered.wait()
+        await_event(self._answered)
         return self._line
 
     def _read(self) -> None:

@@ -17,7 +17,8 @@ from ps_launch.output import Console
 # For which servers that were told to stop may take. They end their own processes long before: this is for one that is
 # stopped (SIGSTOP), and for a --drain-seconds of minutes.
 STOP_SECONDS = 900.0
-_READY = re.compile(rb"ps-server: ready at (\S+) \(")
+# What `ps-server up` prints: where its own coordinator is, or, after its shard, that of another node.
+_READY = re.compile(rb"ps-server: (?:ready at (\S+) \(|shard .* ready at .*; the coordinator is at (\S+)$)")
 
 
 @dataclass(frozen=True)
@@ -51,5 +52,5 @@ class OwnServers:
         for line in lines:
             ready = _READY.match(line)
             if ready:
-                self.address = ready[1].decode()
+                self.address = (ready[1] or ready[2]).decode()
             self._console.write(sys.stderr.fileno(), line + b"\n")

@@ -26,6 +26,7 @@ from ps_launch.output import Console, Dropped
 from ps_launch.restarts import ShardRestarts
 from ps_protocol.errors import PSError
 from ps_runtime.logs import TEXT
+from ps_runtime.quantities import counted
 
 # Of a stop, beside the time that workers have to come to the last checkpoints: for writing these, and for the shards.
 # What the coordinator leaves of its time is theirs too.
@@ -175,15 +176,22 @@ class _Shards:
 
     def _announce(self) -> None:
         self._console.until = time.monotonic() + SAY_SECONDS
-        count, only = self._supervision.shards, self._supervision.only
-        shards = "1 shard" if count == 1 else f"{count} shards" if only is None else f"shard {only} of {count}"
-        self._console.tell(f"ready at {self._coordinator()} ({shards})")
+        self._console.tell(self._what_is_ready())
         scheme = "https" if self._environment.get("PS_TLS_CERT") else "http"
         for shard in self._shards.values():
             self._console.tell(f"metrics at {scheme}://{shard.place['metrics']}/metrics")
         page = self._shards[COORDINATOR].place.get("page") if COORDINATOR in self._shards else None
         if page:
             self._console.tell(f"the page, for a browser on this machine: {page}")
+
+    def _what_is_ready(self) -> str:
+        count, only, coordinator = self._supervision.shards, self._supervision.only, self._coordinator()
+        if only is None:
+            return f"ready at {coordinator} ({counted(count, 'shard')})"
+        if only == COORDINATOR:
+            return f"ready at {coordinator} (the coordinator, and shard {only} of {count})"
+        own = self._shards[only].place["address"]
+        return f"shard {only} of {count} ready at {own}; the coordinator is at {coordinator}"
 
     # -- what happens to a shard ------------------------------------------------------------------------------------
 
@@ -267,7 +275,9 @@ class _Shards:
         arguments = ["-m", "ps_server", "shard", "--supervised", "--index", str(index)]
         arguments += ["--restart-count", str(shard.restarts.count)]
         arguments += ["--with-coordinator"] * (index == COORDINATOR)
-        arguments += ["--drains"] * (COORDINATOR not in self._shards)  # no coordinator here has last checkpoints made
+        if self._supervision.only is not None:
+            # The coordinator ends last; a shard without one here has its own last checkpoints made.
+            arguments += ["--ends-last" if index == COORDINATOR else "--drains"]
         out = _Ready(lambda place: self._is_ready(index, place), self._console)
         return Program(arguments, self._shard_environment(index), out=out, is_told=True)
 
@@ -278,6 +288,8 @@ class _Shards:
             environment[variable] = (
                 shard.place[address].rpartition(":")[2] if shard.place else str(port and port + index)
             )
+        data_port = int(environment["PS_DATA_PORT"])
+        environment["PS_DATA_PORT"] = str(data_port and data_port + index)
         if index != COORDINATOR:
             environment["PS_COORDINATOR"] = self._coordinator()
         if shard.place:

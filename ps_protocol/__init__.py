@@ -7,6 +7,8 @@ data.py            Elastic data: batches that the coordinator leases to workers,
 errors.py          Every error of the project, its reason and its canonical code
 figures.py         What a worker measures of its own work, for people who watch
 framing.py         Messages with a payload: all fields but the last by protobuf, the payload by hand, without a copy
+frames.py          How messages travel on a data connection, those of several calls one after the other
+identity.py        Who a worker is: what every message of one names
 job.py             What a job is, as a value that both ends can compare
 layout.py          How a model's parameters become buckets: one pure function that both ends run on the same job
 modes.py           The modes of training, and the one rule behind three of them

@@ -8,7 +8,7 @@ a 4 MiB `bytes` field copies it, on the one thread that serves every call.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ps_protocol.errors import InvalidRequest
 
@@ -28,18 +28,57 @@ class Message(Protocol):
         """Its bytes, as every generated class has it."""
 
 
-def write_message(message: Message, payload: Buffer | None = None) -> bytes:
-    """Returns the bytes of the message with this payload: one copy of the payload, into the result.
+class Parts(NamedTuple):
+    """A message whose payload is not copied: the bytes before the payload's elements, and the elements, where there is
+    a payload."""
+
+    head: bytes
+    payload: Buffer | None = None
+
+    def whole(self) -> bytes:
+        """Returns the bytes of the message: one copy of the payload, into the result."""
+        return self.head if self.payload is None else b"".join((self.head, self.payload))
+
+
+def message_parts(message: Message, payload: Buffer | None = None) -> Parts:
+    """Returns the message with this payload, as parts that follow each other on the wire.
 
     message: all fields but the payload, which is not set in it
     """
     head = message.SerializeToString()
     if payload is None:
-        return head
-    return b"".join((head, bytes((_PAYLOAD_TAG,)), _varint(memoryview(payload).nbytes), payload))
+        return Parts(head)
+    return Parts(b"".join((head, bytes((_PAYLOAD_TAG,)), _varint(memoryview(payload).nbytes))), payload)
 
 
-def split_message(data: bytes) -> tuple[bytes, memoryview | None]:
+def write_message(message: Message, payload: Buffer | None = None) -> bytes:
+    """Returns the bytes of the message with this payload; see `message_parts`."""
+    return message_parts(message, payload).whole()
+
+
+def split_head(head: Buffer, payload_bytes: int) -> bytes:
+    """Returns the bytes of all fields but the payload, from those that come before the payload's elements.
+
+    payload_bytes: of the elements; 0: there is no payload, or an empty one
+
+    Raises InvalidRequest as `split_message`, and where another payload is announced.
+    """
+    view = memoryview(head)
+    if not payload_bytes:
+        fields, payload = split_message(head)
+        if payload is not None and len(payload):
+            raise InvalidRequest(f"the message holds a payload of {len(payload)} bytes where none was announced")
+        return fields
+    announced = bytes((_PAYLOAD_TAG,)) + _varint(payload_bytes)
+    if bytes(view[-len(announced) :]) != announced:
+        raise InvalidRequest(f"the message does not end with a payload of the {payload_bytes} bytes that come")
+    fields, payload = split_message(view[: -len(announced)])
+    if payload is not None:
+        raise InvalidRequest("the message holds its payload twice")
+    return fields
+
+
+def split_message(data: Buffer) -> tuple[bytes, memoryview | None]:
     """Returns the bytes of all fields but the payload, and the payload as a view into `data`, None where there is none.
 
     Raises InvalidRequest for truncated bytes, lengths beyond the message, and a payload that comes twice. Whether the

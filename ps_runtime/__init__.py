@@ -5,17 +5,21 @@ channel.py        Channels and servers: the options that both ends must hold in 
 command_line.py   The parser of a command, with short errors
 config_file.py    A file of settings, as TOML: what `--config FILE` reads, and what `config` prints
 credentials.py    TLS and tokens: what a process shows to its peers, and what it checks of them
+frame_socket.py   A connection that sends and receives frames, from and into memory that its caller names
 launch_id.py      Which launch a process belongs to, and what it tells its launcher
 local_sockets.py  Unix sockets in a directory that other processes write into, too
 logs.py           Log lines: text for a person, or a JSON object a line for a program
 memory.py         How much memory this process may still take
 metrics.py        /metrics, and what all metrics have in common
 own_address.py    The address by which this machine is seen from a server
+quantities.py     Quantities as text for a person: sizes in bytes, counts
 rank.py           Which worker a process is: its rank, the number of workers, and its place on its host
 reloading.py      Values that are read from files, and read again when they change
 retry.py          The one retry loop, and what a failed call means
 settings.py       One declaration a setting: argument, flag, PS_* variable, name in a file, type, default, help
+signals.py        How a main thread waits for long and hears signals
 status.py         Errors of the project as gRPC statuses, and back
+tls_contexts.py   TLS of connections that are not gRPC's
 tls_diagnosis.py  Why a TLS connection does not come about
 troubles.py       Troubles that come again and again: logged once, then counted
 version.py        Which version of this software, and of what it stands on, a process runs

@@ -6,6 +6,7 @@ A setting whose flag is not given gets its value from its variable, from the fil
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -44,6 +45,7 @@ class CommandLine(argparse.ArgumentParser):
         self._needs_all = True  # settings that are required, and the words that are no flags
         self._commands: argparse._SubParsersAction[CommandLine] | None = None
         self._program: CommandLine = self
+        self._words: list[str] = []  # that are being parsed
 
     def add_command(self, name: str, text: str, usage: str, *settings: Setting) -> CommandLine:
         """Returns the parser of a command of this program."""
@@ -74,7 +76,8 @@ class CommandLine(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Returns the arguments as values, and those that are not known. `origins` has where each setting is from."""
-        known, unknown = super().parse_known_args(args, namespace)
+        self._words = list(sys.argv[1:] if args is None else args)
+        known, unknown = super().parse_known_args(self._words, namespace)
         if self._settings:
             self._complete(known)
         return known, unknown
@@ -138,4 +141,11 @@ class CommandLine(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the process with code 2."""
         self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {message}{self._advice(message)} (see {self.prog} --help)\n")
+
+    def _advice(self, message: str) -> str:
+        """Returns how to give a text that begins with a dash, which argparse takes for the next flag."""
+        for flag, word in zip(self._words, self._words[1:], strict=False):
+            if word.startswith("-") and message == f"argument {flag}: expected one argument":
+                return f"; if {word} is meant as its value, write {flag}={shlex.quote(word)}"
+        return ""

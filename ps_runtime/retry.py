@@ -27,6 +27,7 @@ log = logging.getLogger("ps_runtime")
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 NOTICE_SECONDS = 1.0
+LONG_WAIT_SECONDS = 3.0  # a peer that asks for more time than this is worth a warning
 _AWAY, _BUSY = "away", "busy"  # what a peer's troubles are: it does not answer; it has said what it waits for
 # Of our own: a script's random numbers must not depend on how often a call was repeated.
 _RANDOM = random.Random()
@@ -36,15 +37,17 @@ _RANDOM = random.Random()
 class Peer:
     """A server that calls go to.
 
-    role:    what it is, for messages; empty: its address is enough
-    access:  what it is called with
+    role:     what it is, for messages; empty: its address is enough
+    access:   what it is called with
     troubles: of all calls to it: a push of each of many buckets fails while it is away, and the log says so once
+    waits:    the same, of calls that it lets wait for a moment, which is no trouble
     """
 
     role: str
     address: str
     access: Access = PLAINTEXT
     troubles: Troubles = field(default_factory=lambda: Troubles(log, "peer"), compare=False, repr=False)
+    waits: Troubles = field(default_factory=lambda: Troubles(log, None), compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.role} at {self.address}" if self.role else self.address
@@ -75,7 +78,8 @@ class Retry:
         self._timeout = timeout
         self._closing = closing
         self._is_explained = False
-        self._has_named_wait = False  # whether the log says what is waited for
+        self._waits_since: float | None = None  # when the peer first said what it waits for
+        self._is_long = False  # whether the log warns of that
         self._told: str | None = None  # the last progress
         self._begin_anew()
 
@@ -83,6 +87,8 @@ class Retry:
         """Starts the time anew, because something came."""
         self._peer.troubles.over(_AWAY)
         self._peer.troubles.over(_BUSY)
+        self._peer.waits.over(_BUSY)
+        self._waits_since, self._is_long = None, False
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -104,18 +110,15 @@ class Retry:
             if explained is not error:
                 raise explained from None
         if error.retry_after is not None:  # the peer lives, and has said when there may be room
-            if isinstance(error, TryLater) and not self._has_named_wait:
-                self._has_named_wait = True
-                self._peer.troubles.met(_BUSY, "%s", error, detail=str(error))
+            if isinstance(error, TryLater):
+                self._name_wait(error)
             self._begin_anew()
             self._closing.wait(error.retry_after * _RANDOM.uniform(1.0, 1.5))
             return
         if error.progress is not None and error.progress != self._told:
             self._told = error.progress  # what it waits for gets on, however long it takes
             self._begin_anew()
-            if not self._has_named_wait:
-                self._has_named_wait = True
-                self._peer.troubles.met(_BUSY, "%s", error, detail=str(error))
+            self._name_wait(error)
         passed = time.monotonic() - self._since
         if passed >= self._timeout:
             raise Unreachable(f"gave up after {self._timeout:g} s: {error}") from None
@@ -125,6 +128,18 @@ class Retry:
         # Random pauses, so that workers that lost the same server do not come back in step.
         self._closing.wait(self._pause * _RANDOM.uniform(0.5, 1.0))
         self._pause = min(self._pause * 2, LONGEST_PAUSE_SECONDS)
+
+    def _name_wait(self, error: PSError) -> None:
+        """Logs what the peer waits for, and warns once that takes long. Most such waits are over in a moment."""
+        now = time.monotonic()
+        if self._waits_since is None:
+            self._waits_since = now
+            self._peer.waits.met(_BUSY, "%s", error, level=logging.INFO, detail=str(error))
+        elif not self._is_long and now - self._waits_since >= LONG_WAIT_SECONDS:
+            self._is_long = True
+            what = "waiting for %s for %.0f s now: %s"
+            waited = self._peer, now - self._waits_since
+            self._peer.troubles.met(_BUSY, what, *waited, error, detail=str(error))
 
     def call(self, attempt: Callable[[], T]) -> T:
         """Returns the result of the first attempt that succeeds."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from ps_protocol.errors import InvalidRequest, Untrusted
 from ps_runtime.credentials import Access, Tls
+from ps_runtime.tls_contexts import client_context
 
 SECONDS = 3.0
 _READ_BYTES = 2**14
@@ -45,16 +46,10 @@ def _without_tls(plain: socket.socket) -> str | None:
 
 def _with_tls(plain: socket.socket, host: str, tls: Tls) -> str | None:
     try:
-        material = tls.load()
+        context = client_context(tls)
     except InvalidRequest as error:
         return str(error)
-    roots = material.ca or material.cert
-    context = ssl.create_default_context(cadata=None if roots is None else roots.decode("ascii", "ignore"))
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.verify_flags &= ~getattr(ssl, "VERIFY_X509_STRICT", 0)  # gRPC is not strict either
     context.set_alpn_protocols(["h2"])
-    if tls.cert is not None and tls.key is not None:
-        context.load_cert_chain(tls.cert, tls.key)
     try:
         # In TLS 1.3 a server looks at a client's certificate after the client is done. One that takes it speaks first,
         # as HTTP/2 wants; gRPC's ends the connection without a word if it does not.

@@ -7,7 +7,6 @@ import ipaddress
 import math
 import socket
 import socketserver
-import ssl
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from wsgiref.simple_server import ServerHandler, WSGIRequestHandler, WSGIServer,
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_runtime.credentials import Tls
 from ps_runtime.reloading import ReloadingFiles
+from ps_runtime.tls_contexts import server_context
 
 # How long stopping may take; serve_forever looks at its flag this often.
 _POLL_SECONDS = 0.05
@@ -159,22 +159,6 @@ class _Silent(WSGIRequestHandler):
         """Logs nothing: there is a scrape every few seconds."""
 
 
-def _context(tls: Tls) -> ssl.SSLContext:
-    tls.load()
-    if tls.cert is None:
-        raise InvalidRequest("metrics over TLS need --tls-cert and --tls-key")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(tls.cert, tls.key)
-        if tls.ca is not None:
-            context.load_verify_locations(tls.ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except (ssl.SSLError, OSError) as error:
-        raise InvalidRequest(f"{tls.cert} cannot be served with its key ({error.strerror or error})") from None
-    return context
-
-
 class Site:
     """A few files, and pages of JSON that are made when they are asked for: for people on this machine, to look at.
 
@@ -239,7 +223,7 @@ def serve(
             f"cannot serve {what} on {host}:{port} ({error.strerror}); choose another {flag}"
         ) from None
     if tls is not None:
-        watched = ReloadingFiles(tls.paths(), lambda: _context(tls))
+        watched = ReloadingFiles(tls.paths(), lambda: server_context(tls, "metrics"))
         server.secure = lambda plain: watched.get().wrap_socket(plain, server_side=True)
     thread = threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), name=what, daemon=True)
     thread.start()

@@ -37,6 +37,7 @@ from ps_runtime.settings import (
     unknown_variables,
     whole_number,
 )
+from ps_runtime.signals import await_event
 from ps_runtime.version import version
 from ps_server import failpoints
 from ps_server.config import (
@@ -60,6 +61,7 @@ from ps_server.ops.glibc import share_memory_pool, streaming
 if TYPE_CHECKING:
     from ps_server.server import Server
 
+OTHERS_END_SECONDS = 20.0  # in which launches on other machines hear that a job is over, and end their shards
 SWITCH_SECONDS = 0.0005
 _PROCESS = whole_number(1, 2**63 - 1)
 
@@ -97,9 +99,8 @@ def parser() -> CommandLine:
         replace(SHARDS, text="how many shards the cluster has, with --with-coordinator"), ADVERTISE, HEALTH_PORT
     )
     # What a parent process tells its servers.
-    for command in (coordinator, shard):
-        command.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
-    shard.add_argument("--drains", action="store_true", help=argparse.SUPPRESS)
+    for command, flag in ((coordinator, "supervised"), (shard, "supervised"), (shard, "drains"), (shard, "ends-last")):
+        command.add_argument(f"--{flag}", action="store_true", help=argparse.SUPPRESS)
     shard.add_argument("--restart-count", type=index, default=0, help=argparse.SUPPRESS)
     for command in (up, coordinator, shard):
         _add_serving(command)
@@ -381,13 +382,15 @@ def _serve(arguments: argparse.Namespace) -> int:
     if not stop.is_set():
         role = "coordinator" if alone else f"shard {shard}"
         _announce(role, server, config, supervised)
-    stop.wait()
+    await_event(stop)
     # Told once, it finishes what it has; told again, it ends at once.
     _on_signals(lambda number, _: os._exit(128 + number))
     if (
         coordinates or not supervised or arguments.drains
     ):  # otherwise the parent stops the coordinator first, which has seen to it
         server.drain(arguments.drain_seconds)
+    if not alone and arguments.ends_last:
+        server.outlive(OTHERS_END_SECONDS)
     server.stop()
     return 0
 

@@ -48,6 +48,8 @@ class ServerConfig:
     index:       of the shard that this process is; None where it is the coordinator alone
     coordinator: HOST:PORT of the coordinator; None where it is this process
     host, port:  where to listen; port 0 lets the system choose
+    data_port:   where workers open data connections, at `host`; 0 lets the system choose
+    no_data_port: there are none over TCP
     advertise:   HOST:PORT under which the others reach this process; None: where it listens
     lease:       seconds for which a worker counts as live without a heartbeat
     server_call_seconds: for which a call between servers waits for its answer
@@ -58,7 +60,9 @@ class ServerConfig:
     tokens:      file that says which caller may do what; None: every caller may do everything
     insecure:    plaintext may be served beyond this machine; metrics_insecure: metrics may
     limits:      how much a caller may take
-    checkpoint_dir: where checkpoints are, the same place for all shards and the coordinator; None: there are none
+    checkpoint_dir: where checkpoints are, the same place for all shards and the coordinator, unless shards have an
+                 own_disk; None: there are none
+    own_disk:    a shard keeps its files of checkpoints below checkpoint_dir on a disk of its own
     checkpoint_every: `100steps` or `60s`; None: only when asked to, at a job's end, and when the server stops
     keep:        how many checkpoints of a job are kept
     restore:     jobs continue from their checkpoints in checkpoint_dir
@@ -74,6 +78,8 @@ class ServerConfig:
     coordinator: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
+    data_port: int = 0
+    no_data_port: bool = False
     advertise: str | None = None
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
@@ -88,6 +94,7 @@ class ServerConfig:
     metrics_insecure: bool = False
     limits: Limits = DEFAULTS
     checkpoint_dir: Path | None = None
+    own_disk: bool = False
     checkpoint_every: str | None = None
     keep: int = CheckpointPolicy.keep
     restore: bool = False
@@ -119,8 +126,8 @@ class ServerConfig:
         if self.checkpoint_dir is not None:
             steps, every = parse_every(self.checkpoint_every) if self.checkpoint_every else (None, None)
             return CheckpointPolicy(self.checkpoint_dir, steps, every, self.keep, self.restore, self.resume, address)
-        if self.checkpoint_every or self.restore or self.resume:
-            raise InvalidRequest("--checkpoint-every, --restore and --resume need --checkpoint-dir")
+        if self.checkpoint_every or self.restore or self.resume or self.own_disk:
+            raise InvalidRequest("--checkpoint-every, --restore, --resume and --own-disk need --checkpoint-dir")
         return None
 
 
@@ -176,6 +183,10 @@ HEALTH_PORT = Setting(
 PROCESS = (
     Setting("host", "address to listen on", default=ServerConfig.host),
     Setting("port", "port to listen on, 0: any free one; shard i of `up` has it plus i", port_number, DEFAULT_PORT),
+    Setting(
+        "data_port", "port at which workers open data connections, 0: any free one; shard i, likewise", port_number, 0
+    ),
+    Setting("no_data_port", "take no data connections over TCP: what cannot share memory uses gRPC", bool),
     Setting("metrics_host", "address to serve metrics on", default=ServerConfig.metrics_host),
     Setting("metrics_port", "port of /metrics, likewise", port_number, DEFAULT_METRICS_PORT),
     Setting("lease", "seconds for which a silent worker counts as live", seconds, ServerConfig.lease),
@@ -202,6 +213,7 @@ CHECKPOINTS = (
         checkpoints_at,
         metavar="DIR",
     ),
+    Setting("own_disk", "a shard keeps its files below checkpoint-dir on a disk of its own, which others lack", bool),
     Setting("checkpoint_every", "how often to make one, as in 100steps or 60s", every, metavar="EVERY"),
     Setting("keep", "how many checkpoints of a job to keep", count, ServerConfig.keep, "N"),
     Setting(

@@ -11,6 +11,7 @@ import logging
 import resource
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ from ps_server.ops.page import coordinators_page
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CALL_THREADS, CallLimits, grpc_options
 from ps_server.rpc.cluster_service import ClusterService, add_health
+from ps_server.rpc.data_listener import Where
 from ps_server.rpc.data_messages import Answers
 from ps_server.rpc.data_service import DataService
 from ps_server.rpc.interceptor import CallInterceptor
@@ -58,11 +60,13 @@ from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.own_disk import own_directory, take_own_disk
 from ps_server.view.watch import Watch
 
 log = logging.getLogger("ps_server")
 
 HEALTH_THREADS = 8  # apart from all others: a probe waits for nothing, not even for its own request
+OTHERS_LOOK_SECONDS = 0.2
 STOP_GRACE_SECONDS = 2.0
 
 
@@ -106,19 +110,20 @@ class Server:
         authenticator = Authenticator(config.tokens)
         token = authenticator.cluster_token if authenticator.is_required else None
         self._access = Access(config.tls, token, config.insecure)
-        self._call_limits = CallLimits(authenticator, config.limits, config.index is not None, give_memory_back)
         self._registry = process_registry()
+        limits = CallLimits(authenticator, config.limits, config.index is not None, give_memory_back)
+        self._calls = CallInterceptor(self._registry, limits)
         self._control_pool = ThreadPoolExecutor(CALL_THREADS, "control")
         self._grpc = grpc.server(
             self._control_pool,
-            interceptors=[CallInterceptor(self._registry, self._call_limits)],
+            interceptors=[self._calls],
             options=server_options() + grpc_options(config.limits),
         )
         port = _bind(self._grpc, config.host, config.port, config.tls)
         self.address = config.advertise or f"{_reachable(config.host)}:{port}"
-        self._stops: list[Callable[[], None]] = [self._call_limits.stop]
+        self._stops: list[Callable[[], None]] = [limits.stop]
         encrypted, asks = config.tls is not None, authenticator.is_required
-        self._registry.register(security_gauges(self._call_limits, exposed, encrypted, asks))
+        self._registry.register(security_gauges(limits, exposed, encrypted, asks))
         if exposed:
             log.warning("insecure: %s serves plaintext beyond this machine, as --insecure says", self.address)
         self.shard: Shard | None = None  # set where this process is a shard
@@ -151,7 +156,7 @@ class Server:
 
     def calls_in_flight(self) -> int:
         """Returns how many calls this process is answering now."""
-        return self._call_limits.statistics()["calls"]
+        return self._calls.limits.statistics()["calls"]
 
     def drain(self, seconds: float) -> None:
         """Lets no more workers join, and has last checkpoints made, if there are any: before a wanted stop.
@@ -171,6 +176,17 @@ class Server:
                 for name, job in jobs.items():
                     job.refusals.seconds = most + self._config.timing.refusal
                     pool.submit(guarded, "drain", partial(self._registration.checkpoint, name, most))
+
+    def outlive(self, seconds: float) -> None:
+        """Stays until no other shard of the cluster answers, if no job runs: until then others ask whether it is over.
+
+        seconds: no longer than that
+        """
+        coordinator, until = self.coordinator, time.monotonic() + seconds
+        if coordinator is None or coordinator.jobs():
+            return
+        while time.monotonic() < until and coordinator.shard_directory.others_answer(self._config.index):
+            time.sleep(OTHERS_LOOK_SECONDS)
 
     def stop(self) -> None:
         """Stops admitting calls, finishes what is staged, and ends every thread."""
@@ -236,12 +252,13 @@ class Server:
         return [service.NAME for service in services]
 
     def _add_shard(self) -> list[str]:
+        checkpoints, release = self._open_checkpoints()
         shard = Shard(
             ShardMetrics(self._registry),
             OwnThreads(self._config.apply_threads),
             shared_directory=self._config.shared_directory,
             staged_limit=self._config.limits.staged_bytes,
-            checkpoints=CheckpointStore(self._config.checkpoint_dir) if self._config.checkpoint_dir else None,
+            checkpoints=checkpoints,
             index=self._config.index or 0,
             norm_limit=self._config.limits.push_norm,
             principal_limit=self._config.limits.caller_bytes,
@@ -250,12 +267,25 @@ class Server:
         self.shard = shard
         data = DataService(shard, Answers(self._config.index or 0, self.process))
         data.register(self._grpc)
+        config = self._config
+        port = None if config.no_data_port else config.data_port
+        where = Where(config.host, port, config.tls, config.shared_directory)
+        data.listen(self._calls, config.limits, where)
         control = ShardService(shard, self._config.limits, self.process)
         control.register(self._grpc)
         self._registry.register(shard_gauges(shard))
         self._registry.register(restart_gauges(self._config.restart_count))
-        self._stops += [shard.stop, data.stop]
+        self._stops += [shard.stop, data.stop, release]
         return [data.NAME, control.NAME]
+
+    def _open_checkpoints(self) -> tuple[CheckpointStore | None, Callable[[], None]]:
+        """Returns where this shard's files of checkpoints are, if there are any, and what gives that back."""
+        directory, index = self._config.checkpoint_dir, self._config.index or 0
+        if directory is None or not self._config.own_disk:
+            return CheckpointStore(directory) if directory is not None else None, lambda: None
+        disk, release = take_own_disk(directory, index, self.address, time.time())
+        log.info("checkpoints: this shard's own disk is %s, at %s", disk, own_directory(directory, index))
+        return CheckpointStore(directory, own_disk=disk), release
 
 
 def _bind(server: grpc.Server, host: str, port: int, tls: Tls | None) -> int:

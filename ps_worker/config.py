@@ -26,7 +26,7 @@ from ps_runtime.settings import (
 )
 from ps_worker.cluster.options import JobOptions
 
-TRANSPORTS = ("auto", "shm", "grpc")
+TRANSPORTS = ("auto", "shm", "tcp", "grpc")
 
 
 def mode_name(text: str) -> str:
@@ -60,7 +60,10 @@ SETTINGS = (
     Setting("metrics_host", "address to serve metrics on; default: the one that faces the server"),
     Setting("metrics_port", "first worker's port of /metrics; 0: any", port_number, 0),
     Setting(
-        "transport", "auto, shm or grpc: shared memory with shards on this host", one_of(*TRANSPORTS), TRANSPORTS[0]
+        "transport",
+        "auto, shm, tcp or grpc: how buckets travel; auto takes the fastest that there is",
+        one_of(*TRANSPORTS),
+        TRANSPORTS[0],
     ),
     Setting("shared_directory", "where shared memory is handed over to shards", Path, DEFAULT_SHARED_DIRECTORY),
     *access_settings(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ps_protocol.errors import InvalidRequest
@@ -22,7 +21,7 @@ SERVER_SETTINGS = (
     Setting("shards_with_workers", "start one shard here, and one beside the workers of each other node", bool),
     Setting("nnodes", "how many nodes there are, each with one launch, with --shards-with-workers", count, 1, "N"),
     Setting("node_rank", "which of them this is, from 0; node 0 has the coordinator, at --server", index, 0, "I"),
-    Setting("checkpoint_dir", "where these servers have their checkpoints", Path, metavar="DIR"),
+    Setting("checkpoint_dir", "where these servers have their checkpoints", metavar="DIR"),
     Setting("checkpoint_every", "how often they make one, as in 100steps or 60s"),
     Setting("restore", "they start jobs from their last checkpoints", bool),
     Setting("server_options", "more options for these servers, as of `ps-server up`, in one text", metavar="TEXT"),
@@ -72,7 +71,7 @@ def servers_plan(arguments: argparse.Namespace) -> ServersPlan:
         options = ["--shards", str(arguments.shards), "--port", str(arguments.port or 0)]
     options += ["--metrics-port", "0"]
     if arguments.checkpoint_dir is not None:
-        options += ["--checkpoint-dir", str(arguments.checkpoint_dir)]
+        options += ["--checkpoint-dir", arguments.checkpoint_dir]
     if arguments.checkpoint_every is not None:
         options += ["--checkpoint-every", arguments.checkpoint_every]
     options += ["--restore"] * arguments.restore
@@ -107,8 +106,9 @@ def _node_options(arguments: argparse.Namespace) -> list[str]:
     host, _, port = arguments.server.rpartition(":")
     rank = arguments.node_rank
     options = ["--shards", str(arguments.nnodes), "--only", str(rank)]
-    if rank == 0:
-        return [*options, "--host", host.strip("[]"), "--port", port]
+    if rank == 0:  # which may be started again in the middle of the job: the other nodes train on
+        resume = ["--resume"] * (arguments.checkpoint_dir is not None)
+        return [*options, "--host", host.strip("[]"), "--port", port, *resume]
     where = own_address(arguments.server)
     port = str(arguments.port - rank) if arguments.port else "0"  # shard I listens at it plus I
     return [*options, "--coordinator", arguments.server, "--host", where, "--port", port]

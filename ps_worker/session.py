@@ -88,8 +88,8 @@ def connect(
     elastic:         no fixed world size; ranks are given out, workers come and go (PS_ELASTIC)
     connect_timeout: seconds to keep trying servers that do not answer (PS_CONNECT_TIMEOUT), 60
     metrics_host, metrics_port: where to serve /metrics (PS_METRICS_HOST, PS_METRICS_PORT); any free port
-    transport:       how buckets travel (PS_TRANSPORT): "grpc"; "shm", through memory shared with shards on this host;
-                     "auto", shared memory with those shards that can see it
+    transport:       how buckets travel (PS_TRANSPORT): "shm", through memory shared with shards on this host; "tcp",
+                     over data connections; "grpc"; "auto", to each shard by the first of these that can be had
     shared_directory: where shards take that memory over, the same as theirs (PS_SHARED_DIRECTORY), /dev/shm
     tls_ca:          file of the CA that servers are verified by (PS_TLS_CA); without it they are called in plaintext
     tls_cert, tls_key: this worker's own certificate and its key (PS_TLS_CERT, PS_TLS_KEY), where servers ask for one

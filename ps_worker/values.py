@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ps_protocol.data import DataRange
+from ps_protocol.identity import Identity
 from ps_protocol.job import HyperParameters, NonFinite
 from ps_protocol.layout import BucketSpec
 
@@ -26,17 +27,6 @@ class PrepareOptions:
     weight_wire: str = "float32"
     overlap: bool | None = None
     ddp: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Identity:
-    """A worker as the servers know it; `key` proves that it is that one. run: of the job"""
-
-    job: str
-    rank: int
-    incarnation: int
-    key: bytes = field(default=b"", repr=False)
-    run: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +63,7 @@ class JoinResult:
     shard_map:     where the buckets are now; None: where they were at the registration
     restore_count: how often the whole job was rolled back to a checkpoint
     state:         what a worker of this rank had saved; None if there is nothing
+    pushed:        the last clock of which workers of this rank had pushed every bucket that trains; None: not known
     """
 
     identity: Identity
@@ -81,6 +72,7 @@ class JoinResult:
     shard_map: ShardMap | None = None
     restore_count: int = 0
     state: SavedState | None = None
+    pushed: int | None = None
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,11 @@ class DataServiceStub:
                 request_serializer=ps__protocol_dot_v1_dot_data__pb2.AttachSegmentRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_data__pb2.AttachSegmentResponse.FromString,
                 _registered_method=True)
+        self.OpenDataConnection = channel.unary_unary(
+                '/ps_protocol.v1.DataService/OpenDataConnection',
+                request_serializer=ps__protocol_dot_v1_dot_data__pb2.OpenDataConnectionRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_data__pb2.OpenDataConnectionResponse.FromString,
+                _registered_method=True)
 
 
 class DataServiceServicer:
@@ -124,6 +129,15 @@ class DataServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenDataConnection(self, request, context):
+        """Says where a data connection may be opened, and gives the ticket for one. A data connection carries the messages of
+        Push, Pull, Exchange and PullState at the speed of sockets; OpenDataConnectionResponse says how. Whatever it can do,
+        gRPC can, too. NOT_FOUND, PERMISSION_DENIED: as for Push.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DataServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -151,6 +165,11 @@ def add_DataServiceServicer_to_server(servicer, server):
                     servicer.AttachSegment,
                     request_deserializer=ps__protocol_dot_v1_dot_data__pb2.AttachSegmentRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_data__pb2.AttachSegmentResponse.SerializeToString,
+            ),
+            'OpenDataConnection': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenDataConnection,
+                    request_deserializer=ps__protocol_dot_v1_dot_data__pb2.OpenDataConnectionRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_data__pb2.OpenDataConnectionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -292,6 +311,33 @@ class DataService:
             '/ps_protocol.v1.DataService/AttachSegment',
             ps__protocol_dot_v1_dot_data__pb2.AttachSegmentRequest.SerializeToString,
             ps__protocol_dot_v1_dot_data__pb2.AttachSegmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenDataConnection(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps_protocol.v1.DataService/OpenDataConnection',
+            ps__protocol_dot_v1_dot_data__pb2.OpenDataConnectionRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_data__pb2.OpenDataConnectionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,7 +56,14 @@ class WaitStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., clock: _Optional[int] = ..., bucket_count: _Optional[int] = ..., awaited_ranks: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ShardJobStatus(_message.Message):
-    __slots__ = ("job", "bucket_count", "parameter_bytes", "optimizer_bytes", "staged_bytes", "versions", "waits", "run", "figures")
+    __slots__ = ("job", "bucket_count", "parameter_bytes", "optimizer_bytes", "staged_bytes", "versions", "waits", "run", "figures", "departed_clocks", "sharing_ranks", "connected_ranks")
+    class DepartedClocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     JOB_FIELD_NUMBER: _ClassVar[int]
     BUCKET_COUNT_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +73,9 @@ class ShardJobStatus(_message.Message):
     WAITS_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
+    DEPARTED_CLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SHARING_RANKS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_RANKS_FIELD_NUMBER: _ClassVar[int]
     job: str
     bucket_count: int
     parameter_bytes: int
@@ -75,7 +85,10 @@ class ShardJobStatus(_message.Message):
     waits: _containers.RepeatedCompositeFieldContainer[WaitStatus]
     run: str
     figures: _figures_pb2.ShardJobFigures
-    def __init__(self, job: _Optional[str] = ..., bucket_count: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., optimizer_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., waits: _Optional[_Iterable[_Union[WaitStatus, _Mapping]]] = ..., run: _Optional[str] = ..., figures: _Optional[_Union[_figures_pb2.ShardJobFigures, _Mapping]] = ...) -> None: ...
+    departed_clocks: _containers.ScalarMap[int, int]
+    sharing_ranks: _containers.RepeatedScalarFieldContainer[int]
+    connected_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., bucket_count: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., optimizer_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., waits: _Optional[_Iterable[_Union[WaitStatus, _Mapping]]] = ..., run: _Optional[str] = ..., figures: _Optional[_Union[_figures_pb2.ShardJobFigures, _Mapping]] = ..., departed_clocks: _Optional[_Mapping[int, int]] = ..., sharing_ranks: _Optional[_Iterable[int]] = ..., connected_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CreateJobRequest(_message.Message):
     __slots__ = ("spec", "buckets", "run")
@@ -112,10 +125,12 @@ class AddWorkerRequest(_message.Message):
     def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class AddWorkerResponse(_message.Message):
-    __slots__ = ("frontier",)
+    __slots__ = ("frontier", "pushed_clock")
     FRONTIER_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_CLOCK_FIELD_NUMBER: _ClassVar[int]
     frontier: int
-    def __init__(self, frontier: _Optional[int] = ...) -> None: ...
+    pushed_clock: int
+    def __init__(self, frontier: _Optional[int] = ..., pushed_clock: _Optional[int] = ...) -> None: ...
 
 class RemoveWorkerRequest(_message.Message):
     __slots__ = ("worker",)
@@ -128,20 +143,22 @@ class RemoveWorkerResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class BeginSnapshotRequest(_message.Message):
-    __slots__ = ("job", "checkpoint", "clock", "run", "refusal_duration", "last_incarnation")
+    __slots__ = ("job", "checkpoint", "clock", "run", "refusal_duration", "last_incarnation", "kept_checkpoints")
     JOB_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_DURATION_FIELD_NUMBER: _ClassVar[int]
     LAST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    KEPT_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     job: str
     checkpoint: str
     clock: int
     run: str
     refusal_duration: _duration_pb2.Duration
     last_incarnation: int
-    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., clock: _Optional[int] = ..., run: _Optional[str] = ..., refusal_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_incarnation: _Optional[int] = ...) -> None: ...
+    kept_checkpoints: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., clock: _Optional[int] = ..., run: _Optional[str] = ..., refusal_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_incarnation: _Optional[int] = ..., kept_checkpoints: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class BeginSnapshotResponse(_message.Message):
     __slots__ = ()
@@ -158,32 +175,48 @@ class AwaitSnapshotRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., run: _Optional[str] = ...) -> None: ...
 
 class AwaitSnapshotResponse(_message.Message):
-    __slots__ = ("file", "size_bytes", "sha256", "versions", "stall_duration")
+    __slots__ = ("file", "size_bytes", "sha256", "versions", "stall_duration", "disk")
     FILE_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     STALL_DURATION_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
     file: str
     size_bytes: int
     sha256: bytes
     versions: VersionRange
     stall_duration: _duration_pb2.Duration
-    def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., stall_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    disk: str
+    def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., stall_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disk: _Optional[str] = ...) -> None: ...
 
 class RestoreJobRequest(_message.Message):
-    __slots__ = ("spec", "buckets", "checkpoint", "last_incarnation", "run")
+    __slots__ = ("spec", "buckets", "checkpoint", "last_incarnation", "run", "own_file")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     LAST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    OWN_FILE_FIELD_NUMBER: _ClassVar[int]
     spec: _job_pb2.JobSpec
     buckets: _containers.RepeatedScalarFieldContainer[int]
     checkpoint: str
     last_incarnation: int
     run: str
-    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., checkpoint: _Optional[str] = ..., last_incarnation: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
+    own_file: ShardFile
+    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., checkpoint: _Optional[str] = ..., last_incarnation: _Optional[int] = ..., run: _Optional[str] = ..., own_file: _Optional[_Union[ShardFile, _Mapping]] = ...) -> None: ...
+
+class ShardFile(_message.Message):
+    __slots__ = ("file", "size_bytes", "sha256", "disk")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    size_bytes: int
+    sha256: bytes
+    disk: str
+    def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., disk: _Optional[str] = ...) -> None: ...
 
 class RestoreJobResponse(_message.Message):
     __slots__ = ("versions", "done_bytes", "total_bytes")

@@ -19,7 +19,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import TypeVar
@@ -37,7 +37,7 @@ from ps_server.core.placement import PlacedJob
 from ps_server.core.snapshot import ShardSnapshot, VersionRange, union
 from ps_server.core.statistics import CheckpointStatistics
 from ps_server.failpoints import failpoint
-from ps_server.storage.checkpoints import Manifest, WorkerPart
+from ps_server.storage.manifest import Manifest, WorkerPart
 
 log = logging.getLogger("ps_server")
 
@@ -142,6 +142,7 @@ class CheckpointedJob:
     names:   the names of checkpoints to come
     changed: is called when a shard has answered
     troubles: what a checkpoint after the other may lack
+    began:   by rank, the clock at which a worker of that rank joined first
     """
 
     placed: PlacedJob
@@ -155,6 +156,7 @@ class CheckpointedJob:
     progress: Progress
     states: WorkerStates
     troubles: Troubles
+    began: Mapping[int, int]
 
     def look(self) -> int:
         """Returns the highest version in sync, otherwise the highest clock, on any shard that answers."""
@@ -163,6 +165,17 @@ class CheckpointedJob:
             with contextlib.suppress(PSError):
                 highest = max(highest, shard.api.statistics().progress(spec.name, spec.consistency.aggregate))
         return highest
+
+    def have_stepped(self, ranks: Iterable[int], clocks: Mapping[int, int]) -> bool:
+        """Whether a worker of one of these ranks made a step up to its clock: one that has only joined made none."""
+        return any(clocks.get(rank, 0) > self.began.get(rank, 0) for rank in ranks)
+
+    def kept(self) -> tuple[str, ...]:
+        """Returns the checkpoints that shards with disks of their own keep: `prune` has removed the others here."""
+        last = self.progress.last
+        if last is None or not any(part.disk for part in last.shards.values()):
+            return ()
+        return tuple(self.checkpointing.store.names(self.placed.spec.name))
 
 
 class CheckpointAttempt:
@@ -295,8 +308,8 @@ class CheckpointAttempt:
     def _begin_on_shards(self) -> None:
         job, name, clock, run = self._spec.name, self._name, self._clock, self._job.placed.run
         pool, shards = self._job.pool, self._shards.all()
-        until = self._refusal(), self._job.members.last_incarnation()
-        answers_of([pool.submit(shard.api.begin_snapshot, job, name, clock, run, *until) for shard in shards])
+        until, kept = (self._refusal(), self._job.members.last_incarnation()), self._job.kept()
+        answers_of([pool.submit(shard.api.begin_snapshot, job, name, clock, run, *until, kept) for shard in shards])
 
     def _refusal(self) -> float:
         """Returns for how many seconds shards take no push that would not be in the checkpoint; 0: they take all."""
@@ -365,13 +378,13 @@ class CheckpointAttempt:
         kept = self._job.states
         if clock is not None:
             return {**kept.left(clock), **kept.at(clock)}
-        left = kept.left(max(self._reached().clocks.values(), default=0))
-        return {**self._kept(), **left, **kept.at(None)}
+        newer = {**kept.left(max(self._reached().clocks.values(), default=0)), **kept.at(None)}
+        return {**self._kept(newer), **newer}
 
-    def _kept(self) -> dict[int, tuple[int, bytes]]:
-        """Returns the states in the last checkpoint, without those that are damaged there."""
+    def _kept(self, newer: States) -> dict[int, tuple[int, bytes]]:
+        """Returns the states in the last checkpoint of which there are no newer ones, without those damaged there."""
         kept = {}
-        for rank in self._job.states.kept:
+        for rank in self._job.states.kept.keys() - newer.keys():
             try:
                 kept[rank] = self._job.states.kept[rank]
             except CheckpointDamaged as error:
@@ -415,15 +428,20 @@ class CheckpointAttempt:
     def _log_states(self, manifest: Manifest) -> None:
         """Says which workers' states are missing, or are older than the checkpoint's clock."""
         job, left, troubles = self._spec.name, self._job.states.left_at(), self._job.troubles
-        if manifest.without:
+        if not manifest.without:
+            troubles.over("without")
+        elif self._job.have_stepped(manifest.without, manifest.clocks):
             what = (
                 "job %s: checkpoint %s is without the state of workers %s: after a return to it, they go on with their "
                 "data from where they are, and new processes from the beginning"
             )
             missing = list(manifest.without)
             troubles.met("without", what, job, manifest.name, missing, detail=manifest.without)
-        else:
-            troubles.over("without")
+        else:  # it is made while they prepare themselves
+            log.info(
+                "job %s: checkpoint %s has no state of workers %s yet: no step of theirs is in it",
+                *(job, manifest.name, list(manifest.without)),
+            )
         behind = {rank: clock for rank, clock in left.items() if clock is not None and clock < manifest.clock}
         if behind and self._aggregate:
             what = (

@@ -11,9 +11,9 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, PSError, TryLater, VersionMismatch
+from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, LimitExceeded, PSError, TryLater, VersionMismatch
 from ps_runtime.background import note_error
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.checkpoint_attempt import (
@@ -26,10 +26,10 @@ from ps_server.coordinator.checkpoint_attempt import (
 )
 from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.members import JobMembers
-from ps_server.coordinator.worker_states import States, StatesOnDisk, WorkerStates
+from ps_server.coordinator.worker_states import StatesOnDisk, WorkerStates
 from ps_server.core.placement import PlacedJob
 from ps_server.core.statistics import CheckpointStatistics
-from ps_server.storage.checkpoints import Manifest
+from ps_server.storage.manifest import Manifest
 
 log = logging.getLogger("ps_server")
 
@@ -37,12 +37,23 @@ MANY_SECONDS = 3600.0
 
 
 class JobCheckpoints:
-    """Makes the checkpoints of one job, until `stop`. Methods may be called from any thread, `advance` from one."""
+    """Makes the checkpoints of one job, until `stop`. Methods may be called from any thread, `advance` from one.
 
-    def __init__(self, placed: PlacedJob, members: JobMembers, cluster: Cluster, checkpointing: Checkpointing) -> None:
+    began: by rank, the clock at which a worker of that rank joined first: more are noted here as they join
+    """
+
+    def __init__(
+        self,
+        placed: PlacedJob,
+        members: JobMembers,
+        cluster: Cluster,
+        checkpointing: Checkpointing,
+        began: Mapping[int, int],
+    ) -> None:
         self._spec, self._timing, self._clock = placed.spec, cluster.timing, cluster.clock
         self._policy = checkpointing.policy
-        self._progress, self._requests, self._states = Progress(cluster.clock.now()), Requests(), WorkerStates()
+        self._progress, self._requests = Progress(cluster.clock.now()), Requests()
+        self._states = WorkerStates(checkpointing.room)
         self._changed = threading.Condition()
         self._changes = 0  # rises with every notice
         self._stopping, self._running = False, False
@@ -51,7 +62,7 @@ class JobCheckpoints:
         first = int(checkpointing.store.next_name(placed.spec.name))
         names = (f"{number:06d}" for number in itertools.count(first))
         troubles = Troubles(log, None)  # ps_checkpoints_failed_total and others count them
-        shared = self._requests, self._progress, self._states, troubles
+        shared = self._requests, self._progress, self._states, troubles, began
         self._job = CheckpointedJob(placed, members, cluster, checkpointing, pool, names, self._notify, *shared)
         self._attempt = CheckpointAttempt(self._job)
         self._work = self._make_all()
@@ -86,6 +97,7 @@ class JobCheckpoints:
         with self._changed:
             self._changed.wait_for(lambda: not self._running)
         self._job.pool.shutdown(wait=False)
+        self._states.rolled_back({})  # gives its room back
 
     def _notify(self) -> None:
         with self._changed:
@@ -151,13 +163,16 @@ class JobCheckpoints:
     # -- what the job and its workers bring --------------------------------------------------------------------------
 
     def save_state(self, rank: int, clock: int, state: bytes) -> None:
-        """Takes a worker's own part."""
+        """Takes a worker's own part. Raises LimitExceeded where there is no room for it."""
         self._states.save(rank, clock, state)
         self._notify()
 
     def left(self, rank: int, state: tuple[int, bytes] | None) -> None:
         """Notes that a worker has left. state: its clock then and its own part, where it has sent it"""
-        self._states.leave(rank, state)
+        try:
+            self._states.leave(rank, state)
+        except LimitExceeded as error:
+            log.warning("job %s: worker %d leaves no state: %s", self._spec.name, rank, error)
 
     def joined(self, rank: int) -> None:
         """Notes that a worker of this rank is live."""
@@ -178,11 +193,11 @@ class JobCheckpoints:
             attempt = self._attempt
         attempt.abandon()
 
-    def rolled_back(self, manifest: Manifest, states: States) -> None:
+    def rolled_back(self, manifest: Manifest) -> None:
         """Notes that the job continues from a checkpoint: what is being made is void, the next one comes in time."""
         with self._changed:  # no attempt begins in between: it would be named by a clock of before
             self.abandon()
-            self._states.rolled_back(dict(states))
+            self._states.rolled_back(StatesOnDisk(self._job.checkpointing.store, manifest))
             self._progress.last, self._progress.reached = manifest, manifest.clock
             self._progress.whole = self._whole(manifest)
             self._notify()

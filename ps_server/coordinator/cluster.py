@@ -11,6 +11,7 @@ from ps_server.coordinator.events import EventLog
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.shards import MakeExecutor, Shards
 from ps_server.coordinator.timing import Clock, Timing
+from ps_server.coordinator.worker_states import StatesRoom
 from ps_server.core.limits import Limits
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.directory_lock import lock_directory
@@ -19,17 +20,23 @@ from ps_server.storage.files import Files
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Where checkpoints are, and when they are made. `release`: gives the directory back to other coordinators."""
+    """Where checkpoints are, and when they are made.
+
+    release: gives the directory back to other coordinators
+    room:    for the workers' states of all jobs
+    """
 
     store: CheckpointStore
     policy: CheckpointPolicy
     release: Callable[[], None]
+    room: StatesRoom
 
     @classmethod
-    def open(cls, policy: CheckpointPolicy, disk: Files, since: float) -> Checkpointing:
+    def open(cls, policy: CheckpointPolicy, disk: Files, since: float, limits: Limits) -> Checkpointing:
         """Takes the directory for one coordinator, which began at `since`. Raises InvalidRequest if one has it."""
         store = CheckpointStore(policy.directory, disk)
-        return cls(store, policy, lock_directory(policy.directory, policy.address, disk, since))
+        release = lock_directory(policy.directory, policy.address, disk, since)
+        return cls(store, policy, release, StatesRoom(limits.all_state_bytes))
 
 
 @dataclass(frozen=True)

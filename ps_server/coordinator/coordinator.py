@@ -25,6 +25,7 @@ from ps_protocol.errors import JobMismatch, NotFound, PSError, RunEnded, TryLate
 from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference
 from ps_protocol.optimizers import with_defaults
 from ps_runtime.background import Background, guarded
+from ps_runtime.quantities import counted
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.ended_jobs import EndedJobs, FinishedJob
@@ -81,7 +82,7 @@ class Coordinator:
         if policy is not None:
             disk = disk or files_of(policy.directory)
             self._state_file = StateFile(policy.directory, disk)
-            checkpointing = Checkpointing.open(policy, disk, clock.since_1970())
+            checkpointing = Checkpointing.open(policy, disk, clock.since_1970(), limits)
         self.events = EventLog(clock)
         self._cluster = Cluster(shards, lease, limits, checkpointing, timing, clock, make_executor, self.events)
         self._recovery = Recovery(checkpointing, shards) if checkpointing is not None else None
@@ -239,9 +240,9 @@ class Coordinator:
                 raise
         finally:
             self._new_jobs.done(spec.name)
-        size, buckets = job.placed.nbytes, len(job.placed.placement)
-        log.info("job %s: %s, %d bytes in %d buckets", spec.name, spec.consistency, size, buckets)
-        self.events.note("started", spec.name, f"the job begins: {spec.consistency}, {size} bytes in {buckets} buckets")
+        size, buckets = job.placed.nbytes, counted(len(job.placed.placement), "bucket")
+        log.info("job %s: %s, %d bytes in %s", spec.name, spec.consistency, size, buckets)
+        self.events.note("started", spec.name, f"the job begins: {spec.consistency}, {size} bytes in {buckets}")
         return job, True
 
     def _resume_jobs(self) -> None:

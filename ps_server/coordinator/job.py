@@ -44,7 +44,7 @@ from ps_server.core.accounting import StepAccounting
 from ps_server.core.membership import JoinRequest, JoinResult, Member, Membership, WorkerProcess
 from ps_server.core.placement import PlacedJob
 from ps_server.core.statistics import JobStatistics, Wait
-from ps_server.storage.checkpoints import Manifest
+from ps_server.storage.manifest import Manifest
 
 log = logging.getLogger("ps_server")
 
@@ -86,9 +86,11 @@ class CoordinatedJob:
         self.rounds = JobRounds(self.members, cluster, registry.save_ahead)
         checkpointing = cluster.checkpointing
         self.checkpoints = (
-            JobCheckpoints(placed, self.members, cluster, checkpointing) if checkpointing is not None else None
+            JobCheckpoints(placed, self.members, cluster, checkpointing, self.accounting.began)
+            if checkpointing is not None
+            else None
         )
-        self.watchers = Watchers(self.members.roster)
+        self.watchers = Watchers(self.members.announced)
         self.figures = HeardFigures()
         self.life = Lifecycle(spec.name, cluster.clock)
         self._troubles = Troubles(log, "rollback")
@@ -173,16 +175,17 @@ class CoordinatedJob:
             self.members.release(reservation)
             raise
         try:
-            clock = self.members.count(reservation)
+            counted = self.members.count(reservation)
             with self.life.deciding():
                 self.life.check_open(self.lost())
-                member = self.members.admit(reservation, request, clock)
-                self.accounting.joined(member.rank, clock, None if request.previous is None else request.clock)
+                member = self.members.admit(reservation, request, counted)
+                self.accounting.joined(member.rank, member.clock, None if request.previous is None else request.clock)
         except BaseException:
             self._abort_join(reservation)
             raise
         self.data.gone(member.rank, member.incarnation - 1)
         self._registry.save()
+        member = self.members.begin_lease(member)
         self._announce()
         _log_join(self.spec.name, member, reservation.older, request)
         for kind, text in _described_join(member, reservation.older, request):
@@ -212,7 +215,8 @@ class CoordinatedJob:
         state: its clock and its own state then, for the checkpoints to come
         done:  its script has come to its end
         """
-        if not self.members.leave(rank, incarnation, key, done):
+        member = self.members.leave(rank, incarnation, key, done)
+        if member is None:
             return self.life.has_ended
         log.info("job %s: worker %d leaves%s", self.spec.name, rank, ", done" if done else "")
         self._cluster.events.note("leave", self.spec.name, f"worker {rank} leaves{', done' if done else ''}")
@@ -220,7 +224,7 @@ class CoordinatedJob:
             limit = self._cluster.limits.state_bytes
             self.checkpoints.left(rank, _if_small(self.spec.name, rank, state, limit))
         # Also the last one, before the last checkpoint: what others have staged may wait for a step of this one.
-        self._remove(rank, incarnation)
+        self._remove(member)
         self._registry.save()
         self.members.removals.tell()
         return self._finish()
@@ -239,9 +243,12 @@ class CoordinatedJob:
             self.end(finished=FinishedJob(self.placed.run, attendance.launches, now) if attendance.is_done else None)
         return True
 
-    def _remove(self, rank: int, incarnation: int) -> None:
-        self.members.removals.add((rank, incarnation))
-        self.data.gone(rank, incarnation)
+    def _remove(self, member: Member) -> None:
+        """Has what a worker that left, or was taken off, keeps from others go to them."""
+        with self.life.deciding():
+            self.accounting.gone(member.rank, member.clock)
+        self.members.removals.add((member.rank, member.incarnation))
+        self.data.gone(member.rank, member.incarnation)
         self._announce()
 
     def expire(self, process: WorkerProcess | None = None) -> list[int]:
@@ -267,7 +274,7 @@ class CoordinatedJob:
             log.warning("job %s: worker %d (pid %d on %s) is gone: %s", *who, why)
             text = f"worker {member.rank} on {member.host} is gone: {why}"
             self._cluster.events.note("lost", self.spec.name, text)
-            self._remove(member.rank, member.incarnation)
+            self._remove(member)
         if expired or ended:
             # Before a shard hears of it: a coordinator that comes back must not take for live what a shard has removed.
             self._registry.save()
@@ -306,7 +313,7 @@ class CoordinatedJob:
         return [wait for job in hosted for wait in job.waits]
 
     def save_worker_state(self, rank: int, incarnation: int, key: bytes, clock: int, state: bytes) -> None:
-        """Keeps a live worker's own part of a checkpoint. Raises LimitExceeded if it is too large."""
+        """Keeps a live worker's own part of a checkpoint. Raises LimitExceeded if it is too large, or all are."""
         limit = self._cluster.limits.state_bytes
         if len(state) > limit:
             raise LimitExceeded(f"max-state-bytes is {limit}, got a worker's state of {len(state)}")
@@ -366,11 +373,11 @@ class CoordinatedJob:
             self.checkpoints.abandon()
         everywhere = self.spec.consistency.aggregate
         back = [shard for index, shard in shards.items() if everywhere or index in lost]
-        heard = self._heard([shard for shard in shards.values() if shard not in back])
+        heard, gone = self._heard([shard for shard in shards.values() if shard not in back])
         restored = recovery.restore(self.placed, back, self.members.last_incarnation())
         members = self.members.rollback(everywhere, restored.last_incarnation)
         with self.life.deciding():
-            self.accounting.rolled_back(restored.reached, heard)
+            self.accounting.rolled_back(restored.reached, heard, gone)
         self.continue_from(restored, back)
         log.warning(
             "job %s: rolled back to checkpoint %s, clock %d; %d workers are to join again",
@@ -383,8 +390,9 @@ class CoordinatedJob:
         self._registry.save()
         self._announce()
 
-    def _heard(self, shards: list[RegisteredShard]) -> dict[int, int]:
-        """Returns, by rank, how far each live worker is: as it said last, or as shards that keep theirs know better."""
+    def _heard(self, shards: list[RegisteredShard]) -> tuple[dict[int, int], dict[int, int]]:
+        """Returns, by rank, how far each live worker is, as it said last, or as shards that keep theirs know better;
+        and how far those are that are gone, as these shards know."""
 
         def clocks_of(shard: RegisteredShard) -> Mapping[int, int]:
             with contextlib.suppress(PSError):
@@ -392,16 +400,19 @@ class CoordinatedJob:
             return {}
 
         heard = {member.rank: member.clock for member in self.members.all(and_fenced=True)}
+        gone: dict[int, int] = {}
         for clocks in self._cluster.shards.call(shards, clocks_of):
-            heard = {rank: max(clock, clocks.get(rank, 0)) for rank, clock in heard.items()}
-        return heard
+            for rank, clock in clocks.items():
+                known = heard if rank in heard else gone
+                known[rank] = max(clock, known.get(rank, 0))
+        return heard, gone
 
     def continue_from(self, restored: Restored, shards: Iterable[RegisteredShard]) -> None:
         """Notes that these shards hold the job as a checkpoint has it."""
         self._shard_processes |= {shard.index: shard.process for shard in shards}
         self.data.rolled_back()
         if self.checkpoints is not None:
-            self.checkpoints.rolled_back(restored.manifest, restored.states)
+            self.checkpoints.rolled_back(restored.manifest)
 
     # -- the job ends ------------------------------------------------------------------------------------------------
 

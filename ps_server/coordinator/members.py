@@ -18,6 +18,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, TryLater
 from ps_server.coordinator.attendance import Attendance
@@ -26,6 +27,7 @@ from ps_server.coordinator.refusals import refusal, try_soon
 from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.reservations import Reservation, Reservations
 from ps_server.coordinator.shards import RegisteredShard
+from ps_server.core.commands import Counted
 from ps_server.core.membership import JoinRequest, Member, Membership, WorkerProcess, check_key
 from ps_server.failpoints import failpoint
 
@@ -34,6 +36,23 @@ log = logging.getLogger("ps_server")
 LEASE_KEY_BYTES = 16
 
 Roster = tuple[list[int], int, bool]
+
+
+class _OnDisk:
+    """What of the members is on disk. For the caller that holds their lock.
+
+    unsaved: incarnations of live workers whose join is not
+    """
+
+    def __init__(self, started: bool) -> None:
+        self.unsaved: set[int] = set()
+        self._started = started
+
+    def roster(self, membership: Membership) -> Roster:
+        """Returns the roster without those, and whether training has started not only because of one of them."""
+        ranks = [rank for rank, each in membership.members.items() if each.incarnation not in self.unsaved]
+        self._started = membership.started and (self._started or not self.unsaved)
+        return sorted(ranks), membership.world_size, self._started
 
 
 class JobMembers:
@@ -61,6 +80,7 @@ class JobMembers:
         self._joining = Reservations(name)
         self._fenced: dict[int, Member] = {}  # by rank, those whose own join failed half way: they try again
         self.attendance = Attendance()
+        self._on_disk = _OnDisk(membership.started)
         self._closed = False
 
     # -- looks -------------------------------------------------------------------------------------------------------
@@ -75,6 +95,14 @@ class JobMembers:
         """Returns the live ranks, the declared world size, and whether training has started."""
         with self._lock:
             return sorted(self._membership.members), self._membership.world_size, self._membership.started
+
+    def announced(self) -> Roster:
+        """Returns the roster as it may be told: without workers whose join is not on disk yet.
+
+        A coordinator that came back would not know these. Others must not begin to train because of them.
+        """
+        with self._lock:
+            return self._on_disk.roster(self._membership)
 
     def all(self, and_fenced: bool = False) -> list[Member]:
         """Returns the live workers, by rank. and_fenced: with those that were, until their own join failed half way"""
@@ -160,21 +188,22 @@ class JobMembers:
         with self._lock:
             self._joining.drop(reservation)
 
-    def count(self, reservation: Reservation) -> int:
-        """Has every shard count a worker; returns the clock from which on all do.
+    def count(self, reservation: Reservation) -> Counted:
+        """Has every shard count a worker; returns the clock from which on all do, and how far its rank had pushed.
 
         Raises PSError if one is silent; TryLater or Fenced, as `admit`, if it takes the incarnation for an earlier one.
         """
         rank, incarnation, key = reservation.rank, reservation.incarnation, reservation.key
 
-        def count(shard: RegisteredShard, clock: int | None) -> int:
-            frontier = shard.api.add_worker(self._name, rank, incarnation, clock, key, self._run)
+        def count(shard: RegisteredShard, clock: int | None) -> Counted:
+            counted = shard.api.add_worker(self._name, rank, incarnation, clock, key, self._run)
             failpoint("worker-half-added")
-            return frontier
+            return counted
 
         shards = self._shards.all()
         try:
-            clock = max(self._shards.call(shards, lambda shard: count(shard, None)))
+            each = self._shards.call(shards, lambda shard: count(shard, None))
+            clock = max(counted.frontier for counted in each)
             self._shards.call(shards, lambda shard: count(shard, clock))
         except NotFound as error:  # a shard was started anew, and has not called in yet
             raise TryLater(f"job {self._name!r}: {error}") from None
@@ -183,9 +212,10 @@ class JobMembers:
                 self._joining.check(reservation)
             # The shard was rolled back, and knows a later incarnation than this coordinator: the next one is later.
             raise TryLater(f"job {self._name!r}: {error}") from None
-        return clock
+        pushed = [counted.pushed for counted in each if counted.pushed is not None]
+        return Counted(clock, min(pushed, default=None))
 
-    def admit(self, reservation: Reservation, request: JoinRequest, clock: int) -> Member:
+    def admit(self, reservation: Reservation, request: JoinRequest, counted: Counted) -> Member:
         """Makes a worker live that all shards count. Raises Fenced if another process took the rank meanwhile, TryLater
         if the job was rolled back.
         """
@@ -194,13 +224,15 @@ class JobMembers:
             self._joining.check(reservation)
             self._joining.drop(reservation)
             self._fenced.pop(rank, None)
+            self._on_disk.unsaved.add(reservation.incarnation)
             self.attendance.joined(request.launch)
             self._membership.join(
                 Member(
                     rank=rank,
                     incarnation=reservation.incarnation,
                     expires=self._clock.now() + self._membership.lease,
-                    clock=clock,
+                    clock=counted.frontier,
+                    pushed=counted.pushed,
                     pid=request.pid,
                     host=request.host,
                     metrics_address=request.metrics_address,
@@ -211,6 +243,19 @@ class JobMembers:
                 )
             )
             return self._membership.members[rank]
+
+    def begin_lease(self, member: Member) -> Member:
+        """Begins the lease of a worker whose join is on disk, and that is told of its place now: writing may have taken
+        longer than a lease. Raises TryLater if it is over.
+        """
+        with self._lock:
+            self._on_disk.unsaved.discard(member.incarnation)
+            current = self._membership.members.get(member.rank)
+            if current is None or current.incarnation != member.incarnation:
+                raise TryLater(f"worker {member.rank} lost its place in job {self._name!r} while it joined")
+            begun = replace(current, expires=self._clock.now() + self._membership.lease)
+            self._membership.members[member.rank] = begun
+            return begun
 
     def abort(self, reservation: Reservation) -> bool:
         """Takes back a join that failed half way. On some shards it has fenced the older worker: that one is gone too.
@@ -237,8 +282,8 @@ class JobMembers:
 
     # -- a worker goes -----------------------------------------------------------------------------------------------
 
-    def leave(self, rank: int, incarnation: int, key: bytes, done: bool = False) -> bool:
-        """Takes a worker off. Returns False if it was not there any more. Raises Forbidden for a wrong key.
+    def leave(self, rank: int, incarnation: int, key: bytes, done: bool = False) -> Member | None:
+        """Takes a worker off, and returns it; None if it was not there any more. Raises Forbidden for a wrong key.
 
         done: its script has come to its end
         """
@@ -247,10 +292,10 @@ class JobMembers:
             if member is not None and member.incarnation == incarnation:
                 check_key(rank, key, member.key)
             self._fenced.pop(rank, None)
-            left = self._membership.leave(rank, incarnation)
-            if left:
-                self.attendance.left(done)
-            return left
+            if not self._membership.leave(rank, incarnation):
+                return None
+            self.attendance.left(done)
+            return member
 
     def take_gone(self, process: WorkerProcess | None = None) -> tuple[list[Member], list[Member]]:
         """Takes off the workers whose lease has run out, and those of a process that has ended; returns both."""

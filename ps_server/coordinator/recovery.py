@@ -21,10 +21,10 @@ from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.shards import RegisteredShard, Shards
 from ps_server.core.placement import PlacedJob
-from ps_server.core.snapshot import RestoreProgress, VersionRange
+from ps_server.core.snapshot import Part, RestoreProgress, VersionRange
 from ps_server.core.statistics import RecoveryStatistics
 from ps_server.failpoints import failpoint
-from ps_server.storage.checkpoints import Manifest
+from ps_server.storage.manifest import Manifest
 
 log = logging.getLogger("ps_server")
 
@@ -35,13 +35,11 @@ ANSWERS_WITHOUT_PROGRESS = 30  # of a shard that restores, after which other job
 class Restored:
     """What shards hold after a rollback.
 
-    states:           by rank, the clock of a worker in the checkpoint and its state
     reached:          of each shard that went back, how far its buckets are
     last_incarnation: the highest that any worker of the job may have had
     """
 
     manifest: Manifest
-    states: Mapping[int, tuple[int, bytes]]
     reached: list[VersionRange]
     last_incarnation: int
 
@@ -118,17 +116,16 @@ class Recovery:
         any_run: a checkpoint of an earlier job of its name will do, if it is the same job
         Raises JobMismatch if it is not, naming the difference; VersionMismatch if a newer version of this program made
         the last one; NoCheckpoints if there is none; TryLater if a shard does
-        not answer: the same call may be made again.
+        not answer, or a disk of a shard's own is missing that the last one is on: the same call may be made again.
         """
         name = job.spec.name
         for manifest in self._candidates(job, any_run):
             rollback = self._next(name, job.run, manifest.name, max(last_incarnation, manifest.last_incarnation))
             try:
-                reached = self._restore_shards(job, shards, rollback)
-                states = {
-                    rank: (worker.clock, self._store.read_worker(name, manifest.name, worker.part))
-                    for rank, worker in manifest.workers.items()
-                }
+                own = {shard.index: _own_file(job, manifest, shard.index) for shard in shards}
+                reached = self._restore_shards(job, shards, rollback, own)
+                for worker in manifest.workers.values():  # whole, too; read again when a worker asks for its own
+                    self._store.read_worker(name, manifest.name, worker.part)
                 failpoint("restore-half-done")
             except CheckpointDamaged as error:
                 self._pass_over(name, manifest.name, error)
@@ -137,7 +134,7 @@ class Recovery:
                 self._counts = replace(self._counts, unfinished=self._counts.unfinished + 1)
                 log.warning("job %s: checkpoint %s was not completed: it has no manifest", name, unfinished)
             self._counts = replace(self._counts, restored=self._counts.restored + 1)
-            return Restored(manifest, states, reached, rollback.incarnation)
+            return Restored(manifest, reached, rollback.incarnation)
         raise NoCheckpoints(f"job {name!r}: there is no checkpoint that can be used")
 
     def _next(self, job: str, run: str, checkpoint: str, last_incarnation: int) -> Rollback:
@@ -153,11 +150,14 @@ class Recovery:
         self._last[job] = Rollback(job, run, checkpoint, last_incarnation)
         return self._last[job]
 
-    def _restore_shards(self, job: PlacedJob, shards: list[RegisteredShard], rollback: Rollback) -> list[VersionRange]:
+    def _restore_shards(
+        self, job: PlacedJob, shards: list[RegisteredShard], rollback: Rollback, own: Mapping[int, Part | None]
+    ) -> list[VersionRange]:
         def restore(shard: RegisteredShard) -> VersionRange:
             buckets, unchanged = job.buckets_of(shard.index), 0
+            wanted = rollback.checkpoint, rollback.incarnation, job.run, own[shard.index]
             while unchanged < ANSWERS_WITHOUT_PROGRESS:
-                progress = shard.api.restore_job(job.spec, buckets, rollback.checkpoint, rollback.incarnation, job.run)
+                progress = shard.api.restore_job(job.spec, buckets, *wanted)
                 unchanged = 0 if rollback.note(shard.index, progress) else unchanged + 1
                 if progress.extent is not None:
                     return progress.extent
@@ -194,3 +194,20 @@ class Recovery:
         self._counts = replace(self._counts, damaged=self._counts.damaged + 1)
         what = "job %s: checkpoint %s cannot be used, trying the one before: %s"
         self._troubles.met((job, name), what, job, name, error, level=logging.ERROR)
+
+
+def _own_file(job: PlacedJob, manifest: Manifest, shard: int) -> Part | None:
+    """Returns the file that a shard has of a checkpoint on a disk of its own; None if all servers share one place.
+
+    Raises TryLater if other shards' disks have some of its buckets: nothing is lost if their number is put right.
+    """
+    part = manifest.shards.get(shard)
+    holders = {manifest.placement[bucket] for bucket in job.buckets_of(shard) if bucket < len(manifest.placement)}
+    if not any(manifest.shards[holder].disk for holder in holders if holder in manifest.shards):
+        return part if part is not None and part.disk else None
+    if holders != {shard}:
+        raise TryLater(
+            f"job {job.spec.name!r}: checkpoint {manifest.name} is on the own disks of {len(manifest.shards)} shards, "
+            f"and shard {shard} cannot read the others': start {len(manifest.shards)} shards"
+        )
+    return part

@@ -10,6 +10,7 @@ from ps_protocol.job import JobSpec
 from ps_server.coordinator.cluster import Cluster, Registry
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.core.accounting import StepAccounting
+from ps_server.core.intervals import Span
 from ps_server.core.membership import Member, Membership
 from ps_server.core.placement import place_job
 from ps_server.core.rounds import Round, newest
@@ -25,7 +26,7 @@ class SavedJob:
     run:              tells this job from earlier ones of its name
     shard_processes:  by shard, the process that holds the job's part
     workers:          the live ones; by its attempt, one whose answer was lost gets the same when it asks again
-    lost_steps, redone_steps, unaccounted, began, skipped: what rollbacks have cost; see core.accounting
+    lost_steps, redone_steps, unaccounted, began, departed, settled: what rollbacks have cost; see core.accounting
     rejoining:        ranks that are expected to join again, after a rollback
     pending_removals: (shard, rank, incarnation) that shards may still count; also of a worker that was joining
     continues:        the run and the checkpoint that this run began with
@@ -45,7 +46,8 @@ class SavedJob:
     redone_steps: int = 0
     unaccounted: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     began: Mapping[int, int] = field(default_factory=dict)
-    skipped: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    departed: Mapping[int, int] = field(default_factory=dict)
+    settled: Mapping[int, tuple[Span, ...]] = field(default_factory=dict)
     rejoining: tuple[int, ...] = ()
     pending_removals: tuple[tuple[int, int, int], ...] = ()
     continues: tuple[str, str] | None = None
@@ -71,7 +73,8 @@ def saved(job: CoordinatedJob) -> SavedJob:
         redone_steps=accounting.redone_steps,
         unaccounted=dict(accounting.unaccounted),
         began=dict(accounting.began),
-        skipped=dict(accounting.skipped),
+        departed=dict(accounting.departed),
+        settled=dict(accounting.settled),
         rejoining=job.members.rejoining(),
         pending_removals=tuple(sorted(job.members.pending_removals())),
         continues=job.placed.continues,
@@ -84,7 +87,9 @@ def saved(job: CoordinatedJob) -> SavedJob:
 def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry) -> CoordinatedJob:
     """Returns a job as an earlier coordinator left it. Its workers may be training, and have two leases to say so."""
     until, count = cluster.clock.now() + 2 * cluster.lease, cluster.shards.count
-    membership = Membership(spec.world_size, cluster.lease, last_incarnation=saved.last_incarnation)
+    # No number twice: this may be an earlier copy of the file, and workers that joined after it was made may live.
+    last_incarnation = max(saved.last_incarnation, int(cluster.clock.since_1970() * 1e3))
+    membership = Membership(spec.world_size, cluster.lease, last_incarnation=last_incarnation)
     for worker in saved.workers:
         membership.join(replace(worker, expires=until))
     membership.started = saved.started
@@ -102,7 +107,8 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
         redone_steps=saved.redone_steps,
         unaccounted=dict(saved.unaccounted),
         began=dict(saved.began),
-        skipped=dict(saved.skipped),
+        departed=dict(saved.departed),
+        settled=dict(saved.settled),
     )
     job = CoordinatedJob(
         placed,

@@ -19,8 +19,9 @@ from ps_protocol.job import JobSpec
 from ps_runtime.background import guarded
 from ps_runtime.credentials import is_loopback
 from ps_server.coordinator.timing import DEFAULT_TIMING, Clock, Timing
+from ps_server.core.commands import Counted
 from ps_server.core.data_commits import Committed
-from ps_server.core.snapshot import RestoreProgress, ShardSnapshot
+from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot
 from ps_server.core.statistics import ShardStatistics
 from ps_server.core.validation import check_address
 
@@ -41,8 +42,8 @@ class ShardApi(Protocol):
     def drop_job(self, job: str, run: str) -> None:
         """Forgets a run of a job."""
 
-    def add_worker(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes, run: str) -> int:
-        """Counts a worker as live; returns the shard's frontier."""
+    def add_worker(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes, run: str) -> Counted:
+        """Counts a worker as live; returns how far the shard is."""
 
     def remove_worker(self, job: str, rank: int, incarnation: int, run: str) -> None:
         """Stops counting a worker as live."""
@@ -51,21 +52,32 @@ class ShardApi(Protocol):
         """Returns the leased data that every bucket that trains there has had; None if there is no such bucket."""
 
     def begin_snapshot(
-        self, job: str, name: str, clock: int | None, run: str, refusal: float, last_incarnation: int
+        self,
+        job: str,
+        name: str,
+        clock: int | None,
+        run: str,
+        refusal: float,
+        last_incarnation: int,
+        kept: Collection[str] = (),
     ) -> None:
         """Has the shard take its part of a checkpoint: at a clock, or now.
 
         refusal: for so many seconds the shard takes no push that would not be in it; 0: it takes all
         last_incarnation: a worker of a later one ends the refusal
+        kept: the checkpoints that stay; a shard with a disk of its own removes its parts of the other ones before this
         """
 
     def await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
         """Returns the shard's part, once it is on disk. Raises TryLater while it is not."""
 
     def restore_job(
-        self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int, run: str
+        self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int, run: str, own: Part | None = None
     ) -> RestoreProgress:
-        """Has the shard hold a job as a checkpoint has it. Returns within seconds, and is repeated until it does."""
+        """Has the shard hold a job as a checkpoint has it. Returns within seconds, and is repeated until it does.
+
+        own: the file that has the buckets, on a disk of the shard's own; None: as the manifest says, which all share
+        """
 
     def statistics(self) -> ShardStatistics:
         """Returns what the shard holds."""
@@ -122,6 +134,7 @@ class Shards:
         self._lanes = [make_executor(THREADS_OF_A_SHARD, f"shard-{index}") for index in range(count)]
         self._lost_after, self._clock = timing.shard_lost, clock or Clock()
         self._began = self._clock.now()
+        self._orphans: dict[int, set[tuple[str, str]]] = {}  # by shard, those of the last look
         self._known: dict[int, RegisteredShard] = {}
         self._replaced: set[int] = set()  # processes that served a shard before another one did
         self._ended: set[int] = set()  # processes that serve a shard, and have ended, as their launchers have seen
@@ -202,6 +215,16 @@ class Shards:
             raise TryLater(f"waiting for shards {', '.join(map(str, missing))} of {self.count} to start")
         return [known[index] for index in range(self.count)]
 
+    def others_answer(self, index: int | None) -> bool:
+        """Whether a shard answers, besides the one of this index."""
+
+        def answers(shard: RegisteredShard) -> bool:
+            with contextlib.suppress(PSError):
+                return shard.api.process() == shard.process
+            return False
+
+        return any(self.call([shard for shard in self.known().values() if shard.index != index], answers))
+
     def are_awaited(self, seconds: float) -> bool:
         """Whether a shard has not called in yet, and may still: so many seconds have not passed since the start."""
         return len(self.known()) < self.count and self._clock.now() < self._began + seconds
@@ -232,12 +255,15 @@ class Shards:
     def drop_orphaned_jobs(self, known: Callable[[], Collection[tuple[str, str]]]) -> None:
         """Drops jobs that a shard holds and no coordinator knows: a CreateJob may arrive after the DropJob behind it.
 
+        Such a job is dropped at the second look in a row: one that ends now is on its shards for a moment longer.
         known: returns the names and runs of the jobs that there are, and of those that are being made
         """
         for index, shard in self.known().items():
             with contextlib.suppress(PSError):  # it is asked again soon
                 held = {(name, job.run) for name, job in shard.api.statistics().jobs.items()}
-                for name, run in sorted(held - set(known())):
+                orphans = held - set(known())
+                before, self._orphans[index] = self._orphans.get(index, set()), orphans
+                for name, run in sorted(orphans & before):
                     shard.api.drop_job(name, run)
                     log.warning("job %s: run %s is orphaned on shard %d: dropped", name, run, index)
 

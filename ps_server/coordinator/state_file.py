@@ -20,8 +20,8 @@ from ps_server.coordinator.saved_job import SavedJob
 from ps_server.core.membership import Member
 from ps_server.core.rounds import Round
 from ps_server.failpoints import failpoint
-from ps_server.storage.checkpoints import FORMAT, READABLE, seal, written_by_newer
 from ps_server.storage.files import Files, files_of
+from ps_server.storage.manifest import FORMAT, READABLE, seal, written_by_newer
 
 log = logging.getLogger("ps_server")
 
@@ -118,9 +118,10 @@ def _job(data: dict[str, Any], version: int) -> SavedJob:
     data["placement"] = tuple(data["placement"])
     data["shard_processes"] = {int(shard): process for shard, process in data["shard_processes"].items()}
     data["unaccounted"] = {int(rank): tuple(clocks) for rank, clocks in data["unaccounted"].items()}
-    data["began"] = {int(rank): clock for rank, clock in data.get("began", {}).items()}
-    skipped = data.get("skipped", {}).items()
-    data["skipped"] = {int(rank): tuple((start, end) for start, end in spans) for rank, spans in skipped}
+    for clocks in ("began", "departed"):
+        data[clocks] = {int(rank): clock for rank, clock in data.get(clocks, {}).items()}
+    settled = data.pop("skipped", data.get("settled", {}))  # the name in format 2
+    data["settled"] = {int(rank): tuple((start, end) for start, end in spans) for rank, spans in settled.items()}
     continues = data.get("continues")
     data["continues"] = (continues[0], continues[1]) if continues else None
     data["launches"] = tuple(data.get("launches", ()))

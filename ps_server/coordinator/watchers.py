@@ -27,8 +27,7 @@ class Watchers:
     def add(self, watcher: Watcher) -> Callable[[], None]:
         """Tells a watcher the roster and, after every change, the next, and None at the end. Returns how to stop it.
 
-        The roster is the one that was told last: a worker that joins at this moment is not on disk yet, and training
-        must not begin because of one that a coordinator which came back would not know.
+        The roster is the one that was told last.
         """
         with self._lock:
             watcher(None if self._over else self._told)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 
-from ps_server.storage.checkpoints import CheckpointStore, Manifest
+from ps_protocol.errors import LimitExceeded
+from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.manifest import Manifest
 
 # By rank, the clock of a worker's state and the state.
 States = Mapping[int, tuple[int, bytes]]
@@ -29,43 +31,70 @@ class StatesOnDisk(Mapping[int, tuple[int, bytes]]):
         return len(self._manifest.workers)
 
 
+class StatesRoom:
+    """The bytes of the states of all jobs that the coordinator has in memory. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._held = limit, 0
+        self._lock = threading.Lock()
+
+    def hold(self, more: int) -> None:
+        """Notes that so many bytes more are held, or fewer. Raises LimitExceeded, and notes nothing, past the limit."""
+        with self._lock:
+            if more > 0 and self._held + more > self._limit:
+                raise LimitExceeded(
+                    f"max-all-state-bytes is {self._limit}, the coordinator has {self._held} bytes of workers' states, "
+                    f"and got {more} more"
+                )
+            self._held += more
+
+
 class WorkerStates:
     """The workers' own parts of one job's checkpoints. Thread-safe.
 
+    room: what all jobs' states are counted in
     kept: those in the last checkpoint
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: StatesRoom) -> None:
+        self._room = room
         self.kept: States = {}
         self._sent: dict[int, tuple[int, bytes]] = {}  # by rank, what came last
         self._left: dict[int, tuple[int, bytes] | None] = {}  # by rank that has left, its state then
         self._lock = threading.Lock()
 
     def save(self, rank: int, clock: int, state: bytes) -> None:
-        """Takes what a live worker sends."""
+        """Takes what a live worker sends. Raises LimitExceeded, and keeps what came before, where there is no room."""
         with self._lock:
+            self._room.hold(len(state) - _size(self._sent.get(rank)))
             self._sent[rank] = clock, state
 
     def leave(self, rank: int, state: tuple[int, bytes] | None) -> None:
-        """Takes what a worker leaves behind: its clock and state, or nothing."""
+        """Takes what a worker leaves behind: its clock and state, or nothing. Raises LimitExceeded where there is no
+        room for it: then it has left nothing."""
         with self._lock:
-            self._sent.pop(rank, None)
+            self._room.hold(-_size(self._sent.pop(rank, None)) - _size(self._left.get(rank)))
+            self._left[rank] = None
+            self._room.hold(_size(state))
             self._left[rank] = state
 
     def joined(self, rank: int) -> None:
         """Notes that a rank has a live worker: what an earlier one has left behind is its to go on from."""
         with self._lock:
-            self._left.pop(rank, None)
+            self._room.hold(-_size(self._left.pop(rank, None)))
 
     def forget(self) -> None:
         """Drops what live workers have sent so far."""
         with self._lock:
+            self._room.hold(-sum(map(_size, self._sent.values())))
             self._sent = {}
 
     def rolled_back(self, kept: States) -> None:
         """Notes that the job continues with the states of a checkpoint: what was sent or left since is void."""
+        self.forget()
         with self._lock:
-            self._sent, self._left, self.kept = {}, {}, kept
+            self._room.hold(-sum(map(_size, self._left.values())))
+            self._left, self.kept = {}, kept
 
     def at(self, clock: int | None) -> States:
         """Returns the states that live workers sent at a clock, or at any."""
@@ -90,3 +119,7 @@ class WorkerStates:
         with self._lock:
             left = self._left.get(rank)
         return left if left is not None else self.kept.get(rank)
+
+
+def _size(state: tuple[int, bytes] | None) -> int:
+    return len(state[1]) if state is not None else 0

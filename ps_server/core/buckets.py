@@ -111,6 +111,10 @@ class Buckets(Mapping[int, Bucket]):
         """Returns the highest clock that any worker has reached on a bucket that trains."""
         return max((bucket.rule.frontier() for bucket in self._trained()), default=0)
 
+    def pushed(self, rank: int) -> int | None:
+        """Returns the last clock of which every bucket that trains has a push of this rank; None: no bucket trains."""
+        return min((bucket.rule.pushed.get(rank, 0) for bucket in self._trained()), default=None)
+
     def versions(self) -> tuple[int, int]:
         """Returns the lowest and the highest version of a bucket that trains."""
         versions = [bucket.rule.version for bucket in self._trained()]
@@ -120,6 +124,10 @@ class Buckets(Mapping[int, Bucket]):
         """Returns the lowest clock over this shard's buckets, by live rank."""
         each = [bucket.rule.clocks() for bucket in self._trained()]
         return {rank: min((clocks[rank] for clocks in each), default=0) for rank in self._roster}
+
+    def departed_clocks(self) -> dict[int, int]:
+        """Returns the lowest clock over this shard's buckets, by rank of a worker that is not live any more."""
+        return {rank: clock for rank, clock in self.extent().clocks.items() if rank not in self._roster}
 
     def extent(self) -> VersionRange:
         """Returns how far the buckets that train are, with the clocks of the dead."""

@@ -48,8 +48,21 @@ class Staged:
 
 
 @dataclass(frozen=True)
-class AddWorker(Command[int]):
-    """Counts a worker as live from `clock` on (None: from this shard's frontier on); answers with the frontier.
+class Counted:
+    """How far a shard is when it counts a worker.
+
+    frontier: the highest clock that any worker has reached
+    pushed:   the last clock of which workers of this rank pushed every bucket that trains: a step of an earlier
+              incarnation counts up to there, whether or not its caller heard so. None: no bucket trains here
+    """
+
+    frontier: int
+    pushed: int | None
+
+
+@dataclass(frozen=True)
+class AddWorker(Command[Counted]):
+    """Counts a worker as live from `clock` on (None: from this shard's frontier on).
 
     An older incarnation of the rank is fenced at once. Repeating it changes nothing. Raises Fenced for an incarnation
     that was removed already (the coordinator had given up on it): it would never be removed again.

@@ -55,7 +55,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Admission:
-    """Whether a pull is admitted; if not, which ranks it waits for, and why in words."""
+    """Whether a pull is admitted; if not, which ranks it waits for (none: for the shard), and why in words."""
 
     admitted: bool
     waiting_for: tuple[int, ...] = ()
@@ -71,6 +71,7 @@ class UpdateRule(Generic[T]):
 
     roster:  the live workers by rank, shared by all buckets of the job on this shard
     staged:  by rank, the highest clock taken: all that exactly-once needs, one number a worker
+    pushed:  by rank, the highest clock of a contribution: `staged` without the clocks that were joined at
     applied: by rank, the highest clock whose update is in the weights
     version: updates applied
     """
@@ -80,6 +81,7 @@ class UpdateRule(Generic[T]):
     initialised: bool = False
     version: int = 0
     staged: dict[int, int] = field(default_factory=dict)
+    pushed: dict[int, int] = field(default_factory=dict)
     applied: dict[int, int] = field(default_factory=dict)
     waiting: dict[int, Add[T]] = field(default_factory=dict)
     added: list[Add[None]] = field(default_factory=list)
@@ -123,7 +125,7 @@ class UpdateRule(Generic[T]):
 
     def stage(self, rank: int, clock: int, contribution: T, ranges: tuple[DataRange, ...] = ()) -> None:
         """Takes a contribution that `is_repeat` let pass."""
-        self.staged[rank] = clock
+        self.staged[rank] = self.pushed[rank] = clock
         self.waiting[rank] = Add(rank, clock, contribution, ranges)
 
     def next(self) -> Add[T] | Step | None:
@@ -179,8 +181,10 @@ class UpdateRule(Generic[T]):
         if late:
             behind = ", ".join(f"worker {r} is at clock {self.staged.get(r, 0)}" for r in sorted(late)[:8])
             needed = clock - (bound or 0)
-            # Those whose push is staged are not late themselves: they wait in the same update.
-            blamed = tuple(sorted(r for r in late if self.staged.get(r, 0) < needed)) or tuple(sorted(late))
+            # Those whose push is staged are not late themselves: they wait in the same update, or for the shard.
+            blamed = tuple(sorted(r for r in late if self.staged.get(r, 0) < needed))
+            if not blamed:
+                return Admission(False, (), f"clock {needed} of every live worker has come and is being applied")
             return Admission(False, blamed, f"clock {needed} of every live worker is needed; {behind}")
         return ADMITTED
 
@@ -188,7 +192,7 @@ class UpdateRule(Generic[T]):
         """Continues from a snapshot: nothing is staged, and what its clocks say counts as pushed."""
         self.initialised = True
         self.version = version
-        self.staged, self.applied = dict(clocks), dict(clocks)
+        self.staged, self.pushed, self.applied = dict(clocks), dict(clocks), dict(clocks)
 
     def clocks(self) -> dict[int, int]:
         """Returns the clock of each live worker here."""

@@ -45,6 +45,7 @@ class Limits:
         2**19, "buckets that one caller has asked for, as any workers, and that wait; as many that are not read yet"
     )
     state_bytes: int = _limit(16 * 2**20, "bytes of a worker's own part of a checkpoint", _LARGEST_SIZE)
+    all_state_bytes: int = _limit(2**30, "bytes of such parts that the coordinator has in memory", _LARGEST_SIZE)
     round_bytes: int = _limit(
         16 * 2**20,
         "bytes of all workers' values in one session.gather or the like, and of past ones that are kept",

@@ -26,6 +26,7 @@ class Member:
     key:         the secret that proves the incarnation: numbers can be guessed
     attempt:     the number of the call that took the place; 0 for none
     launch:      the launch that started it; empty: not known
+    pushed:      the last clock of which workers of this rank had pushed every bucket when it joined; None: not known
     since:       when a worker of that launch took the rank, for people to read: seconds since 1970
     heard:       when the last heartbeat came; minus infinity: none yet. A join is no sign of life: it may be carried
                  out when its caller is dead
@@ -42,6 +43,7 @@ class Member:
     key: bytes = field(default=b"", repr=False)
     attempt: int = field(default=0, repr=False)
     launch: str = ""
+    pushed: int | None = None
     since: float = 0.0
     heard: float = -math.inf
     replaced: tuple[tuple[str, int], ...] = ()

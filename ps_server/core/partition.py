@@ -12,13 +12,13 @@ the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, LimitExceeded, OutOfOrder, PSError
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import bucket_layout
+from ps_protocol.layout import Layout, bucket_layout
 from ps_server.core.buckets import Bucket, Buckets, Pending
 from ps_server.core.budget import PrincipalBudget, StagingBudget, derived_limit
 from ps_server.core.checking import PushChecker
@@ -28,6 +28,7 @@ from ps_server.core.commands import (
     Close,
     Command,
     Commit,
+    Counted,
     Draft,
     Initialise,
     R,
@@ -42,6 +43,15 @@ from ps_server.core.dense import Assignment, Gradient
 from ps_server.core.membership import check_incarnation, check_key
 
 ASSIGNED_WEIGHTS = 4  # what may be assigned and wait for its step, in weights: they and three optimizer states
+
+
+def check_buckets(layout: Layout, indices: Sequence[int]) -> None:
+    """Raises InvalidRequest unless these are buckets of a layout, each once."""
+    wrong = next((index for index in indices if not 0 <= index < len(layout.buckets)), None)
+    if wrong is None and len(set(indices)) != len(indices):
+        wrong = next(index for index in indices if indices.count(index) > 1)
+    if wrong is not None:
+        raise InvalidRequest(f"expected buckets below {len(layout.buckets)}, each once, got {wrong}")
 
 
 class JobPartition:
@@ -61,9 +71,7 @@ class JobPartition:
         principals: what each principal may have staged, over all jobs; None: anything."""
         layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         indices = list(indices)
-        unknown = next((index for index in indices if not 0 <= index < len(layout.buckets)), None)
-        if unknown is not None or len(set(indices)) != len(indices):
-            raise InvalidRequest(f"expected buckets below {len(layout.buckets)}, each once, got {unknown}")
+        check_buckets(layout, indices)
         self.spec = spec
         self.layout = layout
         self.roster: dict[int, Live] = {}
@@ -126,7 +134,7 @@ class JobPartition:
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
-    def _add_worker(self, command: AddWorker) -> int:
+    def _add_worker(self, command: AddWorker) -> Counted:
         rank, incarnation, clock = command.rank, command.incarnation, command.clock
         live = self.roster.get(rank)
         if incarnation <= max(self._removed.get(rank, 0), self._fenced):
@@ -141,7 +149,7 @@ class JobPartition:
             self.roster[rank] = Live(incarnation, start, command.key)
             for bucket in self.buckets.values():
                 bucket.rule.add_worker(rank, start)
-        return frontier
+        return Counted(frontier, self.buckets.pushed(rank))
 
     def _remove_worker(self, command: RemoveWorker) -> None:
         rank, incarnation = command.rank, command.incarnation

@@ -68,11 +68,15 @@ class VersionRange:
 
 @dataclass(frozen=True)
 class Part:
-    """One file of a checkpoint."""
+    """One file of a checkpoint.
+
+    disk: the name of the shard's own disk that has it; empty: it is where the manifest is
+    """
 
     file: str
     bytes: int
     sha256: str
+    disk: str = ""
 
 
 @dataclass(frozen=True)

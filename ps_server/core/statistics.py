@@ -37,6 +37,8 @@ class ShardJobStatistics:
     waits:   by rank; waiting_pulls: buckets of pulls, of all of them
     run:     of the job
     figures: what the shard has measured of it; None: nothing is known
+    departed_clocks: as `clocks`, by rank of a worker that is not live any more
+    sharing, connected: ranks of workers that share memory with this shard, or have a data connection to it
     """
 
     bucket_count: int
@@ -50,6 +52,9 @@ class ShardJobStatistics:
     waiting_pulls: int
     run: str = ""
     figures: ShardJobFigures | None = None
+    departed_clocks: Mapping[int, int] = field(default_factory=dict)
+    sharing: tuple[int, ...] = ()
+    connected: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,9 @@ class ShardStatistics:
         return hosted.version_max if aggregate else max(hosted.clocks.values(), default=0)
 
     def clocks(self, job: str) -> Mapping[int, int]:
-        """Returns the steps of a job's live workers that are applied here, by rank."""
+        """Returns the steps of a job's workers that are applied here, by rank, also of those that are gone."""
         hosted = self.jobs.get(job)
-        return hosted.clocks if hosted is not None else {}
+        return {**hosted.departed_clocks, **hosted.clocks} if hosted is not None else {}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from urllib.parse import parse_qs
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.credentials import PLAINTEXT, Access, is_loopback
 from ps_runtime.retry import Peer
+from ps_runtime.signals import await_event
 from ps_runtime.web import Site, serve
 from ps_server.rpc import convert
 from ps_server.rpc.coordinator_client import CoordinatorClient
@@ -89,6 +90,6 @@ def serve_page(server: str, host: str, port: int, insecure: bool, access: Access
             flush=True,
         )
         try:
-            threading.Event().wait()
+            await_event(threading.Event())
         finally:
             stop()

@@ -15,6 +15,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, with_defaults
+from ps_runtime.quantities import size_text
 from ps_server.core.bucket_sizes import sized
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.core.placement import place_job
@@ -228,12 +229,12 @@ def table(advice: Advice) -> str:
         memory = made.memory
         parts = (memory.weights, memory.optimizer, memory.staged, memory.objects, memory.under_way)
         sums = (memory.training, memory.snapshot, memory.total)
-        sizes = map(_size, (*parts, *sums, made.worker_bytes, made.shard_bytes))
+        sizes = map(size_text, (*parts, *sums, made.worker_bytes, made.shard_bytes))
         rows.append((str(made.shards), *sizes, _time(made.round_seconds), _time(made.ddp_seconds)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     best = advice.plans[0]
-    lines += ["", f"{best.shards} shards, {best.buckets} buckets of {_size(best.bucket_bytes)}: the first row"]
+    lines += ["", f"{best.shards} shards, {best.buckets} buckets of {size_text(best.bucket_bytes)}: the first row"]
     lines += [f"memory is that of the fullest shard, beside {_IDLE}; links carry a step's bytes, each way"]
     lines += [f"{rate.mode}: {rate.steps_per_second:.3g} steps a second of all workers" for rate in advice.rates]
     lines.append(f"mode {advice.mode}: {advice.why}")
@@ -241,13 +242,6 @@ def table(advice: Advice) -> str:
 
 
 _IDLE = "what a server takes before its first job"
-
-
-def _size(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
 
 
 def _time(seconds: float | None) -> str:

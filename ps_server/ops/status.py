@@ -9,6 +9,7 @@ from typing import Any
 from ps_protocol.errors import PSError, Unreachable
 from ps_protocol.modes import Consistency
 from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.quantities import counted, ranges, size_text
 from ps_runtime.retry import Peer
 from ps_server.rpc import convert
 from ps_server.rpc.coordinator_client import CoordinatorClient
@@ -65,26 +66,26 @@ def printable(text: str) -> str:
 
 def table(status: dict[str, Any]) -> str:
     """Returns the state as a table for a person."""
-    columns = ("ROLE", "INDEX", "PID", "ADDRESS", "METRICS", "RESTARTS", "JOB", "CLOCK", "VERSION", "BYTES")
-    rows: list[tuple[str, ...]] = [(*columns, "WAITS FOR")]
-    rows.append((*_process("coordinator", 0, status["coordinator"]), "-", "-", "-", "-", "-"))
+    columns = ("ROLE", "INDEX", "PID", "ADDRESS", "METRICS", "RESTARTS", "JOB", "CLOCK", "VERSION")
+    rows: list[tuple[str, ...]] = [(*columns, "WEIGHTS", "OPTIMIZER", "WAITS FOR")]
+    rows.append((*_process("coordinator", 0, status["coordinator"]), *_NOTHING, "-"))
     for shard in status["shards"]:
         head = _process("shard", shard["index"], shard, str(shard["restart_count"]))
         if not shard["reachable"]:
-            rows.append((*head, "-", "-", "-", "-", "does not answer"))
+            rows.append((*head, *_NOTHING, "does not answer"))
             continue
-        rows += [(*head, *_shard_columns(job)) for job in shard["jobs"]] or [(*head, "-", "-", "-", "-", "-")]
+        rows += [(*head, *_shard_columns(job), "-") for job in shard["jobs"]] or [(*head, *_NOTHING, "-")]
     for job in status["jobs"]:
         waiting = waits(status, job["name"])
         for worker in job["workers"]:
             head = _process("worker", worker["rank"], {**worker, "address": worker["host"]})
             reason = _wait(waiting.get(worker["rank"], []))
-            rows.append((*head, job["name"], str(worker["clock"]), "-", "-", reason))
+            rows.append((*head, job["name"], str(worker["clock"]), "-", "-", "-", reason))
     rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for job in status["jobs"]:
-        lines += map(printable, _job_lines(job))
+        lines += map(printable, _job_lines(job) + _ways(status, job))
     if status["coordinator"]["software_version"]:  # an earlier one does not say
         lines.append(printable(f"the coordinator runs ps-torch {status['coordinator']['software_version']}"))
     return "\n".join(lines)
@@ -94,11 +95,14 @@ def _process(role: str, index: int, process: dict[str, Any], restarts: str = "-"
     return role, str(index), str(process["pid"]), process["address"], process["metrics_address"], restarts
 
 
+_NOTHING = ("-",) * 5  # in the columns of `_shard_columns`
+
+
 def _shard_columns(job: dict[str, Any]) -> tuple[str, str, str, str, str]:
     low, high = job["versions"]["min_version"], job["versions"]["max_version"]
     versions = str(low) if low == high else f"{low}-{high}"
     clocks = ",".join(f"{rank}:{clock}" for rank, clock in job["versions"]["clocks"].items()) or "-"
-    return job["job"], clocks, versions, f"{job['parameter_bytes']}+{job['optimizer_bytes']}", "-"
+    return job["job"], clocks, versions, size_text(job["parameter_bytes"]), size_text(job["optimizer_bytes"])
 
 
 def _wait(waits: list[dict[str, Any]]) -> str:
@@ -119,7 +123,7 @@ def _job_lines(job: dict[str, Any]) -> list[str]:
         waiting = f"; was rolled back, and waits for workers {rejoining} to join again"
     return [
         f"job {job['name']}: {Consistency(**job['consistency'])}, {workers}{waiting}; "
-        f"{job['parameter_bytes'] / 1e6:.1f} MB in {job['bucket_count']} buckets, "
+        f"{size_text(job['parameter_bytes'])} in {counted(job['bucket_count'], 'bucket')}, "
         f"imbalance {job['imbalance']:.2f}{_history(job)}",
         *(
             f"  loader {loader['loader']}: pass {loader['pass_number']}, {loader['committed_count']} of "
@@ -128,6 +132,23 @@ def _job_lines(job: dict[str, Any]) -> list[str]:
             for loader in job["loaders"]
         ),
     ]
+
+
+def _ways(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
+    """Returns one line on how buckets travel between the workers of a job and the shards: none without workers."""
+    held = [held for shard in status["shards"] for held in shard["jobs"] if held["job"] == job["name"]]
+    ways: dict[str, list[int]] = {}
+    for rank in [worker["rank"] for worker in job["workers"]] if held else []:
+        if all(rank in each["sharing_ranks"] for each in held):
+            way = "in shared memory"
+        elif all(rank in each["connected_ranks"] for each in held):
+            way = "over data connections"
+        else:
+            some = any(rank in each["sharing_ranks"] + each["connected_ranks"] for each in held)
+            way = "by gRPC to some shards" if some else "by gRPC"
+        ways.setdefault(way, []).append(rank)
+    told = [f"{way} (ranks {ranges(sorted(ranks))})" for way, ranks in ways.items()]
+    return ["  buckets travel " + ", ".join(told)] if told else []
 
 
 def _history(job: dict[str, Any]) -> str:

@@ -5,9 +5,12 @@ call_limits.py      Authenticates and limits every call, and cancels slow peers
 cluster_service.py  Serves what shards and operators ask of the coordinator, and health
 convert.py          Where protobuf messages become the server's values, and back, but for the data path
 coordinator_client.py How operators and shards call the coordinator
+data_connections.py Calls that a worker makes over a data connection, each as if it came by gRPC
+data_listener.py    Where workers open data connections: a TCP port, and a unix socket
 data_messages.py    Where the messages of the data path become the server's values, and back
 data_service.py     Serves pushes and pulls
 figure_messages.py  What processes measure of their own work, as messages, and back
+frame_sender.py     What leaves by one data connection: frames, put by any thread, without waiting
 health_client.py    Asks a server whether it serves, as probes do
 interceptor.py      Intercepts every gRPC method: errors become statuses, and calls are counted
 job_service.py      Serves what is asked of the coordinator about jobs as a whole: they are registered, saved and ended
@@ -15,6 +18,7 @@ layout_messages.py  The layout of a job's buckets as messages, for clients that 
 lease_service.py    Serves workers of elastic jobs that lease data
 membership_service.py Serves workers that join a job, stay in it, and leave it
 permissions.py      What each role may call: one table of every method, and principals as values
+receive_buffers.py  Memory for payloads that arrive, used again and again
 receiving.py        Receives requests, a few of each kind at a time
 registration.py     How a shard makes itself known to the coordinator
 round_service.py    Serves workers that gather values from each other, in rounds

@@ -79,6 +79,7 @@ def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.S
         shard_map=where,
         restore_count=result.restore_count,
         worker_state=state,
+        pushed_clock=member.pushed,
     )
 
 
@@ -149,13 +150,23 @@ def await_snapshot_response(snapshot: ShardSnapshot) -> shard_pb2.AwaitSnapshotR
         sha256=bytes.fromhex(part.sha256),
         versions=versions_message(snapshot.extent),
         stall_duration=duration(snapshot.held_up),
+        disk=part.disk,
     )
 
 
 def shard_snapshot(response: shard_pb2.AwaitSnapshotResponse) -> ShardSnapshot:
     """Returns a shard's snapshot on disk."""
-    part = Part(response.file, response.size_bytes, response.sha256.hex())
-    return ShardSnapshot(part, versions(response.versions), seconds(response.stall_duration))
+    return ShardSnapshot(part(response), versions(response.versions), seconds(response.stall_duration))
+
+
+def part(message: shard_pb2.AwaitSnapshotResponse | shard_pb2.ShardFile) -> Part:
+    """Returns what a message says of a shard's file."""
+    return Part(message.file, message.size_bytes, message.sha256.hex(), message.disk)
+
+
+def part_message(part: Part) -> shard_pb2.ShardFile:
+    """Returns the message of a file on a shard's own disk."""
+    return shard_pb2.ShardFile(file=part.file, size_bytes=part.bytes, sha256=bytes.fromhex(part.sha256), disk=part.disk)
 
 
 def versions_message(versions: VersionRange) -> shard_pb2.VersionRange:
@@ -206,6 +217,9 @@ def shard_job_status(name: str, job: ShardJobStatistics) -> shard_pb2.ShardJobSt
         ],
         run=job.run,
         figures=figure_messages.shard_job_message(job.figures) if job.figures is not None else None,
+        departed_clocks=job.departed_clocks,
+        sharing_ranks=job.sharing,
+        connected_ranks=job.connected,
     )
 
 
@@ -239,6 +253,9 @@ def _shard_job(status: shard_pb2.ShardJobStatus) -> ShardJobStatistics:
         waiting_pulls=sum(wait.bucket_count for wait in waits),
         run=status.run,
         figures=figure_messages.shard_job_figures(status.figures) if status.HasField("figures") else None,
+        departed_clocks=dict(status.departed_clocks),
+        sharing=tuple(status.sharing_ranks),
+        connected=tuple(status.connected_ranks),
     )
 
 

@@ -16,7 +16,7 @@ from ps_protocol.convert import (
     wire_format_number,
 )
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.framing import split_message, write_message
+from ps_protocol.framing import Buffer, Parts, message_parts, split_head, split_message
 from ps_protocol.segment_layout import SegmentOffer
 from ps_protocol.v1 import data_pb2, types_pb2
 from ps_server.core.commands import Staged
@@ -32,18 +32,20 @@ _PUSH_KINDS: dict[int, PushKind] = {
 _IN_EXCHANGE = frozenset({PushKind.GRADIENT, PushKind.SKIP, PushKind.COMMIT})
 _IN_SEGMENT = frozenset({PushKind.GRADIENT, PushKind.SKIP})
 
+Request = bytes | Parts  # as gRPC brings it, and as a data connection does
+
 # -- requests --------------------------------------------------------------------------------------------------------
 
 
-def push(data: bytes) -> PushCall:
-    """Reads a PushRequest; its payload is a view into the bytes."""
+def push(data: Request) -> PushCall:
+    """Reads a PushRequest; its payload is a view into the bytes, or the part that came."""
     request, payload = _read(data_pb2.PushRequest, data)
     call = _push(request.header, request.HasField("in_segment"), payload)
     _allow(call, frozenset(PushKind) - {PushKind.COMMIT}, "a push")
     return call
 
 
-def exchange(data: bytes) -> tuple[PushCall, PullCall]:
+def exchange(data: Request) -> tuple[PushCall, PullCall]:
     """Reads an ExchangeRequest: what is pushed, as `push`, and what is pulled."""
     request, payload = _read(data_pb2.ExchangeRequest, data)
     in_segment = request.HasField("in_segment")
@@ -52,15 +54,15 @@ def exchange(data: bytes) -> tuple[PushCall, PullCall]:
     return call, _pull(request.push.worker, request.push.clock, request, in_segment)
 
 
-def pull(data: bytes) -> PullCall:
+def pull(data: Request) -> PullCall:
     """Reads a PullRequest."""
-    request = _parse(data_pb2.PullRequest, data)
+    request = _parse(data_pb2.PullRequest, _whole(data))
     return _pull(request.worker, request.clock, request, request.HasField("in_segment"))
 
 
-def pull_state(data: bytes) -> PullCall:
+def pull_state(data: Request) -> PullCall:
     """Reads a PullStateRequest."""
-    request = _parse(data_pb2.PullStateRequest, data)
+    request = _parse(data_pb2.PullStateRequest, _whole(data))
     worker = request.worker
     identity = worker.job, worker.rank, worker.incarnation
     return PullCall(*identity, 0, tuple(request.buckets), worker.lease_key, run=worker.run)
@@ -74,7 +76,7 @@ def attach_request(data: bytes) -> tuple[str, int, int, SegmentOffer, bytes, str
     return worker.job, worker.rank, worker.incarnation, offer, worker.lease_key, worker.run
 
 
-def _push(header: data_pb2.PushHeader, in_segment: bool, payload: memoryview | None) -> PushCall:
+def _push(header: data_pb2.PushHeader, in_segment: bool, payload: Buffer | None) -> PushCall:
     """Returns what is pushed. Raises InvalidRequest for a bucket or a group that comes twice, and for two locations."""
     if in_segment and payload is not None:
         raise InvalidRequest("elements are in the segment or in the message, got both")
@@ -126,9 +128,28 @@ def _pull(
     return PullCall(*identity, clock, buckets, worker.lease_key, in_segment, notify, worker.run, request.times_wanted)
 
 
-def _read(kind: type[M], data: bytes) -> tuple[M, memoryview | None]:
-    head, payload = split_message(data)
-    return _parse(kind, head), payload
+def open_request(data: bytes) -> tuple[str, int, int, bytes, str]:
+    """Returns job, rank, incarnation, lease key and run of an OpenDataConnectionRequest."""
+    worker = _parse(data_pb2.OpenDataConnectionRequest, data).worker
+    return worker.job, worker.rank, worker.incarnation, worker.lease_key, worker.run
+
+
+def _read(kind: type[M], data: Request) -> tuple[M, Buffer | None]:
+    if not isinstance(data, Parts):
+        fields, payload = split_message(data)
+        return _parse(kind, fields), payload
+    if data.payload is None:
+        return _read(kind, data.head)
+    return _parse(kind, split_head(data.head, len(data.payload))), data.payload
+
+
+def _whole(data: Request) -> bytes:
+    """Returns the bytes of a request that has no payload. Raises InvalidRequest for one that has."""
+    if not isinstance(data, Parts):
+        return data
+    if data.payload is not None:
+        raise InvalidRequest(f"this request has no payload, and {len(data.payload)} bytes of one came")
+    return data.head
 
 
 def _parse(kind: type[M], data: bytes) -> M:
@@ -167,16 +188,22 @@ class Answers(NamedTuple):
         """Returns the bytes of an AttachSegmentResponse."""
         return data_pb2.AttachSegmentResponse(header=self._header(0)).SerializeToString()
 
-    def pulled(self, answer: Answer) -> bytes:
-        """Returns the bytes of a PullResponse: buckets that are here, or why one is not admitted yet."""
+    def opened(self, ticket: bytes, port: int, location: str, inode: int) -> bytes:
+        """Returns the bytes of an OpenDataConnectionResponse."""
+        return data_pb2.OpenDataConnectionResponse(
+            header=self._header(0), ticket=ticket, port=port, location=location, socket_inode=inode
+        ).SerializeToString()
+
+    def pulled(self, answer: Answer) -> Parts:
+        """Returns a PullResponse: buckets that are here, or why one is not admitted yet."""
         return self._pulled(data_pb2.PullResponse, answer)
 
-    def exchanged(self, answer: Answer) -> bytes:
-        """Returns the bytes of an ExchangeResponse, as `pulled`."""
+    def exchanged(self, answer: Answer) -> Parts:
+        """Returns an ExchangeResponse, as `pulled`."""
         return self._pulled(data_pb2.ExchangeResponse, answer)
 
-    def state(self, answer: Answer) -> bytes:
-        """Returns the bytes of a PullStateResponse."""
+    def state(self, answer: Answer) -> Parts:
+        """Returns a PullStateResponse."""
         assert isinstance(answer, PulledState)
         state = data_pb2.PulledState(
             bucket=answer.bucket,
@@ -185,17 +212,17 @@ class Answers(NamedTuple):
             absent_slices=sorted(answer.absent),
         )
         response = data_pb2.PullStateResponse(header=self._header(answer.version), state=state)
-        return write_message(response, answer.payload)
+        return message_parts(response, answer.payload)
 
-    def _pulled(self, kind: Callable[..., data_pb2.PullResponse | data_pb2.ExchangeResponse], answer: Answer) -> bytes:
+    def _pulled(self, kind: Callable[..., data_pb2.PullResponse | data_pb2.ExchangeResponse], answer: Answer) -> Parts:
         if isinstance(answer, PulledBucket):
             if answer.waiting is None:
                 response = kind(header=self._header(answer.version), buckets=[_pulled_bucket(answer)])
-                return write_message(response, answer.payload)
+                return message_parts(response, answer.payload)
             notice = data_pb2.WaitNotice(
                 bucket=answer.bucket, awaited_ranks=answer.waiting.waiting_for, reason=answer.waiting.reason
             )
-            return kind(header=self._header(0), waiting=notice).SerializeToString()
+            return message_parts(kind(header=self._header(0), waiting=notice))
         assert isinstance(answer, Notice)
         version = min((bucket.version for bucket in answer.buckets), default=0)
         response = kind(header=self._header(version), buckets=[_pulled_bucket(bucket) for bucket in answer.buckets])
@@ -206,7 +233,7 @@ class Answers(NamedTuple):
             response.staged_duration.CopyFrom(duration(answer.staged_seconds))
         if answer.clock is not None:
             response.clock_microseconds = _microseconds(answer.clock)
-        return response.SerializeToString()
+        return message_parts(response)
 
     def _header(self, version: int) -> types_pb2.ResponseHeader:
         return types_pb2.ResponseHeader(

@@ -1,19 +1,38 @@
-"""Serves pushes and pulls."""
+"""Serves pushes and pulls: over gRPC, and over data connections."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import grpc
 
+from ps_protocol.frames import KINDS
+from ps_protocol.identity import Identity
 from ps_protocol.v1 import data_pb2
+from ps_server.core.limits import Limits
 from ps_server.core.requests import PullCall, PushCall
 from ps_server.rpc import data_messages
 from ps_server.rpc.call_limits import CALL_THREADS, caller_name, check_job, in_pool
-from ps_server.rpc.data_messages import Answers
+from ps_server.rpc.data_connections import (
+    ConnectionCall,
+    FrameStream,
+    Opener,
+    Serving,
+    Tickets,
+    check_sender,
+    method,
+)
+from ps_server.rpc.data_listener import DataListener, Where
+from ps_server.rpc.data_messages import Answers, Request
+from ps_server.rpc.interceptor import CallInterceptor
+from ps_server.rpc.receive_buffers import ReceiveBuffers
 from ps_server.rpc.streams import PullStream, Send
 from ps_server.shard.shard import Shard
+from ps_server.shard.waiting import Outbox
+
+RECEIVE_BYTES = 64 * 2**20  # of memory for payloads that is kept for the next ones
 
 
 class DataService:
@@ -27,33 +46,59 @@ class DataService:
         self.senders = ThreadPoolExecutor(CALL_THREADS, "send")
         self._push_pool = ThreadPoolExecutor(CALL_THREADS, "push")
         self._pull_pool = ThreadPoolExecutor(CALL_THREADS, "pull")
-
-    def register(self, server: grpc.Server) -> None:
-        """Adds the methods to a server. Pushes and pulls have pools of their own, so neither can starve the other."""
-        handlers = {
-            name: grpc.unary_unary_rpc_method_handler(in_pool(method, self._push_pool))
-            for name, method in (("Push", self._push), ("AttachSegment", self._attach))
+        self._tickets = Tickets()
+        self._listener: DataListener | None = None
+        self._handlers = {
+            name: grpc.unary_unary_rpc_method_handler(in_pool(behaviour, self._push_pool))
+            for name, behaviour in (
+                ("Push", self._push),
+                ("AttachSegment", self._attach),
+                ("OpenDataConnection", self._open),
+            )
         } | {
-            name: grpc.unary_stream_rpc_method_handler(in_pool(method, self._pull_pool, non_blocking=True))
-            for name, method in (
+            name: grpc.unary_stream_rpc_method_handler(in_pool(behaviour, self._pull_pool, non_blocking=True))
+            for name, behaviour in (
                 ("Pull", self._pull),
                 ("Exchange", self._exchange),
                 ("PullState", self._pull_state),
             )
         }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.NAME, handlers),))
+
+    def register(self, server: grpc.Server) -> None:
+        """Adds the methods to a server. Pushes and pulls have pools of their own, so neither can starve the other."""
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.NAME, self._handlers),))
+
+    def listen(self, calls: CallInterceptor, limits: Limits, where: Where) -> DataListener:
+        """Takes data connections; see DataListener.listen. calls: what every call goes through"""
+        methods = {
+            kind: method(calls.guarded(f"/{self.NAME}/{name}", self._handlers[name])) for name, kind in KINDS.items()
+        }
+        buffers = ReceiveBuffers(RECEIVE_BYTES)
+        serving = Serving(methods, self.senders, calls.limits.sending, limits.message_bytes, buffers)
+        self._listener = DataListener(serving, self._tickets, self._admit, limits)
+        self._listener.listen(where)
+        return self._listener
 
     def stop(self) -> None:
-        """Ends the pools after what they are doing."""
+        """Ends the connections, and the pools after what they are doing."""
+        if self._listener is not None:
+            self._listener.stop()
         for pool in (self._push_pool, self._pull_pool, self.senders):
             pool.shutdown(wait=True)
 
     def _answers_of(self, call: PushCall | PullCall) -> Answers:
         return self._answers.of(call.run or self._shard.run_of(call.job))
 
-    def _push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+    def _outbox(self, context: Any, send: Send, write: Any) -> Outbox:
+        """Returns where the answers to a pull go."""
+        if isinstance(context, ConnectionCall):
+            return FrameStream(send, context, write)
+        return PullStream(send, context, self.senders, write)
+
+    def _push(self, request: Request, context: grpc.ServicerContext) -> bytes:
         call = data_messages.push(request)
         check_job(call.job)
+        check_sender(context, call.job, call.rank, call.incarnation)
         return self._answers_of(call).pushed(self._shard.push(call, caller_name()))
 
     def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -62,21 +107,40 @@ class DataService:
         self._shard.attach(*attached)
         return self._answers.of(attached[-1]).attached()
 
-    def _pull(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
+    def _open(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        job, rank, incarnation, key, run = data_messages.open_request(request)
+        check_job(job)
+        self._shard.check_worker(job, rank, incarnation, key, run)
+        worker = Identity(job, rank, incarnation, key, run)
+        shown = tuple((name, value) for name, value in context.invocation_metadata() or () if name == "authorization")
+        ticket = self._tickets.issue(Opener(worker, context.peer(), shown, context.auth_context()))
+        if self._listener is None:
+            return self._answers.of(run).opened(ticket, 0, "", 0)
+        places = self._listener.places
+        return self._answers.of(run).opened(ticket, places.port, places.location, places.inode)
+
+    def _admit(self, opener: Opener, end: Any) -> Any:
+        worker = opener.worker
+        return self._shard.connect(worker.job, worker.rank, worker.incarnation, end, worker.key, worker.run)
+
+    def _pull(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull(request)
         check_job(call.job)
+        check_sender(context, call.job, call.rank, call.incarnation)
         call = replace(call, run=call.run or self._shard.run_of(call.job))  # a reader gets one run's weights
-        outbox = PullStream(send, context, self.senders, self._answers_of(call).pulled)
+        outbox = self._outbox(context, send, self._answers_of(call).pulled)
         self._shard.pull(call, outbox, caller_name())
 
-    def _exchange(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
+    def _exchange(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
         push, pull = data_messages.exchange(request)
         check_job(push.job)
-        outbox = PullStream(send, context, self.senders, self._answers_of(push).exchanged)
+        check_sender(context, push.job, push.rank, push.incarnation)
+        outbox = self._outbox(context, send, self._answers_of(push).exchanged)
         self._shard.exchange(push, pull, outbox, caller_name())
 
-    def _pull_state(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
+    def _pull_state(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull_state(request)
         check_job(call.job)
-        outbox = PullStream(send, context, self.senders, self._answers_of(call).state)
+        check_sender(context, call.job, call.rank, call.incarnation)
+        outbox = self._outbox(context, send, self._answers_of(call).state)
         self._shard.pull_state(call, outbox, caller_name())

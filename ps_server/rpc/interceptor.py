@@ -52,7 +52,7 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
 
     def __init__(self, registry: CollectorRegistry, limits: CallLimits) -> None:
         self._metrics = CallMetrics(registry)
-        self._limits = limits
+        self.limits = limits
         self._wrapped: dict[str, grpc.RpcMethodHandler | None] = {}
 
     def intercept_service(
@@ -68,9 +68,13 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
             self._wrapped[method] = self._wrap(method, handler)
         return self._wrapped[method]
 
+    def guarded(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        """Returns a handler behind what is in the way of each call: for calls that come by another way than gRPC's."""
+        return self._wrap(method, handler)
+
     def _wrap(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
         _, service, name = method.split("/")
-        reader = _Reader(self._limits, method, handler.request_deserializer)
+        reader = _Reader(self.limits, method, handler.request_deserializer)
         if handler.unary_unary:
             metrics = _MethodMetrics(self._metrics, "unary", service, name)
             return grpc.stream_unary_rpc_method_handler(

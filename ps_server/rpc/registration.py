@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 
-from ps_protocol.errors import PSError
+from ps_protocol.errors import PSError, TryLater
 from ps_protocol.v1 import cluster_pb2
 from ps_protocol.versions import VERSION
 from ps_runtime.background import guarded
@@ -16,6 +17,10 @@ from ps_server.coordinator.shards import SHARD_CALL_SECONDS
 from ps_server.rpc.coordinator_client import CoordinatorClient
 
 log = logging.getLogger("ps_server")
+
+FIRST_CALL_SECONDS = 0.25  # between calls until the coordinator knows the shard: a start waits for that
+# For which a coordinator may be silent before that is worth a warning: it ends before the shards do.
+QUIET_SECONDS = 10.0
 
 
 class Registration:
@@ -47,6 +52,7 @@ class Registration:
             restart_count=restart_count,
         )
         self._troubles = Troubles(log, "registration")
+        self._heard = time.monotonic()  # when the coordinator answered last
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
         self._thread.start()
@@ -68,12 +74,15 @@ class Registration:
         with CoordinatorClient(self._coordinator) as coordinator:
             while not self._stopping.is_set():
                 guarded("registration", lambda: self._register(coordinator))
-                self._stopping.wait(SHARD_CALL_SECONDS)
+                self._stopping.wait(SHARD_CALL_SECONDS if self.known.is_set() else FIRST_CALL_SECONDS)
 
     def _register(self, coordinator: CoordinatorClient) -> None:
         try:
             coordinator.register_shard(self._shard, SHARD_CALL_SECONDS)
+            self._heard = time.monotonic()
             self.known.set()
             self._troubles.over("")
         except PSError as error:
-            self._troubles.met("", "%s; trying again", error)
+            is_soon_over = isinstance(error, TryLater) and time.monotonic() - self._heard < QUIET_SECONDS
+            level = logging.INFO if is_soon_over else logging.WARNING
+            self._troubles.met("", "%s; trying again", error, level=level, detail=level)

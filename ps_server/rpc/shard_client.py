@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import grpc
@@ -16,8 +16,9 @@ from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.status import error_from
 from ps_server.coordinator.timing import DEFAULT_SERVER_CALL_SECONDS
+from ps_server.core.commands import Counted
 from ps_server.core.data_commits import Committed
-from ps_server.core.snapshot import RestoreProgress, ShardSnapshot
+from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot
 from ps_server.core.statistics import ShardStatistics
 from ps_server.rpc import convert
 
@@ -48,11 +49,12 @@ class ShardClient:
         """Forgets a run of a job."""
         self._call(self._stub.DropJob, shard_pb2.DropJobRequest(job=job, run=run))
 
-    def add_worker(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes, run: str) -> int:
-        """Counts a worker as live; answers with the shard's frontier."""
+    def add_worker(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes, run: str) -> Counted:
+        """Counts a worker as live; returns how far the shard is."""
         worker = WorkerIdentity(job=job, rank=rank, incarnation=incarnation, lease_key=key, run=run)
         request = shard_pb2.AddWorkerRequest(worker=worker, clock=clock)
-        return int(self._call(self._stub.AddWorker, request).frontier)
+        response = self._call(self._stub.AddWorker, request)
+        return Counted(response.frontier, response.pushed_clock if response.HasField("pushed_clock") else None)
 
     def remove_worker(self, job: str, rank: int, incarnation: int, run: str) -> None:
         """Stops counting a worker as live."""
@@ -65,11 +67,18 @@ class ShardClient:
         return convert.committed(self._call(self._stub.GetCommittedData, request, min(STATUS_SECONDS, self._seconds)))
 
     def begin_snapshot(
-        self, job: str, name: str, clock: int | None, run: str, refusal: float, last_incarnation: int
+        self,
+        job: str,
+        name: str,
+        clock: int | None,
+        run: str,
+        refusal: float,
+        last_incarnation: int,
+        kept: Collection[str] = (),
     ) -> None:
         """Has the shard take its part of a checkpoint."""
         request = shard_pb2.BeginSnapshotRequest(
-            job=job, checkpoint=name, clock=clock, run=run, last_incarnation=last_incarnation
+            job=job, checkpoint=name, clock=clock, run=run, last_incarnation=last_incarnation, kept_checkpoints=kept
         )
         if refusal:
             request.refusal_duration.CopyFrom(duration(refusal))
@@ -81,11 +90,16 @@ class ShardClient:
         return convert.shard_snapshot(self._call(self._stub.AwaitSnapshot, request))
 
     def restore_job(
-        self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int, run: str
+        self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int, run: str, own: Part | None = None
     ) -> RestoreProgress:
         """Has the shard hold a job as a checkpoint has it; answers within seconds how far it is."""
         request = shard_pb2.RestoreJobRequest(
-            spec=job_spec_message(spec), buckets=buckets, checkpoint=name, last_incarnation=last_incarnation, run=run
+            spec=job_spec_message(spec),
+            buckets=buckets,
+            checkpoint=name,
+            last_incarnation=last_incarnation,
+            run=run,
+            own_file=convert.part_message(own) if own is not None else None,
         )
         return convert.restore_progress(self._call(self._stub.RestoreJob, request))
 

@@ -50,8 +50,8 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
     def AddWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker, clock = request.worker, request.clock if request.HasField("clock") else None
         identity = worker.job, worker.rank, worker.incarnation
-        frontier = self._shard.add_worker(*identity, clock, worker.lease_key, worker.run)
-        return shard_pb2.AddWorkerResponse(frontier=frontier)
+        counted = self._shard.add_worker(*identity, clock, worker.lease_key, worker.run)
+        return shard_pb2.AddWorkerResponse(frontier=counted.frontier, pushed_clock=counted.pushed)
 
     def RemoveWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker = request.worker
@@ -65,7 +65,8 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         clock = request.clock if request.HasField("clock") else None
         refusal = seconds(request.refusal_duration)
         last = request.last_incarnation
-        self._shard.begin_snapshot(request.job, request.checkpoint, clock, request.run, refusal, last)
+        kept = tuple(request.kept_checkpoints)
+        self._shard.begin_snapshot(request.job, request.checkpoint, clock, request.run, refusal, last, kept)
         return shard_pb2.BeginSnapshotResponse()
 
     def AwaitSnapshot(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -78,7 +79,9 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         check_job_spec(spec, self._limits)
         check_coordinator_run(request.run)
         wanted = spec, list(request.buckets), request.checkpoint, request.last_incarnation, request.run
-        return convert.restore_response(self._shard.restore_job(*wanted, _within(context, RESTORE_SECONDS)))
+        own = convert.part(request.own_file) if request.HasField("own_file") else None
+        progress = self._shard.restore_job(*wanted, own, _within(context, RESTORE_SECONDS))
+        return convert.restore_response(progress)
 
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         statistics = self._shard.statistics_with_figures()

@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 
 from ps_protocol.errors import PSError
+from ps_protocol.framing import Parts
 from ps_runtime.background import note_error
 from ps_runtime.status import STATUS_KEY, code_of, status_of
 from ps_server.shard.waiting import Answer
@@ -122,21 +123,21 @@ class PullStream(ResponseStream):
         send: Send,
         context: grpc.ServicerContext,
         senders: ThreadPoolExecutor,
-        write: Callable[[Any], bytes],
+        write: Callable[[Any], Parts],
     ) -> None:
         super().__init__(send, context, senders)
         self._write = write
 
     def tell(self, answer: Answer) -> None:
         """Queues an answer."""
-        self.put(lambda: self._write(answer))
+        self.put(lambda: self._write(answer).whole())
 
     def lend(self, lent: Callable[[], AbstractContextManager[Answer]]) -> None:
         """Queues an answer that is made when its turn has come: its payload is copied once, into the message."""
 
         def make() -> bytes:
             with lent() as answer:
-                return self._write(answer)
+                return self._write(answer).whole()
 
         self.put(make)
 

@@ -18,15 +18,16 @@ from ps_protocol.errors import (
     UnknownWorker,
 )
 from ps_protocol.job import JobSpec, difference
-from ps_protocol.layout import bucket_layout
+from ps_protocol.layout import BucketSpec, bucket_layout
 from ps_runtime.background import note_error
 from ps_runtime.memory import free_bytes
+from ps_runtime.quantities import counted
 from ps_runtime.troubles import Troubles
 from ps_server.core.budget import PrincipalBudget
 from ps_server.core.commands import RestoreSnapshot
-from ps_server.core.partition import JobPartition
+from ps_server.core.partition import JobPartition, check_buckets
 from ps_server.core.room import Room, room_for
-from ps_server.core.snapshot import RestoreProgress
+from ps_server.core.snapshot import Part, RestoreProgress
 from ps_server.failpoints import failpoint
 from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
@@ -41,19 +42,21 @@ log = logging.getLogger("ps_server")
 class HostedJobs:
     """The jobs of one shard, by name. Methods may be called from any thread.
 
+    index:      of the shard
     limits:     of a job: bytes that may be staged, and the L2 norm of a gradient
     principals: what each principal has staged in all jobs
     """
 
     def __init__(
         self,
+        index: int,
         limits: tuple[int | None, float],
         principals: PrincipalBudget,
         threads: Threads,
         pulls: Pulls,
         metrics: ShardMetrics,
     ) -> None:
-        self._limits, self._principals = limits, principals
+        self._index, self._limits, self._principals = index, limits, principals
         self._threads, self._pulls, self._metrics = threads, pulls, metrics
         self._jobs: dict[str, HostedJob] = {}
         self._restores = Restores()
@@ -81,7 +84,7 @@ class HostedJobs:
                 self._restores.forget(spec.name)
                 job = self._jobs[spec.name] = self._make(spec, buckets, run)
                 self._made.discard(job)
-                log.info("job %s: %d buckets", spec.name, len(buckets))
+                log.info("job %s: shard %d holds %s", spec.name, self._index, counted(len(buckets), "bucket"))
                 return
         known.check_run(run)
         differs = difference(known.state.spec, spec)
@@ -92,11 +95,12 @@ class HostedJobs:
         """Takes the job as a checkpoint has it, in place of what is here; see shard.restores.
 
         Returns how far it is, once it is complete or after some seconds: to be called again until it is complete. The
-        same call may be made again. Raises RunEnded or OutOfOrder, and changes nothing, for a call of before; otherwise
-        why it failed.
+        same call may be made again. Raises RunEnded or OutOfOrder, and changes nothing, for a call of before, and so
+        InvalidRequest for buckets that do not exist; otherwise why it failed.
         """
         name, run = request.spec.name, request.run
         store.path(name, request.checkpoint)
+        check_buckets(bucket_layout(request.spec.parameters, request.spec.bucket_bytes), request.buckets)
         with self._lock:
             restoring, is_new = self._restores.ask(request, self._highest_incarnation(name, run))
         if is_new:
@@ -127,10 +131,15 @@ class HostedJobs:
 
     def _read(self, store: CheckpointStore, restoring: Restoring) -> None:
         request = restoring.request
-        spec, manifest = request.spec, store.manifest(request.spec.name, request.checkpoint)
+        spec, checkpoint = request.spec, request.checkpoint
         layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
         specs = [layout[index] for index in request.buckets if 0 <= index < len(layout)]
-        restoring.begin(store.bytes_to_read(spec.name, manifest, specs))
+        files: list[tuple[Part, list[BucketSpec]]] = (
+            store.files(spec.name, store.manifest(spec.name, checkpoint), specs)
+            if request.own is None
+            else [(request.own, specs)]
+        )
+        restoring.begin(store.bytes_to_read(spec.name, checkpoint, files))
         self._let_go(spec.name, restoring)
         job = self._make(spec, request.buckets, request.run)
 
@@ -140,7 +149,7 @@ class HostedJobs:
 
         try:
             weights = {index: bucket.weights.flat for index, bucket in job.buckets.items()}
-            snapshots = store.read_buckets(spec.name, manifest, specs, read, weights)
+            snapshots = store.read_files(spec.name, checkpoint, files, read, weights)
             job.state.execute(RestoreSnapshot(snapshots, request.last_incarnation, owned=True))
             failpoint("restore-read")
             with self._lock:
@@ -172,7 +181,7 @@ class HostedJobs:
             del self._jobs[name]
         self._end(job, NotFound(f"job {name!r} ended"))
         self._metrics.forget(name)
-        log.info("job %s: dropped", name)
+        log.info("job %s: shard %d has given its memory back", name, self._index)
 
     def _end(self, job: HostedJob, reason: PSError) -> None:
         """Ends what is under way in a job that is no longer here."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +39,26 @@ class Attached:
 
     incarnation: int
     segment: SegmentMap
+
+
+@dataclass(frozen=True)
+class Connected:
+    """The data connection of one incarnation of a worker, and what ends it."""
+
+    incarnation: int
+    end: Callable[[], None]
+
+
+@dataclass
+class OfWorkers:
+    """What workers have here beside their pushes and pulls, by rank. The job's lock guards it.
+
+    attaching: ranks that are handing over a segment
+    """
+
+    segments: dict[int, Attached] = field(default_factory=dict)
+    attaching: set[int] = field(default_factory=set)
+    connected: dict[int, Connected] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -86,8 +107,7 @@ class HostedJob:
             index: HostedBucket(bucket.spec, bucket.rule, bucket.weights, threading.Lock())
             for index, bucket in state.buckets.items()
         }
-        self.segments: dict[int, Attached] = {}
-        self.attaching: set[int] = set()  # ranks that are handing over a segment
+        self.of_workers = OfWorkers()
         self.plan = segment_plan(spec, state.layout)
         self.narrowed = Narrowed()
         self.times = PushTimes()
@@ -112,18 +132,45 @@ class HostedJob:
         """Returns a worker's segment. Raises NotShared if it has attached none, UnknownWorker if it is not live."""
         with self.lock:
             self.state.check_worker(rank, incarnation, key)
-            attached = self.segments.get(rank)
+            attached = self.of_workers.segments.get(rank)
         if attached is None or attached.incarnation != incarnation:
             raise NotShared(f"worker {rank} has attached no segment here")
         return attached.segment
 
-    def detach(self, rank: int, before: int) -> None:
-        """Lets go of the segment of a worker of an incarnation before this one, and of what updates borrowed of it."""
+    def connect(self, rank: int, connected: Connected, key: bytes) -> Callable[[], None]:
+        """Notes a worker's data connection, in place of an earlier one, which ends; returns what forgets it.
+
+        Raises UnknownWorker or Fenced unless the worker is live.
+        """
         with self.lock:
-            attached = self.segments.get(rank)
+            self.state.check_worker(rank, connected.incarnation, key)
+            before, self.of_workers.connected[rank] = self.of_workers.connected.get(rank), connected
+        if before is not None:
+            before.end()
+
+        def forget() -> None:
+            with self.lock:
+                if self.of_workers.connected.get(rank) is connected:
+                    del self.of_workers.connected[rank]
+
+        return forget
+
+    def detach(self, rank: int, before: int) -> None:
+        """Lets go of what a worker of an incarnation before this one has here: its data connection, its segment, and
+        what updates borrowed of that."""
+        with self.lock:
+            connected = self.of_workers.connected.get(rank)
+            if connected is not None and connected.incarnation < before:
+                del self.of_workers.connected[rank]
+            else:
+                connected = None
+        if connected is not None:
+            connected.end()
+        with self.lock:
+            attached = self.of_workers.segments.get(rank)
             if attached is None or attached.incarnation >= before:
                 return
-            del self.segments[rank]
+            del self.of_workers.segments[rank]
         for bucket in self.buckets.values():
             with bucket.tensors:
                 bucket.weights.own()
@@ -180,7 +227,8 @@ class HostedJob:
         with self.lock:
             waiters = [waiter for bucket in self.buckets.values() for waiter in bucket.waiters.values()]
             low, high = self.state.buckets.versions()
-            clocks = self.state.buckets.clocks()
+            clocks, departed = self.state.buckets.clocks(), self.state.buckets.departed_clocks()
+            sharing, connected = tuple(sorted(self.of_workers.segments)), tuple(sorted(self.of_workers.connected))
         return ShardJobStatistics(
             bucket_count=len(self.buckets),
             parameter_bytes=self.state.buckets.parameter_bytes,
@@ -192,6 +240,9 @@ class HostedJob:
             waits=_waits(waiters, now),
             waiting_pulls=len(waiters),
             run=self.run,
+            departed_clocks=departed,
+            sharing=sharing,
+            connected=connected,
         )
 
     def highest_incarnation(self) -> int:
@@ -204,6 +255,9 @@ class HostedJob:
         with self.lock:
             self.state.execute(Close(reason))
             task, self.snapshot_task = self.snapshot_task, None
+            connections = [connected.end for connected in self.of_workers.connected.values()]
+        for end in connections:
+            end()
         if task is not None:
             task.abandon()
 

@@ -65,17 +65,17 @@ class Pushes:
         """
         with job.lock:
             job.state.check_worker(rank, incarnation, key)
-            if rank in job.attaching:
+            if rank in job.of_workers.attaching:
                 raise TryLater(f"worker {rank} is handing over a segment already")
-            job.attaching.add(rank)
+            job.of_workers.attaching.add(rank)
         try:
             segment = attach(offer, job.plan, self._shared_directory)
             with job.lock:
                 job.state.check_worker(rank, incarnation, key)
-                job.segments[rank] = Attached(incarnation, segment)
+                job.of_workers.segments[rank] = Attached(incarnation, segment)
         finally:
             with job.lock:
-                job.attaching.discard(rank)
+                job.of_workers.attaching.discard(rank)
 
     def _stage_all(self, job: HostedJob, call: PushCall, principal: str, fresh: list[int]) -> list[Staged]:
         """Checks all, then stages each: one that is refused for what it holds leaves none behind.

@@ -17,18 +17,22 @@ from dataclasses import dataclass
 
 from ps_protocol.errors import OutOfOrder, PSError, RunEnded, TryLater
 from ps_protocol.job import JobSpec
-from ps_server.core.snapshot import RestoreProgress, VersionRange
+from ps_server.core.snapshot import Part, RestoreProgress, VersionRange
 
 
 @dataclass(frozen=True)
 class RestoreRequest:
-    """What a coordinator asks for: the job with some of its buckets as of a checkpoint, and whom it fences."""
+    """What a coordinator asks for: the job with some of its buckets as of a checkpoint, and whom it fences.
+
+    own: the file that has the buckets, on a disk of this shard's own; None: as the manifest says, which all share
+    """
 
     spec: JobSpec
     buckets: tuple[int, ...]
     checkpoint: str
     last_incarnation: int
     run: str = ""
+    own: Part | None = None
 
 
 class Restoring:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from ps_runtime.memory import limit_bytes, resident_bytes
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_runtime.troubles import Troubles
 from ps_server.core.budget import PrincipalBudget
-from ps_server.core.commands import AddWorker, RemoveWorker, Staged
+from ps_server.core.commands import AddWorker, Counted, RemoveWorker, Staged
 from ps_server.core.data_commits import Committed
 from ps_server.core.figures import ShardFigures
 from ps_server.core.requests import PullCall, PushCall
@@ -40,7 +40,7 @@ from ps_server.core.statistics import ShardStatistics
 from ps_server.shard.apply import Updates
 from ps_server.shard.budgets import SharedBudget
 from ps_server.shard.hosted import HostedJobs
-from ps_server.shard.job import HostedJob
+from ps_server.shard.job import Connected, HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, READER, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes
@@ -89,7 +89,8 @@ class Shard:
         self._pulls = Pulls(metrics, clock, pulled_limit)
         self._updates = Updates(self._threads, self._pulls, metrics, clock)
         self._pushes = Pushes(metrics, self._pulls, self._updates, shared_directory)
-        self._hosted = HostedJobs((staged_limit, norm_limit), self.principals, self._threads, self._pulls, metrics)
+        limits = staged_limit, norm_limit
+        self._hosted = HostedJobs(index, limits, self.principals, self._threads, self._pulls, metrics)
         self._notify_at = clock() + NOTICE_AFTER_SECONDS
         self._troubles = Troubles(log, "snapshot")
         self._threads.repeat(STAGED_AFTER_SECONDS, self.tick)
@@ -136,10 +137,11 @@ class Shard:
         checkpoint: str,
         last_incarnation: int,
         run: str = "",
+        own: Part | None = None,
         seconds: float = 0.0,
     ) -> RestoreProgress:
         """Takes a job as a checkpoint has it, in place of what is here; see HostedJobs.restore."""
-        request = RestoreRequest(spec, tuple(buckets), checkpoint, last_incarnation, run)
+        request = RestoreRequest(spec, tuple(buckets), checkpoint, last_incarnation, run, own)
         return self._hosted.restore(self._store(), request, seconds)
 
     def drop_job(self, name: str, run: str = "") -> None:
@@ -158,15 +160,15 @@ class Shard:
 
     def add_worker(
         self, name: str, rank: int, incarnation: int, clock: int | None, key: bytes = b"", run: str = ""
-    ) -> int:
+    ) -> Counted:
         """Counts a worker as live; see AddWorker."""
         job = self._hosted.get(name, run)
         with job.lock:
-            frontier = job.state.execute(AddWorker(rank, incarnation, clock, key))
+            counted = job.state.execute(AddWorker(rank, incarnation, clock, key))
             job.refusals.worker_added(incarnation)
         job.detach(rank, incarnation)
         self._roster_changed(job)
-        return frontier
+        return counted
 
     def remove_worker(self, name: str, rank: int, incarnation: int, run: str = "") -> None:
         """Stops counting a worker as live; pulls that waited for it alone are sent."""
@@ -182,6 +184,21 @@ class Shard:
     ) -> None:
         """Maps the segment that a live worker offers. Raises NotShared if it cannot be had from here."""
         self._pushes.attach(self._hosted.get(name, run, True), rank, incarnation, offer, key)
+
+    def check_worker(self, name: str, rank: int, incarnation: int, key: bytes = b"", run: str = "") -> None:
+        """Raises UnknownWorker, Fenced or Forbidden unless this is a live worker and that its key."""
+        job = self._hosted.get(name, run, True)
+        with job.lock:
+            job.state.check_worker(rank, incarnation, key)
+
+    def connect(
+        self, name: str, rank: int, incarnation: int, end: Callable[[], None], key: bytes = b"", run: str = ""
+    ) -> Callable[[], None]:
+        """Notes a live worker's data connection, to be ended with its place; returns what is to be called at its end.
+
+        Raises as check_worker. An earlier connection of the worker ends.
+        """
+        return self._hosted.get(name, run, True).connect(rank, Connected(incarnation, end), key)
 
     def committed(self, name: str, run: str = "") -> tuple[Committed, bool]:
         """Returns the leased data that every bucket that trains here has had, and whether there is such a bucket."""
@@ -226,20 +243,24 @@ class Shard:
         run: str = "",
         refusal: float = 0.0,
         last_incarnation: int = 0,
+        kept: Collection[str] = (),
     ) -> None:
         """Copies each bucket of a job when it has applied `clock` updates, or now. Returns at once.
 
         refusal: for so many seconds, pushes are refused that would not be in the snapshot
         last_incarnation: a worker of a later one ends the refusal
+        kept: the checkpoints that stay, if this shard's parts are on a disk of its own
         """
         job, store = self._hosted.get(name, run), self._store()
         store.path(name, checkpoint)
 
         def write(checkpoint: str, snapshots: list[BucketSnapshot]) -> Part:
             try:
-                part = store.write_shard(name, checkpoint, self._index, snapshots)
+                part = store.write_shard(name, checkpoint, self._index, snapshots, kept)
             except PSError as error:
-                self._troubles.met(name, "job %s: checkpoint %s: %s", name, checkpoint, error)
+                # The end of a job gives up what is being made. Whatever else is wrong, the coordinator says it, too.
+                level = logging.INFO if store.is_given_up(name, checkpoint) else logging.WARNING
+                self._troubles.met(name, "job %s: checkpoint %s: %s", name, checkpoint, error, level=level)
                 raise
             self._troubles.over(name)
             return part

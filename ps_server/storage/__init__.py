@@ -1,6 +1,9 @@
 """The files of checkpoints.
 
 checkpoints.py  Checkpoints as files
+manifest.py     What a checkpoint is: its manifest, and how that stands in a file
+bucket_file.py  The buckets of a shard in a file of tensors
+own_disk.py     A disk of a shard's own, where the servers share no directory
 directory_lock.py  Keeps a directory of checkpoints to one coordinator
 files.py        What a directory of checkpoints is kept in: a file system or an object store
 disk.py         A file system: what every file in a directory is written with and read from

@@ -5,6 +5,7 @@
                        manifest.json         last: what belongs to it, with sizes and SHA-256; without it, there is none
     DIRECTORY/.lock                          held by the one coordinator that works here; see directory_lock and lease
     DIRECTORY/.coordinator.json              what the coordinator needs to come back; see coordinator.state_file
+    DIRECTORY/.shard-0/JOB/NAME/             a shard's part, where it has a disk of its own; see own_disk
 
 DIRECTORY is on a file system, or in an object store (files.py). Every file is durable before the manifest has its
 name, so a checkpoint is there whole or not at all. What is read may have been written by any process that can write
@@ -17,14 +18,12 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import (
     CheckpointDamaged,
     CheckpointFailed,
@@ -34,85 +33,19 @@ from ps_protocol.errors import (
     VersionMismatch,
 )
 from ps_protocol.framing import Buffer
-from ps_protocol.job import HyperParameters
 from ps_protocol.layout import BucketSpec
-from ps_protocol.tensors import TORCH_DTYPES
-from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import BucketSnapshot, Part
 from ps_server.failpoints import failpoint
+from ps_server.storage.bucket_file import read_snapshots, snapshot_tensors
 from ps_server.storage.disk import pieces
 from ps_server.storage.files import Files, files_of
-from ps_server.storage.tensor_file import TensorEntry, TensorReader, file_chunks
+from ps_server.storage.manifest import Manifest, sealed, unsealed, written_by_newer
+from ps_server.storage.own_disk import check_disk, own_path, prune
+from ps_server.storage.tensor_file import TensorReader, file_chunks
 
-FORMAT = 2
-READABLE = (1, FORMAT)  # they differ in the job's spec, of which job_spec_from_data reads both
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"\d{6,12}")
-_PART = re.compile(r"(shard|worker)-\d{1,6}\.(safetensors|state)")
-_STATE_NAME = re.compile(r"[a-z_]{1,64}")
-
-
-@dataclass(frozen=True)
-class WorkerPart:
-    """A worker's own state: `clock` is how many steps it had finished."""
-
-    part: Part
-    clock: int
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint is.
-
-    job:        the job's spec, as plain data
-    run:        tells this job from earlier ones of its name
-    clock:      in sync, the clock of every bucket and worker; otherwise the highest clock of any worker
-    placement:  for each bucket, the index of the shard whose file holds it
-    shards:     by index
-    workers:    by rank; those of which nothing came are missing
-    versions:   the lowest and highest version of a bucket that trains: equal in sync
-    clocks:     by rank, the lowest clock over the buckets that train
-    last_incarnation, restore_count: of the job when it was made
-    without:    ranks of workers that took part, or had left, and whose own state is not in it
-    """
-
-    name: str
-    job: dict[str, Any]
-    run: str
-    mode: str
-    clock: int
-    placement: tuple[int, ...]
-    shards: Mapping[int, Part]
-    workers: Mapping[int, WorkerPart]
-    versions: tuple[int, int]
-    clocks: Mapping[int, int]
-    last_incarnation: int
-    restore_count: int
-    format: int = FORMAT
-    written_by: Mapping[str, str] = field(default_factory=dict)
-    without: tuple[int, ...] = ()
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all files but the manifest."""
-        return sum(part.bytes for part in [*self.shards.values(), *(worker.part for worker in self.workers.values())])
-
-
-def snapshot_tensors(snapshots: Sequence[BucketSnapshot]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Returns what a safetensors file holds of snapshots: tensors by name, and the rest as one JSON text."""
-    tensors: dict[str, torch.Tensor] = {}
-    buckets: dict[str, Any] = {}
-    for bucket in snapshots:
-        tensors[f"{bucket.index}/weights"] = bucket.weights
-        for position, state in bucket.state.items():
-            tensors |= {f"{bucket.index}/{position}/{name}": tensor for name, tensor in state.items()}
-        buckets[str(bucket.index)] = {
-            "version": bucket.version,
-            "clocks": {str(rank): clock for rank, clock in bucket.clocks.items()},
-            "groups": {str(group): dict(values) for group, values in bucket.groups.items()},
-            "data": {str(loader): [number, spans] for loader, (number, spans) in bucket.committed.items()},
-        }
-    return tensors, {"format": str(FORMAT), "buckets": json.dumps(buckets)}
+_PART = re.compile(r"(shard|worker)-(?P<index>\d{1,6})\.(safetensors|state)")
 
 
 class CheckpointStore:
@@ -121,10 +54,11 @@ class CheckpointStore:
     What reads raises TryLater where the directory is in an object store that does not answer.
 
     disk: what all files here are written with and read from
+    own_disk: the name of the disk of the shard's own that write_shard writes to; empty: the place is one for all
     """
 
-    def __init__(self, directory: Path, disk: Files | None = None) -> None:
-        self.directory, self._disk = directory, disk or files_of(directory)
+    def __init__(self, directory: Path, disk: Files | None = None, own_disk: str = "") -> None:
+        self.directory, self._disk, self._own_disk = directory, disk or files_of(directory), own_disk
         try:
             self._disk.make_directory(directory)
         except OSError as error:
@@ -164,13 +98,23 @@ class CheckpointStore:
             raise CheckpointFailed(f"{path} cannot be written: {_reason(error)}") from None
         return True
 
-    def write_shard(self, job: str, name: str, index: int, snapshots: Sequence[BucketSnapshot]) -> Part:
-        """Writes a shard's part and flushes it to disk. Raises CheckpointFailed; nothing of it is left then."""
-        path = self.path(job, name) / f"shard-{index}.safetensors"
+    def write_shard(
+        self, job: str, name: str, index: int, snapshots: Sequence[BucketSnapshot], kept: Collection[str] = ()
+    ) -> Part:
+        """Writes a shard's part and flushes it to disk. Raises CheckpointFailed; nothing of it is left then.
+
+        kept: the checkpoints that stay: a shard with a disk of its own removes its other parts first; none: all stay
+        """
+        directory, file = self.path(job, name), f"shard-{index}.safetensors"
+        path = (own_path(self.directory, directory, index) if self._own_disk else directory) / file
         with self._writing(path):
+            if self._own_disk:
+                prune(path.parent, kept, self._disk)
+                self._disk.make_directory(path.parent)
             chunks = file_chunks(*snapshot_tensors(snapshots))
             half = sum(snapshot.nbytes for snapshot in snapshots) // 2
-            return self._write_part(path, _with_failpoint(pieces(chunks), half, "shard-file-half-written"))
+            part = self._write_part(path, _with_failpoint(pieces(chunks), half, "shard-file-half-written"))
+            return replace(part, disk=self._own_disk)
 
     def write_worker(self, job: str, name: str, rank: int, state: bytes) -> Part:
         """Writes a worker's part and flushes it to disk."""
@@ -182,8 +126,15 @@ class CheckpointStore:
         """Makes a checkpoint whose parts are all written a checkpoint."""
         path = self.path(job, manifest.name) / MANIFEST
         with self._writing(path):
-            data = json.dumps(_sealed(manifest), indent=1).encode()
+            data = json.dumps(sealed(manifest), indent=1).encode()
             self._disk.replace(path, data, lambda place: failpoint(f"manifest-{place}"))
+
+    def is_given_up(self, job: str, name: str) -> bool:
+        """Returns whether the directory of a checkpoint that was begun is gone: the coordinator has removed it."""
+        try:
+            return not self._own_disk and self._disk.kind(self.path(job, name)) is None
+        except OSError:
+            return False
 
     def discard(self, job: str, name: str) -> None:
         """Removes a checkpoint, complete or not."""
@@ -275,7 +226,7 @@ class CheckpointStore:
             newer = written_by_newer(data)
             if newer is not None:
                 raise VersionMismatch(f"{path} is {newer}")
-            return _unsealed(data)
+            return unsealed(data)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _unreadable(path, error) from None
 
@@ -297,38 +248,45 @@ class CheckpointStore:
         told: Callable[[int], object] = lambda count: None,
         weights: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[int, BucketSnapshot]:
+        """Returns snapshots of buckets, by index, from the files that a manifest names; see `read_files`."""
+        return self.read_files(job, manifest.name, self.files(job, manifest, buckets), told, weights)
+
+    def read_files(
+        self,
+        job: str,
+        name: str,
+        files: Sequence[tuple[Part, Sequence[BucketSpec]]],
+        told: Callable[[int], object] = lambda count: None,
+        weights: Mapping[int, torch.Tensor] | None = None,
+    ) -> dict[int, BucketSnapshot]:
         """Returns snapshots of buckets, by index, from files that match their checksums. Raises CheckpointDamaged.
 
         Every file is read once, each tensor into memory of its own: the snapshots are the caller's to keep.
+        files: each with the buckets that are read from it
         told: called with the bytes that were read, now and then; see `bytes_to_read`
         weights: by bucket, where the weights are read to; anything is in them if it raises
         """
         snapshots: dict[int, BucketSnapshot] = {}
-        for part, held in self._parts_of(job, manifest, buckets):
-            path = self._path_of_part(job, manifest.name, part)
+        for part, held in files:
+            path = self._path_of_part(job, name, part)
             try:
                 with self._disk.open(path) as file:
                     reader = TensorReader(file, part.bytes, told)
-                    read = _read_snapshots(reader, held, weights or {})
+                    read = read_snapshots(reader, held, weights or {})
             except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
                 raise _unreadable(path, error) from None
             _check_sum(path, reader.sha256(), part)
             snapshots |= read
         return snapshots
 
-    def bytes_to_read(self, job: str, manifest: Manifest, buckets: Sequence[BucketSpec]) -> int:
-        """Returns the bytes of the files that have some of these buckets. Raises CheckpointDamaged if one is missing,
-        or not as long as it was."""
-        total = 0
-        for part, _ in self._parts_of(job, manifest, buckets):
-            self._path_of_part(job, manifest.name, part)
-            total += part.bytes
-        return total
+    def bytes_to_read(self, job: str, name: str, files: Sequence[tuple[Part, Sequence[BucketSpec]]]) -> int:
+        """Returns the bytes of files. Raises CheckpointDamaged if one is missing, or not as long as it was."""
+        for part, _ in files:
+            self._path_of_part(job, name, part)
+        return sum(part.bytes for part, _ in files)
 
-    def _parts_of(
-        self, job: str, manifest: Manifest, buckets: Sequence[BucketSpec]
-    ) -> list[tuple[Part, list[BucketSpec]]]:
-        """Returns the files that have these buckets, with those of each."""
+    def files(self, job: str, manifest: Manifest, buckets: Sequence[BucketSpec]) -> list[tuple[Part, list[BucketSpec]]]:
+        """Returns the files that have these buckets, with those of each. Raises CheckpointDamaged if one has none."""
         wanted: dict[int, list[BucketSpec]] = {}
         for bucket in buckets:
             if bucket.index >= len(manifest.placement):
@@ -340,10 +298,16 @@ class CheckpointStore:
         return [(manifest.shards[shard], held) for shard, held in wanted.items()]
 
     def _path_of_part(self, job: str, name: str, part: Part) -> Path:
-        """Returns the path of a part that is a file as long as it was when it was written."""
-        if not _PART.fullmatch(part.file):
+        """Returns the path of a part that is a file as long as it was when it was written.
+
+        Raises CheckpointDamaged if it is not, and TryLater if it is on a disk that is not here.
+        """
+        path, match = self.path(job, name) / part.file, _PART.fullmatch(part.file)
+        if not match:
             raise CheckpointDamaged(f"{self.path(job, name)}: {part.file[:200]!r} is no name of a part")
-        path = self.path(job, name) / part.file
+        if part.disk:
+            check_disk(self.directory, int(match["index"]), part, name, self._disk)
+            path = own_path(self.directory, path, int(match["index"]))
         try:
             size = self._disk.size(path)
         except OSError as error:
@@ -386,114 +350,3 @@ def _answering(path: Path) -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-
-
-# -- the manifest as JSON --------------------------------------------------------------------------------------------
-
-
-def _sealed(manifest: Manifest) -> dict[str, Any]:
-    data = json.loads(json.dumps(asdict(manifest)))  # as it will be read: with text for keys
-    return {**data, "seal": seal(data)}
-
-
-def _unsealed(data: dict[str, Any]) -> Manifest:
-    if data.pop("seal") != seal(data):
-        raise ValueError("it is not what was written")
-    if data["format"] not in READABLE:
-        raise ValueError(f"expected format {FORMAT}, found {data['format']}")
-    if not job_spec_from_data(data["job"]).parameters:
-        raise ValueError("it names no job")
-    data["placement"] = tuple(data["placement"])
-    data["versions"] = tuple(data["versions"])
-    data["without"] = tuple(data.get("without", ()))  # what earlier releases have written says nothing of it
-    data["shards"] = {int(index): Part(**part) for index, part in data["shards"].items()}
-    data["workers"] = {
-        int(rank): WorkerPart(Part(**worker["part"]), worker["clock"]) for rank, worker in data["workers"].items()
-    }
-    data["clocks"] = {int(rank): clock for rank, clock in data["clocks"].items()}
-    return Manifest(**data)
-
-
-def written_by_newer(data: Any) -> str | None:
-    """Returns in words that a file's content is a newer version's, if it is."""
-    version = data.get("format") if isinstance(data, dict) else None
-    if type(version) is not int or version <= FORMAT:
-        return None
-    return f"written by a newer version of ps-torch (format {version}), this one reads up to {FORMAT}: upgrade"
-
-
-def seal(data: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of what JSON holds, however it is laid out."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-
-# -- buckets out of a file -------------------------------------------------------------------------------------------
-
-
-def _read_snapshots(
-    reader: TensorReader, buckets: Sequence[BucketSpec], to: Mapping[int, torch.Tensor]
-) -> dict[int, BucketSnapshot]:
-    """Returns the snapshots of buckets in a file. Raises ValueError saying what was expected where it holds others.
-
-    to: by bucket, where the weights are read to
-    """
-    described, wanted = json.loads(reader.metadata["buckets"]), {bucket.index: bucket for bucket in buckets}
-    weights: dict[int, torch.Tensor] = {}
-    states: dict[int, dict[int, dict[str, torch.Tensor]]] = {index: {} for index in wanted}
-
-    def place(entry: TensorEntry) -> torch.Tensor | None:
-        index, *rest = entry.name.split("/")
-        bucket = wanted.get(int(index))
-        if bucket is None:
-            return None
-        _check_entry(entry, bucket)
-        return to[bucket.index] if rest == ["weights"] and bucket.index in to else entry.empty()
-
-    for entry, tensor in reader.tensors(place):
-        index, *rest = entry.name.split("/")
-        if rest == ["weights"]:
-            weights[int(index)] = tensor
-        else:
-            states[int(index)].setdefault(int(rest[0]), {})[rest[1]] = tensor
-    return {index: _snapshot(index, described[str(index)], weights[index], state) for index, state in states.items()}
-
-
-def _check_entry(entry: TensorEntry, bucket: BucketSpec) -> None:
-    """Raises ValueError for a tensor that a bucket cannot have, before memory is taken for it."""
-    _, *rest = entry.name.split("/")
-    if rest == ["weights"]:
-        if entry.dtype != TORCH_DTYPES[bucket.dtype] or entry.shape != (bucket.numel,):
-            present = f"{entry.shape} {entry.dtype}"
-            raise ValueError(f"bucket {bucket.index}: expected {bucket.numel} x {bucket.dtype}, found {present}")
-        return
-    position, name = int(rest[0]), rest[1]
-    if not _STATE_NAME.fullmatch(name) or not 0 <= position < len(bucket.slices):
-        raise ValueError(f"bucket {bucket.index} has no optimizer state {'/'.join(rest)[:80]!r}")
-    if not entry.dtype.is_floating_point or entry.shape not in ((), (1,), (bucket.slices[position].length,)):
-        raise ValueError(f"{entry.name}: shape {entry.shape} and type {entry.dtype} fit no optimizer state")
-
-
-def _snapshot(
-    index: int, described: Mapping[str, Any], weights: torch.Tensor, state: Mapping[int, Mapping[str, torch.Tensor]]
-) -> BucketSnapshot:
-    version, clocks = described["version"], {int(rank): clock for rank, clock in described["clocks"].items()}
-    if any(type(number) is not int or number < 0 for number in (version, *clocks, *clocks.values())):
-        raise ValueError(f"bucket {index}: versions and clocks are numbers from 0")
-    groups = {int(group): _hyper_parameters(values) for group, values in described["groups"].items()}
-    return BucketSnapshot(index, version, clocks, weights, state, groups, _committed(described.get("data", {})))
-
-
-def _committed(described: Mapping[str, Any]) -> Committed:
-    """Returns the data that a bucket has had. Raises ValueError for what is none."""
-    committed = {
-        int(loader): (number, [(start, stop) for start, stop in spans]) for loader, (number, spans) in described.items()
-    }
-    for number, spans in committed.values():
-        numbers = [number, *(end for span in spans for end in span)]
-        if any(type(end) is not int or end < 0 for end in numbers) or any(start >= stop for start, stop in spans):
-            raise ValueError("passes and positions are numbers from 0, and a range ends after it starts")
-    return committed
-
-
-def _hyper_parameters(values: Mapping[str, Any]) -> HyperParameters:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -1,8 +1,9 @@
 """Keeps a directory of checkpoints to one coordinator, and so to one cluster.
 
 Only a coordinator names checkpoints and writes the state file; its shards write where it says. So a lock of the
-coordinator's keeps other clusters out. The system gives it up when the process ends, however that is: the coordinator
-that takes its place gets it at once. In an object store the lock is a lease (lease.py).
+coordinator's keeps other clusters out. A shard with a disk of its own locks its directory there (own_disk.py). The
+system gives a lock up when the process ends, however that is: the one that takes its place gets it at once. In an
+object store the lock is a lease (lease.py).
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ FILE = ".lock"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}  # of a file system
 
 
-def lock_directory(directory: Path, address: str, disk: Files, since: float) -> Callable[[], None]:
+def lock_directory(
+    directory: Path, address: str, disk: Files, since: float, holder: str = "the coordinator"
+) -> Callable[[], None]:
     """Takes a directory for this process; returns what gives it back. Raises InvalidRequest naming its holder.
 
-    address, since: of this coordinator, for others to read; since in seconds since 1970
+    holder, address, since: of this process, for others to read; since in seconds since 1970
     Where the file system knows no locks, it says in the log that nothing keeps a second cluster out.
     """
     began = datetime.fromtimestamp(since, timezone.utc).isoformat(" ", "seconds")
-    holder = {"host": socket.gethostname(), "pid": os.getpid(), "address": address, "since": began}
+    process = {"holder": holder, "host": socket.gethostname(), "pid": os.getpid(), "address": address, "since": began}
     try:
-        return disk.lock(directory / FILE, json.dumps(holder).encode())
+        return disk.lock(directory / FILE, json.dumps(process).encode())
     except BlockingIOError as error:
         raise InvalidRequest(
             f"the checkpoint directory {directory} is in use by {_described(str(error.strerror))}: "
@@ -54,6 +57,7 @@ def _described(holder: str) -> str:
     try:
         data = json.loads(holder)
         where = f" for {data['address']}" if data["address"] else ""
-        return f"the coordinator with pid {int(data['pid'])} on {data['host']}{where}, since {data['since']}"
+        who = str(data.get("holder", "the coordinator"))  # earlier releases write none
+        return f"{who} with pid {int(data['pid'])} on {data['host']}{where}, since {data['since']}"
     except (ValueError, KeyError, TypeError, RecursionError):
-        return "another coordinator"  # it is about to write who it is
+        return "another process"  # it is about to write who it is

@@ -22,8 +22,9 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import FROZEN, BucketSpec, bucket_layout
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.snapshot import BucketSnapshot
-from ps_server.storage.checkpoints import CheckpointStore, Manifest
+from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.files import RemotePath
+from ps_server.storage.manifest import Manifest
 
 
 def export(directory: Path, job: str, name: str | None, output: Path) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ps_server.coordinator.refusals import ranks_text
 
 MOST = 0.5  # of a whole, above which one thing is called most of it
+CLEARLY = 2.0  # times as long as for the next one the others wait for a worker that is named as the slow one
 ENOUGH_SECONDS = 0.5  # of workers' time, below which there is nothing to say
 
 
@@ -86,7 +87,9 @@ def _for_whom(signs: JobSigns) -> str:
     total = sum(signs.awaited.values())
     if total <= 0.0:
         return "and not for another worker"
-    rank, seconds = max(signs.awaited.items(), key=lambda item: item[1])
-    if seconds > MOST * total:
+    (rank, longest), *others = sorted(signs.awaited.items(), key=lambda item: item[1], reverse=True)
+    if longest > MOST * total and all(longest >= CLEARLY * seconds for _, seconds in others):
         return f"most of it for worker {rank}"
+    if len(others) == 1:
+        return f"for {ranks_text((rank, others[0][0]))} in turn: neither is the slower one"
     return "for no worker in particular"

@@ -4,10 +4,12 @@ options.py        Which job a worker takes part in, as which of its workers, and
 participation.py  A worker's part in its job, through every place that it has there: one connection after the other
 connection.py     One incarnation of a worker in its job: its place, and the ways to all shards that it opens from there
 transport.py      A transport is one way for buckets between a worker and one shard
-network.py        One way to a shard: buckets as gRPC messages
+network.py        One way to a shard: buckets as messages
 shared_memory.py  The other way to a shard: buckets through memory that the worker shares with it
 segments.py       A segment: memory that the worker makes, and hands over to shards on its host
-calls.py          Calls to a shard: with bytes, through the one retry loop
+calls.py          Calls to a shard, through the one retry loop: over its data connection, or by gRPC
+data_connection.py A data connection to one shard: calls of push and pull over frames
+landing.py        A pull under way: which buckets are still to come, and where the elements of each belong
 clocks.py         Reads the clock of a shard, for a timeline
 coordinator.py    Calls to the coordinator
 membership.py     A worker's place in its job: taken, kept by heartbeats, and taken again when it was lost

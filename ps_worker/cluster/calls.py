@@ -1,127 +1,274 @@
-"""Calls to a shard: with bytes, through the one retry loop, and with a limit to each attempt."""
+"""Calls to a shard, through the one retry loop: over its data connection where one is open, otherwise by gRPC."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import grpc
 
+from ps_protocol.errors import PSError, TryLater, Unreachable
+from ps_protocol.frames import KINDS
+from ps_protocol.framing import Parts, split_head, split_message
 from ps_protocol.layout import BucketSpec
-from ps_protocol.v1.data_pb2 import DESCRIPTOR as DATA
+from ps_protocol.v1 import data_pb2
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer, Retry
 from ps_runtime.status import error_from
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.coordinator import CALL_SECONDS
-from ps_worker.values import PulledBucket, PullResult
+from ps_worker.cluster.data_connection import DataCallError, DataConnection, EachAnswer, open_data_connection
+from ps_worker.cluster.landing import Landing, PullPlan
+from ps_worker.cluster.threads import DaemonPool
+from ps_worker.values import PullResult
 
 log = logging.getLogger("ps_worker")
 
-DATA_SERVICE = DATA.services_by_name["DataService"].full_name
+DATA_SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 PULL_SECONDS = 60.0
+OPEN_SECONDS = 5.0  # for which a call may last that asks for a data connection in place of one that ended
+REOPEN_SECONDS = 5.0  # between two tries
 
 
 class ShardCalls:
-    """The calls to one shard. Requests and answers are bytes: gRPC neither parses nor copies a payload."""
+    """The calls to one shard. Requests and answers are bytes: neither gRPC nor protobuf copies a payload.
 
-    def __init__(self, index: int, address: str, timeout: float, access: Access = PLAINTEXT) -> None:
+    directory: where sockets of this host are
+    """
+
+    def __init__(
+        self, index: int, address: str, timeout: float, access: Access = PLAINTEXT, directory: Path | None = None
+    ) -> None:
         self.index = index
         self.peer = Peer(f"shard {index}", address, access)
         self.closing = threading.Event()
-        self._timeout = timeout
+        self._address, self._timeout, self._access, self._directory = address, timeout, access, directory
         self._channel = open_channel(address, access)
         self._last: Any = None  # the pull that ended last
         self._waits = Troubles(log, None)  # ps_worker_step_seconds has for how long
+        self._data: DataConnection | None = None
+        self._reopen: Callable[[], DataConnection] | None = None
+        self._reopen_at = 0.0
+        self._opening = threading.Lock()
 
-    def unary(self, method: str, request: bytes) -> bytes:
+    # -- the data connection -----------------------------------------------------------------------------------------
+
+    def open_data_connection(self, request: bytes, over_tcp: bool) -> None:
+        """Opens a data connection, which calls go over from here on. Should it end, others are tried.
+
+        request: of OpenDataConnection; over_tcp: even where a unix socket leads to the shard
+
+        Raises Unreachable if there can be none, and other PSErrors as any call.
+        """
+        retry = self._retry()
+        while True:
+            try:
+                self.try_data_connection(request, over_tcp)
+                return
+            except TryLater as error:
+                retry.wait_after(error)
+
+    def try_data_connection(self, request: bytes, over_tcp: bool = False) -> None:
+        """Does as `open_data_connection`, once. Raises TryLater if that cannot be done now."""
+        directory = self._directory if not over_tcp else None
+
+        def open_with(response: bytes) -> DataConnection:
+            return open_data_connection(response, self._address, self._access, directory, str(self.peer))
+
+        def reopen() -> DataConnection:
+            call = self._channel.unary_unary(f"/{DATA_SERVICE}/OpenDataConnection")
+            return open_with(call(request, timeout=OPEN_SECONDS))
+
+        response = self.unary("OpenDataConnection", Parts(request))
+        self._data = open_with(response)
+        self._reopen = reopen
+
+    def _current(self) -> DataConnection | None:
+        """Returns the data connection; tries to open another if it has ended. None: calls go by gRPC."""
+        data = self._data
+        if data is None or data.is_open:
+            return data
+        if self._reopen is None or time.monotonic() < self._reopen_at or self.closing.is_set():
+            return None
+        if not self._opening.acquire(blocking=False):
+            return None
+        try:
+            self._reopen_at = time.monotonic() + REOPEN_SECONDS
+            # grpc raises ValueError where the channel was closed meanwhile
+            with contextlib.suppress(grpc.RpcError, PSError, ValueError):
+                self._data = self._reopen()
+                log.info("%s: another data connection is open", self.peer)
+                if self.closing.is_set():
+                    self._data.close()
+                return self._data
+        finally:
+            self._opening.release()
+        return None
+
+    # -- calls with one answer ---------------------------------------------------------------------------------------
+
+    def unary(self, method: str, request: Parts) -> bytes:
         """Returns the answer of one method of the data service. Raises PSError."""
-        call = self._channel.unary_unary(f"/{DATA_SERVICE}/{method}")
-        response: bytes = self._retry().call(lambda: call(request, timeout=CALL_SECONDS))
-        return response
+        return self._retry().call(lambda: self._unary(method, request))
 
-    def try_once(self, method: str, request: bytes) -> None:
+    def try_once(self, method: str, request: Parts) -> None:
         """Calls one method of the data service, in one attempt. Raises PSError."""
         try:
-            self._channel.unary_unary(f"/{DATA_SERVICE}/{method}")(request, timeout=CALL_SECONDS)
+            self._unary(method, request)
         except grpc.RpcError as error:
             raise error_from(error, str(self.peer)) from None
+
+    def _unary(self, method: str, request: Parts) -> bytes:
+        data = self._current() if method in KINDS else None
+        if data is not None:
+            return data.unary(KINDS[method], request, CALL_SECONDS)
+        call = self._channel.unary_unary(f"/{DATA_SERVICE}/{method}")
+        response: bytes = call(request.whole(), timeout=CALL_SECONDS)
+        return response
+
+    # -- calls with a stream of answers ------------------------------------------------------------------------------
 
     def first_of(self, method: str, request: bytes, seconds: float) -> bytes | None:
         """Returns the first message of one streaming method's answer, in one attempt; None: there is none.
 
         Raises PSError.
         """
+        messages: list[bytes] = []
         try:
-            call = self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")(request, timeout=seconds)
-            first: bytes | None = None
-            for message in call:  # to its end
-                first = message if first is None else first
-            return first
+            self._stream(method, request, seconds, lambda fields, payload: messages.append(fields))
+            return messages[0] if messages else None
         except grpc.RpcError as error:
             raise error_from(error, str(self.peer)) from None
 
-    def stream(self, method: str, request: bytes, read: Callable[[bytes], None]) -> None:
-        """Hands each message of one streaming method's answer to `read`; if the stream breaks off, all of them anew."""
+    def stream(self, method: str, request: bytes, read: Callable[[bytes, memoryview | None], None]) -> None:
+        """Hands each message of one streaming method's answer to `read`, as its fields and its payload; if the stream
+        breaks off, all of them anew."""
         retry = self._retry()
+
+        def progressing(fields: bytes, payload: memoryview | None) -> None:
+            retry.progressed()
+            read(fields, payload)
+
         while True:
             try:
-                for message in self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")(request, timeout=PULL_SECONDS):
-                    retry.progressed()
-                    read(message)
+                self._stream(method, request, PULL_SECONDS, progressing)
                 return
             except grpc.RpcError as error:
                 retry.failed(error)
 
+    def _stream(
+        self, method: str, request: bytes, seconds: float, read: Callable[[bytes, memoryview | None], None]
+    ) -> None:
+        data = self._current()
+        if data is not None:
+            each = EachAnswer(lambda head, payload: read(split_head(head, len(payload or b"")), payload))
+            data.call(KINDS[method], Parts(request), each, seconds).done.result()
+            return
+        for message in self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")(request, timeout=seconds):
+            read(*split_message(message))
+
+    # -- pulls -------------------------------------------------------------------------------------------------------
+
     def pull(
-        self,
-        method: str,
-        request: Callable[[list[int]], bytes],
-        clock: int,
-        buckets: Sequence[BucketSpec],
-        read: Callable[[bytes], Iterable[PulledBucket]],
-        land: Callable[[BucketSpec, PulledBucket], int],
-    ) -> PullResult:
+        self, method: str, plan: PullPlan, clock: int, buckets: Sequence[BucketSpec], pool: DaemonPool
+    ) -> Future[PullResult]:
         """Fetches buckets, landing each as it comes; after a failure those that are missing.
 
-        request: makes the request for buckets of these indices
-        read:    takes a message of the answer apart
-        land:    takes a bucket over; returns its bytes
+        method: Pull or Exchange
+        pool:   has the thread that waits, where one has to
         """
-        stream = self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")
-        missing = {bucket.index: bucket for bucket in buckets}
-        size, longest, checkpoint, has_waited = 0, 0.0, False, False
+        landing = Landing(plan, clock, buckets, self._waits)
+        data = self._data
+        if data is None or not data.is_open:
+            return pool.submit(lambda: self._land(method, landing))
+        try:
+            call = data.call_now(KINDS[method], Parts(landing.request()), landing, PULL_SECONDS)
+        except DataCallError:  # it has just ended
+            call = None
+        if call is None:
+            return pool.submit(lambda: self._land(method, landing))
+        landed: Future[PullResult] = Future()
+
+        def ended(done: Future[None]) -> None:
+            error = done.exception()
+            if error is None and landing.is_done:
+                landed.set_result(landing.result())
+            elif error is None or isinstance(error, grpc.RpcError):
+                _follow(pool.submit(lambda: self._land(method, landing, error)), landed)
+            else:
+                landed.set_exception(error)
+
+        call.done.add_done_callback(ended)
+        return landed
+
+    def _land(self, method: str, landing: Landing, error: grpc.RpcError | None = None) -> PullResult:
+        """Goes on with a pull until it is done, over whatever there is. error: by which it has failed already"""
         retry = self._retry()
-        while missing:
+        landing.progressed = retry.progressed
+        if error is not None:
+            retry.failed(error)
+        while not landing.is_done:
             try:
-                # Kept: a call without a reference to it is cancelled, and its end is still to come.
-                self._last = stream(request(list(missing)), timeout=PULL_SECONDS)
-                for message in self._last:
-                    retry.progressed()
-                    for pulled in read(message):
-                        if pulled.waiting is not None:
-                            awaited, reason = pulled.waiting
-                            self._waits.met("pull", "waiting at clock %d: %s", clock, reason, detail=awaited)
-                            has_waited = True
-                            continue
-                        size += land(missing.pop(pulled.bucket), pulled)
-                        longest = max(longest, pulled.waited)
-                        checkpoint = checkpoint or pulled.checkpoint
-                    if not missing:
-                        break
-            except grpc.RpcError as error:
-                retry.failed(error)
-        if not has_waited:  # it is over with the first pull that does not wait
-            self._waits.over("pull")
-        return PullResult(size, longest, checkpoint)
+                data = self._current()
+                if data is not None:
+                    data.call(KINDS[method], Parts(landing.request()), landing, PULL_SECONDS).done.result()
+                else:
+                    self._land_by_grpc(method, landing)
+            except grpc.RpcError as failed:
+                retry.failed(failed)
+        return landing.result()
+
+    def _land_by_grpc(self, method: str, landing: Landing) -> None:
+        stream = self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")
+        # Kept: a call without a reference to it is cancelled, and its end is still to come.
+        self._last = stream(landing.request(), timeout=PULL_SECONDS)
+        for message in self._last:
+            landing.message(message)
+            if landing.is_done:
+                return
 
     def close(self) -> None:
-        """Closes the connection; calls in flight end."""
+        """Closes the connections; calls in flight end."""
         self.closing.set()
         self._channel.close()
+        if self._data is not None:
+            self._data.close()
 
     def _retry(self) -> Retry:
         return Retry(self.peer, self._timeout, self.closing)
+
+
+def _follow(first: Future[PullResult], second: Future[PullResult]) -> None:
+    """Has one future end as another does."""
+
+    def ended(done: Future[PullResult]) -> None:
+        error = done.exception()
+        if error is not None:
+            second.set_exception(error)
+        else:
+            second.set_result(done.result())
+
+    first.add_done_callback(ended)
+
+
+def open_data_connections(calls: Iterable[ShardCalls], request: bytes, transport: str) -> None:
+    """Opens a data connection to each shard, as far as there can be one.
+
+    request: of OpenDataConnection
+    transport: "tcp": it must be TCP, is tried for as long as any call, and Unreachable is raised where there is none
+    """
+    for shard in calls:
+        if transport == "tcp":
+            shard.open_data_connection(request, over_tcp=True)
+            continue
+        try:
+            shard.try_data_connection(request)
+        except (TryLater, Unreachable) as error:
+            log.info("%s; buckets travel by gRPC", error)

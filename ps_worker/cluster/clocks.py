@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from ps_protocol.identity import Identity
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
 from ps_worker.timeline.clocks import ClockReading
-from ps_worker.values import Identity
 
 READINGS = 8
 READING_SECONDS = 2.0

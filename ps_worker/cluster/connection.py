@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from ps_protocol.errors import PSError
 from ps_protocol.layout import BucketSpec
-from ps_worker.cluster.calls import ShardCalls
+from ps_runtime.signals import await_all
+from ps_worker.cluster import convert
+from ps_worker.cluster.calls import ShardCalls, open_data_connections
 from ps_worker.cluster.clocks import read_clock
 from ps_worker.cluster.network import NetworkTransport, network_pushers
 from ps_worker.cluster.options import JobOptions
@@ -58,13 +60,16 @@ class Connection:
         self._draft: Draft | None = None  # of the step that is being made
         self._drafted: dict[int, Future[PushResult]] = {}  # by bucket, its draft
         self._calls = {
-            index: ShardCalls(index, address, options.connect_timeout, options.access)
+            index: ShardCalls(index, address, options.connect_timeout, options.access, options.shared_directory)
             for index, address in shard_map.addresses.items()
         }
         try:
             segment, sharing = share_memory(
                 model.spec, model.layout, self._calls, place.identity, options.transport, options.shared_directory
             )
+            if options.transport != "grpc":
+                request = convert.open_request(place.identity)
+                open_data_connections(self._calls.values(), request, options.transport)
             model.move(segment)
         except BaseException:
             self.cut()
@@ -179,7 +184,7 @@ class Connection:
     def settle(self) -> BaseException | None:
         """Waits for all calls that are under way; returns the first error as soon as there is one, otherwise None."""
         # One wait for all: each wait looks at every future, and there may be thousands.
-        done, _ = wait(self._under_way, return_when=FIRST_EXCEPTION)
+        done = await_all(self._under_way)
         error = next((raised for future in done if (raised := future.exception()) is not None), None)
         self._left += [future for future in self._under_way if not future.done()]
         self._under_way = []

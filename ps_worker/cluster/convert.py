@@ -18,7 +18,8 @@ from ps_protocol.convert import (
     wire_format_number,
 )
 from ps_protocol.data import LeaseRequest
-from ps_protocol.framing import split_message, write_message
+from ps_protocol.framing import Parts, message_parts
+from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
 from ps_protocol.v1 import data_pb2, leases_pb2, membership_pb2, rounds_pb2, types_pb2
 from ps_runtime.launch_id import UNKNOWN
@@ -26,7 +27,6 @@ from ps_worker.cluster.options import JobOptions
 from ps_worker.values import (
     Assignment,
     BucketPush,
-    Identity,
     JoinResult,
     PulledBucket,
     RoundNews,
@@ -48,12 +48,17 @@ def identity(worker: Identity) -> types_pb2.WorkerIdentity:
     )
 
 
+def open_request(worker: Identity) -> bytes:
+    """Asks a shard for a data connection."""
+    return data_pb2.OpenDataConnectionRequest(worker=identity(worker)).SerializeToString()
+
+
 # -- pushes ----------------------------------------------------------------------------------------------------------
 
 
 def gradient_push(
     worker: Identity, push: BucketPush, payload: memoryview | None, wire_format: str = "", draft: bool = False
-) -> bytes:
+) -> Parts:
     """Writes one bucket's gradient; without payload, that this step has none.
 
     wire_format: of the payload; empty: the bucket's own type
@@ -61,15 +66,15 @@ def gradient_push(
     """
     kind = data_pb2.PUSH_KIND_DRAFT if draft else data_pb2.PUSH_KIND_GRADIENT
     header = _push_header(worker, push.clock, [push], kind, lambda _: wire_format)
-    return write_message(data_pb2.PushRequest(header=header), payload)
+    return message_parts(data_pb2.PushRequest(header=header), payload)
 
 
-def initial_push(worker: Identity, bucket: int, payload: memoryview) -> bytes:
+def initial_push(worker: Identity, bucket: int, payload: memoryview) -> Parts:
     """Writes one bucket's initial value."""
     return _setting(worker, 0, data_pb2.BucketPush(bucket=bucket, kind=data_pb2.PUSH_KIND_INITIAL_VALUE), payload)
 
 
-def assignment(worker: Identity, clock: int, assignment: Assignment) -> bytes:
+def assignment(worker: Identity, clock: int, assignment: Assignment) -> Parts:
     """Writes what takes effect with the step of this clock; 0: with the initial values."""
     state = assignment.state
     push = data_pb2.BucketPush(
@@ -81,21 +86,21 @@ def assignment(worker: Identity, clock: int, assignment: Assignment) -> bytes:
     return _setting(worker, clock, push, assignment.payload)
 
 
-def _setting(worker: Identity, clock: int, push: data_pb2.BucketPush, payload: memoryview | None) -> bytes:
+def _setting(worker: Identity, clock: int, push: data_pb2.BucketPush, payload: memoryview | None) -> Parts:
     header = data_pb2.PushHeader(worker=identity(worker), clock=clock, buckets=[push])
-    return write_message(data_pb2.PushRequest(header=header), payload)
+    return message_parts(data_pb2.PushRequest(header=header), payload)
 
 
 def shared_push(
     worker: Identity, clock: int, pushes: Sequence[BucketPush], finite: Set[int], wire_format: WireFormatOf
-) -> bytes:
+) -> Parts:
     """Announces buckets whose gradients lie in the segment.
 
     finite:      those whose bytes there were checked
     wire_format: of each gradient, as in `gradient_push`
     """
     header = _push_header(worker, clock, pushes, data_pb2.PUSH_KIND_GRADIENT, wire_format, finite)
-    return data_pb2.PushRequest(header=header, in_segment=data_pb2.InSegment()).SerializeToString()
+    return message_parts(data_pb2.PushRequest(header=header, in_segment=data_pb2.InSegment()))
 
 
 def shared_exchange(
@@ -175,39 +180,40 @@ def pull_request(
     ).SerializeToString()
 
 
-def shard_clock(data: bytes) -> float | None:
+def shard_clock(fields: bytes) -> float | None:
     """Reads the answer to a pull of no bucket: the shard's clock, in seconds; None: it does not tell it."""
-    response = data_pb2.PullResponse.FromString(data)
+    response = data_pb2.PullResponse.FromString(fields)
     return response.clock_microseconds / 1e6 if response.HasField("clock_microseconds") else None
 
 
-def state_chunk(data: bytes) -> StateChunk:
-    """Reads one message of the optimizer state of buckets; the payload is a view into it."""
-    head, payload = split_message(data)
-    state = data_pb2.PullStateResponse.FromString(head).state
+def state_chunk(fields: bytes, payload: memoryview | None) -> StateChunk:
+    """Reads one message of the optimizer state of buckets, from its fields and its payload."""
+    state = data_pb2.PullStateResponse.FromString(fields).state
     content = payload if payload is not None else _NOTHING
     return StateChunk(state.bucket, state.state, frozenset(state.absent_slices), content)
 
 
-def pulled(data: bytes, size: Callable[[int], int], exchange: bool = False) -> list[PulledBucket]:
-    """Reads one message of the answer to a pull, or to an exchange; payloads are views into it.
+def pulled(
+    fields: bytes, payload: memoryview | None, size: Callable[[int], int], exchange: bool = False
+) -> list[PulledBucket]:
+    """Reads one message of the answer to a pull, or to an exchange; payloads are views into its payload.
 
     size: bytes of a bucket's weights, by index
     """
-    head, payload = split_message(data)
-    return _buckets((data_pb2.ExchangeResponse if exchange else data_pb2.PullResponse).FromString(head), payload, size)
+    response = (data_pb2.ExchangeResponse if exchange else data_pb2.PullResponse).FromString(fields)
+    return _buckets(response, payload, size)
 
 
-def shared_pulled(data: bytes) -> list[PulledBucket]:
+def shared_pulled(fields: bytes) -> list[PulledBucket]:
     """Reads one message of the answer to a pull into the segment: buckets that are there now."""
-    return _buckets(data_pb2.PullResponse.FromString(data))
+    return _buckets(data_pb2.PullResponse.FromString(fields))
 
 
-def shared_exchanged(data: bytes) -> tuple[list[PulledBucket], float | None]:
+def shared_exchanged(fields: bytes) -> tuple[list[PulledBucket], float | None]:
     """Reads one message of the answer to an exchange in the segment: buckets that are there now, and the seconds for
     which the pushes have been staged, where the message tells them.
     """
-    response = data_pb2.ExchangeResponse.FromString(data)
+    response = data_pb2.ExchangeResponse.FromString(fields)
     staged = seconds(response.staged_duration) if response.HasField("staged_duration") else None
     return _buckets(response), staged
 
@@ -293,6 +299,7 @@ def join_result(response: membership_pb2.JoinResponse) -> JoinResult:
         shard_map(response.shard_map) if response.HasField("shard_map") else None,
         response.restore_count,
         SavedState(state.clock, state.content) if response.HasField("worker_state") else None,
+        response.pushed_clock if response.HasField("pushed_clock") else None,
     )
 
 

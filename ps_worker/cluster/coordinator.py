@@ -17,6 +17,7 @@ import grpc
 from ps_protocol.convert import data_ranges, job_spec_message, worker_figures_message
 from ps_protocol.data import BatchLease, LeaseRequest
 from ps_protocol.figures import WorkerFigures
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import jobs_pb2, membership_pb2, rounds_pb2
 from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
@@ -30,7 +31,7 @@ from ps_runtime.retry import Peer, Retry
 from ps_runtime.status import error_from
 from ps_worker.cluster import convert
 from ps_worker.cluster.options import JobOptions
-from ps_worker.values import Identity, JoinResult, Registration, Roster, RoundNews, SavedState
+from ps_worker.values import JoinResult, Registration, Roster, RoundNews, SavedState
 
 log = logging.getLogger("ps_worker")
 

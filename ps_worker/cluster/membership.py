@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, UnknownWorker
 from ps_runtime.background import guarded
+from ps_runtime.quantities import ranges
 from ps_worker.cluster.coordinator import CoordinatorClient, Watch
 from ps_worker.cluster.options import JobOptions
 from ps_worker.values import JoinResult, Roster, SavedState
@@ -22,6 +23,7 @@ log = logging.getLogger("ps_worker")
 
 HEARTBEATS_PER_LEASE = 4
 NOTICE_SECONDS = 2.0
+START_NOTICE_SECONDS = 5.0  # workers that start together are there by then
 NOTICE_PAUSE_SECONDS = 10.0
 DOUBT_SECONDS = 0.2
 DISOWNED_SECONDS = 1.0  # so long a shard may hear of a change before the coordinator says so
@@ -164,7 +166,7 @@ class Membership:
         Raises LimitExceeded with the ranks that are missing if it takes longer than the start timeout.
         """
         began, limit = time.monotonic(), self._options.start_timeout
-        notice_at = began + NOTICE_SECONDS
+        notice_at = began + START_NOTICE_SECONDS
         with self._changed:
             while self.place is place and not (self._roster_of is place and self.roster.started):
                 if self._error is not None or self._coordinator.closing.is_set():
@@ -257,14 +259,3 @@ class Membership:
                     self.roster, self._roster_of = roster, place
                     self._changed.notify_all()
         watching.stop()
-
-
-def ranges(ranks: list[int]) -> str:
-    """Returns sorted ranks in short: 0-3, 7."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    return ", ".join("-".join(map(str, ends)) for ends in runs)

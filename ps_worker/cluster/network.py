@@ -8,15 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from ps_protocol.errors import PSError
+from ps_protocol.framing import Parts
+from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
 from ps_protocol.v1 import data_pb2
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
+from ps_worker.cluster.landing import PullPlan
 from ps_worker.cluster.threads import DaemonPool
 from ps_worker.cluster.transport import Draft, ShardStep
 from ps_worker.model.flat import FlatModel
 from ps_worker.timeline.recording import UNRECORDED, StepTimes, Timeline
-from ps_worker.values import Assignment, BucketPush, Identity, PulledBucket, PullResult, PushResult, StateChunk
+from ps_worker.values import Assignment, BucketPush, PulledBucket, PullResult, PushResult, StateChunk
 
 # Pushes leave in one order over all shards, so that one whose link is slow for a moment holds up the others a little,
 # rather than finish last by itself. With 4 workers and 4 shards on links of 200 Mbit/s, a round of 32 MiB over bare
@@ -51,7 +54,7 @@ class NetworkTransport:
         if not push.empty:
             self._flat.leaving(push.bucket)
 
-        def message() -> tuple[bytes, int]:
+        def message() -> tuple[Parts, int]:
             if push.empty:
                 return convert.gradient_push(self._worker, push, None), 0
             payload, wire_format = self._flat.gradient(push.bucket), self._flat.gradient_format(push.bucket)
@@ -63,7 +66,7 @@ class NetworkTransport:
     def push_initial(self, bucket: BucketSpec) -> Future[PushResult]:
         """Sends a bucket's initial value; over the network whatever the transport, because it happens once."""
 
-        def message() -> tuple[bytes, int]:
+        def message() -> tuple[Parts, int]:
             payload = self._flat.initial(bucket)
             return convert.initial_push(self._worker, bucket.index, payload), len(payload)
 
@@ -72,15 +75,15 @@ class NetworkTransport:
     def assign(self, clock: int, assignment: Assignment) -> Future[PushResult]:
         """Sends an assignment, over the network likewise; it takes effect with the step of that clock."""
 
-        def message() -> tuple[bytes, int]:
+        def message() -> tuple[Parts, int]:
             return convert.assignment(self._worker, clock, assignment), len(assignment.payload or b"")
 
         return self._push(message)
 
     def _push(
-        self, message: Callable[[], tuple[bytes, int]], leaving: Callable[[], None] | None = None
+        self, message: Callable[[], tuple[Parts, int]], leaving: Callable[[], None] | None = None
     ) -> Future[PushResult]:
-        """Sends what `message` makes: the bytes, and the size of their payload, which lives no longer than they do.
+        """Sends what `message` makes: the message, and the size of its payload.
 
         leaving: is called when they leave
         """
@@ -108,7 +111,6 @@ class NetworkTransport:
                 wire_format = self._flat.gradient_format(push.bucket)
                 message = convert.gradient_push(self._worker, push, payload, wire_format, draft=True)
                 size = len(payload)
-                del payload
                 step.sent((push.bucket.index,), draft=True)
                 try:
                     self._calls.try_once("Push", message)
@@ -157,11 +159,14 @@ class NetworkTransport:
                 return convert.commit_exchange(self._worker, clock, commit, missing, step.recorded)
             return convert.pull_request(self._worker, clock, missing, times=step.recorded)
 
-        def read(message: bytes) -> list[PulledBucket]:
-            return convert.pulled(message, self._weight_bytes, exchange=bool(commit))
+        def read(fields: bytes, payload: memoryview | None) -> list[PulledBucket]:
+            return convert.pulled(fields, payload, self._weight_bytes, exchange=bool(commit))
+
+        def place(bucket: BucketSpec, pulled: PulledBucket, size: int) -> memoryview | None:
+            return self._flat.landing_place(bucket, pulled.wire_format, size)
 
         method = "Exchange" if commit else "Pull"
-        return self._puller.submit(lambda: self._calls.pull(method, request, clock, buckets, read, land))
+        return self._calls.pull(method, PullPlan(request, read, land, place), clock, buckets, self._puller)
 
     def _weight_bytes(self, index: int) -> int:
         return self._flat.weight_bytes(self._flat.layout.buckets[index])
@@ -173,7 +178,7 @@ class NetworkTransport:
         ).SerializeToString()
 
         def fetch() -> None:
-            self._calls.stream("PullState", request, lambda message: land(convert.state_chunk(message)))
+            self._calls.stream("PullState", request, lambda *message: land(convert.state_chunk(*message)))
 
         return self._puller.submit(fetch)
 

@@ -20,7 +20,8 @@ class JobOptions:
     world_size:       how many workers the job has; 0: elastic
     connect_timeout:  seconds without any progress after which a call gives up
     start_timeout:    seconds to wait until all declared workers have joined
-    transport:        how buckets travel: "shm", "grpc", or "auto": shared memory with each shard that can see it
+    transport:        how buckets travel: "shm", "tcp", "grpc", or "auto": shared memory with each shard that can see
+                      it, data connections to the others, gRPC where there are none
     shared_directory: where shards on this host take that memory over
     access:           certificates and token that servers are called with
     launch:           what started this worker, and whether it takes over from another launch

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from ps_protocol.errors import NotFound, PSError, UnknownWorker
 from ps_protocol.figures import WorkerFigures
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, validate
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.coordinator import CoordinatorClient
@@ -26,7 +27,7 @@ from ps_worker.cluster.options import JobOptions
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer_state import States, state_assignments
 from ps_worker.timeline.recording import Timeline
-from ps_worker.values import Identity, JoinResult, SavedState, ShardMap
+from ps_worker.values import JoinResult, SavedState, ShardMap
 
 log = logging.getLogger("ps_worker")
 

@@ -16,18 +16,21 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from ps_protocol.errors import NotShared
+from ps_protocol.framing import Parts
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.segment_layout import SegmentMap, SegmentOffer, segment_plan
 from ps_protocol.v1 import data_pb2
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
+from ps_worker.cluster.landing import PullPlan
 from ps_worker.cluster.segments import LocalSegment
 from ps_worker.cluster.threads import DaemonPool
 from ps_worker.cluster.transport import Draft, ShardStep
 from ps_worker.model.flat import FlatModel
 from ps_worker.timeline.recording import UNRECORDED, StepTimes, Timeline
-from ps_worker.values import BucketPush, Identity, PulledBucket, PullResult, PushResult
+from ps_worker.values import BucketPush, PulledBucket, PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
 
@@ -45,9 +48,9 @@ def share_memory(
 ) -> tuple[SegmentMap | None, set[int]]:
     """Returns a segment shared with every shard that can see this worker's memory, and which shards those are.
 
-    transport: "grpc" shares with none; "shm" raises NotShared unless all can; "auto" takes what it gets.
+    transport: "grpc" and "tcp" share with none; "shm" raises NotShared unless all can; "auto" takes what it gets.
     """
-    if transport == "grpc":
+    if transport in ("grpc", "tcp"):
         return None, set()
     plan = segment_plan(spec, layout)
     try:
@@ -73,7 +76,7 @@ def _attach(offer: SegmentOffer, calls: Mapping[int, ShardCalls], worker: Identi
     refusals = {}
     for index, shard in calls.items():
         try:
-            shard.unary("AttachSegment", request)
+            shard.unary("AttachSegment", Parts(request))
         except NotShared as error:
             refusals[index] = error
     return refusals
@@ -128,8 +131,8 @@ class SharedTransport:
                 self._worker, clock, pushes, finite, wire_format, missing, self._notify_bytes, step.recorded
             )
 
-        def read(message: bytes) -> list[PulledBucket]:
-            pulled, staged_seconds = convert.shared_exchanged(message)
+        def read(fields: bytes, payload: memoryview | None) -> list[PulledBucket]:
+            pulled, staged_seconds = convert.shared_exchanged(fields)
             if staged_seconds is not None:
                 all_staged(time.perf_counter() - staged_seconds)
             return pulled
@@ -148,8 +151,8 @@ class SharedTransport:
                 if not future.done():
                     future.set_exception(error)
 
-        land = self._landing(step)
-        pull = self._puller.submit(lambda: self._calls.pull("Exchange", request, clock, buckets, read, land))
+        plan = PullPlan(request, read, self._landing(step))
+        pull = self._calls.pull("Exchange", plan, clock, buckets, self._puller)
         pull.add_done_callback(ended)
         return ShardStep(staged, pull, False, ())
 
@@ -213,8 +216,8 @@ class SharedTransport:
         def request(missing: list[int]) -> bytes:
             return convert.pull_request(self._worker, clock, missing, self._notify_bytes, step.recorded)
 
-        read, land = convert.shared_pulled, self._landing(step)
-        return self._puller.submit(lambda: self._calls.pull("Pull", request, clock, buckets, read, land))
+        plan = PullPlan(request, lambda fields, payload: convert.shared_pulled(fields), self._landing(step))
+        return self._calls.pull("Pull", plan, clock, buckets, self._puller)
 
     @property
     def _notify_bytes(self) -> int:

@@ -145,17 +145,30 @@ class FlatModel:
 
     def land(self, bucket: BucketSpec, payload: memoryview, wire_format: str) -> None:
         """Writes a pulled bucket into the model. Raises InvalidRequest if its size or format is not the bucket's."""
-        codec = weight_codec(self.spec, bucket)
-        codec.check_format(bucket, wire_format)
-        if len(payload) != codec.size(bucket.numel):
-            raise InvalidRequest(
-                f"bucket {bucket.index}: expected {codec.size(bucket.numel)} bytes, got {len(payload)}"
-            )
-        values = codec.decode(payload)
+        self._check_payload(bucket, wire_format, len(payload))
+        values = weight_codec(self.spec, bucket).decode(payload)
         if bucket.frozen:
             self._land_frozen(bucket, values)
         else:
             self._write(bucket, values, shared=False)
+
+    def landing_place(self, bucket: BucketSpec, wire_format: str, size: int) -> memoryview | None:
+        """Returns the memory of the model in which a bucket may arrive, to be landed from there; None: it has to be
+        converted, or to go to another device.
+
+        Raises InvalidRequest as `land`.
+        """
+        codec = weight_codec(self.spec, bucket)
+        self._check_payload(bucket, wire_format, size)
+        if bucket.frozen or not codec.keeps(bucket) or self._buffers.device.type != "cpu":
+            return None
+        return bytes_of(self._buffers.weights(bucket))
+
+    def _check_payload(self, bucket: BucketSpec, wire_format: str, size: int) -> None:
+        codec = weight_codec(self.spec, bucket)
+        codec.check_format(bucket, wire_format)
+        if size != codec.size(bucket.numel):
+            raise InvalidRequest(f"bucket {bucket.index}: expected {codec.size(bucket.numel)} bytes, got {size}")
 
     def land_shared(self, bucket: BucketSpec, wire_format: str) -> None:
         """Takes a bucket that a shard has written into the segment, unless the model lies there."""

@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_runtime.credentials import is_loopback
 from ps_runtime.launch_id import new_launch_id
+from ps_runtime.quantities import counted, size_text
 from ps_worker.config import SETTINGS
 from ps_worker.ray.actors import Coordinator, ServerPlan, Shard
 from ps_worker.ray.values import SERVER, WORKER, Certificates, Deployment, WorkerProcess, WorkerSettings
@@ -83,8 +84,7 @@ class ParameterServer:
         self._shards: list[Any] = []
         try:
             if not self._group.wait(PLACE_SECONDS):
-                room = f"{deployment.shards} shards with {deployment.resources} each"
-                raise PSError(f"Ray has no room for {room}: it has {ray.available_resources()}")
+                raise PSError(_no_room(deployment))
             self._coordinator = self._start_coordinator(deployment, here, options, own)
             self._await([self._coordinator.is_ready.remote()])
             for index in range(deployment.shards):
@@ -209,6 +209,21 @@ def _free_address() -> str:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return f"[{host}]:{probe.getsockname()[1]}" if ":" in host else f"{host}:{probe.getsockname()[1]}"
+
+
+def _no_room(deployment: Deployment) -> str:
+    """Says what was asked for, how much of that the cluster has, and what to change."""
+    asked, there, free = deployment.resources, ray.cluster_resources(), ray.available_resources()
+
+    def text(kind: str, amount: float) -> str:
+        return size_text(int(amount)) if kind == "memory" else f"{amount:g}"
+
+    each = ", ".join(f"{kind} {text(kind, amount)}" for kind, amount in asked.items())
+    has = ", ".join(f"{kind} {text(kind, there.get(kind, 0))} ({text(kind, free.get(kind, 0))} free)" for kind in asked)
+    return (
+        f"Ray has no room for {counted(deployment.shards, 'shard')} with {each} each: it has {has}; "
+        "ask for fewer shards, or for less in resources_per_shard, or add nodes"
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -53,7 +53,7 @@ from ps_worker.strategies.assignments import Assignments
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
 from ps_worker.timeline.recording import Timeline
-from ps_worker.values import PrepareOptions, PullResult, PushResult, SavedState, StateChunk
+from ps_worker.values import JoinResult, PrepareOptions, PullResult, PushResult, SavedState, StateChunk
 
 log = logging.getLogger("ps_worker")
 
@@ -235,14 +235,24 @@ def _states_before(
 class SentStep:
     """A step that is under way.
 
+    place:      from which it is sent
     clock:      that it leads to
     pushed:     once all of these are done, it counts
     committing: those of them that are pulls, and wait for other workers
     """
 
+    place: JoinResult
     clock: int
     pushed: Sequence[Future[Any]]
     committing: Sequence[Future[Any]]
+
+    def counts(self, now: JoinResult | None) -> bool | None:
+        """Whether the servers said, with a later place, that it counts: an answer to a push may have been lost. None:
+        they said nothing. now: the worker's place
+        """
+        if now is None or now is self.place or now.pushed is None:
+            return None
+        return now.pushed >= self.clock
 
 
 class JobTraining:
@@ -327,11 +337,16 @@ class JobTraining:
             return place.state  # it stops before it has gone on from there
         if sent is None:
             return SavedState(self.clock, self.checkpoint.last_state(self.clock, False, cut_short=is_cut_short()))
-        wait([push for push in sent.pushed if push not in sent.committing], LEAVING_SECONDS)
-        failed = [push for push in sent.pushed if (push.exception() if push.done() else push not in sent.committing)]
-        if failed and len(failed) < len(sent.pushed):
-            log.warning("this worker stops in step %d, of which a part may count", sent.clock)
-        clock, counts = sent.clock - bool(failed), not failed
+        counts = sent.counts(place)
+        if counts is None:
+            wait([push for push in sent.pushed if push not in sent.committing], LEAVING_SECONDS)
+            failed = [
+                push for push in sent.pushed if (push.exception() if push.done() else push not in sent.committing)
+            ]
+            if failed and len(failed) < len(sent.pushed):
+                log.warning("this worker stops in step %d, of which a part may count", sent.clock)
+            counts = not failed
+        clock = sent.clock - (not counts)
         return SavedState(clock, self.checkpoint.last_state(clock, counts, cut_short=is_cut_short()))
 
     @property
@@ -401,7 +416,7 @@ class JobTraining:
         with undisturbed():
             with named(PUSH):
                 pushed, pulls, committing = connection.push_pull(pushes, step.drafts_hold)
-            self._sent = SentStep(connection.clock, [*pushed, *committing], committing)
+            self._sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing)
         self._finish(pushed, pulls)
         self.data.pushed()
 
@@ -442,8 +457,10 @@ class JobTraining:
         with undisturbed():
             self._restore_count = place.restore_count
             sent, self._sent = self._sent, None
-            # Every push is done: no call of the old place is under way.
-            staged = sent is not None and all(push.exception() is None for push in sent.pushed)
+            staged = sent is not None and sent.counts(place)
+            if staged is None:  # every push is done: no call of the old place is under way
+                assert sent is not None
+                staged = all(push.exception() is None for push in sent.pushed)
             if checkpoint_wanted:
                 self.checkpoint.want(self.clock)
             if rolled_back:

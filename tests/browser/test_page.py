@@ -130,12 +130,7 @@ def picture(page: Any, name: str) -> None:
     """Keeps a picture of the page for the documentation, if that is wanted."""
     folder = os.environ.get("WATCHING_PICTURES")
     if folder:
-        from PIL import Image
-
-        path = Path(folder) / f"{name}.png"
-        page.screenshot(path=path, full_page=True)
-        with Image.open(path) as taken:
-            taken.convert("RGB").quantize(64).save(path, optimize=True)
+        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
 
 def test_the_straggler_is_named_and_every_worker_has_its_row(look: Callable[..., Any]) -> None:

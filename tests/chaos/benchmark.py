@@ -65,7 +65,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint-every", default="5s", help="as for ps-server up (%(default)s)")
     parser.add_argument("--lease", type=float, default=3.0, help="seconds a silent worker counts as live (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="samples that a step stands for (%(default)s)")
-    parser.add_argument("--transport", default="shm,grpc", help="of the workers, in turn (%(default)s)")
+    parser.add_argument("--transport", default="shm,tcp,grpc", help="of the workers, in turn (%(default)s)")
     parser.add_argument(
         "--undisturbed", type=float, metavar="SECONDS", help="of each mode's run without faults (as long as with)"
     )
@@ -136,7 +136,8 @@ class _Run:
             arguments.slow_disk,
         )
         servers = start_servers(arguments.servers, flags, self._folder, network)
-        ways = {slot: {to: network.to(to) for to in servers.addresses} for slot in range(arguments.workers)}
+        listening = [*servers.addresses, *servers.data_addresses]
+        ways = {slot: {to: network.to(to) for to in listening} for slot in range(arguments.workers)}
         links = {slot: list(way.values()) for slot, way in ways.items()}
         routes = {slot: {to: link.address for to, link in way.items()} for slot, way in ways.items()}
         task = self._task(servers, routes)
@@ -162,7 +163,7 @@ class _Run:
     def _task(self, servers: Servers, routes: dict[int, dict[str, str]]) -> Task:
         """Workers call servers through links, whatever address they are told."""
         told = {where: servers.known_as.get(where, where) for where in servers.addresses}
-        both = {slot: {**way, **{told[to]: link for to, link in way.items()}} for slot, way in routes.items()}
+        both = {slot: {told.get(to, to): link for to, link in way.items()} | way for slot, way in routes.items()}
         arguments = self._arguments
         return Task(
             mode=self._mode,

@@ -7,14 +7,17 @@ import socket
 
 import torch
 
+from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec, bucket_layout
 from ps_protocol.modes import parse_mode
 from ps_protocol.tensors import tensor_from
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.coordinator import CoordinatorClient
+from ps_worker.cluster.landing import PullPlan
+from ps_worker.cluster.threads import DaemonPool
 from ps_worker.model.job_spec import describe
-from ps_worker.values import Identity, PrepareOptions, PulledBucket
+from ps_worker.values import PrepareOptions, PulledBucket
 from tests.chaos.oracle import Cells
 from tests.chaos.worker import Task
 
@@ -70,11 +73,15 @@ def read_weights(task: Task) -> tuple[torch.Tensor, tuple[int, ...]]:
     def ask(left: list[int]) -> bytes:
         return convert.pull_request(Identity(task.job, 0, READER), 0, left)
 
+    def read(fields: bytes, payload: memoryview | None) -> list[PulledBucket]:
+        return convert.pulled(fields, payload, lambda index: buckets[index].nbytes)
+
+    pool = DaemonPool(1, "read")
     for shard, address in found.addresses.items():
         mine = [bucket for bucket in buckets if found.bucket_shards[bucket.index] == shard]
         if mine:
             calls = ShardCalls(shard, address, START_SECONDS)
-            calls.pull("Pull", ask, 0, mine, lambda m: convert.pulled(m, lambda index: buckets[index].nbytes), land)
+            calls.pull("Pull", PullPlan(ask, read, land), 0, mine, pool).result()
             calls.close()
     shards = {parameter_of(bucket): found.bucket_shards[bucket.index] for bucket in buckets}
     return view, tuple(shard for _, shard in sorted(shards.items()))

@@ -62,6 +62,7 @@ class Servers(ABC):
 
     address:   of the coordinator
     addresses: of all of them, where they listen
+    data_addresses: of the shards, where workers open data connections
     known_as:  by where a shard listens, the address that the others are told where it differs
     between:   by shard, the links between it and the coordinator; none where there can be none
     """
@@ -70,8 +71,10 @@ class Servers(ABC):
         folder.mkdir(parents=True, exist_ok=True)
         self.flags = flags
         self.log = folder / "servers.log"
-        self._first_port = free_ports(count)
+        self._first_port = free_ports(2 * count)
         self.addresses = [f"127.0.0.1:{self._first_port + number}" for number in range(count)]
+        self._data_port = self._first_port + count
+        self.data_addresses = [f"127.0.0.1:{self._data_port + number}" for number in range(flags.shards)]
         self.address = self.addresses[0]
         self.known_as: dict[str, str] = {}
         self.between: Mapping[int, Sequence[Link]] = {}
@@ -126,7 +129,8 @@ class Supervised(Servers):
 
     def __init__(self, flags: ServerFlags, folder: Path) -> None:
         super().__init__(flags, folder, flags.shards)
-        words = ["ps_server", "up", "--port", str(self._first_port), *flags.coordinator, *flags.process]
+        ports = ["--port", str(self._first_port), "--data-port", str(self._data_port)]
+        words = ["ps_server", "up", *ports, *flags.coordinator, *flags.process]
         self._up = Kept(words, flags.variables, self.log)
         self._await_ready()
 
@@ -160,6 +164,7 @@ class Containers(Servers):
         commands = [["coordinator", *self._listens(0, self.address), *flags.coordinator, *flags.process]]
         for index, (to_coordinator, to_shard) in links.items():
             place = ["shard", "--index", str(index), "--coordinator", to_coordinator.address]
+            place += ["--data-port", str(self._data_port + index)]
             commands.append([*place, *self._listens(1 + index, to_shard.address), *flags.process])
         self._kept = [Kept(["ps_server", *words], flags.variables, self.log) for words in commands]
         self._await_ready()

@@ -20,6 +20,7 @@ def _lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_two_faults_that_overlap_break_no_promise_and_sigterm_ends_the_run_with_its_result(tmp_path: Path) -> None:
     flags = ["--minutes=30", "--every=2", "--modes=ssp:4", "--undisturbed=1", "--workers=2", "--lease=2", "--overlap=1"]

@@ -25,6 +25,7 @@ from tests.chaos.worker import Task
 LOOK_SECONDS = 0.05
 START_SECONDS = 120.0
 PATIENCE_SECONDS = 45.0  # for what no fault holds up
+STEP_SECONDS = 0.2  # more than a step takes beside its computing
 MISSED_SECONDS = 5.0  # for which a fault is tried, beyond its time, where nothing is there to do it to
 SAVING_SECONDS = 30.0  # the same of one that waits for a checkpoint
 SAY_SECONDS = 60.0
@@ -186,11 +187,14 @@ class Trial:
             self._heal(time.monotonic())
         healed = max(time.monotonic(), self._settled())
         self._until(lambda: self._all_step(healed), self._terms.bound, "come back")
+        clocks = [max(record.life.done.values(), default=0) for record in self._newest().values()]
         target = max(max(record.life.done.values()) for record in self._records() if record.life.done) + 50
         path = self._folder / "stop.new"
         path.write_text(str(target))
         path.rename(self._folder / "stop")
-        self._until(self._all_hold, PATIENCE_SECONDS + 60 * self._task.pause, f"reach clock {target}")
+        # In async one may be far behind: the others were killed, and have gone on at the highest clock.
+        left = PATIENCE_SECONDS + (target - min(clocks)) * (self._task.pause + STEP_SECONDS)
+        self._until(self._all_hold, left, f"reach clock {target}")
         view, shard_of = read_weights(self._task)
         lives = [record.life for record in self._records()]
         self._restored = {bucket: self._first_kill(shard) for bucket, shard in enumerate(shard_of)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ class Task:
     workers: int
     pause: float
     shape: Shape
-    transports: tuple[str, ...] = ("shm", "grpc")
+    transports: tuple[str, ...] = ("shm", "tcp", "grpc")
     connect_timeout: float = 60.0
     routes: dict[str, dict[str, str]] = field(default_factory=dict)
     elastic: bool = False
@@ -61,13 +62,18 @@ class Task:
 
 
 def take_routes(routes: dict[str, str]) -> None:
-    """Has every channel of this process made to another address: that of a link that can be cut."""
-    real = grpc.insecure_channel
+    """Has every channel and data connection of this process made to another address: of a link that can be cut."""
+    real, connect = grpc.insecure_channel, socket.create_connection
 
     def routed(address: str, *arguments: Any, **options: Any) -> Any:
         return real(routes.get(address, address), *arguments, **options)
 
+    def connected(address: tuple[str, int], *arguments: Any, **options: Any) -> socket.socket:
+        host, _, port = routes.get(f"{address[0]}:{address[1]}", f"{address[0]}:{address[1]}").rpartition(":")
+        return connect((host, int(port)), *arguments, **options)
+
     grpc.insecure_channel = routed
+    socket.create_connection = connected
 
 
 def incarnation_of(session: ps_worker.Session) -> int:

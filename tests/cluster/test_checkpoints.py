@@ -31,8 +31,9 @@ from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.dense import DenseBucket, Gradient, Scratch
 from ps_server.core.partition import JobPartition
 from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, extent
-from ps_server.storage.checkpoints import CheckpointStore, Manifest
+from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export, optimizer_state_dict
+from ps_server.storage.manifest import Manifest
 from tests.tools.checkpoint_files import write_checkpoint
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.forkserver import Nursery, address_in
@@ -411,6 +412,7 @@ def test_there_is_nothing_to_export_where_there_is_no_checkpoint(tmp_path: Path)
 # -- SIGTERM ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_server_that_is_told_to_stop_makes_a_last_checkpoint(nursery: Nursery, tmp_path: Path) -> None:
     flags = ["--with-coordinator", "--shards=1", "--index=0", "--port=0", "--metrics-port=0"]
     checkpoints, log = tmp_path / "checkpoints", tmp_path / "log"

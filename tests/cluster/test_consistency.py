@@ -217,7 +217,7 @@ def test_a_fenced_worker_is_refused_and_changes_nothing(shared: Cluster, job: st
             assert shared.state(job) == before
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_a_session_that_is_replaced_while_it_waits_says_so(shared: Cluster, job: str, transport: str) -> None:
     told = threading.Event()
 

@@ -53,6 +53,7 @@ def processes() -> Iterator[list[Forked]]:
         process.kill()
 
 
+@pytest.mark.long
 @pytest.mark.netns
 def test_a_worker_whose_cable_was_pulled_for_longer_than_its_lease_comes_back_and_nothing_is_lost(
     request: pytest.FixtureRequest,

@@ -318,6 +318,7 @@ def test_every_point_is_simulated_or_has_a_test_here() -> None:
     assert [name for name in POINTS if name not in (*AT_SHARDS, *AT_THE_COORDINATOR) and name not in text] == []
 
 
+@pytest.mark.long
 def test_what_up_starts_in_place_of_a_shard_that_died_has_its_delays_alone(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:

@@ -31,6 +31,7 @@ def steps(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
     return session.clock
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_workers_wait_as_long_as_a_restore_gets_on(
     make_cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
@@ -39,7 +40,7 @@ def test_workers_wait_as_long_as_a_restore_gets_on(
     cluster = make_cluster(checkpoint_dir=tmp_path, timing=Timing(recovery_look=1.0, shard_lost=0.1))
     stop, over = threading.Event(), threading.Event()
     reads = []
-    read = CheckpointStore.read_buckets
+    read = CheckpointStore.read_files
 
     def slowly(store: CheckpointStore, *arguments: Any) -> Any:
         told = arguments[3]
@@ -49,7 +50,7 @@ def test_workers_wait_as_long_as_a_restore_gets_on(
         reads.append(1)
         return read(store, *arguments)
 
-    monkeypatch.setattr(CheckpointStore, "read_buckets", slowly)
+    monkeypatch.setattr(CheckpointStore, "read_files", slowly)
     with ThreadPoolExecutor() as pool, cluster.connect(mode, connect_timeout=CONNECT_TIMEOUT) as session:
         model = nn.Linear(1, CELLS, bias=False)
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_bytes=64)

@@ -65,6 +65,30 @@ def test_a_dead_worker_is_counted_once_however_often_shards_die_after_it(
             assert lost(cluster) == 3
 
 
+@pytest.mark.parametrize("goes", ["leaves", "is lost"])
+def test_of_a_worker_that_was_gone_before_the_shard_was_the_steps_are_counted_too(
+    make_cluster: MakeCluster, tmp_path: Path, goes: str
+) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path, lease=2.0, timing=QUICK)
+    with job_of(cluster, "async", workers=2) as [zero, one]:
+        assert make_checkpoint(cluster, zero, one) == 0
+        train(zero, 2)
+        train(one, 3)  # of which no heartbeat tells
+        if goes == "leaves":
+            one.leave()
+
+        def gone() -> bool:
+            zero.heartbeat()
+            [job] = status.fetch(cluster.address)["jobs"]
+            return [worker["rank"] for worker in job["workers"]] == [0]
+
+        until(gone, "worker 1 being gone")
+        for _ in range(2):  # once, however often shards die after it
+            cluster.start_again(1)
+            join_again(zero)
+            assert lost(cluster) == 2 + 3
+
+
 def test_a_shard_that_held_nothing_has_lost_nothing(cluster: Cluster) -> None:
     with job_of(cluster, "async", cells=16) as [worker]:
         assert worker.shard_of == [0]

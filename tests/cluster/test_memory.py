@@ -55,11 +55,14 @@ def test_memory_stays_flat_over_cancelled_calls(server: tuple[str, int], calls: 
     spec = vector_job("cancelled", "sync", cells=16, world_size=2)
     with RawWorker(address, spec, 0) as worker, RawWorker(address, spec, 1):
         worker.initialise()
-        cancel(address, worker, 5_000)  # pools of threads, arenas and caches have grown to what they need
-        before = resident(pid)
-        cancel(address, worker, calls)
-        grown = resident(pid) - before
-        assert grown < calls * KIB, f"{grown / calls:.0f} bytes a call: less than what a leak of 1 KiB a call would be"
+        grown = []
+        for _ in range(4):  # pools of threads, arenas and caches grow at first to what they need
+            before = resident(pid)
+            cancel(address, worker, calls)
+            grown.append(resident(pid) - before)
+            if len(grown) > 1 and grown[-1] < calls * KIB:  # what a leak of 1 KiB a call would be, each time
+                return
+        pytest.fail(f"by {grown} bytes, each time over {calls} calls")
 
 
 EVERY_OPTIMIZER = """

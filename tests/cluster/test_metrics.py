@@ -137,7 +137,7 @@ def page(address: str, path: str) -> str:
 # -- numbers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_pushes_pulls_and_updates_are_counted(cluster: Cluster, transport: str) -> None:
     steps, workers = 5, 2
     sessions = [cluster.connect("sync", rank, workers, job="j", transport=transport) for rank in range(workers)]

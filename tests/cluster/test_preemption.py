@@ -6,9 +6,14 @@ import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ps_protocol.errors import UnknownWorker
+from ps_server.core.commands import Staged
+from ps_server.core.requests import PushCall
+from ps_server.shard.shard import Shard
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Forked, Nursery
@@ -100,6 +105,49 @@ def test_a_worker_that_is_told_to_stop_amid_a_step_counts_it_once(
     running = nursery.run(script, [*words[:-1], 0], log, PS_SERVER=second.address, **alone)
     assert running.wait(WAIT_SECONDS) == 0, log.read_text()
     assert set(json.loads((tmp_path / "cells-0").read_text())) == {1.0}
+
+
+@pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
+def test_a_step_counts_whose_answer_was_lost_with_the_place(
+    make_cluster: Callable[..., Cluster], nursery: Nursery, tmp_path: Path, transport: str
+) -> None:
+    """It was staged; then the lease ended, and the worker heard of that alone. It is told to stop in its next place."""
+    samples, kept, script = 40, tmp_path / "checkpoints", tmp_path / "script.py"
+    script.write_text(TOLD + SCRIPT)
+    first = make_cluster(checkpoint_dir=kept, lease=LEASE)
+    for shard in first.shards:
+        loses_an_answer(first, shard)
+    alone = {"PS_MODE": "async", "PS_RANK": "0", "PS_WORLD_SIZE": "1", "PS_TRANSPORT": transport}
+    words, log = [tmp_path, samples, *PLACES["in its next place"]], tmp_path / "log"
+    running = nursery.run(script, words, log, PS_SERVER=first.address, **alone)
+    assert running.wait(WAIT_SECONDS) == 128 + signal.SIGTERM, log.read_text()
+    until(lambda: not first.coordinator.jobs(), "the job's end", WAIT_SECONDS)
+    first.stop()
+    second = make_cluster(checkpoint_dir=kept, restore=True, lease=LEASE)
+    running = nursery.run(script, [*words[:-1], 0], log, PS_SERVER=second.address, **alone)
+    assert running.wait(WAIT_SECONDS) == 0, log.read_text()
+    assert set(json.loads((tmp_path / "cells-0").read_text())) == {1.0}
+
+
+def loses_an_answer(cluster: Cluster, shard: Shard) -> None:
+    """Has a shard take the push of clock 6, and end the worker's lease instead of saying so."""
+    push, exchange = shard.push, shard.exchange
+
+    def lose(clock: int) -> None:
+        if clock == 6:
+            cluster.end_lease(0)
+            raise UnknownWorker("a test has lost the answer")
+
+    def pushing(call: PushCall, principal: str = "") -> list[Staged]:
+        staged = push(call, principal)
+        lose(call.clock)
+        return staged
+
+    def exchanging(call: PushCall, *more: Any) -> None:
+        exchange(call, *more)
+        lose(call.clock)
+
+    shard.push, shard.exchange = pushing, exchanging  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

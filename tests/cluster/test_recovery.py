@@ -214,7 +214,7 @@ def test_what_a_set_back_has_cost_is_still_known_after_the_coordinator_died(tmp_
         redone_steps=3,
         unaccounted={2: (40, 44)},
         began={0: 0, 2: 17},
-        skipped={2: ((20, 22), (30, 31))},
+        settled={2: ((20, 22), (30, 31))},
         rejoining=(1,),
         pending_removals=((0, 1, 4), (1, 1, 4)),
     )

@@ -106,6 +106,7 @@ def undisturbed(nursery: Nursery, shared: Cluster, tmp_path_factory: pytest.Temp
         return workers.ended()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("which", "every", "held", "transport"),
     [
@@ -135,6 +136,7 @@ def test_a_job_that_lost_a_shard_ends_with_the_weights_of_the_undisturbed_run(
     assert cluster.coordinator.jobs() == {}
 
 
+@pytest.mark.long
 def test_a_job_whose_processes_all_ended_goes_on_to_the_same_weights(
     make_cluster: MakeCluster, nursery: Nursery, tmp_path: Path, undisturbed: Found
 ) -> None:

@@ -32,7 +32,10 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "LONGEST_PAUSE_SECONDS", 0.02)
 
 
-@pytest.mark.parametrize(("mode", "transport"), [("sync", "shm"), ("ssp:2", "grpc"), ("async", "grpc")])
+@pytest.mark.parametrize(
+    ("mode", "transport"),
+    [("sync", "shm"), ("ssp:2", "grpc"), ("sync", "tcp"), pytest.param("async", "grpc", marks=pytest.mark.long)],
+)
 def test_with_calls_lost_unheard_and_repeated_every_push_counts_once(
     make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, mode: str, transport: str
 ) -> None:
@@ -47,7 +50,8 @@ def test_with_calls_lost_unheard_and_repeated_every_push_counts_once(
         assert all(faults.counts[method, kind] for kind in KINDS), f"{method}: {faults.counts}"
 
 
-@pytest.mark.parametrize(("mode", "transport"), [("sync", "grpc"), ("async", "shm")])
+@pytest.mark.long
+@pytest.mark.parametrize(("mode", "transport"), [("sync", "grpc"), ("sync", "tcp"), ("async", "shm")])
 def test_with_calls_broken_a_job_is_set_back_to_a_checkpoint_and_every_push_counts_once(
     make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, transport: str
 ) -> None:

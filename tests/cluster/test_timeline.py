@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 from ps_protocol.v1 import data_pb2
 from ps_worker import Session
 from ps_worker.cluster.calls import ShardCalls
+from ps_worker.cluster.landing import PullPlan
 from ps_worker.timeline.chrome import FIRST_WORKER, SIX
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.small_models import drawn, filled
@@ -129,7 +129,7 @@ def test_the_clock_of_a_shard_is_read_within_the_error_that_is_said(shared: Clus
 
 
 @pytest.mark.parametrize(("mode", "late"), [("sync", "applied"), ("ssp:0", "admitted")])
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_who_waits_for_a_straggler_sees_where(
     shared: Cluster, job: str, tmp_path: Path, mode: str, late: str, transport: str
 ) -> None:
@@ -183,7 +183,7 @@ def test_a_script_records_steps_of_its_choice(shared: Cluster, job: str, tmp_pat
         assert {clock for clock, _ in buckets(tmp_path / "again-rank0.json")} == {10}
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_with_accumulation_a_bucket_is_ready_with_the_last_backward(
     shared: Cluster, job: str, tmp_path: Path, transport: str
 ) -> None:
@@ -244,10 +244,10 @@ def test_without_a_timeline_no_request_asks_for_times_and_no_shard_notes_any(
     recording = False
     pull = ShardCalls.pull
 
-    def spy(calls: ShardCalls, method: str, request: Callable[[list[int]], bytes], *rest: Any) -> Any:
+    def spy(calls: ShardCalls, method: str, plan: PullPlan, *rest: Any) -> Any:
         kind = {"Pull": data_pb2.PullRequest, "Exchange": data_pb2.ExchangeRequest}[method]
-        asked[recording].append(kind.FromString(request([])).times_wanted)
-        return pull(calls, method, request, *rest)
+        asked[recording].append(kind.FromString(plan.request([])).times_wanted)
+        return pull(calls, method, plan, *rest)
 
     monkeypatch.setattr(ShardCalls, "pull", spy)
     with shared.connect("sync", job=job) as session:

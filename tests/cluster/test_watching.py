@@ -299,6 +299,7 @@ def test_a_reader_sees_the_jobs_that_its_role_lets_it_see(tmp_path: Path, make_c
 # -- trouble -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_hung_shard_is_told_and_delays_no_view(commands: Commands) -> None:
     up = commands.start("-m", "ps_server", "up", "--shards", "2", "--port", "0", "--metrics-port", "0")
     [address] = up.says(r"ready at (\S+) \(2 shards\)")

@@ -66,7 +66,14 @@ def test_the_commands_know_every_flag_and_variable_that_a_pod_gives_them(
 def test_the_ports_of_a_server_are_those_that_its_pod_names(pods: Template, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = parsed(pods, monkeypatch)
     ports = {each["name"]: each["containerPort"] for each in pods.container["ports"]}
-    assert ports == {"grpc": arguments.port, "metrics": arguments.metrics_port, "health": arguments.health_port}
+    shard = {"data": arguments.data_port} if "shard" in pods.name else {}
+    assert ports == {
+        "grpc": arguments.port,
+        "metrics": arguments.metrics_port,
+        "health": arguments.health_port,
+        **shard,
+    }
+    assert all(ports.values())
     assert arguments.advertise.endswith(f":{arguments.port}")
     probes = {name: each["httpGet"] for name, each in pods.container.items() if name.endswith("Probe")}
     assert {"startupProbe", "readinessProbe"} <= probes.keys()
@@ -201,14 +208,14 @@ def test_every_pod_is_of_the_image_that_the_dockerfile_makes_and_has_limits() ->
         assert "ps-torch" in [each["name"] for each in overlay["images"]]
 
 
-def test_only_pods_of_the_cluster_reach_its_servers_and_only_at_their_port() -> None:
+def test_only_pods_of_the_cluster_reach_its_servers_and_only_at_their_ports() -> None:
     policies = {each["metadata"]["name"]: each["spec"] for each in base() if each["kind"] == "NetworkPolicy"}
     monitoring = read(FILES / "components" / "monitoring" / "network.yaml")
     policies["metrics"] = monitoring[0]["spec"]
     assert policies["closed"] == {"podSelector": {}, "policyTypes": ["Ingress"]}, "what no other policy allows"
     rules = {name: spec.get("ingress", []) for name, spec in policies.items()}
     ports = {name: [port["port"] for each in allowed for port in each["ports"]] for name, allowed in rules.items()}
-    assert ports == {"closed": [], "servers": ["grpc"], "metrics": ["metrics"]}
+    assert ports == {"closed": [], "servers": ["grpc", "data"], "metrics": ["metrics"]}
     [selector] = policies["servers"]["podSelector"]["matchExpressions"]
     labels = {pods.name: pods.metadata["labels"][selector["key"]] for pods in templates(base())}
     assert set(selector["values"]) == {labels["coordinator"], labels["shards"]}
@@ -257,7 +264,8 @@ def test_the_page_says_what_the_files_say() -> None:
     assert hosts == advertised
     applied = re.findall(r"kubectl (?:apply|delete) -k (\S+)", page)
     assert len(applied) >= 3
-    assert all((ROOT / path / "kustomization.yaml").exists() for path in applied)
+    copied = {copy: original for original, copy in re.findall(r"\$ cp -r (\S+) (\S+)", page)}
+    assert all((ROOT / copied.get(path, path) / "kustomization.yaml").exists() for path in applied)
     [example] = re.findall(r"```yaml\n(resources: .*?)```", page, re.DOTALL)
     overlay = yaml.safe_load((FILES / "overlays" / "gpu" / "kustomization.yaml").read_text())
     assert yaml.safe_load(example).items() <= {**overlay, "images": overlay["images"][:1]}.items()

@@ -85,6 +85,7 @@ def as_they_stand() -> list[Object]:
     return [*base(), *read(*sorted((FILES / "components" / "cert-manager").glob("[ac]*.yaml")))]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(480)
 def test_the_commands_of_the_pods_train_through_the_death_of_a_shard(tmp_path: Path) -> None:
     """The twin of the test below that needs nothing: the same commands on loopback."""

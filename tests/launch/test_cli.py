@@ -20,6 +20,7 @@ from torch import nn
 
 import ps_server.cli
 import ps_worker.cli
+from ps_runtime.quantities import counted, size_text
 from ps_server.ops import status
 from ps_server.rpc.health_client import is_serving
 from tests.tools.cluster import Cluster, scrape, until
@@ -154,6 +155,7 @@ def test_status_tells_of_every_process_what_programs_need(
         assert {process["pid"] for process in (coordinator, worker, *shards)} == {os.getpid()}
         assert coordinator["address"] == shared.address
         assert [shard["index"] for shard in shards] == [0, 1]
+        of_shards = [held for shard in shards for held in shard["jobs"] if held["job"] == job]
         for shard, server in zip(shards, shared.servers, strict=True):
             assert (shard["address"], shard["metrics_address"]) == (server.address, server.metrics_address)
             [held] = [j for j in shard["jobs"] if j["job"] == job]
@@ -170,7 +172,17 @@ def test_status_tells_of_every_process_what_programs_need(
         head, *rows = table.splitlines()
         assert head.split()[:5] == ["ROLE", "INDEX", "PID", "ADDRESS", "METRICS"]
         assert len([row for row in rows if row.startswith(("coordinator", "shard", "worker"))]) >= 4
+        sizes = [(size_text(held["parameter_bytes"]), size_text(held["optimizer_bytes"])) for held in of_shards]
+        places = head.index("WEIGHTS"), head.index("OPTIMIZER")
+        in_table = [tuple(row[place:].split("  ")[0] for place in places) for row in rows if row.startswith("shard")]
+        assert set(sizes) <= set(in_table)
         assert f"job {job}: ssp:2, 1 of 1 workers" in table
+
+
+def test_quantities_are_in_units_that_people_read() -> None:
+    sizes = {0: "0 B", 999: "999 B", 1000: "1 kB", 5_774_336: "5.77 MB", 11_548_732: "11.5 MB", 25 * 10**11: "2.5 TB"}
+    assert {size: size_text(size) for size in sizes} == sizes
+    assert [counted(count, "bucket") for count in (0, 1, 2)] == ["0 buckets", "1 bucket", "2 buckets"]
 
 
 def test_health_tells_by_its_exit_code(shared: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +251,7 @@ def test_help_explains_every_flag_and_names_its_variable(
         for entry in flags
         if entry.startswith("--max-") and not entry.startswith(("--max-restarts", "--max-shard-restarts"))
     ]
-    assert len(limits) == (27 if command[2] == "--help-limits" else 0)
+    assert len(limits) == (28 if command[2] == "--help-limits" else 0)
 
 
 def test_help_is_there_at_once() -> None:

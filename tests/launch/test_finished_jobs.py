@@ -58,6 +58,7 @@ def ended(command: Command) -> tuple[int, int]:
     return command.process.wait(END_SECONDS), command.out.count("trained to clock ")
 
 
+@pytest.mark.long
 def test_a_late_worker_of_the_same_launch_ends_with_0_and_says_why(run: Run, address: str) -> None:
     assert ended(run("a", "ends")) == (0, 1)
     late = run("a", "ends", "--workers", "2")
@@ -71,6 +72,7 @@ def test_a_late_worker_of_the_same_launch_ends_with_0_and_says_why(run: Run, add
     assert ended(run("a", "ends")) == (0, 1)
 
 
+@pytest.mark.long
 def test_a_script_that_was_cut_short_has_not_finished_its_job(run: Run) -> None:
     assert ended(run("a", "fails")) == (1, 1)
     stopped = run("a", "waits")

@@ -74,6 +74,7 @@ def test_sigterm_keeps_every_update_that_was_acknowledged(up: Up, mode: str) -> 
         assert bool((weights <= sum(taken) + 2).all())
 
 
+@pytest.mark.long
 def test_a_worker_waits_for_a_slow_restore_as_long_as_it_makes_progress(up: Up) -> None:
     """Reading the checkpoint takes longer than the worker tries for a server that does not answer."""
 

@@ -25,7 +25,7 @@ from ps_server.coordinator.state_file import StateFile
 from ps_server.coordinator.timing import Timing
 from ps_server.core.membership import JoinRequest, Member
 from ps_server.ops import status
-from ps_server.storage.checkpoints import seal
+from ps_server.storage.manifest import seal
 from ps_worker import Session
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.launching import ROOT, Command, Commands
@@ -104,15 +104,17 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 def kill_all(launch: Command) -> None:
     """Ends a launch's workers as a crash of their host would."""
     workers = launch.family()
-    launch.process.kill()  # first: it would report its workers' death
+    launch.process.send_signal(signal.SIGSTOP)  # it would report its workers' death, and they end after its own
     for process in workers:
         process.kill()
+    launch.process.kill()
     launch.process.wait(END_SECONDS)
 
 
 # -- as a user does, with real processes -----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_second_launch_on_a_running_job_is_refused_and_takes_over_where_it_is_told_to(
     launches: Callable[..., Launches],
 ) -> None:
@@ -139,6 +141,7 @@ def test_a_second_launch_on_a_running_job_is_refused_and_takes_over_where_it_is_
     assert re.findall(r"rank 0 begins at clock (\d+)", second.out) != ["0"], "it goes on with the job as it is"
 
 
+@pytest.mark.long
 def test_a_user_who_starts_again_after_a_crash_waits_for_the_lease_and_is_not_refused(
     launches: Callable[..., Launches],
 ) -> None:
@@ -153,6 +156,7 @@ def test_a_user_who_starts_again_after_a_crash_waits_for_the_lease_and_is_not_re
     at.ends("second", second)
 
 
+@pytest.mark.long
 def test_a_worker_that_its_launch_starts_again_takes_its_place_at_once(launches: Callable[..., Launches]) -> None:
     at = launches("--lease", str(LONG_LEASE))
     first = at.run("first", "--max-restarts", "1")
@@ -164,6 +168,7 @@ def test_a_worker_that_its_launch_starts_again_takes_its_place_at_once(launches:
     at.ends("first", first)
 
 
+@pytest.mark.long
 def test_all_workers_started_again_on_restored_servers_go_on(launches: Callable[..., Launches], tmp_path: Path) -> None:
     at = launches("--lease", str(LONG_LEASE), "--checkpoint-dir", "kept", "--checkpoint-every", "5steps")
     first = at.run("first")

@@ -79,6 +79,7 @@ def test_one_command_trains_and_leaves_nothing_but_a_checkpoint(start: Start, tm
         free.bind((host, int(port)))
 
 
+@pytest.mark.long
 def test_a_second_run_goes_on_from_the_checkpoint_of_the_first(start: Start, tmp_path: Path) -> None:
     flags = ("--shards", "1", "--checkpoint-dir", str(tmp_path / "kept"), "--restore")
     for _ in range(2):
@@ -106,6 +107,7 @@ def test_a_worker_is_told_where_its_servers_are_and_the_servers_of_no_worker(tmp
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {address} sync 77" for rank in range(2)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_workers_and_then_servers_with_a_last_checkpoint(
     start: Start, tmp_path: Path, number: int
@@ -121,6 +123,7 @@ def test_a_signal_ends_workers_and_then_servers_with_a_last_checkpoint(
     assert "Traceback" not in lines
 
 
+@pytest.mark.long
 def test_a_launch_that_is_killed_leaves_nothing_behind(start: Start, tmp_path: Path) -> None:
     command = start("--shards", "2", "--workers", "2", str(SCRIPT), str(tmp_path), FOR_EVER)
     await_clock(address_of(command), 1)
@@ -142,6 +145,7 @@ def test_a_second_signal_ends_all_at_once(start: Start, tmp_path: Path) -> None:
     assert not left
 
 
+@pytest.mark.long
 def test_a_shard_that_dies_comes_back_and_the_workers_go_on(start: Start, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     flags = ("--shards", "2", "--workers", "2", "--checkpoint-dir", str(kept), "--checkpoint-every", "1s")
@@ -180,6 +184,13 @@ def test_servers_that_cannot_start_end_all_at_once(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_text_that_looks_like_a_flag_is_refused_with_the_way_to_write_it(tmp_path: Path) -> None:
+    done = run("--shards", "1", "--server-options", "--own-disk", script(tmp_path, "say('here')"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "argument --server-options: expected one argument; if --own-disk is meant as its value, write" in done.stderr
+    assert " --server-options=--own-disk (see ps-worker run --help)" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
@@ -216,17 +227,24 @@ def start_nodes(start: Start, count: int, *words: str) -> list[Command]:
     return nodes[::-1]
 
 
+@pytest.mark.long
 def test_each_node_holds_a_shard_until_the_job_has_ended(start: Start, tmp_path: Path) -> None:
     nodes = start_nodes(start, 3, "--mode", "async", str(SCRIPT), str(tmp_path), "3")
     families = [process for node in nodes for process in node.family()]
     for rank, node in enumerate(nodes):
         assert node.process.wait(START_SECONDS) == 0, node.err
         assert f"worker {rank} of 3: async Everything ServerOptimizer\n" in node.out
-        assert re.search(rf"ps-server: ready at 127.0.0.1:\d+ \(shard {rank} of 3\)\n", node.err)
+    address = address_of(nodes[0])
+    assert f"ps-server: ready at {address} (the coordinator, and shard 0 of 3)\n" in nodes[0].err
+    for rank in (1, 2):
+        ready = rf"ps-server: shard {rank} of 3 ready at (\S+); the coordinator is at {address}\n"
+        [own] = re.findall(ready, nodes[rank].err)
+        assert f"INFO shard {rank} at {own}\n" in nodes[0].err, "where the coordinator knows it"
     _, left = psutil.wait_procs(families, timeout=END_SECONDS)
     assert not left
 
 
+@pytest.mark.long
 def test_a_node_that_is_done_first_keeps_its_shard_for_the_others(start: Start, tmp_path: Path) -> None:
     text = (
         "import os, sys, torch, ps_worker\nfrom pathlib import Path\nwith ps_worker.connect() as session:\n"

@@ -101,9 +101,13 @@ def test_a_shard_at_another_address_takes_over_when_its_end_is_reported(start: S
 def test_up_reports_the_shard_that_ended(start: Start) -> None:
     command = start("-m", "ps_server", "up", "--shards=2", "--port=0", "--metrics-port=0")
     [address] = command.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
-    psutil.Process(status.fetch(address)["shards"][1]["pid"]).kill()
-    until(lambda: "shard 1 is back (restart 1)" in command.err, "the shard", START_SECONDS)
-    assert re.search(r"shard 1 \(pid \d+ at \S+\) is gone: its process ended", command.err)
+    for restart in range(1, 5):  # a report that comes when the shard is back already says nothing
+        psutil.Process(status.fetch(address)["shards"][1]["pid"]).kill()
+        until(lambda: f"shard 1 is back (restart {restart})" in command.err, "the shard", START_SECONDS)  # noqa: B023
+        if re.search(r"shard 1 \(pid \d+ at \S+\) is gone: its process ended", command.err):
+            break
+    else:
+        pytest.fail(command.err)
     assert command.end(signal.SIGTERM) == 0
 
 

@@ -41,7 +41,7 @@ TABLE: dict[str, tuple[list[tuple[str, object]], tuple[str, ...]]] = {
     "start_timeout": ([("2.5", 2.5), ("7200", 7200.0)], REFUSED_SECONDS),
     "metrics_host": ([("::1", "::1")], ()),
     "metrics_port": ([("0", 0), ("9100", 9100)], (*REFUSED_NUMBERS, "99999", "tcp://10.0.0.1:9100")),
-    "transport": ([("shm", "shm"), ("grpc", "grpc")], ("tcp", "SHM")),
+    "transport": ([("shm", "shm"), ("grpc", "grpc")], ("udp", "SHM")),
     "shared_directory": ([("/shared", Path("/shared"))], ()),
     "tls_cert": ([], ("no/such.pem",)),
     "tls_key": ([], ("no/such.pem",)),

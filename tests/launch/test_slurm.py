@@ -121,6 +121,7 @@ def test_a_job_on_two_nodes_that_is_requeued_goes_on_from_its_checkpoint_and_los
     assert {(rank, node) for rank, _, node in first} == {(0, "n0"), (1, "n1")}, "a worker a task, a task a node"
     assert [clock for _, clock, _ in first] == [0, 0]
     assert [clock for _, clock, _ in second] == [reached, reached]
+    assert "error:" not in said.rpartition("continues from checkpoint")[2], "a good job ends without such a line"
     # All are told at once, and leave one after the other: one may have made a step more, alone.
     ends = [int(clock) for clock in re.findall(r"^worker \d ends at clock (\d+)", said, re.MULTILINE)]
     per_pass = SAMPLES // BATCH // 2

@@ -59,6 +59,7 @@ def test_one_file_has_all_workers_and_nothing_else_is_left(shared: Cluster, job:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.json", "train.py"]
 
 
+@pytest.mark.long
 def test_a_launch_that_is_ended_by_a_signal_leaves_what_there_is(
     shared: Cluster, job: str, tmp_path: Path, commands: Commands
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_launch_that_is_ended_by_a_signal_leaves_what_there_is(
     assert all(clocks[:4] == [1, 2, 3, 4] for clocks in found.values())
 
 
+@pytest.mark.long
 def test_a_worker_that_is_started_again_has_a_part_of_each_process(shared: Cluster, job: str, tmp_path: Path) -> None:
     fail = "import os; assert os.environ['PS_RESTART_COUNT'] != '0'"
     where = flags(shared, job, "--mode", "async", "--max-restarts", "1", "--timeline", str(tmp_path / "all.json"))

@@ -107,6 +107,7 @@ def has_imported_torch(shard: psutil.Process) -> bool:
 # -- what died comes back --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_coordinator_dies_while_another_shard_is_being_brought_back(up: Start) -> None:
     """The shard that starts waits for a coordinator that is gone, and the supervisor waits for neither of them."""
     command = up("--shards=2")
@@ -119,6 +120,7 @@ def test_the_coordinator_dies_while_another_shard_is_being_brought_back(up: Star
     assert command.end(signal.SIGTERM) == 0
 
 
+@pytest.mark.long
 def test_all_shards_die_at_once_and_the_log_and_the_status_say_how_often(up: Start) -> None:
     command = up("--shards=2")
     address = ready(command)
@@ -150,6 +152,7 @@ def test_all_shards_die_at_once_and_the_log_and_the_status_say_how_often(up: Sta
     assert command.end(signal.SIGTERM) == 0
 
 
+@pytest.mark.long
 def test_a_shard_that_hangs_in_its_start_is_killed_and_the_others_come_back_meanwhile(up: Start) -> None:
     """A shard that waits for a coordinator which hangs is not late: its time begins when the coordinator is back.
 
@@ -176,6 +179,7 @@ def test_a_shard_that_hangs_in_its_start_is_killed_and_the_others_come_back_mean
         assert command.end(signal.SIGTERM) == 0
 
 
+@pytest.mark.long
 def test_a_shard_whose_port_is_taken_for_a_moment_is_started_until_it_is_free(up: Start) -> None:
     """The system may give an outgoing connection of another process that port."""
     command = up("--shards=1")
@@ -254,7 +258,7 @@ def test_what_every_shard_would_refuse_is_said_once_and_starts_none(start: Start
     for flags, reason in (
         (["--host=0.0.0.0"], "this server on 0.0.0.0 would be open to the network in plaintext: "),
         (["--metrics-host=0.0.0.0"], "metrics on 0.0.0.0 would be open to the network in plaintext: "),
-        (["--restore"], "--checkpoint-every, --restore and --resume need --checkpoint-dir"),
+        (["--restore"], "--checkpoint-every, --restore, --resume and --own-disk need --checkpoint-dir"),
     ):
         command = start("--shards=2", *flags)
         assert command.process.wait(END_SECONDS) == 1

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -96,6 +99,21 @@ def test_single_run_leaves_a_result_and_weights_that_load(
     assert "step/s" not in errors  # a progress bar is for terminals
 
 
+def test_without_tqdm_and_matplotlib_progress_is_in_plain_lines_and_there_is_no_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for missing in ("tqdm", "matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, missing, None)
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "rb", buffering=0), os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)  # where there would be a bar
+        launching.run_here(monkeypatch, EXAMPLES / "char_gpt.py", *TINY, f"--out={tmp_path}")
+    printed, _ = capsys.readouterr()
+    assert len(re.findall(r"^step \d/6: loss \d\.\d{3}$", printed, re.MULTILINE)) == 6
+    assert "no picture, because matplotlib is not installed: pip install 'ps-torch[examples]'\n" in printed
+    assert {file.name for file in tmp_path.iterdir()} == {"model.safetensors", "result.json"}
+
+
 def test_demo_trains_on_a_cluster_and_says_what_came_of_it(tmp_path: Path) -> None:
     done = launching.python(str(EXAMPLES / "demo.py"), "--goal=0.1", f"--out={tmp_path}", *TINY)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -115,6 +133,7 @@ def test_demo_fails_unless_the_loss_is_below_the_goal(loss: float) -> None:
         demo.check(loss, 0.1)
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_the_demo_and_all_that_it_started(tmp_path: Path) -> None:
     flags = ["--shards=1", "--workers=1", f"--out={tmp_path}", *TINY, "--steps=1000000"]
     command = [sys.executable, str(EXAMPLES / "demo.py"), *flags]

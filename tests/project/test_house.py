@@ -175,13 +175,17 @@ def broken_links(path: Path) -> Iterator[str]:
                 yield target
 
 
+@cache
+def defined_in_tests() -> frozenset[str]:
+    nodes = (node for file in sources("tests") for node in ast.walk(tree(file)))
+    return frozenset(node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef))
+
+
 def wrong_names(path: Path) -> Iterator[str]:
     """Tests and files that a document names in backticks and that are not there."""
-    nodes = [node for file in sources("tests") for node in ast.walk(tree(file))]
-    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     text = path.read_text()
     for named in re.findall(r"`(test_\w+)`", text):
-        if named not in defined and not list((ROOT / "tests").rglob(f"{named}.py")):
+        if named not in defined_in_tests() and not list((ROOT / "tests").rglob(f"{named}.py")):
             yield named
     for named in re.findall(r"`((?:ps_protocol|ps_server|ps_worker|tests|bench|examples|proto|docs)/[\w./-]*)`", text):
         if not (ROOT / named).exists():

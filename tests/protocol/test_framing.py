@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from ps_protocol.convert import hyper_messages
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.framing import PAYLOAD_FIELD, split_message, write_message
+from ps_protocol.framing import PAYLOAD_FIELD, Parts, split_message, write_message
+from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
 from ps_protocol.v1 import data_pb2, job_pb2, types_pb2
 from ps_server.core.commands import Staged
@@ -22,7 +23,8 @@ from ps_server.rpc import data_messages
 from ps_server.shard.times import BucketTimes
 from ps_server.shard.waiting import Notice, PulledBucket
 from ps_worker.cluster import convert as worker_messages
-from ps_worker.values import BucketPush, Identity, ShardTimes
+from ps_worker.values import BucketPush, ShardTimes
+from ps_worker.values import PulledBucket as ReadBucket
 
 HEAD = data_pb2.PushRequest(
     header=data_pb2.PushHeader(
@@ -164,9 +166,14 @@ def bucket_push(index: int, clock: int, empty: bool = False, **more: Any) -> Buc
     )
 
 
+def pulled(message: Parts) -> list[ReadBucket]:
+    """What the worker reads of a message with one bucket, as gRPC brings it."""
+    return worker_messages.pulled(*split_message(message.whole()), len)  # type: ignore[arg-type]
+
+
 def test_a_push_is_written_by_the_worker_and_read_by_the_server_as_by_the_generated_class() -> None:
     step = bucket_push(300, 2**40, absent=[0, 5], groups={1: {"lr": 0.5, "nesterov": True}})
-    written = worker_messages.gradient_push(WHO, step, memoryview(PUSH.payload))
+    written = worker_messages.gradient_push(WHO, step, memoryview(PUSH.payload)).whole()
     assert data_pb2.PushRequest.FromString(written) == PUSH
     call = data_messages.push(PUSH.SerializeToString())
     assert (call.job, call.rank, call.incarnation, call.clock) == ("job", 3, 7, 2**40)
@@ -175,7 +182,7 @@ def test_a_push_is_written_by_the_worker_and_read_by_the_server_as_by_the_genera
 
 
 def test_a_push_says_its_kind_and_wire_format() -> None:
-    def kinds(data: bytes) -> list[tuple[int, PushKind, str]]:
+    def kinds(data: Parts) -> list[tuple[int, PushKind, str]]:
         return [(bucket.bucket, bucket.kind, bucket.wire_format) for bucket in data_messages.push(data).buckets]
 
     elements = memoryview(b"abcd")
@@ -213,19 +220,19 @@ def test_an_exchange_is_of_one_worker_at_one_clock() -> None:
 
 def test_a_pulled_bucket_is_read_as_it_was_sent_by_hand_and_by_the_generated_class() -> None:
     data = ANSWERS.pulled(PulledBucket(7, 40, 0.25, payload=memoryview(b"weights!"), wire_format="float16"))
-    [found] = worker_messages.pulled(data, len)  # type: ignore[arg-type]
+    [found] = pulled(data)
     assert (found.bucket, found.waited, found.waiting) == (7, 0.25, None)
     assert (found.payload, found.wire_format) == (b"weights!", "float16")
-    message = data_pb2.PullResponse.FromString(data)
+    message = data_pb2.PullResponse.FromString(data.whole())
     assert message.payload == b"weights!"
     assert message.header == types_pb2.ResponseHeader(shard_index=2, process=2**63 - 1, version=40)
-    assert worker_messages.pulled(message.SerializeToString(), len) == [found]  # type: ignore[arg-type]
+    assert pulled(Parts(message.SerializeToString())) == [found]
 
 
 def test_payloads_of_several_buckets_follow_each_other() -> None:
     buckets = [data_pb2.PulledBucket(bucket=index) for index in (5, 3)]
     message = data_pb2.PullResponse(buckets=buckets, payload=b"fiverest")
-    found = worker_messages.pulled(message.SerializeToString(), lambda index: {5: 4, 3: 4}[index])
+    found = worker_messages.pulled(*split_message(message.SerializeToString()), lambda index: {5: 4, 3: 4}[index])
     assert [(bucket.bucket, bytes(bucket.payload)) for bucket in found] == [(5, b"five"), (3, b"rest")]
 
 
@@ -235,9 +242,9 @@ def test_the_notice_that_a_bucket_is_not_admitted_says_whom_it_waits_for_and_why
         (ANSWERS.pulled(PulledBucket(7, waiting=admission)), data_pb2.PullResponse),
         (ANSWERS.exchanged(PulledBucket(7, waiting=admission)), data_pb2.ExchangeResponse),
     ):
-        [found] = worker_messages.pulled(data, len)  # type: ignore[arg-type]
+        [found] = pulled(data)
         assert (found.bucket, found.waiting) == (7, ((1, 4), "worker 1 is at clock 3"))
-        assert kind.FromString(data).HasField("waiting")
+        assert kind.FromString(data.whole()).HasField("waiting")
 
 
 def test_an_acknowledgement_says_the_lowest_version_and_how_many_were_repeats() -> None:
@@ -297,14 +304,14 @@ def test_a_message_that_means_nothing_is_refused(read: Callable[[bytes], object]
 
 def test_a_notice_says_which_buckets_are_there_and_how_long_pushes_have_been_staged() -> None:
     notice = Notice((PulledBucket(4, 3), PulledBucket(2, 5, save_state=True)))
-    response = data_pb2.ExchangeResponse.FromString(ANSWERS.exchanged(notice))
+    response = data_pb2.ExchangeResponse.FromString(ANSWERS.exchanged(notice).whole())
     assert [(bucket.bucket, bucket.version, bucket.state_wanted) for bucket in response.buckets] == [
         (4, 3, False),
         (2, 5, True),
     ]
     assert (response.header.version, response.WhichOneof("location")) == (3, "in_segment")
     assert not response.HasField("staged_duration")
-    assert worker_messages.shared_exchanged(ANSWERS.exchanged(Notice((), 0.5))) == ([], 0.5)
+    assert worker_messages.shared_exchanged(ANSWERS.exchanged(Notice((), 0.5)).whole()) == ([], 0.5)
 
 
 # -- timelines ---------------------------------------------------------------------------------------------------------
@@ -322,7 +329,7 @@ def test_who_records_no_timeline_sends_and_gets_the_bytes_of_the_first_release()
         worker_messages.pull_request(TIMED, 5, [4], 100).hex(): OF_TIMED + "1a010422002864",
         worker_messages.commit_exchange(TIMED, 5, empty, [4]).hex(): "0a1d" + OF_TIMED + "1a0408041003120104",
         shared.hex(): "0a1f" + OF_TIMED + "1a060804100320011201042200",
-        ANSWERS.pulled(PulledBucket(7, 40)).hex(): "0a0e080210ffffffffffffffff7f2028120408071028",
+        ANSWERS.pulled(PulledBucket(7, 40)).whole().hex(): "0a0e080210ffffffffffffffff7f2028120408071028",
     }
     assert list(sent) == list(sent.values())
 
@@ -334,8 +341,8 @@ def test_times_come_back_as_they_were_noted_and_only_where_there_are_some() -> N
     assert data_messages.exchange(exchange)[1].times_wanted
     times = BucketTimes(0.25, 1.5, 70.000001)
     data = ANSWERS.pulled(PulledBucket(7, 40, payload=memoryview(b""), times=times))
-    [found] = worker_messages.pulled(data, len)  # type: ignore[arg-type]
+    [found] = pulled(data)
     assert found.times == ShardTimes(0.25, 1.5, 70.000001)
-    assert worker_messages.shared_pulled(ANSWERS.pulled(Notice((PulledBucket(7),))))[0].times is None
-    assert worker_messages.shard_clock(ANSWERS.pulled(Notice(clock=3.5))) == 3.5
-    assert worker_messages.shard_clock(ANSWERS.pulled(Notice())) is None, "a shard of before"
+    assert worker_messages.shared_pulled(ANSWERS.pulled(Notice((PulledBucket(7),))).whole())[0].times is None
+    assert worker_messages.shard_clock(ANSWERS.pulled(Notice(clock=3.5)).whole()) == 3.5
+    assert worker_messages.shard_clock(ANSWERS.pulled(Notice()).whole()) is None, "a shard of before"

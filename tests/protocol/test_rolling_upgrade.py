@@ -89,12 +89,25 @@ def same_answers(call: Recorded, answers: list[Any]) -> None:
     assert same(now) == same(then)
 
 
+def clock_of(call: Recorded) -> int:
+    """The clock of a call that pushes or pulls; -1: of another."""
+    request = call.new_request()
+    if call.name == "Push":
+        return int(request.header.clock)
+    if call.name == "Exchange":
+        return int(request.push.clock)
+    return int(request.clock) if call.name == "Pull" else -1
+
+
 def live(player: Player, calls: list[Recorded]) -> list[tuple[Recorded, Future[list[Any]]]]:
     """Sends a worker's calls in their order; returns those that may wait for later ones, with their answers to come."""
     streams = []
     for call in first_life(calls):
         if call.name == "CheckpointJob":
             continue  # it waits for steps that the recording may not have: see `checkpoint`
+        for earlier, answers_to_come in streams:
+            if 0 <= clock_of(earlier) < clock_of(call):  # a worker begins a step when it has the weights of the last
+                answers_to_come.result()
         if call.method.server_streaming:
             streams.append((call, player.begin(call)))
             continue

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +21,7 @@ import pytest
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_server.ops.dev_certs import write
 from tests.scripts.train_on_ray import ENOUGH, in_ray_train, train
+from tests.tools.launching import ROOT, environment
 from tests.tools.rays import logs, needs_ray, steps, three_nodes, until, until_further
 
 pytestmark = needs_ray
@@ -24,6 +29,7 @@ pytestmark = needs_ray
 LEASE = 120.0  # longer than all that these tests allow: no recovery waits for it
 OPTIONS = f"--lease {LEASE:g}"
 FIT_SECONDS = 120.0
+EXAMPLE_SECONDS = 240.0  # it starts a Ray of its own, too
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +226,22 @@ def test_a_run_has_servers_of_its_own(nodes: Any, tmp_path: Path) -> None:
     assert list(checkpoints.rglob("manifest.json")), "the last worker's leaving made a checkpoint"
 
 
+@pytest.mark.timeout(EXAMPLE_SECONDS + 60)
+def test_the_example_runs_on_a_ray_of_its_own(tmp_path: Path) -> None:
+    """As on a laptop: half a core for a worker, a tenth of one for a shard."""
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as short:
+        own = environment(RAY_ADDRESS="local", RAY_TMPDIR=short, HOME=str(tmp_path))
+        words = [sys.executable, str(ROOT / "examples" / "ray_train.py"), "--out", str(tmp_path / "runs")]
+        done = subprocess.run(words, env=own, capture_output=True, text=True, timeout=EXAMPLE_SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 5, done.stdout
+    last, accuracy = re.findall(r"^([\d.]+) is the last loss, ([\d.]+) the accuracy", done.stdout, re.MULTILINE)[0]
+    assert float(last) == losses[-1] < 0.3
+    assert float(accuracy) > 0.9, "the weights in Ray's checkpoint are those that were trained"
+    assert len(list(tmp_path.glob("runs/*/checkpoint_*/model.safetensors"))) == 1
+
+
 def test_what_cannot_be_is_refused(nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ps_worker.ray import ParameterServer, PsConfig
 
@@ -234,8 +256,13 @@ def test_what_cannot_be_is_refused(nodes: Any, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(PSError, match="unknown option --leases"):
         ParameterServer(1, server_options="--leases 3", insecure=True)
     monkeypatch.setattr("ps_worker.ray.servers.PLACE_SECONDS", 3.0)
-    with pytest.raises(PSError, match="Ray has no room for 40 shards"):
+    with pytest.raises(PSError) as refused:
         ParameterServer(40, insecure=True)
+    assert re.fullmatch(
+        r"Ray has no room for 40 shards with CPU 1 each: it has CPU \d+ \(\d+ free\); "
+        "ask for fewer shards, or for less in resources_per_shard, or add nodes",
+        str(refused.value),
+    )
 
 
 def test_a_shard_goes_on_elsewhere_when_its_node_is_lost(nodes: Any, servers: Any, tmp_path: Path) -> None:

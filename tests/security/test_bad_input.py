@@ -306,7 +306,7 @@ def test_a_gradient_that_is_not_finite_is_refused_named_and_counted(shared: Clus
         assert session.clock == 1
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_a_step_that_is_half_out_when_it_goes_wrong_counts_for_nothing_and_training_goes_on(
     shared: Cluster, job: str, transport: str
 ) -> None:

@@ -61,6 +61,7 @@ def test_no_handler_fails_on_random_or_damaged_bytes(target: Target, name: str) 
 def test_the_seeds_are_what_the_handlers_take(target: Target) -> None:
     """Else the fuzzing above would stop at the door."""
     fresh = Target()
+    assert fresh.handlers.keys() == SEEDS.keys()
     assert {name for name in ("Push", "Pull", "CreateJob", "AddWorker") if fresh.throw(name, SEEDS[name][0])} == set()
     fresh.stop()
 

@@ -15,7 +15,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from torch import nn
 
-from ps_protocol.errors import Forbidden, InvalidRequest, PSError, Unauthenticated
+from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, PSError, Unauthenticated
 from ps_protocol.v1 import data_pb2, membership_pb2, rounds_pb2, types_pb2
 from ps_protocol.v1.data_pb2_grpc import DataServiceStub
 from ps_runtime import reloading
@@ -26,6 +26,7 @@ from ps_server.ops import dev_certs, status
 from ps_server.rpc.auth import parse_access_list
 from ps_server.rpc.health_client import is_serving
 from ps_server.rpc.permissions import EVERYONE, METHODS, Permission, Principal, Role
+from ps_worker.cluster.reports import report_shard_end, report_worker_end
 from tests.tools.cluster import Cluster
 from tests.tools.raw_worker import joined, vector_job
 
@@ -142,6 +143,43 @@ def test_a_reader_sees_the_status_and_cannot_end_a_job(guarded: Cluster) -> None
         status.end_job(guarded.address, "of no worker", carrying("reader"))
     with pytest.raises(LookupError):
         status.end_job(guarded.address, "of no worker", carrying("admin"))
+
+
+@pytest.mark.parametrize(
+    ("role", "may"), [("worker:mine", True), ("reader", False), ("admin", True), ("cluster", True)]
+)
+def test_who_may_report_a_workers_end(guarded: Cluster, folder: Path, role: str, may: bool) -> None:
+    """A worker's own role is enough, for its own job: it could take the place of the other anyway."""
+    with guarded.connect("sync", job="mine", token_file=folder / "worker:mine") as session:
+        model = nn.Linear(1, 1)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+        def report(job: str) -> tuple[int, ...]:
+            return report_worker_end(guarded.address, job, "another-launch", pid=1, access=carrying(role))
+
+        if may:
+            assert report("mine") == ()
+        else:
+            with pytest.raises(Forbidden, match="that takes the role admin or cluster or worker"):
+                report("mine")
+        with pytest.raises(NotFound if may and role != "worker:mine" else Forbidden):
+            report("another")
+        assert [
+            worker["rank"] for worker in status.fetch(guarded.address, carrying("reader"))["jobs"][0]["workers"]
+        ] == [0]
+
+
+@pytest.mark.parametrize(
+    ("role", "may"), [("worker:mine", False), ("reader", False), ("admin", True), ("cluster", True)]
+)
+def test_who_may_report_a_shards_end(guarded: Cluster, role: str, may: bool) -> None:
+    """With it another process may take the shard's index, so a worker may not."""
+    process = guarded.servers[0].process
+    if may:
+        assert not report_shard_end(guarded.address, 0, process + 1, carrying(role)), "another process is meant"
+    else:
+        with pytest.raises(Forbidden, match="that takes the role admin or cluster"):
+            report_shard_end(guarded.address, 0, process, carrying(role))
 
 
 def test_tokens_are_read_again_when_they_change(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import signal
@@ -21,10 +22,14 @@ from torch import nn
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest, Untrusted
+from ps_protocol.frames import TICKET_BYTES, Kind, write_header
 from ps_runtime import reloading
 from ps_runtime.credentials import Access, Tls, access, certificate_expiry, require_encryption
+from ps_runtime.tls_contexts import client_context
 from ps_server.ops import dev_certs, status
+from ps_server.rpc.data_connections import Tickets
 from ps_server.rpc.health_client import is_serving
+from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster
 from tests.tools.launching import ROOT, python
 
@@ -83,10 +88,55 @@ def one_step(cluster: Cluster, **more: object) -> float:
 
 def test_a_worker_with_a_certificate_trains_over_mutual_tls(make_cluster: MakeCluster, certs: Path) -> None:
     cluster = make_cluster(tls=server_tls(certs))
-    for transport in ("grpc", "shm"):
+    for transport in ("grpc", "tcp", "shm"):
         assert one_step(cluster, transport=transport, **files(certs)) == -1.0
     assert status.fetch(cluster.address, client(certs))["shards"][0]["reachable"]
     assert is_serving(cluster.address, client(certs))
+
+
+def test_large_buckets_cross_an_encrypted_data_connection_both_ways(make_cluster: MakeCluster, certs: Path) -> None:
+    cluster = make_cluster(tls=server_tls(certs))
+
+    def trained(transport: str) -> torch.Tensor:
+        model = nn.Linear(1024, 2048)
+        torch.manual_seed(0)
+        nn.init.normal_(model.weight)
+        nn.init.zeros_(model.bias)
+        with cluster.connect("sync", job=transport, transport=transport, **files(certs)) as session:
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            model, optimizer = session.prepare(model, optimizer, bucket_bytes=2**20)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(2, 1024)).square().mean().backward()
+                optimizer.step()
+        return model.weight.detach().clone()
+
+    assert torch.equal(trained("tcp"), trained("grpc"))
+
+
+def test_a_data_port_looks_at_no_ticket_of_who_shows_no_certificate(
+    make_cluster: MakeCluster, certs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, looked_at = free_ports(1), list[bytes]()
+    monkeypatch.setattr(Tickets, "redeem", lambda tickets, ticket: looked_at.append(ticket))
+    make_cluster(shards=1, tls=server_tls(certs), data_port=port)
+    good, others = client(certs).tls, client(certs / "others").tls
+    for tls in (None, Tls(ca=certs / "ca.pem"), others):
+        show(port, tls)
+    assert not looked_at
+    show(port, good)
+    assert looked_at == [bytes(TICKET_BYTES)]
+
+
+def show(port: int, tls: Tls | None) -> None:
+    """Shows a data port these certificates, and then a ticket; returns when the connection has ended."""
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(("127.0.0.1", port), 10.0) as plain,
+        plain if tls is None else client_context(tls).wrap_socket(plain, server_hostname="127.0.0.1") as end,
+    ):
+        end.sendall(write_header(0, Kind.OPEN, TICKET_BYTES) + bytes(TICKET_BYTES))
+        end.recv(1)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ps_server.core.accounting import StepAccounting
+from ps_server.core.snapshot import VersionRange
 
 
 def account(**fields: object) -> StepAccounting:
@@ -26,7 +27,37 @@ def test_clocks_that_a_worker_skipped_when_it_came_back_are_not_lost() -> None:
     assert steps.lost_steps == 5 + 5
     steps.unaccounted = {0: (18, 31)}
     steps.joined(0, 31, 31)
-    assert steps.lost_steps == 10 + (31 - 18) - 2 - 5
+    assert steps.lost_steps == 10 + 1, "the others are counted, or were never made"
+
+
+def test_steps_that_are_lost_once_more_count_once_and_those_that_were_made_again_count_again() -> None:
+    reached = [VersionRange(40, 40, {0: 40})]
+    steps = account()
+    steps.rolled_back(reached, heard={0: 45})
+    steps.joined(0, 45, 45)  # another shard has them still
+    steps.rolled_back(reached, heard={0: 47})
+    steps.joined(0, 40, 47)  # no shard has them
+    assert steps.lost_steps == 7
+    steps.rolled_back(reached, heard={0: 42})
+    steps.joined(0, 42, 42)
+    assert steps.lost_steps == 7 + 2
+
+
+def test_steps_of_a_worker_that_was_gone_before_the_shard_count_once_and_in_sync_not_at_all() -> None:
+    reached = [VersionRange(40, 40, {0: 40, 1: 38})]
+    steps = account()
+    steps.gone(1, 41)
+    steps.rolled_back(reached, heard={0: 45}, gone={1: 44})  # shards know better than what it said last
+    assert steps.lost_steps == 44 - 38
+    steps.settle(0)
+    steps.rolled_back(reached, heard={}, gone={1: 44})
+    assert steps.lost_steps == 44 - 38 + 5
+    steps.joined(1, 50, 46)  # it was alive, and had done more
+    assert steps.lost_steps == 46 - 38 + 5
+    together = StepAccounting(aggregate=True)  # the others make that step again, and nothing of it is missing
+    together.gone(1, 41)
+    together.rolled_back(reached, heard={}, gone={1: 44})
+    assert (together.lost_steps, together.redone_steps) == (0, 0)
 
 
 def test_what_a_worker_that_does_not_come_back_had_done_is_counted_and_the_rest_if_it_does() -> None:

@@ -90,6 +90,6 @@ def test_errors_in_a_shards_own_threads_are_counted(tmp_path: Path, monkeypatch:
     shard.push(PushCall("job", 0, 1, 1, (PushedBucket(0, PushKind.GRADIENT),), bytes(64), run="1"))
     until(lambda: background.errors()["apply"] > before["apply"])
     with pytest.raises(PSError, match="cannot be restored on this shard; its log says why"):
-        shard.restore_job(spec, [0], "000001", 5, "1", SECONDS)
+        shard.restore_job(spec, [0], "000001", 5, "1", seconds=SECONDS)
     shard.stop()
     assert {name: background.errors()[name] - count for name, count in before.items()} == dict.fromkeys(before, 1)

@@ -31,11 +31,13 @@ from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.shards import Shards
 from ps_server.coordinator.state_file import FILE, StateFile
+from ps_server.coordinator.worker_states import StatesRoom
 from ps_server.core.placement import place_job
-from ps_server.storage.checkpoints import CheckpointStore, seal
+from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.directory_lock import lock_directory
 from ps_server.storage.disk import Disk
 from ps_server.storage.export import export
+from ps_server.storage.manifest import FORMAT, seal
 from tests.tools.checkpoint_files import filled, write_checkpoint
 from tests.tools.one_process import AtOnce, DirectWorker, OneProcess, train
 from tests.tools.raw_worker import vector_job
@@ -158,19 +160,19 @@ def test_a_job_whose_directory_cannot_be_is_refused_when_it_is_registered(tmp_pa
 
 # -- versions --------------------------------------------------------------------------------------------------------
 
-NEWER = r"written by a newer version of ps-torch \(format 3\), this one reads up to 2: upgrade"
+NEWER = rf"written by a newer version of ps-torch \(format {FORMAT + 1}\), this one reads up to {FORMAT}: upgrade"
 
 
 def test_a_manifest_of_a_newer_version_is_refused_and_not_passed_over(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for name in ("000001", "000002"):
         write_checkpoint(store, SPEC, filled(SPEC), name)
-    (tmp_path / "job" / "000002" / "manifest.json").write_text('{"format": 3, "sealed": "otherwise"}')
+    (tmp_path / "job" / "000002" / "manifest.json").write_text(f'{{"format": {FORMAT + 1}, "sealed": "otherwise"}}')
     with pytest.raises(VersionMismatch, match=NEWER):
         store.manifest("job", "000002")
     with pytest.raises(VersionMismatch, match=NEWER):
         export(tmp_path, "job", None, tmp_path / "out")
-    checkpointing = Checkpointing(store, CheckpointPolicy(tmp_path, restore=True), lambda: None)
+    checkpointing = Checkpointing(store, CheckpointPolicy(tmp_path, restore=True), lambda: None, StatesRoom(0))
     shards = Shards(1, lambda index, address: None, AtOnce)  # type: ignore[arg-type, return-value]
     with pytest.raises(VersionMismatch, match=NEWER):
         Recovery(checkpointing, shards).restore(place_job(SPEC, 1, "run"), [], 0, any_run=True)
@@ -178,7 +180,7 @@ def test_a_manifest_of_a_newer_version_is_refused_and_not_passed_over(tmp_path: 
 
 def test_a_state_file_of_a_newer_version_is_neither_used_nor_written_over(tmp_path: Path) -> None:
     StateFile(tmp_path).save(dict)
-    reseal(tmp_path / FILE, format=3, jobs=["of another kind"])
+    reseal(tmp_path / FILE, format=FORMAT + 1, jobs=["of another kind"])
     before = (tmp_path / FILE).read_bytes()
     with pytest.raises(InvalidRequest, match=NEWER):
         OneProcess(tmp_path)
@@ -248,5 +250,6 @@ def test_a_worker_of_after_the_copy_that_is_put_back_is_not_fenced_and_joins_aga
     cluster.start_shard(0)
     cluster.coordinator.recover_jobs()
     assert worker.rejoin().clock == saved.clock
+    assert worker.place.member.incarnation > member.incarnation, "no number is given out twice"
     assert train([worker]).tolist() == [saved.clock + 1.0] * 64
     cluster.stop()

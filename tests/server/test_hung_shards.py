@@ -255,6 +255,31 @@ def test_a_job_that_is_not_on_disk_yet_is_not_given_to_a_second_caller(tmp_path:
     cluster.stop()
 
 
+def test_a_worker_whose_join_is_not_on_disk_yet_is_told_to_nobody_whatever_else_is_told_meanwhile(
+    tmp_path: Path,
+) -> None:
+    """A coordinator that dies now and comes back does not know the worker: others must not train without it."""
+    told: list[tuple[list[int], bool]] = []
+
+    class SlowDisk(Disk):
+        def write(self, *arguments: Any, **named: Any) -> Any:
+            if cluster.coordinator.jobs():
+                job = cluster.coordinator.job("job")
+                job.watchers.tell()  # as the join of another worker would at this moment
+                job.watchers.add(lambda roster: roster and told.append((roster[0], roster[2])))()
+            return super().write(*arguments, **named)
+
+    cluster = OneProcess(tmp_path, disk=SlowDisk())
+    spec = vector_job("job", "sync", CELLS, 2)
+    for rank in range(2):
+        DirectWorker(cluster, spec, rank)
+    assert told
+    assert {rank for ranks, _ in told for rank in ranks} == {0}
+    assert not any(started for _, started in told)
+    assert cluster.coordinator.job("job").members.announced() == ([0, 1], 2, True)
+    cluster.stop()
+
+
 @pytest.mark.usefixtures("caplog")
 def test_what_the_disk_did_not_take_is_written_when_it_can(tmp_path: Path) -> None:
     disk = FullDisk()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import TryLater
+from ps_protocol.errors import CheckpointFailed, TryLater
 from ps_protocol.tensors import bytes_of
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.core.membership import JoinRequest
@@ -20,7 +20,8 @@ from ps_server.core.requests import PushCall, PushedBucket, PushKind
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads, Task
-from ps_server.storage.checkpoints import CheckpointStore, Manifest
+from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.manifest import Manifest
 from tests.tools.one_process import CELLS, DirectWorker, OneProcess, join_all, train
 from tests.tools.raw_worker import vector_job
 
@@ -94,6 +95,22 @@ def test_a_checkpoint_says_which_workers_have_not_come_in_time(
     assert (made.without, made.incomplete, made.complete) == ((0, 1), 1, 1)
     train(each)  # and training goes on
     assert whole(cluster, each).clock == 3
+
+
+@pytest.mark.parametrize("mode", ["ssp:4", "async"])
+def test_states_of_workers_that_have_made_no_step_are_missed_without_a_warning(
+    cluster: OneProcess, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    each = join_all(cluster, mode)
+    cluster.while_waiting()
+    with caplog.at_level(logging.INFO):
+        assert asked(cluster, 60.0).without == (0, 1)
+    assert "has no state of workers [0, 1] yet: no step of theirs is in it" in caplog.text
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    each[1].push()
+    with caplog.at_level(logging.WARNING):
+        assert asked(cluster, 60.0).without == (0, 1)
+    assert "is without the state of workers [0, 1]: after a return to it" in caplog.text
 
 
 def test_nothing_is_waited_for_before_training_begins(cluster: OneProcess) -> None:
@@ -350,6 +367,30 @@ def test_the_last_snapshot_has_what_was_staged_before_it(shard: Shard) -> None:
         push(shard, 2)
     clock.now = 10.0
     assert push(shard, 2), "the servers have not ended"
+
+
+@pytest.mark.parametrize("is_given_up", [True, False])
+def test_a_checkpoint_that_was_given_up_meanwhile_is_no_trouble_of_the_shard(
+    shard: Shard, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_given_up: bool
+) -> None:
+    """As at the end of a job: its directory is gone. One that is there, and cannot be written to, is a trouble."""
+    caplog.set_level(logging.INFO)
+    threads, folder = shard._threads, tmp_path / "job" / "000001"
+    assert isinstance(threads, HeldThreads)
+    shard.create_job(vector_job("job", "async", 16, 1), [0], "1")
+    shard.add_worker("job", 0, 1, None, run="1")
+    push(shard, 0, PushKind.INITIAL_VALUE)
+    threads.run()
+    if is_given_up:
+        folder.rmdir()
+    else:
+        (folder / "shard-0.safetensors").mkdir()
+    shard.begin_snapshot("job", "000001", None, "1")
+    threads.run()
+    with pytest.raises(CheckpointFailed):
+        shard.await_snapshot("job", "000001", 0.0, "1")
+    [told] = [record for record in caplog.records if "cannot be written" in record.getMessage()]
+    assert told.levelno == (logging.INFO if is_given_up else logging.WARNING)
 
 
 def test_in_sync_the_last_snapshot_lets_its_own_clock_complete(shard: Shard) -> None:

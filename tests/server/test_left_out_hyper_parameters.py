@@ -14,7 +14,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.optimizers import ELEMENTWISE, hyper_parameters, with_defaults
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.state_file import FILE
-from ps_server.storage.checkpoints import seal
+from ps_server.storage.manifest import seal
 from tests.tools.one_process import DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
 

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from ps_server.coordinator.timing import Timing
 from tests.tools.cluster import Cluster, until
+from tests.tools.one_process import OneProcess
 from tests.tools.raw_worker import RawWorker, vector_job
 
 CELLS = 64
+
+
+def test_a_job_that_ends_while_its_shards_are_asked_is_no_orphan(
+    cluster: OneProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = cluster.shards[0]
+    held.create_job(vector_job("ended", "sync", CELLS, 1), [0])
+    with caplog.at_level(logging.WARNING):
+        cluster.coordinator.drop_orphaned_jobs()
+        assert "ended" in held.jobs()
+        held.drop_job("ended")
+        cluster.coordinator.drop_orphaned_jobs()
+        assert not caplog.records
+        held.create_job(vector_job("ended", "sync", CELLS, 1), [0])
+        cluster.coordinator.drop_orphaned_jobs()
+        cluster.coordinator.drop_orphaned_jobs()
+    assert "ended" not in held.jobs()
+    assert [record.getMessage() for record in caplog.records] == ["job ended: run  is orphaned on shard 0: dropped"]
 
 
 def test_a_job_that_is_made_after_it_was_dropped_does_not_stay(

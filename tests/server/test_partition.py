@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotFound, OutOfOrder, PSError, UnknownWorker
 from ps_protocol.job import HyperParameters, NonFinite
 from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, hyper_parameter_names
-from ps_server.core.commands import AddWorker, RemoveWorker
+from ps_server.core.commands import AddWorker, Counted, RemoveWorker
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import Push, PushKind
 from tests.simulation.simulator import Simulation
@@ -224,8 +224,26 @@ def test_the_frontier_is_the_highest_clock_of_any_bucket_that_trains() -> None:
     for clock in (1, 2):
         stage(job, push(1, clock))
         work(job, 1)
-    assert job.execute(AddWorker(2, 9, None)) == 2
+    assert job.execute(AddWorker(2, 9, None)).frontier == 2
     assert job.roster[2].start == 2
+
+
+def test_a_worker_that_comes_back_learns_how_far_it_had_pushed_whatever_clock_it_joined_at() -> None:
+    """Also by a call that is repeated, and after a join of which the worker never heard."""
+    job = running("ssp:3", workers=2)
+    for clock in (1, 2, 3):
+        for bucket in TRAINED:
+            stage(job, push(bucket, clock, rank=1, incarnation=2))
+            work(job, bucket)
+    for clock in (1, 2):
+        stage(job, push(0, clock))
+        work(job, 0)
+    stage(job, push(1, 1))  # of its second step only one bucket came
+    work(job, 1)
+    assert [job.execute(AddWorker(0, incarnation, None)) for incarnation in (9, 9, 10)] == [Counted(3, 1)] * 3
+    stage(job, push(0, 4, incarnation=10))
+    stage(job, push(1, 4, incarnation=10))
+    assert job.execute(AddWorker(0, 11, None)) == Counted(4, 4)
 
 
 def test_a_buffer_is_sent_at_any_clock_once_it_is_there() -> None:

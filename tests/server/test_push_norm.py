@@ -23,7 +23,7 @@ from tests.tools.cluster import Cluster
 from tests.tools.partitions import job_spec, push, running
 
 
-@pytest.mark.parametrize("transport", ["grpc", "shm"])
+@pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
 def test_a_gradient_beyond_the_norm_is_refused_by_name_and_changes_nothing_and_one_within_it_trains(
     make_cluster: Callable[..., Cluster], transport: str
 ) -> None:

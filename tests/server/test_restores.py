@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import (
     CheckpointDamaged,
+    InvalidRequest,
     NotFound,
     OutOfOrder,
     PSError,
@@ -26,9 +27,10 @@ from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.shards import Shards
+from ps_server.coordinator.worker_states import StatesRoom
 from ps_server.core.placement import place_job
 from ps_server.core.requests import PullCall
-from ps_server.core.snapshot import RestoreProgress, VersionRange
+from ps_server.core.snapshot import Part, RestoreProgress, VersionRange
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import OwnThreads
@@ -78,7 +80,7 @@ def shard(tmp_path: Path, disk: SlowDisk) -> Iterator[Shard]:
 
 
 def restore(shard: Shard, name: str, last_incarnation: int, seconds: float = 30.0, run: str = RUN) -> RestoreProgress:
-    return shard.restore_job(SPEC, BUCKETS, name, last_incarnation, run, seconds)
+    return shard.restore_job(SPEC, BUCKETS, name, last_incarnation, run, seconds=seconds)
 
 
 def weights(shard: Shard) -> float:
@@ -190,7 +192,9 @@ class ReadingShard:
     def process(self) -> int:
         return 1
 
-    def restore_job(self, spec: JobSpec, buckets: list[int], name: str, last: int, run: str) -> RestoreProgress:
+    def restore_job(
+        self, spec: JobSpec, buckets: list[int], name: str, last: int, run: str, own: Part | None
+    ) -> RestoreProgress:
         self.asked.append((name, last))
         assert self.recovery is not None
         told = self.recovery.progress("job")
@@ -207,7 +211,7 @@ def recovery_of(tmp_path: Path, api: ReadingShard) -> tuple[Recovery, Shards]:
     write_two(store)
     shards = Shards(1, lambda index, address: api, AtOnce)  # type: ignore[arg-type, return-value]
     shards.register(0, "127.0.0.1:1", "", 1, 1)
-    api.recovery = Recovery(Checkpointing(store, CheckpointPolicy(tmp_path), lambda: None), shards)
+    api.recovery = Recovery(Checkpointing(store, CheckpointPolicy(tmp_path), lambda: None, StatesRoom(0)), shards)
     return api.recovery, shards
 
 
@@ -261,7 +265,7 @@ def test_a_worker_that_joins_meanwhile_is_told_how_far_it_is(tmp_path: Path, mon
     worker.initialise()
     worker.checkpoint()
     told: list[tuple[str, str | None]] = []
-    read = CheckpointStore.read_buckets
+    read = CheckpointStore.read_files
 
     def join_and_read(*arguments: Any) -> Any:
         with pytest.raises(TryLater) as error:
@@ -269,7 +273,7 @@ def test_a_worker_that_joins_meanwhile_is_told_how_far_it_is(tmp_path: Path, mon
         told.append((str(error.value), error.value.progress))
         return read(*arguments)
 
-    monkeypatch.setattr(CheckpointStore, "read_buckets", join_and_read)
+    monkeypatch.setattr(CheckpointStore, "read_files", join_and_read)
     cluster.start_shard(0)
     cluster.coordinator.recover_jobs()
     [(text, progress)] = told
@@ -277,3 +281,15 @@ def test_a_worker_that_joins_meanwhile_is_told_how_far_it_is(tmp_path: Path, mon
     assert progress is not None
     assert worker.rejoin().member.incarnation > 1
     cluster.stop()
+
+
+@pytest.mark.parametrize(("buckets", "got"), [((0, 99), 99), ((1, 0, 1), 1)])
+def test_a_call_with_buckets_that_cannot_be_leaves_the_job_as_it_is(
+    shard: Shard, disk: SlowDisk, buckets: tuple[int, ...], got: int
+) -> None:
+    """A fuzzer found that the job was given up before it was looked at what was asked for."""
+    disk.go.set()
+    restore(shard, "000001", 5)
+    with pytest.raises(InvalidRequest, match=f"each once, got {got}"):
+        shard.restore_job(SPEC, buckets, "000002", 6, RUN)
+    assert weights(shard) == 1.0

@@ -22,8 +22,9 @@ from ps_server.core.snapshot import BucketSnapshot
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import OwnThreads
-from ps_server.storage.checkpoints import CheckpointStore, Manifest
+from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.disk import Disk
+from ps_server.storage.manifest import Manifest
 from tests.tools.launching import python
 from tests.tools.raw_worker import vector_job
 
@@ -81,14 +82,14 @@ def test_what_a_job_is_still_to_take_counts_while_it_is_restored(
     shard = Shard(ShardMetrics(CollectorRegistry()), OwnThreads(), checkpoints=store)
     small = vector_job("small", "sync", 16, 1)
     try:
-        shard.restore_job(SPEC, range(len(LAYOUT)), NAME, 1, RUN, 0.0)
+        shard.restore_job(SPEC, range(len(LAYOUT)), NAME, 1, RUN, seconds=0.0)
         assert disk.reached.wait(SECONDS)
         left = room.optimizer + room.staged
         monkeypatch.setattr("ps_server.shard.hosted.free_bytes", lambda: left)
         with pytest.raises(LimitExceeded, match=f"{left} are free, of which other jobs here still take {left}"):
             shard.create_job(small, [0], RUN)
         disk.go.set()
-        assert shard.restore_job(SPEC, range(len(LAYOUT)), NAME, 1, RUN, SECONDS).extent is not None
+        assert shard.restore_job(SPEC, range(len(LAYOUT)), NAME, 1, RUN, seconds=SECONDS).extent is not None
         with pytest.raises(LimitExceeded, match=f"still take {left}"):
             shard.create_job(small, [0], RUN)
         shard.drop_job("job", RUN)

@@ -58,13 +58,17 @@ def directory(tmp_path: Path) -> Path:
     return path
 
 
+# What other threads of this process open and close meanwhile: those of a hidden segment, of gRPC, of servers.
+OF_OTHERS = ("socket:", "pipe:", "anon_inode:", "/proc/")
+
+
 def open_files() -> list[str]:
-    """What this process has open. Sockets left out: the threads of a hidden segment close theirs in a moment."""
+    """What this process has open, of all that could be a segment."""
     files = []
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the one that lists them
             files.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return sorted(file for file in files if not file.startswith("socket:"))
+    return sorted(file for file in files if not file.startswith(OF_OTHERS))
 
 
 def test_both_ends_see_the_same_memory_and_nothing_is_left_of_the_handover(plan: SegmentPlan, directory: Path) -> None:
@@ -508,7 +512,7 @@ def test_sockets_of_workers_that_were_killed_are_removed_and_those_of_living_one
 # -- training --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
 def test_every_transport_and_wire_format_trains_alike(shared: Cluster, job: str, transport: str, wire: str) -> None:
     # One worker: what differs from plain PyTorch is the rounding of the wire, 8 bits of precision in bfloat16.
@@ -535,7 +539,7 @@ def test_every_transport_and_wire_format_trains_alike(shared: Cluster, job: str,
         torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_what_overflows_on_the_way_is_refused_by_the_shard(shared: Cluster, job: str, transport: str) -> None:
     """The worker has looked at float32, where it is finite; what travels is not."""
     model = nn.Linear(4, 4)
@@ -584,7 +588,7 @@ def _staged(cluster: Cluster) -> int:
 
 def _lent(cluster: Cluster) -> set[int]:
     """The ranks whose segments shards map."""
-    return {rank for shard in cluster.shards for rank in shard.jobs()["lent"].segments}
+    return {rank for shard in cluster.shards for rank in shard.jobs()["lent"].of_workers.segments}
 
 
 def test_where_shards_cannot_see_the_memory_shm_is_refused_and_auto_takes_the_network(

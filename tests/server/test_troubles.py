@@ -10,8 +10,11 @@ import pytest
 
 from ps_protocol.errors import CheckpointFailed, PSError, TryLater, Unreachable
 from ps_runtime.background import errors, guarded
+from ps_runtime.retry import Peer
 from ps_runtime.troubles import Troubles, counts
+from ps_server.rpc import registration
 from ps_server.storage.checkpoints import CheckpointStore
+from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.one_process import DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
@@ -92,6 +95,23 @@ def test_a_background_thread_logs_the_same_fault_once_and_goes_on(caplog: pytest
     guarded(name, lambda: None)
     guarded(name, work)
     assert [record.levelno for record in caplog.records if record.exc_info] == [logging.ERROR] * 2, "it came back"
+
+
+@pytest.mark.parametrize(("seconds", "level"), [(60.0, logging.INFO), (0.0, logging.WARNING)])
+def test_a_coordinator_that_a_shard_does_not_reach_is_a_warning_only_after_a_while(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, seconds: float, level: int
+) -> None:
+    """It ends before its shards do."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(registration, "QUIET_SECONDS", seconds)
+    monkeypatch.setattr(registration, "SHARD_CALL_SECONDS", 0.05)
+    nowhere = Peer("coordinator", f"127.0.0.1:{free_ports(1)}")
+    before = counts().get("registration", 0)
+    calling = registration.Registration(nowhere, 0, "127.0.0.1:1", "127.0.0.1:2", process=7)
+    until(lambda: counts().get("registration", 0) >= before + 2, "two calls")
+    calling.stop()
+    [record] = [record for record in caplog.records if f"{nowhere.address} does not answer" in record.getMessage()]
+    assert record.levelno == level
 
 
 def test_a_shard_that_does_not_hear_of_a_removal_is_one_line_until_it_does(

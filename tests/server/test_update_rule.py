@@ -102,6 +102,18 @@ def test_who_waits_in_the_same_update_is_not_blamed_for_it() -> None:
     assert bucket.admits(0, 1).waiting_for == (2,)
 
 
+@pytest.mark.parametrize("mode", ["sync", "ssp:0"])
+def test_workers_whose_pushes_have_all_come_wait_for_the_shard_and_not_for_each_other(mode: str) -> None:
+    bucket, _ = protocol(mode, 2)
+    stage(bucket, 0, 1)
+    assert bucket.admits(0, 1).waiting_for == (1,)
+    stage(bucket, 1, 1)
+    assert [bucket.admits(rank, 1).waiting_for for rank in range(2)] == [(), ()]
+    assert "is being applied" in bucket.admits(0, 1).reason
+    drain(bucket)
+    assert [bucket.admits(rank, 1) for rank in range(2)] == [ADMITTED, ADMITTED]
+
+
 def test_a_joiners_first_push_waits_while_an_earlier_update_is_open() -> None:
     bucket, roster = protocol("sync", 1)
     roster[1] = Live(incarnation=9, start=1)  # another shard's frontier was 1 already
@@ -244,7 +256,10 @@ class Interleavings(RuleBasedStateMachine):
         assert bool(verdict.reason) != verdict.admitted
         if self.bucket.initialised:
             assert set(verdict.waiting_for) <= missed | {rank}
-            assert verdict.waiting_for or not missed
+            # Those that have pushed are not waited for: the shard applies what they brought.
+            late = {other for other in missed if bound is not None and self.workers[other].clock < clock - bound}
+            assert set(verdict.waiting_for) - {rank} <= late
+            assert verdict.waiting_for or not late
         if self.consistency.aggregate:
             assert replace(self.bucket, consistency=parse_mode("ssp:0")).admits(rank, clock) == verdict
 

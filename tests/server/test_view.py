@@ -63,6 +63,16 @@ def test_what_a_job_is_doing_is_said_in_words(signs: JobSigns, says: str) -> Non
             {0: 3, 1: 3, 2: 3},
             "53 % of the workers' time is waiting, for no worker in particular",
         ),
+        (
+            {"wait": 53, "forward": 47},
+            {1: 5.5, 0: 4.5},
+            "53 % of the workers' time is waiting, for workers 0 and 1 in turn: neither is the slower one",
+        ),
+        (
+            {"wait": 53, "forward": 47},
+            {0: 2, 2: 5, 3: 3},
+            "53 % of the workers' time is waiting, for no worker in particular",
+        ),
         ({"wait": 53, "forward": 47}, {}, "53 % of the workers' time is waiting, and not for another worker"),
         (
             {"push": 20, "pull": 28, "wait": 22, "backward": 30},

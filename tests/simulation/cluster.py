@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -53,7 +53,7 @@ class Cluster:
         self.runs: list[Run] = []
         self.beside: Run | None = None
         self.holders: dict[tuple[str, int, int], Worker] = {}  # by the servers' run, rank and incarnation
-        self.servers = Servers(self.network, self._setup(), self._server_died)
+        self.servers = Servers(self.network, self._setup(seed % 5 == 3), self._server_died)
         self.faults = Faults(self, faults)
         self.promises = Promises(self)
         self._lives = itertools.count()
@@ -70,11 +70,11 @@ class Cluster:
             "worker-half-added": draw.choice([0.0, 0.05]),
         }
 
-    def _setup(self) -> Setup:
+    def _setup(self, own_disks: bool) -> Setup:
         draw = self.world.random
         steps, seconds = draw.choice([(5, None), (20, None), (None, 2.0), (None, 5.0)])
         policy = CheckpointPolicy(DIRECTORY, steps, seconds, keep=2, resume=True)
-        return Setup(draw.random() < 0.5, policy if draw.random() < 0.9 else None, self.lease)
+        return Setup(draw.random() < 0.5, policy if draw.random() < 0.9 else None, self.lease, own_disks)
 
     # -- what its user does ------------------------------------------------------------------------------------------
 
@@ -143,7 +143,9 @@ class Cluster:
 
     def _has_started(self, run: Run) -> bool:
         job = self.promises.job(run.name)
-        return job is not None and job.members._membership.started
+        runs = {worker.place.run for worker in run.everybody if worker.places}
+        # A coordinator that came back with an old file may have the run before.
+        return job is not None and job.placed.run in runs and job.members._membership.started
 
     @property
     def has_room(self) -> bool:
@@ -217,7 +219,7 @@ class Cluster:
     def run(self) -> list[Violation]:
         """Runs the cluster. Returns the promises that were broken."""
         quiet = contextlib.nullcontext() if self.world.tracing else _silence()
-        gc.freeze()  # what is imported stays: a shard that lets go of a job has everything looked through
+        _freeze_what_is_imported()
         with quiet, bound(self.world, self.pace):
             try:
                 for phase in self._course():
@@ -349,6 +351,16 @@ class Cluster:
             for bucket in job.buckets.values() if job is not None else ():
                 view[bucket.spec.index] = bucket.weights.flat[: view[0].numel()].view(view[0].shape)
         return view
+
+
+@cache
+def _freeze_what_is_imported() -> None:
+    """Leaves out of collections what is there before the first run: a shard that lets go of a job collects.
+
+    Once: what is frozen is never collected, not even a run that is over.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @contextlib.contextmanager

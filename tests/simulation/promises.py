@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.state_file import StateFile
-from ps_server.storage.checkpoints import MANIFEST, CheckpointStore, Manifest
+from ps_server.storage.checkpoints import MANIFEST, CheckpointStore
+from ps_server.storage.manifest import Manifest
 from tests.chaos.oracle import Violation
 from tests.simulation.processes import Host
 from tests.simulation.runs import Run
@@ -78,7 +79,9 @@ class Promises:
         """A worker that is dead is off each healthy shard soon after its lease, also while another shard hangs."""
         cluster, since = self._cluster, dict[tuple[str, int, int, int], float]()
         coordinator = cluster.servers.coordinator.host
-        if cluster.network.weather.loss or not self._is_healthy(coordinator, 2 * cluster.lease):
+        # The coordinator writes a removal to its disk before it tells the shards.
+        is_slow = cluster.servers.disks[0].is_disturbed
+        if is_slow or cluster.network.weather.loss or not self._is_healthy(coordinator, 2 * cluster.lease):
             self._dead_since = {}
             return
         for process in cluster.servers.shards:
@@ -104,10 +107,11 @@ class Promises:
         What takes a call to every shard, a join or its return to a checkpoint, may wait for that one."""
         cluster, run = self._cluster, self._cluster.beside
         worker = run.workers.get(0) if run is not None else None
-        if run is None or run.over or run.may_end or worker is None or not worker.is_training:
-            return
         servers, now = cluster.servers, self._world.now
         stepped, since, process = self._beside
+        if run is None or run.over or run.may_end or worker is None or not worker.is_training:
+            self._beside = stepped, now, process
+            return
         steps = worker.stepped != stepped
         hosts = [worker.host, servers.coordinator.host, servers.shards[0].host]
         waits_for_a_worker = worker.holds or self._computes(run, worker)

@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import PSError
+from ps_protocol.errors import InvalidRequest, PSError
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.shards import SHARD_CALL_SECONDS
@@ -28,6 +28,7 @@ from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.own_disk import take_own_disk
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.network import Network
 from tests.simulation.processes import Host
@@ -121,7 +122,7 @@ class CoordinatorProcess:
             "register_job": self._register_job,
             "join": self._join,
             "heartbeat": lambda job, run, *rest: coordinator.job(job, run).members.heartbeat(*rest),
-            "roster": lambda job, run: coordinator.job(job, run).members.roster(),
+            "roster": lambda job, run: coordinator.job(job, run).members.announced(),
             "save_state": lambda job, run, *rest: coordinator.job(job, run).save_worker_state(*rest),
             "leave": coordinator.leave,
         }
@@ -150,9 +151,16 @@ class ShardProcess:
     """
 
     def __init__(
-        self, network: Network, host: Host, disk: SimulatedDisk, index: int, process: int, store: Path | None
+        self,
+        network: Network,
+        host: Host,
+        disk: SimulatedDisk,
+        index: int,
+        process: int,
+        store: Path | None,
+        own_disk: bool,
     ) -> None:
-        self.host, self._disk = host, disk
+        self.host, self._disk, self._own_disk = host, disk, own_disk
         self.index, self.process = index, process
         self.known_since = math.inf
         self.shard: Shard | None = None
@@ -161,18 +169,23 @@ class ShardProcess:
 
     def _main(self) -> None:
         world = self.host.world
-        shard = self.shard = Shard(
-            METRICS,
-            OwnThreads(1),
-            lambda: world.now,
-            checkpoints=CheckpointStore(self._store, self._disk) if self._store else None,
-            index=self.index,
-        )
+        try:
+            checkpoints = self._open_checkpoints(world.now)
+        except InvalidRequest as error:  # the disk is full: it ends, and is started again
+            self.host.kill(f": {error}")
+            return
+        shard = self.shard = Shard(METRICS, OwnThreads(1), lambda: world.now, checkpoints=checkpoints, index=self.index)
         self.host.methods |= {name: getattr(shard, name) for name in (*ASKED_OF_SHARDS, "statistics", "push", "pull")}
         self.host.methods |= {"await_snapshot": self._await_snapshot, "committed": self._committed}
         self.host.methods["process"] = lambda: self.process
-        self.host.methods["restore_job"] = lambda *wanted: shard.restore_job(*wanted, RESTORE_SECONDS)
+        self.host.methods["restore_job"] = lambda *wanted: shard.restore_job(*wanted, seconds=RESTORE_SECONDS)
         self.host.spawn("registration", self._register)
+
+    def _open_checkpoints(self, now: float) -> CheckpointStore | None:
+        if self._store is None or not self._own_disk:
+            return CheckpointStore(self._store, self._disk) if self._store is not None else None
+        name, _ = take_own_disk(self._store, self.index, self.host.address, now, self._disk)
+        return CheckpointStore(self._store, self._disk, name)
 
     def hosted(self) -> dict[str, HostedJob]:
         """Returns the jobs that the shard holds, by name, as they are at this moment: no lock is taken."""

@@ -85,7 +85,7 @@ class Simulation:
         frontiers: list[int] = []
 
         def first(shard: JobPartition) -> None:
-            frontiers.append(shard.execute(AddWorker(rank, newcomer.incarnation, None)))
+            frontiers.append(shard.execute(AddWorker(rank, newcomer.incarnation, None)).frontier)
 
         def second(shard: JobPartition) -> None:
             shard.execute(AddWorker(rank, newcomer.incarnation, max(frontiers)))

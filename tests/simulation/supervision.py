@@ -29,11 +29,13 @@ class Setup:
     together: the coordinator is shard 0, too
     policy:   of checkpoints; None: there are none, and a coordinator does not come back with its jobs
     lease:    of workers
+    own_disks: each shard has a disk of its own for its files
     """
 
     together: bool
     policy: CheckpointPolicy | None
     lease: float
+    own_disks: bool
 
 
 class Servers:
@@ -76,7 +78,7 @@ class Servers:
             self.coordinator = CoordinatorProcess(self.network, host, self.disks[0], SHARDS, self.setup.lease, policy)
         if index is not None:
             disk, store = self.disks[0 if coordinates else 1 + index], policy.directory if policy else None
-            shard = ShardProcess(self.network, host, disk, index, self._processes, store)
+            shard = ShardProcess(self.network, host, disk, index, self._processes, store, self.setup.own_disks)
             self.shards[index:] = [shard, *self.shards[index + 1 :]]
 
     def _has_died(self, host: Host, coordinates: bool, index: int | None) -> None:

@@ -34,7 +34,7 @@ CALL_SECONDS, PULL_SECONDS = 15.0, 60.0  # of ps_worker.cluster
 CONNECT_SECONDS = 60.0  # without any progress, after which a worker gives up
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 HEARTBEATS_PER_LEASE = 4
-LOOK_SECONDS, NOTICE_SECONDS = 0.2, 2.0
+LOOK_SECONDS, NOTICE_SECONDS, DISOWNED_SECONDS = 0.2, 2.0, 1.0
 
 
 class PlaceLost(Exception):
@@ -96,6 +96,7 @@ class Worker:
         self.computes, self.stepped = False, 0.0
         self._begun, self._joining = False, False
         self._at: Place | None = None  # where the training thread is
+        self._disowned: Place | None = None  # one that a shard does not know
         self._changed = Condition(self.world)
         self._witness = Witness(run.rules, row)
         shape = run.job.shape
@@ -213,16 +214,12 @@ class Worker:
             try:
                 try:
                     self.cluster.network.call(COORDINATOR, "heartbeat", *who, seconds=pause)
+                    if self._disowned is place:
+                        self._join_again(place, "a shard does not know it")
                 except Fenced:
                     raise
                 except UnknownWorker as error:
-                    self.world.trace(f"{self.host.name} hears: {error}")
-                    self.cluster.lost_place(self, place)
-                    self._joining = True
-                    try:
-                        self._take(self._join(place.run, place))
-                    finally:
-                        self._joining = False
+                    self._join_again(place, str(error))
             except PSError as error:
                 if error.retryable or self.leaving:
                     continue
@@ -231,6 +228,15 @@ class Worker:
                 with self._changed:
                     self._changed.notify_all()
                 return
+
+    def _join_again(self, place: Place, why: str) -> None:
+        self.world.trace(f"{self.host.name} hears: {why}")
+        self.cluster.lost_place(self, place)
+        self._joining = True
+        try:
+            self._take(self._join(place.run, place))
+        finally:
+            self._joining = False
 
     def _renewed(self, place: Place, cause: BaseException | None) -> Place:
         """Waits for the place that follows one. Raises the cause of its loss if none will come."""
@@ -242,6 +248,8 @@ class Worker:
                 fenced = isinstance(cause, Fenced) and not self._joining and self.world.now >= since + NOTICE_SECONDS
                 if cause is not None and (fenced or self.world.now >= since + CONNECT_SECONDS):
                     raise cause
+                if isinstance(cause, NotFound | UnknownWorker) and self.world.now >= since + DISOWNED_SECONDS:
+                    self._disowned = place
                 self._changed.wait(LOOK_SECONDS)
         return self.place
 
@@ -422,7 +430,7 @@ class Worker:
             place.cut()
             self._connect(self._renewed(place, lost.__cause__))
             return
-        self._acknowledged(number)
+        self._acknowledged(number, clock)
         if clock in self._saves:
             self._saves.discard(clock)
             self.host.spawn("state", partial(self._save_state, place, clock))
@@ -434,9 +442,10 @@ class Worker:
         except PSError as error:
             self.world.trace(f"{self.host.name}: its state is not saved: {error}")
 
-    def _acknowledged(self, number: int) -> None:
+    def _acknowledged(self, number: int, clock: int) -> None:
+        """Notes a step that is over. clock: after it; by now the worker may have another place, with another clock."""
         view, run = self._view.clone(), self.run
-        self.life.done[number], self.life.at[number] = self.clock, self.world.now
+        self.life.done[number], self.life.at[number] = clock, self.world.now
         self.stepped = self.world.now
         for violation in self._witness.check(view, number):
             where = {**violation.where, "life": self.life.number, "at": round(self.world.now - 1000, 3)}
@@ -446,4 +455,4 @@ class Worker:
             changed = (counts != self._counts).any(dim=0).nonzero().flatten()
             self._counts = counts
             rows = counts[:, changed].int().t().tolist()
-            self.life.seen.append((self.clock, dict(zip(changed.tolist(), rows, strict=True)), self.world.now))
+            self.life.seen.append((clock, dict(zip(changed.tolist(), rows, strict=True)), self.world.now))

@@ -206,6 +206,8 @@ class World:
             host.alive = False
         for host in self.hosts:
             host.unwind()
+        while self._free:  # one that is not at its end keeps the world in memory: nothing looks through its stack
+            self._free.pop().throw(Killed)
 
     # -- what happened -----------------------------------------------------------------------------------------------
 

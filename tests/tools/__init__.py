@@ -3,9 +3,10 @@
 cluster.py              Real clusters of servers in this process, on free ports
 one_process.py          A coordinator and its shards in one process: calls instead of gRPC, and a clock that waits move
 cable.py                A cable between one worker and the servers, which a test cuts and plugs in again
-rpc_faults.py           Interceptors that lose, delay and repeat gRPC calls
+rpc_faults.py           Loses, delays and repeats calls, of gRPC and of data connections
 http2.py                Frames of HTTP/2 by hand: just enough to be taken for a caller
 slow_client.py          Clients that send one byte at a time
+frame_client.py         A data connection without a session: every frame by hand
 raw_worker.py           A worker without a session: a test sends every message by hand
 contract_client.py      A worker that knows the contract and nothing else of this project
 record_worker.py        Records the messages of a worker's life, to be kept with a release

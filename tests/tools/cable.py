@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 import ps_worker
+from ps_protocol.v1 import data_pb2
 from ps_worker import Session
-from ps_worker.cluster import membership
+from ps_worker.cluster import calls, membership
 from ps_worker.cluster.coordinator import CoordinatorClient
+from ps_worker.cluster.data_connection import DataConnection
 from ps_worker.values import JoinResult, Registration, ShardMap
 from tests.tools.cluster import Cluster, until
 
@@ -99,12 +101,25 @@ class Cable:
         monkeypatch.setattr(CoordinatorClient, "register", registered)
         monkeypatch.setattr(CoordinatorClient, "join", joined)
         monkeypatch.setattr(membership, "HEARTBEATS_PER_LEASE", BEATS)
+        opened = calls.open_data_connection
+
+        def open_data_connection(response: bytes, address: str, *more: Any) -> DataConnection:
+            answer = data_pb2.OpenDataConnectionResponse.FromString(response)
+            if answer.port and address in {proxy.address for proxy in self._proxies.values()}:
+                port = self._proxy_of(f"127.0.0.1:{answer.port}").rpartition(":")[2]
+                answer.port = int(port)
+            return opened(answer.SerializeToString(), address, *more)
+
+        monkeypatch.setattr(calls, "open_data_connection", open_data_connection)
+
+    def _proxy_of(self, address: str) -> str:
+        """The address by which another is reached through the cable."""
+        if address not in self._proxies:
+            self._proxies[address] = Proxy(address)
+        return self._proxies[address].address
 
     def _through(self, found: ShardMap) -> ShardMap:
-        for address in found.addresses.values():
-            if address not in self._proxies:
-                self._proxies[address] = Proxy(address)
-        return ShardMap({i: self._proxies[a].address for i, a in found.addresses.items()}, found.bucket_shards)
+        return ShardMap({i: self._proxy_of(a) for i, a in found.addresses.items()}, found.bucket_shards)
 
     def cut(self) -> None:
         for proxy in self._proxies.values():
@@ -126,9 +141,10 @@ def live(cluster: Cluster, job: str = "default") -> dict[int, int]:
 
 
 def lose(cluster: Cluster, cable: Cable, rank: int = 0) -> None:
-    """Cuts a worker off for longer than its lease."""
+    """Cuts a worker off for longer than its lease: no shard counts it any more."""
     cable.cut()
     until(lambda: cluster.end_lease(rank) or rank not in live(cluster), "the end of the lease")
+    until(lambda: not cluster.coordinator.job("default").members.pending_removals(), "its removal from all shards")
 
 
 def session_at(address: str, mode: str, rank: int, transport: str = "auto", world_size: int = 2) -> Session:

@@ -10,7 +10,8 @@ from ps_protocol.convert import job_spec_data
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
 from ps_server.core.snapshot import BucketSnapshot, Part
-from ps_server.storage.checkpoints import CheckpointStore, Manifest, WorkerPart
+from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.manifest import Manifest, WorkerPart
 
 CLOCK = 3
 RUN = "1"

@@ -54,6 +54,15 @@ class Finding(AssertionError):
 class _Context:
     """A call that is never over."""
 
+    def peer(self) -> str:
+        return "ipv4:192.0.2.1:1"
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def auth_context(self) -> dict[str, Any]:
+        return {}
+
     def add_callback(self, callback: Callable[[], None]) -> bool:
         return True
 
@@ -86,6 +95,7 @@ class Target:
         self.handlers: dict[str, Callable[[bytes], Any]] = {
             "Push": lambda raw: data._push(raw, _Context()),  # type: ignore[arg-type]
             "AttachSegment": lambda raw: data._attach(raw, _Context()),  # type: ignore[arg-type]
+            "OpenDataConnection": lambda raw: data._open(raw, _Context()),  # type: ignore[arg-type]
             "Pull": lambda raw: data._pull(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "Exchange": lambda raw: data._exchange(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "PullState": lambda raw: data._pull_state(raw, _Context(), _ignore),  # type: ignore[arg-type]
@@ -155,7 +165,9 @@ class Target:
         remembered = hashlib.sha256(repr((sorted(self.coordinator.jobs()), sorted(self.coordinator.shards()))).encode())
         for name, job in sorted(self.shard.jobs().items()):
             state, task = job.state, job.snapshot_task
-            remembered.update(repr((name, state.spec, sorted(state.roster.items()), sorted(job.segments))).encode())
+            remembered.update(
+                repr((name, state.spec, sorted(state.roster.items()), sorted(job.of_workers.segments))).encode()
+            )
             remembered.update(repr(task and (task.name, task.clock)).encode())
             for index, bucket in sorted(job.buckets.items()):
                 rule = bucket.rule

@@ -98,6 +98,10 @@ def templates(objects: list[Object] | tuple[Object, ...]) -> Iterator[Template]:
 
 def _template(kind: str, name: str, count: int, spec: Object) -> Template:
     template = copy.deepcopy(spec["template"])
+    for claim in spec.get("volumeClaimTemplates", []):  # as the controller does, with the pod's number for {index}
+        volume = claim["metadata"]["name"]
+        source = {"persistentVolumeClaim": {"claimName": f"{volume}-{name}-{{index}}"}}
+        template["spec"]["volumes"].append({"name": volume, **source})
     return Template(kind, name, count, template.get("metadata", {}), template["spec"])
 
 

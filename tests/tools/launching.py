@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 from tests.tools.cluster import until
 
 ROOT = Path(__file__).parents[2]
+STARTUP = ROOT / "tests" / "tools" / "startup"
 START_SECONDS = 120.0  # a command that imports torch takes so long on a machine that has much other work
 END_SECONDS = 30.0
 
@@ -32,8 +34,12 @@ def script(directory: Path, text: str) -> str:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Of a process that imports the packages from their sources."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    """Of a process that imports the packages from their sources, and torch without its compiler.
+
+    It computes with one thread: several would wait for each other where other tests run.
+    """
+    paths = (str(STARTUP), str(ROOT))
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
 
 
 def python(*words: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -125,9 +131,16 @@ class Command:
     def clean_up(self) -> None:
         """Leaves nothing behind if a test fails half-way."""
         if self.process.poll() is None:
-            for process in [*self.family(), psutil.Process(self.process.pid)]:
-                process.kill()
+            kill_family(self.process.pid)
             self.process.wait()
+
+
+def kill_family(pid: int) -> None:
+    """Kills a process and all that it has started; one of them may end because another does."""
+    process = psutil.Process(pid)
+    for each in [*process.children(recursive=True), process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
 
 
 def resident(pid: int) -> int:

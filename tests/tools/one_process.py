@@ -27,8 +27,9 @@ from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
 from ps_server.shard.waiting import Answer, PulledBucket
-from ps_server.storage.checkpoints import CheckpointStore, Manifest
+from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.disk import Disk
+from ps_server.storage.manifest import Manifest
 from tests.tools.raw_worker import vector_job
 
 CELLS = 64  # four buckets of 16 weights, on two shards

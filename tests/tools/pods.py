@@ -25,11 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import psutil
-
 from ps_server.ops import dev_certs
 from tests.tools.kubernetes import NAMESPACE, Object, Template, templates
-from tests.tools.launching import ROOT, environment
+from tests.tools.launching import ROOT, environment, kill_family
 
 DOMAIN = f"{NAMESPACE}.svc.cluster.local"
 START_SECONDS = 180.0
@@ -194,9 +192,7 @@ class Pods:
         """Leaves nothing behind."""
         for pod in self._pods:
             if pod.process.poll() is None:
-                family = psutil.Process(pod.process.pid).children(recursive=True)
-                for process in [*family, psutil.Process(pod.process.pid)]:
-                    process.kill()
+                kill_family(pod.process.pid)
                 pod.process.wait(END_SECONDS)
 
     def process_of(self, pod: Pod) -> Path:
@@ -288,7 +284,7 @@ class Pods:
                 (source / key).write_text(text)
             return _copy(source, pod.folder / name, volume["configMap"]["defaultMode"])
         if "persistentVolumeClaim" in volume:
-            folder = self._folder / "claims" / volume["persistentVolumeClaim"]["claimName"]
+            folder = self._folder / "claims" / volume["persistentVolumeClaim"]["claimName"].format(index=pod.index)
         else:
             assert "emptyDir" in volume
             folder = pod.folder / name

@@ -30,6 +30,7 @@ def three_nodes() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
+    Path("/tmp/ray").mkdir(exist_ok=True)  # Ray notes there where its clusters are, and makes it only without temp_dir
     cluster = Cluster()
     folder = tempfile.mkdtemp(prefix="ray-")  # a short path: Ray's sockets are in it
     try:

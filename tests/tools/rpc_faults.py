@@ -1,4 +1,4 @@
-"""Calls that go wrong, by real gRPC interceptors on every channel that this process makes.
+"""Calls that go wrong, by real gRPC interceptors on every channel that this process makes, and on data connections.
 
     lost      the request never reaches the handler; the client sees UNAVAILABLE
     unheard   the handler ran, but the reply is lost; of a stream, some messages came before it broke
@@ -18,6 +18,10 @@ from typing import Any
 
 import grpc
 import pytest
+
+from ps_protocol.frames import METHODS, Kind
+from ps_protocol.framing import Parts
+from ps_worker.cluster.data_connection import Answers, Call, DataCallError, DataConnection, EachAnswer
 
 KINDS = ("lost", "unheard", "repeated")
 
@@ -52,7 +56,7 @@ class RpcFaults(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercep
         self.counts: Counter[tuple[str, str]] = Counter()  # by method and kind
 
     def intercept_unary_unary(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        kind, _ = self._draw(details.method)
+        kind, _ = self.draw(details.method.rpartition("/")[2])
         if kind == "lost":
             raise Broken
         if kind == "repeated":
@@ -64,16 +68,15 @@ class RpcFaults(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercep
         return call
 
     def intercept_unary_stream(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        kind, heard = self._draw(details.method)
+        kind, heard = self.draw(details.method.rpartition("/")[2])
         if kind == "lost":
             return _Stream(None, 0)
         if kind == "repeated":
             self._beside(lambda: list(continuation(details, request)))
         return _Stream(continuation(details, request), heard if kind == "unheard" else None)
 
-    def _draw(self, path: str) -> tuple[str, int]:
+    def draw(self, method: str) -> tuple[str, int]:
         """What happens to the next call of a method, and after how many messages if it is a stream."""
-        method = path.rpartition("/")[2]
         with self._lock:
             self._calls[method] += 1
             draw = random.Random(f"{self._seed} {method} {self._calls[method]}")
@@ -125,11 +128,53 @@ class _Stream:
             self._call.cancel()
 
 
+class _Heard:
+    """The answers of a call on a data connection that breaks after so many."""
+
+    def __init__(self, answers: Answers, heard: int) -> None:
+        self._answers, self._left = answers, heard
+
+    def place(self, head: bytes, payload_bytes: int) -> memoryview | None:
+        return self._answers.place(head, payload_bytes) if self._left else None
+
+    def take(self, payload: memoryview | None) -> bool:
+        if not self._left:
+            raise _broken()
+        self._left -= 1
+        return self._answers.take(payload)
+
+
+def _broken() -> DataCallError:
+    return DataCallError(grpc.StatusCode.UNAVAILABLE, Broken().details())
+
+
+def _on_data_connections(monkeypatch: pytest.MonkeyPatch, faults: RpcFaults, name: str) -> None:
+    """Makes calls by this method of DataConnection go wrong."""
+    real = getattr(DataConnection, name)
+
+    def broken(connection: DataConnection, kind: Kind, request: Parts, answers: Answers, seconds: float) -> Call | None:
+        what, heard = faults.draw(METHODS[kind])
+        if what == "lost":
+            call = Call(answers, seconds)
+            call.done.set_exception(_broken())
+            return call
+        if what == "repeated":
+            real(connection, kind, request, EachAnswer(lambda *_: None), seconds)
+        if what == "unheard":
+            answers = _Heard(answers, 0 if METHODS[kind] == "Push" else heard)
+        return real(connection, kind, request, answers, seconds)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(DataConnection, name, broken)
+
+
 def break_calls(monkeypatch: pytest.MonkeyPatch, faults: RpcFaults) -> None:
-    """Every channel that is made from now on goes through `faults`: of workers, coordinator and shards alike."""
+    """Every channel that is made from now on goes through `faults`: of workers, coordinator and shards alike. So do the
+    calls on data connections."""
     real = grpc.insecure_channel
 
     def broken(*arguments: Any, **options: Any) -> Any:
         return grpc.intercept_channel(real(*arguments, **options), faults)
 
     monkeypatch.setattr(grpc, "insecure_channel", broken)
+    for name in ("call", "call_now"):
+        _on_data_connections(monkeypatch, faults, name)

@@ -538,6 +538,7 @@ def keeping(make_cluster: MakeCluster, tmp_path: Path) -> tuple[Cluster, Checkpo
     return cluster, CheckpointStore(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_a_coordinator_that_is_started_again_knows_the_rounds(
     keeping: tuple[Cluster, CheckpointStore], mode: str
@@ -581,6 +582,7 @@ def test_a_round_in_which_a_job_was_set_back_ends_where_others_repeat_steps_that
     workers(2, cluster, "sync", work)
 
 
+@pytest.mark.long
 def test_a_new_process_after_a_coordinators_death_learns_what_the_others_had(
     keeping: tuple[Cluster, CheckpointStore],
 ) -> None:

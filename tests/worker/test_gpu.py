@@ -29,7 +29,7 @@ def trained(
     return [parameter.cpu() for parameter in weights_of(model)]
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_model_on_a_gpu_trains_as_on_a_cpu(

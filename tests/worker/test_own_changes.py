@@ -138,7 +138,7 @@ def test_a_changed_model_trains_on_as_in_one_process(
         assert close(train(*prepared(session), CHANGES[name]), train_alone(CHANGES[name]), rtol=1e-5)
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 @pytest.mark.parametrize("name", ["clamp", "clamp by data", "load", "halve in other memory", "channels last"])
 def test_in_sync_two_workers_end_alike_and_with_rank_0s_change(
     shared: Cluster, job: str, transport: str, name: str
@@ -199,7 +199,7 @@ def test_nothing_is_sent_where_nothing_changed(shared: Cluster, job: str, monkey
         assert sent != []
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_parameters_on_another_device_keep_their_memory_and_train(
     shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +220,7 @@ def test_parameters_on_another_device_keep_their_memory_and_train(
 # -- what is refused, or does not count ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_a_model_that_stays_another_type_is_refused_and_can_go_on(shared: Cluster, job: str, transport: str) -> None:
     with shared.connect("sync", job=job, transport=transport) as session:
         model, optimizer = prepared(session)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 import torch
 from torch import nn
 
-from ps_protocol.errors import Unreachable
+from ps_protocol.errors import TryLater, Unreachable
+from ps_protocol.framing import Parts
 from ps_runtime import retry
 from ps_runtime.troubles import Troubles, counts
 from ps_worker.cluster import rounds
@@ -56,7 +58,7 @@ def test_pushes_of_many_buckets_to_a_shard_that_is_away_are_logged_once(
 
     def push(_: int) -> None:
         with pytest.raises(Unreachable, match="gave up after 3 s"):
-            calls.unary("Push", b"")
+            calls.unary("Push", Parts(b""))
 
     in_parallel(LOOP, push)
     calls.close()
@@ -64,6 +66,24 @@ def test_pushes_of_many_buckets_to_a_shard_that_is_away_are_logged_once(
     assert len(told) == 1
     assert told[0].startswith("shard 1 at 127.0.0.1:")
     assert counts()["peer"] - before == LOOP
+
+
+@pytest.mark.parametrize(("seconds", "levels"), [(60.0, [logging.INFO]), (0.0, [logging.INFO, logging.WARNING])])
+def test_a_wait_that_a_peer_asks_for_is_a_warning_only_once_it_is_long(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, seconds: float, levels: list[int]
+) -> None:
+    monkeypatch.setattr(retry, "LONG_WAIT_SECONDS", seconds)
+    before = counts().get("peer", 0)
+    peer = retry.Peer("coordinator", "host:1")
+    again = retry.Retry(peer, timeout=60.0, closing=threading.Event())
+    busy = TryLater("it makes the job")
+    busy.retry_after = 1e-6
+    for _ in range(LOOP):
+        again.wait_after(busy)
+    assert [record.levelno for record in caplog.records] == levels
+    assert caplog.messages[0] == "it makes the job"
+    assert caplog.messages[1:] == ["waiting for coordinator at host:1 for 0 s now: it makes the job"][: len(levels) - 1]
+    assert counts().get("peer", 0) - before == len(levels) - 1
 
 
 def test_rounds_that_wait_for_the_same_worker_are_logged_once(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ps_server.coordinator.timing import Timing
-from ps_server.storage.checkpoints import Manifest
+from ps_server.storage.manifest import Manifest
 from ps_worker import InvalidRequest, Session
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.small_models import close, drawn, filled, same, weights_of

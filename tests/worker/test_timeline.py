@@ -178,7 +178,7 @@ def test_what_cannot_be_recorded_is_refused(path: str, steps: int) -> None:
         session.timeline(path, steps=steps)
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_the_profiler_shows_push_wait_and_pull(shared: Cluster, job: str, transport: str) -> None:
     with shared.connect("sync", job=job, transport=transport) as session:
         net = nn.Linear(4, 1)

@@ -12,6 +12,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
+from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
 from ps_protocol.v1.data_pb2 import PushRequest
 from ps_worker.cluster.calls import DATA_SERVICE, ShardCalls
@@ -20,7 +21,7 @@ from ps_worker.cluster.shared_memory import SharedTransport
 from ps_worker.cluster.threads import Closed
 from ps_worker.model.flat import FlatModel
 from ps_worker.timeline.recording import Timeline
-from ps_worker.values import BucketPush, Identity
+from ps_worker.values import BucketPush
 from tests.tools.cluster import until
 
 WHO = Identity("job", 0, 1)

@@ -1,0 +1,99 @@
+"""Frames: how the messages of the data path travel on a data connection, those of several calls one after the other.
+
+A frame is a header of 20 bytes and a message of the contract, as `framing` writes it: all fields but the payload, then
+the payload. All numbers are little-endian:
+
+    call    uint32   chosen by the worker, which opened the connection; a number is not used twice
+    size    uint64   bytes of the message
+    head    uint32   bytes of the message before the elements of its payload; `size` where it has none
+    kind    uint8    what the frame is; 3 bytes of zeros follow
+
+With `head`, a receiver reads the fields first, learns from them where the payload belongs, and has the kernel put it
+there.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import NamedTuple
+
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.framing import Buffer, Parts
+
+_HEADER = struct.Struct("<IQIB3x")
+HEADER_BYTES = _HEADER.size
+
+TICKET_BYTES = 32
+# Of a message before its payload: leased ranges, groups and buckets of one step. Requests of one bucket have 200.
+MAX_HEAD_BYTES = 16 * 2**20
+
+
+class Kind(enum.IntEnum):
+    """What a frame is. Those below 16 come from the worker, the others from the shard."""
+
+    OPEN = 1  # the ticket, in place of a message: the first frame
+    PUSH = 2  # a request; each begins a call
+    PULL = 3
+    EXCHANGE = 4
+    PULL_STATE = 5
+    CANCEL = 6  # the worker wants no more answers of that call; no message
+    OPENED = 16  # the ticket was good; no message
+    ANSWER = 17  # an answer; more follow, or END or ERROR
+    LAST = 18  # the last answer
+    END = 19  # there are no more answers; no message
+    ERROR = 20  # the call has failed: a google.rpc.Status
+
+
+# The methods of DataService that a data connection has, by the kind of their requests.
+METHODS = {Kind.PUSH: "Push", Kind.PULL: "Pull", Kind.EXCHANGE: "Exchange", Kind.PULL_STATE: "PullState"}
+KINDS = {method: kind for kind, method in METHODS.items()}
+
+
+class Header(NamedTuple):
+    """The header of a frame; sizes in bytes."""
+
+    call: int
+    size: int
+    head: int
+    kind: Kind
+
+    @property
+    def payload_bytes(self) -> int:
+        """The bytes of the payload's elements."""
+        return self.size - self.head
+
+
+def write_header(call: int, kind: Kind, head: int, payload: int = 0) -> bytes:
+    """Returns the bytes of a header.
+
+    head, payload: how many bytes of the message come before the elements of its payload, and how many these have
+    """
+    return _HEADER.pack(call, head + payload, head, kind)
+
+
+def frame(call: int, kind: Kind, message: Parts) -> list[Buffer]:
+    """Returns a frame as parts that follow each other on the wire; the payload is not copied."""
+    payload = b"" if message.payload is None else message.payload
+    return [write_header(call, kind, len(message.head), len(payload)) + message.head, payload]
+
+
+def read_header(data: bytes | bytearray | memoryview, largest: int) -> Header:
+    """Reads a header of HEADER_BYTES.
+
+    largest: bytes that a message may have
+
+    Raises InvalidRequest for a kind that does not exist, and for sizes that cannot be.
+    """
+    call, size, head, number = _HEADER.unpack(data)
+    try:
+        kind = Kind(number)
+    except ValueError:
+        raise InvalidRequest(f"expected a kind of frame, got {number}") from None
+    if size > largest:
+        raise InvalidRequest(f"a message may have {largest} bytes here, and a frame announces {size}")
+    if head > min(size, MAX_HEAD_BYTES):
+        raise InvalidRequest(
+            f"a message of {size} bytes has up to {min(size, MAX_HEAD_BYTES)} before its payload, got {head}"
+        )
+    return Header(call, size, head, kind)

@@ -1,0 +1,221 @@
+"""A connection that sends and receives frames, from and into memory that its caller names.
+
+The kernel copies; Python does not, and its lock (the GIL) is free meanwhile. One thread receives; any thread sends, one
+frame after the other. `abort` ends both from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from ps_protocol.framing import Buffer
+
+_TLS_PIECE = 256 * 2**10  # sent or received in one turn: OpenSSL makes records of 16 KiB of it
+# A peer whose host is gone is noticed after about a minute.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 4))
+
+
+class FrameSocket(Protocol):
+    """A connection. Methods raise OSError where it has ended.
+
+    sending: is held by the thread that sends a frame, from its first byte to its last
+    """
+
+    sending: threading.Lock
+
+    def send(self, parts: Sequence[Buffer]) -> None:
+        """Sends parts one after the other; returns when the kernel has taken them all. The caller holds `sending`."""
+
+    def send_now(self, parts: Sequence[Buffer]) -> list[memoryview]:
+        """Sends what fits without waiting; returns the rest, which is sent next. The caller holds `sending`."""
+
+    def has_room(self) -> bool:
+        """Whether a small frame can be sent without waiting: the kernel says so when a good part of its memory is free.
+        The caller holds `sending`.
+        """
+
+    def receive_into(self, target: memoryview) -> None:
+        """Fills the target with the bytes that come next."""
+
+    def watch(self, seconds: float, look: Callable[[], None]) -> None:
+        """Has `look` called by the thread that receives whenever it has waited for so many seconds. What it raises ends
+        the receiving."""
+
+    def abort(self) -> None:
+        """Ends the connection, from any thread: threads that send or receive get an error."""
+
+    def close(self) -> None:
+        """Gives the connection back, when no thread uses it any more."""
+
+
+def _views(parts: Sequence[Buffer]) -> list[memoryview]:
+    return [memoryview(part).cast("B") for part in parts if len(part)]
+
+
+def _without(parts: list[memoryview], sent: int) -> list[memoryview]:
+    """Returns what is left of parts after so many bytes."""
+    for position, part in enumerate(parts):
+        if sent < len(part):
+            return [part[sent:], *parts[position + 1 :]]
+        sent -= len(part)
+    return []
+
+
+class PlainSocket(FrameSocket):
+    """A connection without TLS: TCP, or a unix socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Takes the connection over."""
+        prepare(connection)
+        connection.settimeout(None)
+        self.sending = threading.Lock()
+        self._socket = connection
+        self._look: Callable[[], None] = _nothing
+
+    def send(self, parts: Sequence[Buffer]) -> None:
+        left = _views(parts)
+        while left:
+            left = _without(left, self._socket.sendmsg(left))
+
+    def send_now(self, parts: Sequence[Buffer]) -> list[memoryview]:
+        left = _views(parts)
+        while left:
+            try:
+                left = _without(left, self._socket.sendmsg(left, [], socket.MSG_DONTWAIT))
+            except BlockingIOError:
+                break
+        return left
+
+    def has_room(self) -> bool:
+        return _is_ready(self._socket, select.POLLOUT, 0)
+
+    def receive_into(self, target: memoryview) -> None:
+        while len(target):
+            try:
+                count = self._socket.recv_into(target, len(target), socket.MSG_WAITALL)
+            except BlockingIOError:  # the time of `watch` is over
+                self._look()
+                continue
+            if not count:
+                raise ConnectionResetError("the other end has closed the connection")
+            target = target[count:]
+
+    def watch(self, seconds: float, look: Callable[[], None]) -> None:
+        self._look = look
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class TlsSocket(FrameSocket):
+    """A connection with TLS. OpenSSL allows one thread at a time: none waits while it is there."""
+
+    def __init__(self, connection: ssl.SSLSocket) -> None:
+        """Takes the connection over, after its handshake."""
+        prepare(connection)
+        connection.setblocking(False)
+        self.sending = threading.Lock()
+        self._socket = connection
+        self._turn = threading.Lock()
+        self._look: Callable[[], None] = _nothing
+        self._look_milliseconds: float | None = None
+
+    def send(self, parts: Sequence[Buffer]) -> None:
+        for part in self.send_now(parts):
+            for piece in _pieces(part):
+                left = piece
+                while len(left):
+                    left = left[self._send_some(left, wait=True) :]
+
+    def send_now(self, parts: Sequence[Buffer]) -> list[memoryview]:
+        left = _views(parts)
+        while left:
+            count = self._send_some(left[0][:_TLS_PIECE], wait=False)
+            if not count:
+                break
+            left = _without(left, count)
+        return left
+
+    def _send_some(self, piece: memoryview, wait: bool) -> int:
+        """Sends a beginning of a piece; returns how many bytes. Without `wait` there may be none."""
+        while True:
+            try:
+                with self._turn:
+                    return self._socket.send(piece)
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as wanted:
+                if not wait:
+                    return 0
+                _is_ready(self._socket, select.POLLIN if isinstance(wanted, ssl.SSLWantReadError) else select.POLLOUT)
+
+    def has_room(self) -> bool:
+        return _is_ready(self._socket, select.POLLOUT, 0)
+
+    def receive_into(self, target: memoryview) -> None:
+        while len(target):
+            try:
+                with self._turn:
+                    count = self._socket.recv_into(target, min(len(target), _TLS_PIECE))
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as wanted:
+                event = select.POLLIN if isinstance(wanted, ssl.SSLWantReadError) else select.POLLOUT
+                if not _is_ready(self._socket, event, self._look_milliseconds):
+                    self._look()
+                continue
+            if not count:
+                raise ConnectionResetError("the other end has closed the connection")
+            target = target[count:]
+
+    def watch(self, seconds: float, look: Callable[[], None]) -> None:
+        self._look, self._look_milliseconds = look, seconds * 1000
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # without a word of TLS: another thread may be there
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def prepare(connection: socket.socket) -> None:
+    """Sets what every data connection has: no waiting to fill packets, and probes of a peer that is silent."""
+    if connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def frames_over(connection: socket.socket) -> FrameSocket:
+    """Returns a connection that has been made, for frames."""
+    return TlsSocket(connection) if isinstance(connection, ssl.SSLSocket) else PlainSocket(connection)
+
+
+def _is_ready(connection: socket.socket, event: int, milliseconds: float | None = None) -> bool:
+    """Waits until a connection is ready; returns False if the time is over before."""
+    poll = select.poll()
+    poll.register(connection.fileno(), event)
+    return bool(poll.poll(milliseconds))
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _pieces(part: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(part), _TLS_PIECE):
+        yield part[start : start + _TLS_PIECE]

@@ -1,0 +1,30 @@
+"""How a main thread waits for long and hears signals.
+
+Python runs the handler of a signal in the main thread, between two instructions. A signal that comes after the last of
+them, while the thread is about to wait for a lock, is noted and interrupts nothing: a wait without end would not end by
+it. On a busy machine that is no rare case, because the thread gives up the interpreter in between. So a main thread
+waits for a second at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any
+
+HEARD_SECONDS = 1.0  # in which a signal is heard
+
+
+def await_event(event: threading.Event) -> None:
+    """Waits for an event, and hears signals."""
+    while not event.wait(HEARD_SECONDS):
+        pass
+
+
+def await_all(futures: Collection[Future[Any]]) -> set[Future[Any]]:
+    """Waits for futures until all are done or one has failed, and hears signals; returns those that are done."""
+    while True:
+        done, left = wait(futures, HEARD_SECONDS, FIRST_EXCEPTION)
+        if not left or any(future.exception() is not None for future in done):
+            return done

@@ -1,0 +1,48 @@
+"""TLS of connections that are not gRPC's, with the same files and the same rules."""
+
+from __future__ import annotations
+
+import ssl
+
+from ps_protocol.errors import InvalidRequest
+from ps_runtime.credentials import Tls
+
+
+def server_context(tls: Tls, what: str) -> ssl.SSLContext:
+    """Returns what a port serves with; with a CA, a client must show a certificate of it.
+
+    what: is served, for the error
+
+    Raises InvalidRequest if the files cannot be used.
+    """
+    tls.load()
+    if tls.cert is None:
+        raise InvalidRequest(f"{what} over TLS need --tls-cert and --tls-key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(tls.cert, tls.key)
+        if tls.ca is not None:
+            context.load_verify_locations(tls.ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (ssl.SSLError, OSError) as error:
+        raise InvalidRequest(f"{tls.cert} cannot be served with its key ({error.strerror or error})") from None
+    return context
+
+
+def client_context(tls: Tls) -> ssl.SSLContext:
+    """Returns what a client connects with: as for gRPC, its own certificate is the one that it trusts without a CA.
+
+    Raises InvalidRequest if the files cannot be used.
+    """
+    material = tls.load()
+    roots = material.ca or material.cert
+    try:
+        context = ssl.create_default_context(cadata=None if roots is None else roots.decode("ascii", "ignore"))
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.verify_flags &= ~getattr(ssl, "VERIFY_X509_STRICT", 0)  # gRPC is not strict either
+        if tls.cert is not None:
+            context.load_cert_chain(tls.cert, tls.key)
+    except (ssl.SSLError, OSError) as error:
+        raise InvalidRequest(f"the files of TLS cannot be used ({error.strerror or error})") from None
+    return context

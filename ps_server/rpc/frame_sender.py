@@ -1,0 +1,126 @@
+"""What leaves by one data connection: frames, one after the other, put by any thread and without waiting.
+
+A frame that fits into the kernel's memory leaves in the thread that puts it. The rest leaves in a thread of a pool.
+Payloads are lent. The sender copies what does not fit and gives the memory back at once: a worker that reads slowly
+delays no update.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+
+from ps_protocol.framing import Buffer
+from ps_runtime.background import note_error
+from ps_runtime.frame_socket import FrameSocket
+
+Frame = Sequence[Buffer]
+Lent = Callable[[], AbstractContextManager[Frame]]
+Item = Frame | Lent
+Then = Callable[[], None]
+
+
+def _nothing() -> None:
+    pass
+
+
+class FrameSender:
+    """Sends frames on a connection until that ends. Thread-safe.
+
+    pool:    whose threads send what has to wait
+    limited: returns what watches over the time that a send takes
+    """
+
+    def __init__(
+        self, frames: FrameSocket, pool: ThreadPoolExecutor, limited: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._frames = frames
+        self._pool = pool
+        self._limited = limited
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[Item, Then]] = deque()
+        self._is_busy = False  # a thread sends
+        self._is_over = False
+
+    def put(self, frame: Frame, then: Then = _nothing) -> None:
+        """Sends a frame, in this thread if it can be sent at once. then: is called when the kernel has it"""
+        if self._begins(frame, then) and not self._drain(waits=False):
+            self._submit()
+
+    def lend(self, lent: Lent) -> None:
+        """Sends a frame that is made when its turn has come, and whose memory may be read until it is given back."""
+        if self._begins(lent, _nothing):
+            self._submit()
+
+    def _begins(self, item: Item, then: Then) -> bool:
+        """Queues what is to be sent; returns whether the caller has to see to that: no thread sends."""
+        with self._lock:
+            if self._is_over:
+                return False
+            self._queue.append((item, then))
+            begins, self._is_busy = not self._is_busy, True
+            return begins
+
+    def end(self) -> None:
+        """Drops what is queued, and sends nothing more."""
+        with self._lock:
+            self._is_over = True
+            self._queue.clear()
+
+    def _submit(self) -> None:
+        with suppress(RuntimeError):  # the pool is shut down: the server is stopping
+            self._pool.submit(self._drain, True)
+
+    def _drain(self, waits: bool) -> bool:
+        """Sends what is queued; returns whether all is sent. Without `waits`, what fits and is not lent."""
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._is_busy = False
+                    return True
+                item, then = self._queue[0]
+                if not waits and callable(item):
+                    return False
+                self._queue.popleft()
+            try:
+                if not self._send(item, then, waits):
+                    return False
+            except OSError:
+                self._broken()
+                return True
+            except Exception:
+                note_error("send")
+                self._broken()
+                return True
+            then()
+
+    def _send(self, item: Item, then: Then, waits: bool) -> bool:
+        """Sends one frame. Without `waits`, what does not fit is put back, and False returned."""
+        if callable(item):
+            with item() as frame:
+                rest = self._send_now(frame)
+        else:
+            rest = self._send_now(item)
+        if not rest:
+            return True
+        if not waits:
+            with self._lock:
+                if not self._is_over:
+                    self._queue.appendleft((rest, then))
+            return False
+        with self._limited(), self._frames.sending:
+            self._frames.send(rest)
+        return True
+
+    def _send_now(self, frame: Frame) -> list[Buffer]:
+        """Sends what fits; returns a copy of the rest."""
+        with self._frames.sending:
+            return [bytes(part) for part in self._frames.send_now(frame)]
+
+    def _broken(self) -> None:
+        """Ends the connection: a frame of which a part has left makes the rest worthless."""
+        self.end()
+        self._frames.abort()

@@ -1,0 +1,106 @@
+"""The buckets of a shard in a file of tensors: written from snapshots, and read into snapshots that are checked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ps_protocol.job import HyperParameters
+from ps_protocol.layout import BucketSpec
+from ps_protocol.tensors import TORCH_DTYPES
+from ps_server.core.data_commits import Committed
+from ps_server.core.snapshot import BucketSnapshot
+from ps_server.storage.manifest import FORMAT
+from ps_server.storage.tensor_file import TensorEntry, TensorReader
+
+_STATE_NAME = re.compile(r"[a-z_]{1,64}")
+
+
+def snapshot_tensors(snapshots: Sequence[BucketSnapshot]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Returns what a safetensors file holds of snapshots: tensors by name, and the rest as one JSON text."""
+    tensors: dict[str, torch.Tensor] = {}
+    buckets: dict[str, Any] = {}
+    for bucket in snapshots:
+        tensors[f"{bucket.index}/weights"] = bucket.weights
+        for position, state in bucket.state.items():
+            tensors |= {f"{bucket.index}/{position}/{name}": tensor for name, tensor in state.items()}
+        buckets[str(bucket.index)] = {
+            "version": bucket.version,
+            "clocks": {str(rank): clock for rank, clock in bucket.clocks.items()},
+            "groups": {str(group): dict(values) for group, values in bucket.groups.items()},
+            "data": {str(loader): [number, spans] for loader, (number, spans) in bucket.committed.items()},
+        }
+    return tensors, {"format": str(FORMAT), "buckets": json.dumps(buckets)}
+
+
+def read_snapshots(
+    reader: TensorReader, buckets: Sequence[BucketSpec], to: Mapping[int, torch.Tensor]
+) -> dict[int, BucketSnapshot]:
+    """Returns the snapshots of buckets in a file. Raises ValueError saying what was expected where it holds others.
+
+    to: by bucket, where the weights are read to
+    """
+    described, wanted = json.loads(reader.metadata["buckets"]), {bucket.index: bucket for bucket in buckets}
+    weights: dict[int, torch.Tensor] = {}
+    states: dict[int, dict[int, dict[str, torch.Tensor]]] = {index: {} for index in wanted}
+
+    def place(entry: TensorEntry) -> torch.Tensor | None:
+        index, *rest = entry.name.split("/")
+        bucket = wanted.get(int(index))
+        if bucket is None:
+            return None
+        _check_entry(entry, bucket)
+        return to[bucket.index] if rest == ["weights"] and bucket.index in to else entry.empty()
+
+    for entry, tensor in reader.tensors(place):
+        index, *rest = entry.name.split("/")
+        if rest == ["weights"]:
+            weights[int(index)] = tensor
+        else:
+            states[int(index)].setdefault(int(rest[0]), {})[rest[1]] = tensor
+    return {index: _snapshot(index, described[str(index)], weights[index], state) for index, state in states.items()}
+
+
+def _check_entry(entry: TensorEntry, bucket: BucketSpec) -> None:
+    """Raises ValueError for a tensor that a bucket cannot have, before memory is taken for it."""
+    _, *rest = entry.name.split("/")
+    if rest == ["weights"]:
+        if entry.dtype != TORCH_DTYPES[bucket.dtype] or entry.shape != (bucket.numel,):
+            present = f"{entry.shape} {entry.dtype}"
+            raise ValueError(f"bucket {bucket.index}: expected {bucket.numel} x {bucket.dtype}, found {present}")
+        return
+    position, name = int(rest[0]), rest[1]
+    if not _STATE_NAME.fullmatch(name) or not 0 <= position < len(bucket.slices):
+        raise ValueError(f"bucket {bucket.index} has no optimizer state {'/'.join(rest)[:80]!r}")
+    if not entry.dtype.is_floating_point or entry.shape not in ((), (1,), (bucket.slices[position].length,)):
+        raise ValueError(f"{entry.name}: shape {entry.shape} and type {entry.dtype} fit no optimizer state")
+
+
+def _snapshot(
+    index: int, described: Mapping[str, Any], weights: torch.Tensor, state: Mapping[int, Mapping[str, torch.Tensor]]
+) -> BucketSnapshot:
+    version, clocks = described["version"], {int(rank): clock for rank, clock in described["clocks"].items()}
+    if any(type(number) is not int or number < 0 for number in (version, *clocks, *clocks.values())):
+        raise ValueError(f"bucket {index}: versions and clocks are numbers from 0")
+    groups = {int(group): _hyper_parameters(values) for group, values in described["groups"].items()}
+    return BucketSnapshot(index, version, clocks, weights, state, groups, _committed(described.get("data", {})))
+
+
+def _committed(described: Mapping[str, Any]) -> Committed:
+    """Returns the data that a bucket has had. Raises ValueError for what is none."""
+    committed = {
+        int(loader): (number, [(start, stop) for start, stop in spans]) for loader, (number, spans) in described.items()
+    }
+    for number, spans in committed.values():
+        numbers = [number, *(end for span in spans for end in span)]
+        if any(type(end) is not int or end < 0 for end in numbers) or any(start >= stop for start, stop in spans):
+            raise ValueError("passes and positions are numbers from 0, and a range ends after it starts")
+    return committed
+
+
+def _hyper_parameters(values: Mapping[str, Any]) -> HyperParameters:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -1,0 +1,106 @@
+"""What a checkpoint is: its manifest, and how that stands in a file.
+
+A file carries the version of its format, and a seal: what was changed by hand is not read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ps_protocol.convert import job_spec_from_data
+from ps_server.core.snapshot import Part
+
+FORMAT = 3
+# In 1 the job's spec differs, and job_spec_from_data reads both. 2 knows no disks of shards' own.
+READABLE = (1, 2, FORMAT)
+
+
+@dataclass(frozen=True)
+class WorkerPart:
+    """A worker's own state: `clock` is how many steps it had finished."""
+
+    part: Part
+    clock: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is.
+
+    job:        the job's spec, as plain data
+    run:        tells this job from earlier ones of its name
+    clock:      in sync, the clock of every bucket and worker; otherwise the highest clock of any worker
+    placement:  for each bucket, the index of the shard whose file holds it
+    shards:     by index
+    workers:    by rank; those of which nothing came are missing
+    versions:   the lowest and highest version of a bucket that trains: equal in sync
+    clocks:     by rank, the lowest clock over the buckets that train
+    last_incarnation, restore_count: of the job when it was made
+    without:    ranks of workers that took part, or had left, and whose own state is not in it
+    """
+
+    name: str
+    job: dict[str, Any]
+    run: str
+    mode: str
+    clock: int
+    placement: tuple[int, ...]
+    shards: Mapping[int, Part]
+    workers: Mapping[int, WorkerPart]
+    versions: tuple[int, int]
+    clocks: Mapping[int, int]
+    last_incarnation: int
+    restore_count: int
+    format: int = FORMAT
+    written_by: Mapping[str, str] = field(default_factory=dict)
+    without: tuple[int, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(part.bytes for part in [*self.shards.values(), *(worker.part for worker in self.workers.values())])
+
+
+# -- as JSON ---------------------------------------------------------------------------------------------------------
+
+
+def sealed(manifest: Manifest) -> dict[str, Any]:
+    """Returns a manifest as the plain data of its JSON file, with the seal."""
+    data = json.loads(json.dumps(asdict(manifest)))  # as it will be read: with text for keys
+    return {**data, "seal": seal(data)}
+
+
+def unsealed(data: dict[str, Any]) -> Manifest:
+    """Returns the manifest in a file. Raises ValueError, KeyError, TypeError or AttributeError where it is none."""
+    if data.pop("seal") != seal(data):
+        raise ValueError("it is not what was written")
+    if data["format"] not in READABLE:
+        raise ValueError(f"expected format {FORMAT}, found {data['format']}")
+    if not job_spec_from_data(data["job"]).parameters:
+        raise ValueError("it names no job")
+    data["placement"] = tuple(data["placement"])
+    data["versions"] = tuple(data["versions"])
+    data["without"] = tuple(data.get("without", ()))  # what earlier releases have written says nothing of it
+    data["shards"] = {int(index): Part(**part) for index, part in data["shards"].items()}
+    data["workers"] = {
+        int(rank): WorkerPart(Part(**worker["part"]), worker["clock"]) for rank, worker in data["workers"].items()
+    }
+    data["clocks"] = {int(rank): clock for rank, clock in data["clocks"].items()}
+    return Manifest(**data)
+
+
+def written_by_newer(data: Any) -> str | None:
+    """Returns in words that a file's content is a newer version's, if it is."""
+    version = data.get("format") if isinstance(data, dict) else None
+    if type(version) is not int or version <= FORMAT:
+        return None
+    return f"written by a newer version of ps-torch (format {version}), this one reads up to {FORMAT}: upgrade"
+
+
+def seal(data: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of what JSON holds, however it is laid out."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,235 @@
+"""A worker's data connections: which it opens, and what it does when one ends in the middle of whatever."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from torch import nn
+
+from ps_protocol.errors import InvalidRequest, Unreachable
+from ps_protocol.frames import HEADER_BYTES, Kind, read_header, write_header
+from ps_protocol.framing import Parts
+from ps_runtime.frame_socket import frames_over
+from ps_server.ops import status
+from ps_worker import Session
+from ps_worker.cluster import calls, data_connection
+from ps_worker.cluster.data_connection import DataCallError, DataConnection, EachAnswer, OneAnswer
+from tests.tools.cluster import Cluster, until
+
+
+def connections(session: Session) -> list[DataConnection | None]:
+    """Of each shard, the session's data connection."""
+    training: Any = session._strategy._training  # type: ignore[attr-defined]
+    return [each._data for each in training.participation.connection._calls.values()]
+
+
+def trained(session: Session, steps: int, each: Callable[[int], None] = lambda step: None) -> torch.Tensor:
+    """The weights after steps of a model with several buckets, all of which have the same gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 4))
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), bucket_bytes=4096)
+    for step in range(steps):
+        each(step)
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+# -- which is opened -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("transport", "opened"), [("shm", True), ("tcp", True), ("auto", True), ("grpc", False)])
+def test_every_transport_trains_the_same_model(shared: Cluster, job: str, transport: str, opened: bool) -> None:
+    with shared.connect("sync", job=f"{job}-{transport}", transport=transport) as session:
+        found = trained(session, 3)
+        assert [each is not None and each.is_open for each in connections(session)] == [opened] * 2
+    with shared.connect("sync", job=f"{job}-{transport}-by-grpc", transport="grpc") as session:
+        assert torch.equal(found, trained(session, 3))
+
+
+def test_where_the_port_is_closed_off_grpc_is_used_and_status_says_so(
+    make_cluster: Callable[..., Cluster], tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = make_cluster(no_data_port=True, shared_directory=tmp_path)
+    with pytest.raises(Unreachable, match="takes no data connection: it has no port for them"):
+        trained(cluster.connect("sync", job="tcp", transport="tcp"), 1)
+    caplog.set_level(logging.INFO)
+    with cluster.connect("sync", job="auto", shared_directory="/dev/shm") as session:
+        trained(session, 1)
+        assert connections(session) == [None, None]
+        assert "buckets travel by gRPC (ranks 0)" in status.table(status.fetch(cluster.address))
+    assert "it has no port for them (--no-data-port); buckets travel by gRPC" in caplog.text
+
+
+def test_status_says_how_buckets_travel(shared: Cluster, job: str) -> None:
+    for transport, says in (("shm", "in shared memory"), ("tcp", "over data connections"), ("grpc", "by gRPC")):
+        with shared.connect("sync", job=f"{job}-{transport}", transport=transport) as session:
+            trained(session, 1)
+            assert f"  buckets travel {says} (ranks 0)" in status.table(status.fetch(shared.address))
+
+
+# -- what ends -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_connections_that_break_between_steps_are_opened_again(
+    shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "REOPEN_SECONDS", 0.0)
+    with shared.connect("sync", job=f"{job}-grpc", transport="grpc") as session:
+        expected = trained(session, 6)
+    with shared.connect("sync", job=job, transport=transport) as session:
+        seen: list[DataConnection | None] = []
+
+        def breaking(step: int) -> None:
+            seen[:] = connections(session) if step == 2 else seen
+            there = [each for each in connections(session) if each is not None] if step in (2, 4) else []
+            for each in there:
+                each.close()
+            until(lambda: not any(each.is_open for each in there), "their end")
+
+        assert torch.equal(expected, trained(session, 6, breaking))
+        assert all(now is not None and now.is_open for now in connections(session))
+        assert not set(map(id, seen)) & set(map(id, connections(session)))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_connections_that_break_in_the_middle_of_steps_lose_nothing(
+    shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread breaks them all the time, and none is opened again for a while: gRPC takes over."""
+    monkeypatch.setattr(calls, "REOPEN_SECONDS", 0.05)
+    with shared.connect("sync", job=f"{job}-grpc", transport="grpc") as session:
+        expected = trained(session, 40)
+    with shared.connect("sync", job=job, transport=transport) as session:
+        over = threading.Event()
+
+        def break_them() -> None:
+            while not over.wait(0.01):
+                for each in connections(session) if session.clock else []:
+                    if each is not None:
+                        each.close()
+
+        breaking = threading.Thread(target=break_them)
+        breaking.start()
+        try:
+            assert torch.equal(expected, trained(session, 40))
+        finally:
+            over.set()
+            breaking.join()
+
+
+# -- one connection --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[DataConnection, socket.socket]]:
+    """A connection, and the shard's end of it."""
+    ours, theirs = socket.socketpair()
+    connection = DataConnection(frames_over(ours))
+    yield connection, theirs
+    connection.close()
+    theirs.close()
+
+
+def request_of(shard: socket.socket) -> int:
+    """The number of the next call that a shard hears of; its message is thrown away."""
+    header = read_header(shard.recv(HEADER_BYTES, socket.MSG_WAITALL), 2**30)
+    shard.recv(header.size, socket.MSG_WAITALL)
+    return header.call
+
+
+def test_answers_find_their_calls_in_any_order(ends: tuple[DataConnection, socket.socket]) -> None:
+    connection, shard = ends
+    answers = [OneAnswer(), OneAnswer()]
+    made = [connection.call(Kind.PUSH, Parts(b"request"), answer, 20.0) for answer in answers]
+    for number, content in reversed([(request_of(shard), b"first"), (request_of(shard), b"second")]):
+        shard.sendall(write_header(number, Kind.LAST, len(content)) + content)
+    for each in made:
+        each.done.result(20.0)
+    assert [answer.message for answer in answers] == [b"first", b"second"]
+
+
+def test_a_payload_is_put_where_the_call_wants_it(ends: tuple[DataConnection, socket.socket]) -> None:
+    connection, shard = ends
+    target = bytearray(8)
+
+    class Placed(EachAnswer):
+        def place(self, head: bytes, payload_bytes: int) -> memoryview:
+            super().place(head, payload_bytes)
+            return memoryview(target)
+
+    seen: list[tuple[bytes, Any]] = []
+    call = connection.call(Kind.PULL, Parts(b""), Placed(lambda *answer: seen.append(answer)), 20.0)
+    number = request_of(shard)
+    shard.sendall(write_header(number, Kind.ANSWER, 4, 8) + b"head" + b"elements" + write_header(number, Kind.END, 0))
+    call.done.result(20.0)
+    assert (bytes(target), seen[0][0]) == (b"elements", b"head")
+
+
+def test_what_one_call_cannot_read_fails_that_call_alone(ends: tuple[DataConnection, socket.socket]) -> None:
+    connection, shard = ends
+
+    class Refuses(OneAnswer):
+        def place(self, head: bytes, payload_bytes: int) -> memoryview | None:
+            raise InvalidRequest("not what was asked for")
+
+    refused = connection.call(Kind.PULL, Parts(b""), Refuses(), 20.0)
+    shard.sendall(write_header(request_of(shard), Kind.ANSWER, 4, 2**17) + b"head" + bytes(2**17))
+    with pytest.raises(InvalidRequest, match="not what was asked for"):
+        refused.done.result(20.0)
+    other = OneAnswer()
+    call = connection.call(Kind.PUSH, Parts(b""), other, 20.0)
+    shard.sendall(write_header(request_of(shard), Kind.LAST, 4) + b"good")
+    call.done.result(20.0)
+    assert other.message == b"good"
+
+
+def test_a_shard_that_does_not_answer_is_given_up(
+    ends: tuple[DataConnection, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, shard = socket.socketpair()
+    monkeypatch.setattr(data_connection, "_LOOK_SECONDS", 0.02)
+    connection = DataConnection(frames_over(ours))
+    call = connection.call(Kind.PUSH, Parts(b""), OneAnswer(), 0.1)
+    with pytest.raises(DataCallError) as caught:
+        call.done.result(20.0)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert not connection.is_open
+    shard.close()
+
+
+def test_a_connection_of_which_a_shard_reads_nothing_ends_with_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that sends is stuck in the kernel until then."""
+    ours, shard = socket.socketpair()
+    monkeypatch.setattr(data_connection, "_LOOK_SECONDS", 0.02)
+    connection = DataConnection(frames_over(ours))
+    began = time.monotonic()
+    call = connection.call(Kind.PUSH, Parts(b"", bytes(64 * 2**20)), OneAnswer(), 0.1)
+    with pytest.raises(DataCallError):
+        call.done.result(20.0)
+    assert time.monotonic() - began < 20.0
+    shard.close()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff" * 40, write_header(1, Kind.PUSH, 0), b"HTTP/1.1 400 Bad Request\r\n"],
+    ids=["garbage", "request", "HTTP"],
+)
+def test_what_is_no_answer_ends_the_connection(ends: tuple[DataConnection, socket.socket], content: bytes) -> None:
+    connection, shard = ends
+    call = connection.call(Kind.PULL, Parts(b""), OneAnswer(), 20.0)
+    shard.sendall(content)
+    with pytest.raises(DataCallError):
+        call.done.result(20.0)
