@@ -208,7 +208,8 @@ def test_a_server_that_dies_while_it_removes_an_old_checkpoint_leaves_none_that_
     ended = to_the_end(servers, run, "checkpoint-half-removed", ["shard 0"])
     assert same(ended.weights, undisturbed)
     [back] = servers.lines("rolled back to checkpoint")
-    assert word_after("checkpoint", back) == "000002,"
+    # The first stays until a later one has every worker's state, which need not be the second.
+    assert word_after("checkpoint", back) > "000001,"
     assert not (servers.checkpoints / "default" / "000001").exists(), "what was left is removed with the next"
 
 
