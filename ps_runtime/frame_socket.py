@@ -22,6 +22,13 @@ _TLS_PIECE = 256 * 2**10  # sent or received in one turn: OpenSSL makes records 
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 4))
 
 
+Moved = Callable[[], None]
+
+
+def nothing() -> None:
+    """Does nothing, where nobody wants to know."""
+
+
 class FrameSocket(Protocol):
     """A connection. Methods raise OSError where it has ended.
 
@@ -30,8 +37,11 @@ class FrameSocket(Protocol):
 
     sending: threading.Lock
 
-    def send(self, parts: Sequence[Buffer]) -> None:
-        """Sends parts one after the other; returns when the kernel has taken them all. The caller holds `sending`."""
+    def send(self, parts: Sequence[Buffer], moved: Moved = nothing) -> None:
+        """Sends parts one after the other; returns when the kernel has taken them all. The caller holds `sending`.
+
+        moved: is called now and then, when a part of them has left
+        """
 
     def send_now(self, parts: Sequence[Buffer]) -> list[memoryview]:
         """Sends what fits without waiting; returns the rest, which is sent next. The caller holds `sending`."""
@@ -41,12 +51,15 @@ class FrameSocket(Protocol):
         The caller holds `sending`.
         """
 
-    def receive_into(self, target: memoryview) -> None:
-        """Fills the target with the bytes that come next."""
+    def receive_into(self, target: memoryview, moved: Moved = nothing) -> None:
+        """Fills the target with the bytes that come next.
+
+        moved: is called now and then, when a part of them has come
+        """
 
     def watch(self, seconds: float, look: Callable[[], None]) -> None:
-        """Has `look` called by the thread that receives whenever it has waited for so many seconds. What it raises ends
-        the receiving."""
+        """Has `look` called by the thread that receives whenever nothing has come for so many seconds, and `moved`
+        about as often while something does. What `look` raises ends the receiving."""
 
     def abort(self) -> None:
         """Ends the connection, from any thread: threads that send or receive get an error."""
@@ -77,12 +90,16 @@ class PlainSocket(FrameSocket):
         connection.settimeout(None)
         self.sending = threading.Lock()
         self._socket = connection
-        self._look: Callable[[], None] = _nothing
+        self._look: Callable[[], None] = nothing
 
-    def send(self, parts: Sequence[Buffer]) -> None:
+    def send(self, parts: Sequence[Buffer], moved: Moved = nothing) -> None:
         left = _views(parts)
         while left:
-            left = _without(left, self._socket.sendmsg(left))
+            try:
+                left = _without(left, self._socket.sendmsg(left))
+            except BlockingIOError:  # the time of `watch` is over: it is for `look` to say whether that is too long
+                continue
+            moved()
 
     def send_now(self, parts: Sequence[Buffer]) -> list[memoryview]:
         left = _views(parts)
@@ -96,7 +113,7 @@ class PlainSocket(FrameSocket):
     def has_room(self) -> bool:
         return _is_ready(self._socket, select.POLLOUT, 0)
 
-    def receive_into(self, target: memoryview) -> None:
+    def receive_into(self, target: memoryview, moved: Moved = nothing) -> None:
         while len(target):
             try:
                 count = self._socket.recv_into(target, len(target), socket.MSG_WAITALL)
@@ -106,10 +123,12 @@ class PlainSocket(FrameSocket):
             if not count:
                 raise ConnectionResetError("the other end has closed the connection")
             target = target[count:]
+            moved()
 
     def watch(self, seconds: float, look: Callable[[], None]) -> None:
         self._look = look
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, _timeval(seconds))
 
     def abort(self) -> None:
         with contextlib.suppress(OSError):
@@ -129,15 +148,16 @@ class TlsSocket(FrameSocket):
         self.sending = threading.Lock()
         self._socket = connection
         self._turn = threading.Lock()
-        self._look: Callable[[], None] = _nothing
+        self._look: Callable[[], None] = nothing
         self._look_milliseconds: float | None = None
 
-    def send(self, parts: Sequence[Buffer]) -> None:
+    def send(self, parts: Sequence[Buffer], moved: Moved = nothing) -> None:
         for part in self.send_now(parts):
             for piece in _pieces(part):
                 left = piece
                 while len(left):
                     left = left[self._send_some(left, wait=True) :]
+                    moved()
 
     def send_now(self, parts: Sequence[Buffer]) -> list[memoryview]:
         left = _views(parts)
@@ -162,7 +182,7 @@ class TlsSocket(FrameSocket):
     def has_room(self) -> bool:
         return _is_ready(self._socket, select.POLLOUT, 0)
 
-    def receive_into(self, target: memoryview) -> None:
+    def receive_into(self, target: memoryview, moved: Moved = nothing) -> None:
         while len(target):
             try:
                 with self._turn:
@@ -175,6 +195,7 @@ class TlsSocket(FrameSocket):
             if not count:
                 raise ConnectionResetError("the other end has closed the connection")
             target = target[count:]
+            moved()
 
     def watch(self, seconds: float, look: Callable[[], None]) -> None:
         self._look, self._look_milliseconds = look, seconds * 1000
@@ -210,10 +231,6 @@ def _is_ready(connection: socket.socket, event: int, milliseconds: float | None 
 
 def _timeval(seconds: float) -> bytes:
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-
-
-def _nothing() -> None:
-    pass
 
 
 def _pieces(part: memoryview) -> Iterator[memoryview]:

@@ -63,11 +63,18 @@ def shard_gauges(shard: Shard) -> Gauges[ShardStatistics]:
         for name, job in statistics.jobs.items():
             yield from (((name, str(rank)), clock) for rank, clock in job.clocks.items())
 
+    def transports(statistics: ShardStatistics) -> Iterable[Sample]:
+        for name, job in statistics.jobs.items():
+            yield (name, "shm"), len(job.sharing)
+            yield (name, "tcp"), len({*job.connected} - {*job.sharing})
+            yield (name, "grpc"), len({*job.clocks} - {*job.sharing, *job.connected})
+
     return Gauges(
         shard.statistics,
         [
             *((name, text, ("job",), each_job(read)) for name, text, read in _OF_HOSTED_JOB),
             ("ps_job_bytes", "Bytes held, by kind.", ("job", "kind"), sizes),
+            ("ps_shard_workers", "Live workers, by how buckets travel here.", ("job", "transport"), transports),
             ("ps_shard_clock", "Steps of each live worker applied here.", ("job", "rank"), clocks),
         ],
     )

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from ps_protocol.errors import PSError, TryLater, Unreachable
+from ps_protocol.errors import TryLater, Unreachable
 from ps_protocol.frames import KINDS
 from ps_protocol.framing import Parts, split_head, split_message
 from ps_protocol.layout import BucketSpec
@@ -21,10 +20,12 @@ from ps_protocol.v1 import data_pb2
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer, Retry
+from ps_runtime.signals import await_all
 from ps_runtime.status import error_from
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.coordinator import CALL_SECONDS
-from ps_worker.cluster.data_connection import DataCallError, DataConnection, EachAnswer, open_data_connection
+from ps_worker.cluster.data_connection import DataCallError, DataConnection, EachAnswer
+from ps_worker.cluster.data_link import DataLink, open_data_connection
 from ps_worker.cluster.landing import Landing, PullPlan
 from ps_worker.cluster.threads import DaemonPool
 from ps_worker.values import PullResult
@@ -33,8 +34,7 @@ log = logging.getLogger("ps_worker")
 
 DATA_SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 PULL_SECONDS = 60.0
-OPEN_SECONDS = 5.0  # for which a call may last that asks for a data connection in place of one that ended
-REOPEN_SECONDS = 5.0  # between two tries
+OPEN_SECONDS = 5.0  # that a call may take which asks for a data connection
 
 
 class ShardCalls:
@@ -53,64 +53,42 @@ class ShardCalls:
         self._channel = open_channel(address, access)
         self._last: Any = None  # the pull that ended last
         self._waits = Troubles(log, None)  # ps_worker_step_seconds has for how long
-        self._data: DataConnection | None = None
-        self._reopen: Callable[[], DataConnection] | None = None
-        self._reopen_at = 0.0
-        self._opening = threading.Lock()
+        self._link: DataLink | None = None
 
     # -- the data connection -----------------------------------------------------------------------------------------
 
-    def open_data_connection(self, request: bytes, over_tcp: bool) -> None:
-        """Opens a data connection, which calls go over from here on. Should it end, others are tried.
+    def open_data_connection(self, request: bytes, must: bool) -> None:
+        """Opens a data connection, which calls go over from here on; where it has ended another is opened.
 
-        request: of OpenDataConnection; over_tcp: even where a unix socket leads to the shard
+        request: of OpenDataConnection
+        must:    it must be TCP, and is tried for as long as any call; otherwise once now, and in time again
 
-        Raises Unreachable if there can be none, and other PSErrors as any call.
+        Raises Unreachable if there can be none, TryLater if there is none now, and other PSErrors as any call.
         """
-        retry = self._retry()
-        while True:
-            try:
-                self.try_data_connection(request, over_tcp)
-                return
-            except TryLater as error:
-                retry.wait_after(error)
+        directory = None if must else self._directory
 
-    def try_data_connection(self, request: bytes, over_tcp: bool = False) -> None:
-        """Does as `open_data_connection`, once. Raises TryLater if that cannot be done now."""
-        directory = self._directory if not over_tcp else None
-
-        def open_with(response: bytes) -> DataConnection:
+        def make() -> DataConnection:
+            call = self._channel.unary_unary(f"/{DATA_SERVICE}/OpenDataConnection")
+            response = call(request, timeout=OPEN_SECONDS)
             return open_data_connection(response, self._address, self._access, directory, str(self.peer))
 
-        def reopen() -> DataConnection:
-            call = self._channel.unary_unary(f"/{DATA_SERVICE}/OpenDataConnection")
-            return open_with(call(request, timeout=OPEN_SECONDS))
+        link, retry = DataLink(make, str(self.peer), self.closing), self._retry()
+        while True:
+            try:
+                link.open()
+                break
+            except grpc.RpcError as error:
+                retry.failed(error)
+            except TryLater as error:
+                if not must:
+                    self._link = link
+                    raise
+                retry.wait_after(error)
+        self._link = link
 
-        response = self.unary("OpenDataConnection", Parts(request))
-        self._data = open_with(response)
-        self._reopen = reopen
-
-    def _current(self) -> DataConnection | None:
-        """Returns the data connection; tries to open another if it has ended. None: calls go by gRPC."""
-        data = self._data
-        if data is None or data.is_open:
-            return data
-        if self._reopen is None or time.monotonic() < self._reopen_at or self.closing.is_set():
-            return None
-        if not self._opening.acquire(blocking=False):
-            return None
-        try:
-            self._reopen_at = time.monotonic() + REOPEN_SECONDS
-            # grpc raises ValueError where the channel was closed meanwhile
-            with contextlib.suppress(grpc.RpcError, PSError, ValueError):
-                self._data = self._reopen()
-                log.info("%s: another data connection is open", self.peer)
-                if self.closing.is_set():
-                    self._data.close()
-                return self._data
-        finally:
-            self._opening.release()
-        return None
+    def _data(self) -> DataConnection | None:
+        """Returns the data connection that is open; None: calls go by gRPC."""
+        return None if self._link is None else self._link.current
 
     # -- calls with one answer ---------------------------------------------------------------------------------------
 
@@ -126,7 +104,7 @@ class ShardCalls:
             raise error_from(error, str(self.peer)) from None
 
     def _unary(self, method: str, request: Parts) -> bytes:
-        data = self._current() if method in KINDS else None
+        data = self._data() if method in KINDS else None
         if data is not None:
             return data.unary(KINDS[method], request, CALL_SECONDS)
         call = self._channel.unary_unary(f"/{DATA_SERVICE}/{method}")
@@ -166,7 +144,7 @@ class ShardCalls:
     def _stream(
         self, method: str, request: bytes, seconds: float, read: Callable[[bytes, memoryview | None], None]
     ) -> None:
-        data = self._current()
+        data = self._data()
         if data is not None:
             each = EachAnswer(lambda head, payload: read(split_head(head, len(payload or b"")), payload))
             data.call(KINDS[method], Parts(request), each, seconds).done.result()
@@ -185,8 +163,8 @@ class ShardCalls:
         pool:   has the thread that waits, where one has to
         """
         landing = Landing(plan, clock, buckets, self._waits)
-        data = self._data
-        if data is None or not data.is_open:
+        data = self._data()
+        if data is None:
             return pool.submit(lambda: self._land(method, landing))
         try:
             call = data.call_now(KINDS[method], Parts(landing.request()), landing, PULL_SECONDS)
@@ -216,7 +194,7 @@ class ShardCalls:
             retry.failed(error)
         while not landing.is_done:
             try:
-                data = self._current()
+                data = self._data()
                 if data is not None:
                     data.call(KINDS[method], Parts(landing.request()), landing, PULL_SECONDS).done.result()
                 else:
@@ -238,8 +216,8 @@ class ShardCalls:
         """Closes the connections; calls in flight end."""
         self.closing.set()
         self._channel.close()
-        if self._data is not None:
-            self._data.close()
+        if self._link is not None:
+            self._link.close()
 
     def _retry(self) -> Retry:
         return Retry(self.peer, self._timeout, self.closing)
@@ -264,11 +242,19 @@ def open_data_connections(calls: Iterable[ShardCalls], request: bytes, transport
     request: of OpenDataConnection
     transport: "tcp": it must be TCP, is tried for as long as any call, and Unreachable is raised where there is none
     """
-    for shard in calls:
-        if transport == "tcp":
-            shard.open_data_connection(request, over_tcp=True)
-            continue
+    must, shards = transport == "tcp", list(calls)
+
+    def open_one(shard: ShardCalls) -> None:
         try:
-            shard.try_data_connection(request)
+            shard.open_data_connection(request, must)
         except (TryLater, Unreachable) as error:
+            if must:
+                raise
             log.info("%s; buckets travel by gRPC", error)
+
+    pool = DaemonPool(len(shards), "data-open")
+    try:
+        for opened in await_all([pool.submit(partial(open_one, shard)) for shard in shards]):
+            opened.result()
+    finally:
+        pool.close()

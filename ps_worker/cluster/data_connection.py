@@ -7,30 +7,22 @@ fails that has no answer yet. Its caller may repeat it by gRPC.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
+import math
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Protocol
 
 import grpc
 
-from ps_protocol.errors import InvalidRequest, TryLater, Unreachable
-from ps_protocol.frames import HEADER_BYTES, Header, Kind, frame, read_header, write_header
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.frames import HEADER_BYTES, Header, Kind, frame, read_header
 from ps_protocol.framing import Parts
 from ps_protocol.job import MAX_MESSAGE_BYTES
-from ps_protocol.v1 import data_pb2
-from ps_runtime.credentials import Access
-from ps_runtime.frame_socket import FrameSocket, frames_over
-from ps_runtime.local_sockets import connect, is_private_socket, opened, peer_of
+from ps_runtime.frame_socket import FrameSocket, nothing
 from ps_runtime.status import STATUS_KEY
-from ps_runtime.tls_contexts import client_context
 
-CONNECT_SECONDS = 2.0  # a port that a firewall closes gives no answer, and gRPC is there meanwhile
 _LOOK_SECONDS = 1.0
 _SMALL_BYTES = 4096  # that surely fit where there is room
 _OF_SHARDS = (Kind.ANSWER, Kind.LAST, Kind.END, Kind.ERROR)
@@ -98,16 +90,19 @@ class EachAnswer(Answers):
 
 
 class Call:
-    """A call under way. `done` has no value; it fails with DataCallError, or what its answers raised."""
+    """A call under way. `done` has no value; it fails with DataCallError, or what its answers raised.
+
+    due: when its time is over, in seconds of time.monotonic; never, while its request waits for others to leave
+    """
 
     def __init__(self, answers: Answers, seconds: float) -> None:
         self.done: Future[None] = Future()
         self.answers = answers
+        self.due = math.inf
         self._seconds = seconds
-        self.progressed()
 
     def progressed(self) -> None:
-        """Begins its time anew."""
+        """Begins its time anew: a part of its request has left, or of its answer has come."""
         self.due = time.monotonic() + self._seconds
 
 
@@ -133,12 +128,13 @@ class DataConnection:
     def call(self, kind: Kind, request: Parts, answers: Answers, seconds: float) -> Call:
         """Makes a call: sends its request. Waits while others send, and while the kernel takes the bytes.
 
-        seconds: without an answer after which the connection is given up
+        seconds: in which nothing of it moves, after which the connection is given up
         """
         number, call = self._begin(answers, seconds)
         try:
             with self._frames.sending:
-                self._frames.send(frame(number, kind, request))
+                call.progressed()
+                self._frames.send(frame(number, kind, request), call.progressed)
         except OSError:
             self._frames.abort()  # the thread that receives ends all calls, this one among them
         return call
@@ -153,6 +149,7 @@ class DataConnection:
             if not self._frames.has_room():
                 return None
             number, call = self._begin(answers, seconds)
+            call.progressed()
             try:
                 if self._frames.send_now(frame(number, kind, request)):
                     self._frames.abort()  # what the kernel said has changed: a part of a frame makes the rest worthless
@@ -222,7 +219,7 @@ class DataConnection:
         if header.kind in (Kind.END, Kind.ERROR):
             self._end(header, call)
             return
-        head = bytes(self._filled(memoryview(bytearray(header.head))))
+        head = bytes(self._filled(memoryview(bytearray(header.head)), call))
         try:
             place = call.answers.place(head, header.payload_bytes)
         except Exception as error:
@@ -231,7 +228,7 @@ class DataConnection:
             return
         payload = None
         if header.payload_bytes:
-            payload = self._filled(place if place is not None else self._scratch_of(header.payload_bytes))
+            payload = self._filled(place if place is not None else self._scratch_of(header.payload_bytes), call)
         try:
             is_over = call.answers.take(payload)
         except Exception as error:
@@ -258,8 +255,18 @@ class DataConnection:
         with self._lock:
             self._calls.pop(number, None)
 
-    def _filled(self, target: memoryview) -> memoryview:
-        self._frames.receive_into(target)
+    def _filled(self, target: memoryview, call: Call | None = None) -> memoryview:
+        """Receives a part of a frame. What others wait for comes behind it: that is no time of theirs.
+
+        call: that it is for
+        """
+        began = time.monotonic()
+        self._frames.receive_into(target, nothing if call is None else call.progressed)
+        took = time.monotonic() - began
+        if took > _LOOK_SECONDS:
+            with self._lock:
+                for other in self._calls.values():
+                    other.due += took
         return target
 
     def _scratch_of(self, size: int) -> memoryview:
@@ -278,74 +285,3 @@ def _status(message: bytes) -> tuple[grpc.StatusCode, str]:
     status = status_pb2.Status.FromString(message)
     codes = {code.value[0]: code for code in grpc.StatusCode}
     return codes.get(status.code, grpc.StatusCode.UNKNOWN), status.message
-
-
-# -- opening ---------------------------------------------------------------------------------------------------------
-
-
-def open_data_connection(
-    response: bytes, address: str, access: Access, directory: Path | None, peer: str
-) -> DataConnection:
-    """Returns a connection to the shard that answered a call of OpenDataConnection.
-
-    address:   of the shard's gRPC port
-    directory: where sockets of this host are; None: over TCP only
-
-    Raises Unreachable if there can be none, TryLater if it cannot be made now.
-    """
-    answer = data_pb2.OpenDataConnectionResponse.FromString(response)
-    connection: socket.socket | None = None
-    if not answer.port and directory is None:
-        raise Unreachable(f"{peer} takes no data connection: it has no port for them (--no-data-port)")
-    try:
-        if directory is not None:
-            connection = _connect_here(directory, answer.location, answer.socket_inode)
-        if connection is None:
-            connection = _connect_tcp(address, answer.port, access)
-        connection.sendall(write_header(0, Kind.OPEN, len(answer.ticket)) + answer.ticket)
-        if read_header(_received(connection, HEADER_BYTES), 0).kind is not Kind.OPENED:
-            raise InvalidRequest("something else answers there")
-        return DataConnection(frames_over(connection))
-    except (OSError, InvalidRequest) as error:
-        if connection is not None:
-            connection.close()
-        raise TryLater(f"{peer} takes no data connection: {error}") from None
-
-
-def _connect_here(directory: Path, location: str, inode: int) -> socket.socket | None:
-    """Returns a connection to the socket that a shard of this host says is its own; None if it is not there."""
-    if not location or Path(location).name != location:
-        return None
-    with contextlib.suppress(OSError), opened(directory, location) as file:
-        status = os.fstat(file)
-        if not is_private_socket(status) or status.st_ino != inode:
-            return None
-        connection = connect(file, CONNECT_SECONDS)
-        if peer_of(connection).uid == os.geteuid():
-            return connection
-        connection.close()
-    return None
-
-
-def _connect_tcp(address: str, port: int, access: Access) -> socket.socket:
-    host = address.rpartition(":")[0].strip("[]")
-    if not port:
-        raise InvalidRequest("it has no port for them (--no-data-port)")
-    plain = socket.create_connection((host, port), CONNECT_SECONDS)
-    if access.tls is None:
-        return plain
-    try:
-        return client_context(access.tls).wrap_socket(plain, server_hostname=host)
-    except BaseException:
-        plain.close()
-        raise
-
-
-def _received(connection: socket.socket, count: int) -> bytes:
-    received = b""
-    while len(received) < count:
-        piece = connection.recv(count - len(received))
-        if not piece:
-            raise ConnectionResetError("the shard refuses the connection")
-        received += piece
-    return received

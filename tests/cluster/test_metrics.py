@@ -461,7 +461,21 @@ def exposed(shared: Cluster) -> dict[str, str]:
 
 
 PROCESSES = ["coordinator with a shard", "coordinator", "shard", "worker", "worker alone"]
-LABELS = {"job", "kind", "result", "reason", "rank", "mode", "phase", "le", "generation", "loader", "state", "thread"}
+LABELS = {
+    "job",
+    "kind",
+    "result",
+    "reason",
+    "rank",
+    "mode",
+    "phase",
+    "le",
+    "generation",
+    "loader",
+    "state",
+    "thread",
+    "transport",
+}
 LABELS |= {"name"}  # of what a script logs
 LABELS |= {"grpc_type", "grpc_service", "grpc_method", "grpc_code"}
 LABELS |= {"implementation", "major", "minor", "patchlevel", "version"}  # of python_info
@@ -535,8 +549,9 @@ def test_every_promised_name_is_there(exposed: dict[str, str]) -> None:
         "shard": "ps_push_total ps_push_bytes_total ps_push_refused_total ps_pull_total ps_pull_bytes_total "
         "ps_apply_seconds_count ps_accumulate_seconds_count ps_apply_staleness_clocks_count ps_job_bytes "
         "ps_staged_bytes ps_buckets ps_bucket_version_min ps_bucket_version_max ps_waiting_pulls ps_shard_clock "
-        "ps_shard_restarts_total grpc_server_started_total grpc_server_handled_total grpc_server_msg_received_total "
-        "grpc_server_msg_sent_total grpc_server_handling_seconds_count process_resident_memory_bytes",
+        "ps_shard_workers ps_shard_restarts_total grpc_server_started_total grpc_server_handled_total "
+        "grpc_server_msg_received_total grpc_server_msg_sent_total grpc_server_handling_seconds_count "
+        "process_resident_memory_bytes",
         "coordinator with a shard": "ps_shards ps_jobs ps_workers ps_worker_clock ps_placement_imbalance_ratio "
         "ps_push_total",
         "coordinator": "ps_shards ps_jobs",

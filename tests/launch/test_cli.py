@@ -97,6 +97,7 @@ def test_up_prints_where_to_point_workers_and_prometheus(up: tuple[Command, str]
     assert [shard["metrics_address"] for shard in found["shards"]] == pages
 
 
+@pytest.mark.long
 def test_torchrun_and_variables_start_the_same_script(up: tuple[Command, str], start: Start, tmp_path: Path) -> None:
     _, address = up
     torchrun = start(
@@ -377,6 +378,7 @@ def test_no_worker_outlives_its_launcher(start: Start, tmp_path: Path, number: i
     assert "Traceback" not in command.err
 
 
+@pytest.mark.long
 def test_an_address_where_nobody_answers_is_one_line_and_an_error(tmp_path: Path) -> None:
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))

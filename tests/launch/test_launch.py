@@ -155,6 +155,7 @@ def test_without_the_launcher_an_error_has_its_usual_traceback(shared: Cluster, 
     assert "NonFiniteGradient" in said
 
 
+@pytest.mark.long
 def test_log_lines_have_time_level_and_rank_until_the_script_sets_up_its_own() -> None:
     """What is logged is that a variable has no effect: a script that no launcher started says it itself, once."""
     code = "import sys, ps_worker, logging; exec(sys.argv[1]); ps_worker.connect().close(); ps_worker.connect().close()"

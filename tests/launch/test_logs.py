@@ -97,6 +97,7 @@ def json_lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.long
 def test_all_that_servers_write_to_stderr_is_json(start: Start) -> None:
     flags = ("--shards", "2", "--port", "0", "--metrics-port", "0", "--log-format", "json")
     command = start("-m", "ps_server", "up", *flags, PS_SHARDZ="1")
@@ -150,6 +151,7 @@ def launched(tmp_path: Path, *flags: str, before: str = "", after: str = "", wor
     return run(*words, script(tmp_path, LOGS), before, after)
 
 
+@pytest.mark.long
 def test_a_workers_lines_in_json_have_its_job_and_rank_and_no_prefix(tmp_path: Path) -> None:
     done = launched(tmp_path, "--log-format", "json", "--log-level", "info", "--job", "mine")
     lines = json_lines(done.stderr)
@@ -159,6 +161,7 @@ def test_a_workers_lines_in_json_have_its_job_and_rank_and_no_prefix(tmp_path: P
     assert sorted(done.stdout.splitlines()) == ["[0] a line of the script", "[1] a line of the script"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "heard"),
     [

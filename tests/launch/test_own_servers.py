@@ -130,6 +130,7 @@ def test_a_launch_that_is_killed_leaves_nothing_behind(start: Start, tmp_path: P
     assert end(command, signal.SIGKILL) == -signal.SIGKILL
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_all_at_once(start: Start, tmp_path: Path) -> None:
     stays = (
         "import signal\nsignal.signal(signal.SIGTERM, lambda *_: say('told'))\nsay('here')\nwhile True: time.sleep(600)"
@@ -159,6 +160,7 @@ def test_a_shard_that_dies_comes_back_and_the_workers_go_on(start: Start, tmp_pa
     assert end(command, signal.SIGTERM) == 128 + signal.SIGTERM
 
 
+@pytest.mark.long
 def test_workers_are_stopped_when_their_servers_end(start: Start, tmp_path: Path) -> None:
     command = start(
         *("--shards", "1", "--workers", "2", "--server-options", "--max-shard-restarts 0"),
@@ -170,6 +172,7 @@ def test_workers_are_stopped_when_their_servers_end(start: Start, tmp_path: Path
     assert "ps-worker: the servers ended with code 1, so the workers are stopped" in command.err
 
 
+@pytest.mark.long
 def test_servers_that_cannot_start_end_all_at_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -63,6 +63,7 @@ def await_steps(directory: Path, rank: int, count: int = 5) -> None:
     until(lambda: clock(directory, rank) >= before + count, f"steps of worker {rank}", START_SECONDS)
 
 
+@pytest.mark.long
 def test_the_others_train_on_when_a_worker_is_killed(start: Start, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
@@ -98,6 +99,7 @@ def test_a_shard_at_another_address_takes_over_when_its_end_is_reported(start: S
     assert {shard["index"]: shard["address"] for shard in status.fetch(address)["shards"]}[1] == place
 
 
+@pytest.mark.long
 def test_up_reports_the_shard_that_ended(start: Start) -> None:
     command = start("-m", "ps_server", "up", "--shards=2", "--port=0", "--metrics-port=0")
     [address] = command.says(r"ps-server: ready at (\S+) \(2 shards\)\n")

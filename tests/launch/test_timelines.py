@@ -50,6 +50,7 @@ def steps(path: Path) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.long
 def test_one_file_has_all_workers_and_nothing_else_is_left(shared: Cluster, job: str, tmp_path: Path) -> None:
     where = flags(shared, job, "--workers", "2", "--timeline", str(tmp_path / "all.json"), "--timeline-first", "2")
     done = run(*where, "--timeline-steps", "3", training(tmp_path), "6")

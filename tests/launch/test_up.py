@@ -219,6 +219,7 @@ def test_a_shard_is_brought_back_though_the_reader_of_the_log_is_gone(tmp_path: 
 # -- and is given up only as often as was said ----------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_shard_that_dies_in_a_row_is_given_up_after_as_many_restarts_as_were_asked_for(up: Start) -> None:
     command = up("--shards=2", "--max-shard-restarts=2")
     ready(command)
@@ -300,6 +301,7 @@ def test_a_supervised_shard_that_waits_for_its_line_ends_with_its_parent() -> No
             shard.kill()
 
 
+@pytest.mark.long
 def test_shards_that_stand_still_are_killed_when_the_grace_is_over(tmp_path: Path) -> None:
     """One grace for all of them, and not one for each in turn."""
     hurried = "import ps_launch.servers as s; s.WRITE_SECONDS, s.SHARDS_STOP_SECONDS = 1, 2"

@@ -167,6 +167,7 @@ def check_gan(printed: str, weights: Path) -> None:
     assert "module.0.weight" not in state
 
 
+@pytest.mark.long
 def test_two_workers_train_a_gan(tmp_path: Path) -> None:
     weights = tmp_path / "generator.safetensors"
     done = launching.run("--workers=2", "--mode=ddp", str(GAN), *SHORT, f"--save={weights}")

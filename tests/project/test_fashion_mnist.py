@@ -183,6 +183,7 @@ def test_a_run_on_made_images_learns_and_leaves_results(made: Path, tmp_path: Pa
     assert errors == "", "a progress bar is for terminals"
 
 
+@pytest.mark.long
 def test_workers_that_share_the_images_learn_as_much(shared: Cluster, job: str, made: Path, tmp_path: Path) -> None:
     cluster = ["--workers=2", "--mode=sync", f"--server={shared.address}", f"--job={job}"]
     script = [str(SCRIPT), f"--data={made}", f"--out={tmp_path}", "--passes=2", "--goal=0.9"]

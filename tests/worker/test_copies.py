@@ -231,6 +231,7 @@ def test_a_compiled_model_trains_without_a_graph_break(
     assert_trains(session, "aot_eager", before, compiled, within=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["sync"])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_so_does_one_that_inductor_compiles(session: Session) -> None:

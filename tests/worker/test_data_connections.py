@@ -7,6 +7,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -17,18 +19,20 @@ from torch import nn
 from ps_protocol.errors import InvalidRequest, Unreachable
 from ps_protocol.frames import HEADER_BYTES, Kind, read_header, write_header
 from ps_protocol.framing import Parts
+from ps_protocol.v1 import data_pb2
 from ps_runtime.frame_socket import frames_over
 from ps_server.ops import status
 from ps_worker import Session
-from ps_worker.cluster import calls, data_connection
+from ps_worker.cluster import calls, data_connection, data_link
 from ps_worker.cluster.data_connection import DataCallError, DataConnection, EachAnswer, OneAnswer
-from tests.tools.cluster import Cluster, until
+from tests.tools.cluster import Cluster, scrape, until
 
 
 def connections(session: Session) -> list[DataConnection | None]:
     """Of each shard, the session's data connection."""
     training: Any = session._strategy._training  # type: ignore[attr-defined]
-    return [each._data for each in training.participation.connection._calls.values()]
+    links = [each._link for each in training.participation.connection._calls.values()]
+    return [link and link._data for link in links]
 
 
 def trained(session: Session, steps: int, each: Callable[[int], None] = lambda step: None) -> torch.Tensor:
@@ -76,6 +80,39 @@ def test_status_says_how_buckets_travel(shared: Cluster, job: str) -> None:
         with shared.connect("sync", job=f"{job}-{transport}", transport=transport) as session:
             trained(session, 1)
             assert f"  buckets travel {says} (ranks 0)" in status.table(status.fetch(shared.address))
+            for server in shared.servers:
+                counted = 'ps_shard_workers{{job="{}",transport="{}"}}'.format
+                samples = scrape(server.metrics_address)
+                found = {each: samples[counted(f"{job}-{transport}", each)] for each in ("shm", "tcp", "grpc")}
+                assert found == {each: each == transport for each in found}
+
+
+def test_a_port_that_is_closed_at_first_is_tried_again(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As where a firewall opens it later, or the shard had too many connections."""
+    monkeypatch.setattr(data_link, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(data_link, "AGAIN_AT_MOST_SECONDS", 0.0)
+    open_there, is_open = calls.open_data_connection, threading.Event()
+
+    def opened(response: bytes, *more: Any) -> DataConnection:
+        answer = data_pb2.OpenDataConnectionResponse.FromString(response)
+        if not is_open.is_set():
+            answer.port = 1  # nobody listens there
+        return open_there(answer.SerializeToString(), *more)
+
+    monkeypatch.setattr(calls, "open_data_connection", opened)
+    with shared.connect("sync", job=job, shared_directory=tmp_path) as session:
+
+        def wait(step: int) -> None:
+            if step == 0:
+                assert connections(session) == [None, None]
+                is_open.set()
+            if step == 2:
+                until(lambda: None not in connections(session), "connections")
+
+        trained(session, 3, wait)
+        assert "over data connections" in status.table(status.fetch(shared.address))
 
 
 # -- what ends -------------------------------------------------------------------------------------------------------
@@ -85,7 +122,7 @@ def test_status_says_how_buckets_travel(shared: Cluster, job: str) -> None:
 def test_connections_that_break_between_steps_are_opened_again(
     shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "REOPEN_SECONDS", 0.0)
+    monkeypatch.setattr(data_link, "AGAIN_SECONDS", 0.0)
     with shared.connect("sync", job=f"{job}-grpc", transport="grpc") as session:
         expected = trained(session, 6)
     with shared.connect("sync", job=job, transport=transport) as session:
@@ -99,7 +136,7 @@ def test_connections_that_break_between_steps_are_opened_again(
             until(lambda: not any(each.is_open for each in there), "their end")
 
         assert torch.equal(expected, trained(session, 6, breaking))
-        assert all(now is not None and now.is_open for now in connections(session))
+        until(lambda: all(now is not None and now.is_open for now in connections(session)), "others")
         assert not set(map(id, seen)) & set(map(id, connections(session)))
 
 
@@ -108,7 +145,7 @@ def test_connections_that_break_in_the_middle_of_steps_lose_nothing(
     shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread breaks them all the time, and none is opened again for a while: gRPC takes over."""
-    monkeypatch.setattr(calls, "REOPEN_SECONDS", 0.05)
+    monkeypatch.setattr(data_link, "AGAIN_SECONDS", 0.05)
     with shared.connect("sync", job=f"{job}-grpc", transport="grpc") as session:
         expected = trained(session, 40)
     with shared.connect("sync", job=job, transport=transport) as session:
@@ -219,6 +256,74 @@ def test_a_connection_of_which_a_shard_reads_nothing_ends_with_its_deadline(monk
     with pytest.raises(DataCallError):
         call.done.result(20.0)
     assert time.monotonic() - began < 20.0
+    shard.close()
+
+
+class Clock:
+    """Time, as connections made from here on read it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(data_connection, "_LOOK_SECONDS", 0.02)
+        monkeypatch.setattr(data_connection, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def nearly_over(self, call: data_connection.Call, seconds: float) -> None:
+        """Waits until a call's time has begun anew, and lets nearly all of it go by."""
+        until(lambda: call.due == self.now + seconds, "a part of it")
+        self.now += 0.9 * seconds
+
+
+PART = 2**20
+
+
+def test_a_request_that_leaves_slowly_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    ours, shard = socket.socketpair()
+    connection = DataConnection(frames_over(ours))
+    made: list[data_connection.Call] = []
+    connection_call = data_connection.Call
+    monkeypatch.setattr(data_connection, "Call", lambda *given: made.append(connection_call(*given)) or made[-1])
+    request = Parts(b"", bytes(6 * PART))
+    answers = [OneAnswer(), OneAnswer()]
+    threads = [threading.Thread(target=connection.call, args=(Kind.PUSH, request, each, 10.0)) for each in answers]
+    threads[0].start()
+    header = read_header(shard.recv(HEADER_BYTES, socket.MSG_WAITALL), 2**30)
+    threads[1].start()
+    until(lambda: len(made) == 2, "another that waits for its turn")
+    for _ in range(4):
+        clock.nearly_over(made[0], 10.0)
+        assert len(shard.recv(PART, socket.MSG_WAITALL)) == PART
+    shard.recv(header.size - 4 * PART, socket.MSG_WAITALL)
+    numbers = [header.call, request_of(shard)]
+    for number in numbers:
+        shard.sendall(write_header(number, Kind.LAST, 0))
+    for each in made:
+        each.done.result(20.0)
+    for thread in threads:
+        thread.join()
+    connection.close()
+    shard.close()
+
+
+def test_an_answer_that_comes_slowly_is_not_given_up_nor_is_what_waits_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    ours, shard = socket.socketpair()
+    connection = DataConnection(frames_over(ours))
+    slow = connection.call(Kind.PULL, Parts(b""), EachAnswer(lambda *_: None), 10.0)
+    behind = connection.call(Kind.PUSH, Parts(b""), OneAnswer(), 10.0)
+    numbers = [request_of(shard), request_of(shard)]
+    shard.sendall(write_header(numbers[0], Kind.ANSWER, 4, 4 * PART) + b"head")
+    for _ in range(4):
+        clock.nearly_over(slow, 10.0)
+        shard.sendall(bytes(PART))
+    shard.sendall(write_header(numbers[0], Kind.END, 0))
+    slow.done.result(20.0)
+    until(lambda: behind.due > clock.now, "its time has not gone by")
+    shard.sendall(write_header(numbers[1], Kind.LAST, 0))
+    behind.done.result(20.0)
+    connection.close()
     shard.close()
 
 
