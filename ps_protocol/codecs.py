@@ -1,12 +1,12 @@
 """How a bucket's elements become a payload, and back: the one home of wire formats.
 
 A payload is bytes, and its codec alone knows what is in them: both ends ask it for their number, and have it encode and
-decode. `gradient_codec` and `weight_codec` choose one for a bucket, from the job and from nothing else.
+decode. `gradient_codec` and `weight_codec` choose one for a bucket that travels, from the job and from nothing else.
+What lies in shared memory does not travel: it keeps its type (`plain_codec`), since to narrow it would only cost time.
 
 Today every format is a cast: one element on the wire for each of the bucket's. Encoding makes one pass over memory, or
-none where the type stays as it is. Decoding makes none: the receiver widens while it adds or copies. Such payloads can
-lie in shared memory as tensors, and be searched for infinities there. A format with blocks, scales or other side data
-is another class with the same `size`, `encode` and `decode`.
+none where the type stays as it is. Decoding makes none: the receiver widens while it adds or copies. A format with
+blocks, scales or other side data is another class with the same `size`, `encode` and `decode`.
 """
 
 from __future__ import annotations
@@ -67,13 +67,18 @@ PLAIN: dict[str, Cast] = {name: Cast(name) for name in DATA_TYPES}
 WIRE_FORMATS: dict[str, Cast] = {name: PLAIN[name] for name in ("float32", "bfloat16", "float16")}
 
 
+def plain_codec(bucket: BucketSpec) -> Cast:
+    """Returns how a bucket lies in memory, a shared segment too."""
+    return PLAIN[bucket.dtype]
+
+
 def gradient_codec(spec: JobSpec, bucket: BucketSpec) -> Cast:
     """Returns how the gradients of a bucket travel."""
-    return WIRE_FORMATS[spec.gradient_wire] if bucket.dtype == "float32" else PLAIN[bucket.dtype]
+    return WIRE_FORMATS[spec.gradient_wire] if bucket.dtype == "float32" else plain_codec(bucket)
 
 
 def weight_codec(spec: JobSpec, bucket: BucketSpec) -> Cast:
     """Returns how the weights of a bucket travel; what no optimizer steps travels as it is."""
     if bucket.dtype == "float32" and not bucket.frozen:
         return WIRE_FORMATS[spec.weight_wire]
-    return PLAIN[bucket.dtype]
+    return plain_codec(bucket)

@@ -1,8 +1,10 @@
 """Memory that a worker shares with the shards on its host: what lies where in it.
 
     0      nonce, 32 bytes, then padding up to one page
-    4096   gradients of the first space in their wire format, then of the next, each on a page of its own
-    ...    weights of the first space in their wire format, then of the next, likewise
+    4096   gradients of the first space, then of the next, each on a page of its own
+    ...    weights of the first space, then of the next, likewise
+
+All are in the data type of their space: wire formats are for what travels.
 
 Both ends compute the same places from the job, so no message can name a wrong one. The worker writes gradients and
 reads weights; a shard reads the gradients and writes the weights of its own buckets, and touches nothing else.
@@ -17,8 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ps_protocol.codecs import Cast, gradient_codec, weight_codec
-from ps_protocol.job import JobSpec
+from ps_protocol.codecs import Cast, plain_codec
 from ps_protocol.layout import BucketSpec, Layout
 
 NONCE_BYTES = 32
@@ -60,23 +61,21 @@ class SegmentPlan:
     size: int
 
 
-def segment_plan(spec: JobSpec, layout: Layout) -> SegmentPlan:
+def segment_plan(layout: Layout) -> SegmentPlan:
     """Returns the places of a job's gradients and weights in a segment."""
     spaces = {bucket.space: bucket for bucket in layout.buckets if not bucket.frozen}
     end = PAGE_BYTES
-    directions: list[dict[str, Region]] = []
-    for codec_of in (gradient_codec, weight_codec):
-        regions: dict[str, Region] = {}
+    gradients: dict[str, Region] = {}
+    weights: dict[str, Region] = {}
+    for regions in (gradients, weights):
         for space, bucket in spaces.items():
-            region = regions[space] = Region(end, codec_of(spec, bucket), layout.space_sizes[space])
+            region = regions[space] = Region(end, plain_codec(bucket), layout.space_sizes[space])
             end += -(-region.codec.size(region.numel) // PAGE_BYTES) * PAGE_BYTES
-        directions.append(regions)
-    gradients, weights = directions
     return SegmentPlan(gradients, weights, end)
 
 
 class SegmentMap:
-    """A mapped segment as tensors, by space: `gradients` and `weights`, each [size of the space] in its wire format."""
+    """A mapped segment as tensors, by space: `gradients` and `weights`, each [size of the space] in its data type."""
 
     def __init__(self, memory: mmap.mmap, plan: SegmentPlan) -> None:
         self._memory = memory  # the tensors below keep it mapped

@@ -208,7 +208,8 @@ class Session:
         non_finite:   what to do with a gradient that holds an infinity or a NaN: "refuse" raises NonFiniteGradient
                       in `optimizer.step()`, and nothing of that step counts; "skip" leaves this worker's step out;
                       "allow" does not look
-        gradient_wire, weight_wire: how float32 tensors travel: float32, bfloat16 or float16; shards keep float32
+        gradient_wire, weight_wire: how float32 tensors travel between hosts: float32, bfloat16 or float16; shards and
+            shared memory keep float32
         overlap:      whether gradients leave while backward still runs: True, False, or None to do so as long as the
                       script does not change gradients between backward and step. The result is the same in all three
         seed:         of the loaders' shuffle, the same on all workers; pass number k is shuffled with seed + k in a job

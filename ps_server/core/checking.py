@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ps_protocol.codecs import PLAIN, Cast, gradient_codec
+from ps_protocol.codecs import PLAIN, Cast, gradient_codec, plain_codec
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient, NotFound
 from ps_protocol.job import HyperParameters, JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec
@@ -78,24 +78,24 @@ class PushChecker:
         return Stage(*worker, push.clock, gradient, push.ranges, principal)
 
     def payload_size(self, index: int, kind: PushKind, state: str) -> int:
-        """Returns the bytes that a push of this kind to a bucket has. state: that is assigned"""
+        """Returns the bytes that a push of this kind to a bucket has in a message. state: that is assigned"""
         codec, count = self._encoding(self.bucket(index), kind, state)
         return codec.size(count)
 
-    def _encoding(self, bucket: BucketSpec, kind: PushKind, state: str) -> tuple[Cast, int]:
-        """Returns how the payload of a push is encoded, and of how many elements."""
-        if kind in GRADIENTS:
+    def _encoding(self, bucket: BucketSpec, kind: PushKind, state: str, shared: bool = False) -> tuple[Cast, int]:
+        """Returns how the payload of a push is encoded, and of how many elements. shared: it lies in a segment"""
+        if kind in GRADIENTS and not shared:
             return gradient_codec(self._spec, bucket), bucket.numel
         if kind in (PushKind.SKIP, PushKind.COMMIT) or (kind is PushKind.ASSIGN_STATE and not state):
-            return PLAIN[bucket.dtype], 0
+            return plain_codec(bucket), 0
         if kind is PushKind.ASSIGN_STATE and is_scalar_state(self._optimizer(bucket), state):
             return PLAIN["float32"], len(bucket.slices)
-        return PLAIN[bucket.dtype], bucket.numel
+        return plain_codec(bucket), bucket.numel
 
     def _values(self, push: Push, bucket: BucketSpec) -> torch.Tensor | None:
         """Returns the payload of a push as a flat tensor; None where it has none to have."""
-        codec, count = self._encoding(bucket, push.kind, push.state)
-        if push.kind in GRADIENTS:
+        codec, count = self._encoding(bucket, push.kind, push.state, push.borrowed)
+        if push.kind in GRADIENTS:  # those in a segment have the bucket's type
             codec.check_format(bucket, push.wire_format)
         expected = codec.size(count)
         if len(push.payload) != expected:

@@ -14,7 +14,7 @@ from ps_protocol.v1 import jobs_pb2
 def layout_of(spec: JobSpec) -> dict[str, Any]:
     """Returns the fields of a RegisterJobResponse that say what lies where."""
     layout = bucket_layout(spec.parameters, spec.bucket_bytes)
-    plan = segment_plan(spec, layout)
+    plan = segment_plan(layout)
     return {"layout": [_bucket(bucket, plan) for bucket in layout.buckets], "segment_bytes": plan.size}
 
 

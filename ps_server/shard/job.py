@@ -108,7 +108,7 @@ class HostedJob:
             for index, bucket in state.buckets.items()
         }
         self.of_workers = OfWorkers()
-        self.plan = segment_plan(spec, state.layout)
+        self.plan = segment_plan(state.layout)
         self.narrowed = Narrowed()
         self.times = PushTimes()
         self._room = room

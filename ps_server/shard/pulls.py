@@ -154,7 +154,6 @@ class Pulls:
             version,
             waited,
             save_state=_saves_state(job, pull, version),
-            wire_format=weight_codec(job.state.spec, spec).wire_format(spec),
         )
 
     @contextlib.contextmanager

@@ -86,6 +86,11 @@ class ShardCalls:
                 retry.wait_after(error)
         self._link = link
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether a data connection is open."""
+        return self._data() is not None
+
     def _data(self) -> DataConnection | None:
         """Returns the data connection that is open; None: calls go by gRPC."""
         return None if self._link is None else self._link.current

@@ -8,12 +8,13 @@ owner makes the next one (participation.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from ps_protocol.errors import PSError
 from ps_protocol.layout import BucketSpec
+from ps_runtime.quantities import ranges
 from ps_runtime.signals import await_all
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls, open_data_connections
@@ -65,12 +66,13 @@ class Connection:
         }
         try:
             segment, sharing = share_memory(
-                model.spec, model.layout, self._calls, place.identity, options.transport, options.shared_directory
+                model.layout, self._calls, place.identity, options.transport, options.shared_directory
             )
             if options.transport != "grpc":
                 request = convert.open_request(place.identity)
                 open_data_connections(self._calls.values(), request, options.transport)
             model.move(segment)
+            self._log_ways(sharing)
         except BaseException:
             self.cut()
             raise
@@ -83,6 +85,14 @@ class Connection:
             index: SharedTransport(call, place.identity, model, timeline) if index in sharing else self._network[index]
             for index, call in self._calls.items()
         }
+
+    def _log_ways(self, sharing: Collection[int]) -> None:
+        ways: dict[str, list[int]] = {}
+        for index, calls in self._calls.items():
+            open_way = "over data connections" if calls.is_connected else "by gRPC"
+            ways.setdefault("in shared memory" if index in sharing else open_way, []).append(index)
+        for way, shards in ways.items():
+            log.info("buckets travel %s to shards %s", way, ranges(shards))
 
     def read_clocks(self) -> None:
         """Reads the shards' clocks for the timeline, if it is time to. A shard that does not answer has no times."""

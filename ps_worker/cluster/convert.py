@@ -20,7 +20,6 @@ from ps_protocol.convert import (
 from ps_protocol.data import LeaseRequest
 from ps_protocol.framing import Parts, message_parts
 from ps_protocol.identity import Identity
-from ps_protocol.layout import BucketSpec
 from ps_protocol.v1 import data_pb2, leases_pb2, membership_pb2, rounds_pb2, types_pb2
 from ps_runtime.launch_id import UNKNOWN
 from ps_worker.cluster.options import JobOptions
@@ -35,8 +34,6 @@ from ps_worker.values import (
     ShardTimes,
     StateChunk,
 )
-
-WireFormatOf = Callable[[BucketSpec], str]
 
 _NOTHING = memoryview(b"")
 
@@ -65,7 +62,7 @@ def gradient_push(
     draft:       it does not count yet
     """
     kind = data_pb2.PUSH_KIND_DRAFT if draft else data_pb2.PUSH_KIND_GRADIENT
-    header = _push_header(worker, push.clock, [push], kind, lambda _: wire_format)
+    header = _push_header(worker, push.clock, [push], kind, wire_format)
     return message_parts(data_pb2.PushRequest(header=header), payload)
 
 
@@ -91,15 +88,9 @@ def _setting(worker: Identity, clock: int, push: data_pb2.BucketPush, payload: m
     return message_parts(data_pb2.PushRequest(header=header), payload)
 
 
-def shared_push(
-    worker: Identity, clock: int, pushes: Sequence[BucketPush], finite: Set[int], wire_format: WireFormatOf
-) -> Parts:
-    """Announces buckets whose gradients lie in the segment.
-
-    finite:      those whose bytes there were checked
-    wire_format: of each gradient, as in `gradient_push`
-    """
-    header = _push_header(worker, clock, pushes, data_pb2.PUSH_KIND_GRADIENT, wire_format, finite)
+def shared_push(worker: Identity, clock: int, pushes: Sequence[BucketPush], finite: Set[int]) -> Parts:
+    """Announces buckets whose gradients lie in the segment. finite: those whose bytes there were checked"""
+    header = _push_header(worker, clock, pushes, data_pb2.PUSH_KIND_GRADIENT, finite=finite)
     return message_parts(data_pb2.PushRequest(header=header, in_segment=data_pb2.InSegment()))
 
 
@@ -108,14 +99,13 @@ def shared_exchange(
     clock: int,
     pushes: Sequence[BucketPush],
     finite: Set[int],
-    wire_format: WireFormatOf,
     buckets: Sequence[int],
     notify_bytes: int,
     times: bool = False,
 ) -> bytes:
     """Announces buckets as `shared_push`, and asks for buckets at that clock, as `pull_request` with notify_bytes."""
     return data_pb2.ExchangeRequest(
-        push=_push_header(worker, clock, pushes, data_pb2.PUSH_KIND_GRADIENT, wire_format, finite),
+        push=_push_header(worker, clock, pushes, data_pb2.PUSH_KIND_GRADIENT, finite=finite),
         buckets=buckets,
         notify_bytes=notify_bytes,
         in_segment=data_pb2.InSegment(),
@@ -127,7 +117,7 @@ def commit_exchange(
     worker: Identity, clock: int, commit: Sequence[BucketPush], buckets: Sequence[int], times: bool = False
 ) -> bytes:
     """Commits a step (pushes that left as drafts, and empty ones), and asks for buckets at that clock."""
-    header = _push_header(worker, clock, commit, data_pb2.PUSH_KIND_COMMIT, lambda _: "")
+    header = _push_header(worker, clock, commit, data_pb2.PUSH_KIND_COMMIT)
     return data_pb2.ExchangeRequest(push=header, buckets=buckets, times_wanted=times).SerializeToString()
 
 
@@ -136,10 +126,10 @@ def _push_header(
     clock: int,
     pushes: Sequence[BucketPush],
     kind: data_pb2.PushKind,
-    wire_format: WireFormatOf,
+    wire_format: str = "",
     finite: Set[int] = frozenset(),
 ) -> data_pb2.PushHeader:
-    """Returns the header of pushes of one clock, so of one step. kind: of those that are not empty"""
+    """Returns the header of pushes of one clock, so of one step. kind, wire_format: of those that are not empty"""
     groups = {group: values for push in pushes for group, values in push.groups.items()}
     return data_pb2.PushHeader(
         worker=identity(worker),
@@ -150,7 +140,7 @@ def _push_header(
                 kind=data_pb2.PUSH_KIND_SKIP if push.empty else kind,
                 absent_slices=push.absent,
                 finite=push.bucket.index in finite,
-                wire_format=wire_format_number("" if push.empty else wire_format(push.bucket)),
+                wire_format=wire_format_number("" if push.empty else wire_format),
             )
             for push in pushes
         ],

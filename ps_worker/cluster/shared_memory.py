@@ -1,9 +1,11 @@
 """The other way to a shard: buckets through memory that this worker shares with it; only headers travel.
 
 gradients  Where backward makes them in the segment, a whole step goes to a shard in one call, together with its pull: a
-           call costs both ends as much as a bucket does. Where they are copied there (from a GPU, or into a narrower
-           type), each leaves as soon as it is there, with those that have come meanwhile.
+           call costs both ends as much as a bucket does. Where they are copied there (from a GPU), each leaves as soon
+           as it is there, with those that have come meanwhile.
 weights    The shard writes them into the segment and says which are there.
+
+Both keep their type: a narrower wire format is for networks, and would only cost time here.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from pathlib import Path
 from ps_protocol.errors import NotShared
 from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
-from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.segment_layout import SegmentMap, SegmentOffer, segment_plan
 from ps_protocol.v1 import data_pb2
@@ -44,7 +45,7 @@ NOTIFY_BYTES = 64 * 2**20
 
 
 def share_memory(
-    spec: JobSpec, layout: Layout, calls: Mapping[int, ShardCalls], worker: Identity, transport: str, directory: Path
+    layout: Layout, calls: Mapping[int, ShardCalls], worker: Identity, transport: str, directory: Path
 ) -> tuple[SegmentMap | None, set[int]]:
     """Returns a segment shared with every shard that can see this worker's memory, and which shards those are.
 
@@ -52,7 +53,7 @@ def share_memory(
     """
     if transport in ("grpc", "tcp"):
         return None, set()
-    plan = segment_plan(spec, layout)
+    plan = segment_plan(layout)
     try:
         segment = LocalSegment(plan.size, directory)
     except NotShared as error:
@@ -126,9 +127,8 @@ class SharedTransport:
 
         def request(missing: list[int]) -> bytes:
             step.sent(push.bucket.index for push in pushes)
-            wire_format = self._flat.gradient_format
             return convert.shared_exchange(
-                self._worker, clock, pushes, finite, wire_format, missing, self._notify_bytes, step.recorded
+                self._worker, clock, pushes, finite, missing, self._notify_bytes, step.recorded
             )
 
         def read(fields: bytes, payload: memoryview | None) -> list[PulledBucket]:
@@ -189,8 +189,7 @@ class SharedTransport:
             if not push.empty:
                 self._share(push)
         step.sent(push.bucket.index for push in pushes)
-        finite, wire_format = self._finite(pushes), self._flat.gradient_format
-        self._calls.unary("Push", convert.shared_push(self._worker, clock, pushes, finite, wire_format))
+        self._calls.unary("Push", convert.shared_push(self._worker, clock, pushes, self._finite(pushes)))
 
     def _share(self, push: BucketPush) -> None:
         """Puts a gradient into the segment as it counts, unless its draft is there and holds."""
@@ -201,10 +200,10 @@ class SharedTransport:
             self._flat.share_gradient(push.bucket)
 
     def _finite(self, pushes: Sequence[BucketPush]) -> set[int]:
-        return {push.bucket.index for push in pushes if self._flat.is_checked(push.bucket)}
+        return {push.bucket.index for push in pushes} if self._flat.is_checked else set()
 
     def _size(self, push: BucketPush) -> int:
-        return 0 if push.empty else self._flat.gradient_bytes(push.bucket)
+        return 0 if push.empty else push.bucket.nbytes
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -229,7 +228,7 @@ class SharedTransport:
         def land(bucket: BucketSpec, pulled: PulledBucket) -> int:
             self._flat.land_shared(bucket, pulled.wire_format)
             step.landed(self._calls.index, pulled)
-            return self._flat.weight_bytes(bucket)
+            return bucket.nbytes
 
         return land
 

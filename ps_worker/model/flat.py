@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ps_protocol.codecs import gradient_codec, weight_codec
+from ps_protocol.codecs import gradient_codec, plain_codec, weight_codec
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec, Layout
@@ -99,19 +99,14 @@ class FlatModel:
         elif target.data_ptr() != gradient.data_ptr():
             target.copy_(gradient)
 
-    def gradient_bytes(self, bucket: BucketSpec) -> int:
-        """Returns the bytes of a bucket's gradient in its wire format."""
-        return gradient_codec(self.spec, bucket).size(bucket.numel)
-
     def gradient_format(self, bucket: BucketSpec) -> str:
         """Returns what messages call the format of a bucket's gradient; see Cast.wire_format."""
         return gradient_codec(self.spec, bucket).wire_format(bucket)
 
-    def is_checked(self, bucket: BucketSpec) -> bool:
-        """Whether the very bytes of a bucket that leave were checked for infinities and NaNs: a half type has
-        infinities where float32 has none."""
-        checked = self.spec.non_finite is not NonFinite.ALLOW
-        return checked and gradient_codec(self.spec, bucket).keeps(bucket)
+    @property
+    def is_checked(self) -> bool:
+        """Whether the gradients in the segment were checked for infinities and NaNs."""
+        return self.spec.non_finite is not NonFinite.ALLOW
 
     # -- weights, out and in -----------------------------------------------------------------------------------------
 
@@ -173,7 +168,7 @@ class FlatModel:
     def land_shared(self, bucket: BucketSpec, wire_format: str) -> None:
         """Takes a bucket that a shard has written into the segment, unless the model lies there."""
         assert self._buffers.segment is not None
-        weight_codec(self.spec, bucket).check_format(bucket, wire_format)
+        plain_codec(bucket).check_format(bucket, wire_format)
         self._write(bucket, self._buffers.segment.weight(bucket), shared=True)
 
     def end_pull(self) -> None:

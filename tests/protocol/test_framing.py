@@ -191,8 +191,8 @@ def test_a_push_says_its_kind_and_wire_format() -> None:
     draft = worker_messages.gradient_push(WHO, bucket_push(1, 5), elements, "bfloat16", draft=True)
     assert kinds(draft) == [(1, PushKind.DRAFT, "bfloat16")]
     assert data_messages.push(draft).payload == b"abcd"
-    shared = worker_messages.shared_push(WHO, 5, [bucket_push(1, 5), bucket_push(4, 5, True)], {1}, lambda _: "float16")
-    assert kinds(shared) == [(1, PushKind.GRADIENT, "float16"), (4, PushKind.SKIP, "")]
+    shared = worker_messages.shared_push(WHO, 5, [bucket_push(1, 5), bucket_push(4, 5, True)], {1})
+    assert kinds(shared) == [(1, PushKind.GRADIENT, ""), (4, PushKind.SKIP, "")]
     assert data_messages.push(shared).payload is None, "it is in the segment"
 
 
@@ -205,7 +205,7 @@ def test_a_pull_is_read_as_it_was_asked() -> None:
 
 
 def test_an_exchange_is_of_one_worker_at_one_clock() -> None:
-    request = worker_messages.shared_exchange(WHO, 5, [bucket_push(1, 5)], {1}, lambda _: "", [1, 4], 100)
+    request = worker_messages.shared_exchange(WHO, 5, [bucket_push(1, 5)], {1}, [1, 4], 100)
     push, pull = data_messages.exchange(request)
     assert (push.job, push.rank, push.incarnation, push.clock, push.key) == ("job", 3, 7, 5, WHO.key)
     assert push.buckets == (PushedBucket(1, PushKind.GRADIENT, finite=True),)
@@ -323,7 +323,7 @@ OF_TIMED = "0a130a036a6f621001180222036b65792a0372756e1005"  # as a message's fi
 def test_who_records_no_timeline_sends_and_gets_the_bytes_of_the_first_release() -> None:
     """As they were before there was a timeline: nothing of it costs a byte."""
     empty = [BucketPush(BucketSpec(4, "trained", "float32", False, 0, 4, ()), 5, True, [], {})]
-    shared = worker_messages.shared_exchange(TIMED, 5, empty, {4}, lambda _: "float32", [4], 0)
+    shared = worker_messages.shared_exchange(TIMED, 5, empty, {4}, [4], 0)
     sent = {
         worker_messages.pull_request(TIMED, 5, [4, 6]).hex(): OF_TIMED + "1a020406",
         worker_messages.pull_request(TIMED, 5, [4], 100).hex(): OF_TIMED + "1a010422002864",

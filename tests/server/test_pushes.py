@@ -56,7 +56,7 @@ def shard() -> Shard:
 def lend_segment(shard: Shard) -> None:
     """Worker 1 attaches a segment with gradients of 3."""
     spec = job_spec("sync")
-    plan = segment_plan(spec, bucket_layout(spec.parameters, spec.bucket_bytes))
+    plan = segment_plan(bucket_layout(spec.parameters, spec.bucket_bytes))
     segment = LocalSegment(plan.size, DEFAULT_SHARED_DIRECTORY)
     SegmentMap(segment.memory, plan).gradients["float32"][:] = 3.0
     shard.attach("sums", 1, 2, segment.offer)

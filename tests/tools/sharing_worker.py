@@ -35,7 +35,7 @@ class SharingWorker:
         self.raw = RawWorker(server, vector_job(job, "sync", cells, world_size), rank)
         if rank == 0:
             self.raw.initialise()
-        plan = segment_plan(self.raw.spec, self.raw.layout)
+        plan = segment_plan(self.raw.layout)
         self._channel = open_channel(server)
         self._stub = DataServiceStub(self._channel)
         self.segment = LocalSegment(plan.size, directory)

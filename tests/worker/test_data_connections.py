@@ -75,10 +75,14 @@ def test_where_the_port_is_closed_off_grpc_is_used_and_status_says_so(
     assert "it has no port for them (--no-data-port); buckets travel by gRPC" in caplog.text
 
 
-def test_status_says_how_buckets_travel(shared: Cluster, job: str) -> None:
+def test_status_metrics_and_the_workers_log_say_how_buckets_travel(
+    shared: Cluster, job: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     for transport, says in (("shm", "in shared memory"), ("tcp", "over data connections"), ("grpc", "by gRPC")):
         with shared.connect("sync", job=f"{job}-{transport}", transport=transport) as session:
             trained(session, 1)
+            assert f"buckets travel {says} to shards 0-1" in caplog.text
             assert f"  buckets travel {says} (ranks 0)" in status.table(status.fetch(shared.address))
             for server in shared.servers:
                 counted = 'ps_shard_workers{{job="{}",transport="{}"}}'.format
