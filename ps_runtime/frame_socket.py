@@ -12,6 +12,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -215,6 +216,23 @@ def prepare(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def receive_exactly(connection: socket.socket, count: int, until: float) -> bytes:
+    """Returns the bytes that come next on a connection that carries no frames yet.
+
+    until: when it is too late, in seconds of time.monotonic
+
+    Raises OSError: TimeoutError when it is too late, ConnectionResetError where the other end has closed.
+    """
+    received = b""
+    while len(received) < count:
+        connection.settimeout(max(until - time.monotonic(), 0.001))
+        piece = connection.recv(count - len(received))
+        if not piece:
+            raise ConnectionResetError("the other end has closed the connection")
+        received += piece
+    return received
 
 
 def frames_over(connection: socket.socket) -> FrameSocket:

@@ -178,7 +178,7 @@ class ConnectionCall:
     def send(self, answer: Parts | Callable[[], AbstractContextManager[Parts]] | None) -> None:
         """Sends an answer, or one that is lent when its turn has come; None: there are no more."""
         if answer is None:
-            self._end()
+            self.end()
         elif isinstance(answer, Parts):
             self._connection.sender.put(self._frame(Kind.ANSWER, answer))
         else:
@@ -188,11 +188,8 @@ class ConnectionCall:
         """Sends the only answer of a call."""
         self._connection.sender.put(self._frame(Kind.LAST, Parts(answer)), self.over)
 
-    def send_error(self) -> None:
-        """Ends the call with the error that was set."""
-        self._end()
-
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Ends the call, with the error if one was set."""
         status = next((value for key, value in self._trailers if key == STATUS_KEY), None)
         frame = self._frame(Kind.END, Parts(b"")) if status is None else self._frame(Kind.ERROR, Parts(status))
         self._connection.sender.put(frame, self.over)
@@ -370,7 +367,7 @@ def _unary(guarded: Callable[..., bytes]) -> Method:
         try:
             answer = guarded(call, call)
         except _Aborted:
-            call.send_error()
+            call.end()
         else:
             call.send_last(answer)
 

@@ -22,7 +22,7 @@ from ps_protocol.frames import HEADER_BYTES, TICKET_BYTES, Kind, read_header
 from ps_protocol.segment_layout import SOCKET_PREFIX
 from ps_runtime.background import guarded
 from ps_runtime.credentials import Tls
-from ps_runtime.frame_socket import FrameSocket, frames_over
+from ps_runtime.frame_socket import FrameSocket, frames_over, receive_exactly
 from ps_runtime.local_sockets import listen
 from ps_runtime.reloading import ReloadingFiles
 from ps_runtime.tls_contexts import server_context
@@ -222,22 +222,11 @@ class DataListener:
 
 def _ticket(connection: socket.socket, until: float) -> bytes:
     """Returns what a new connection shows as its ticket. Raises InvalidRequest, or OSError if it does not in time."""
-    first = _exactly(connection, HEADER_BYTES, until)
+    first = receive_exactly(connection, HEADER_BYTES, until)
     header = read_header(first, TICKET_BYTES)
     if header.kind is not Kind.OPEN or header.size != TICKET_BYTES:
         raise InvalidRequest("a data connection begins with its ticket")
-    return _exactly(connection, TICKET_BYTES, until)
-
-
-def _exactly(connection: socket.socket, count: int, until: float) -> bytes:
-    received = b""
-    while len(received) < count:
-        connection.settimeout(max(until - time.monotonic(), 0.001))
-        piece = connection.recv(count - len(received))
-        if not piece:
-            raise ConnectionResetError("the other end has closed the connection")
-        received += piece
-    return received
+    return receive_exactly(connection, TICKET_BYTES, until)
 
 
 def _shut(connection: socket.socket) -> None:

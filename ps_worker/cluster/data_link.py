@@ -21,7 +21,7 @@ from ps_protocol.errors import InvalidRequest, PSError, TryLater, Unreachable
 from ps_protocol.frames import HEADER_BYTES, Kind, read_header, write_header
 from ps_protocol.v1 import data_pb2
 from ps_runtime.credentials import Access
-from ps_runtime.frame_socket import frames_over
+from ps_runtime.frame_socket import frames_over, receive_exactly
 from ps_runtime.local_sockets import connect, is_private_socket, opened, peer_of
 from ps_runtime.tls_contexts import client_context
 from ps_worker.cluster.data_connection import DataConnection
@@ -110,7 +110,8 @@ def open_data_connection(
         if connection is None:
             connection = _connect_tcp(address, answer.port, access)
         connection.sendall(write_header(0, Kind.OPEN, len(answer.ticket)) + answer.ticket)
-        if read_header(_received(connection, HEADER_BYTES), 0).kind is not Kind.OPENED:
+        first = receive_exactly(connection, HEADER_BYTES, time.monotonic() + CONNECT_SECONDS)
+        if read_header(first, 0).kind is not Kind.OPENED:
             raise InvalidRequest("something else answers there")
         return DataConnection(frames_over(connection))
     except (OSError, InvalidRequest) as error:
@@ -146,13 +147,3 @@ def _connect_tcp(address: str, port: int, access: Access) -> socket.socket:
     except BaseException:
         plain.close()
         raise
-
-
-def _received(connection: socket.socket, count: int) -> bytes:
-    received = b""
-    while len(received) < count:
-        piece = connection.recv(count - len(received))
-        if not piece:
-            raise ConnectionResetError("the shard refuses the connection")
-        received += piece
-    return received

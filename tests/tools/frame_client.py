@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ from ps_protocol.frames import HEADER_BYTES, Header, Kind, read_header, write_he
 from ps_protocol.framing import Parts, split_head
 from ps_protocol.v1 import data_pb2
 from ps_runtime.channel import open_channel
+from ps_runtime.frame_socket import receive_exactly
 from ps_runtime.status import error_from
 from ps_worker.cluster.data_connection import DataCallError
 from tests.tools.raw_worker import RawWorker
@@ -103,13 +105,7 @@ class FrameClient:
         return self.answers(kind)
 
     def _exactly(self, count: int) -> bytes:
-        received = b""
-        while len(received) < count:
-            piece = self.socket.recv(count - len(received))
-            if not piece:
-                raise ConnectionResetError
-            received += piece
-        return received
+        return receive_exactly(self.socket, count, time.monotonic() + SECONDS)
 
 
 def error_of(status: bytes) -> PSError:
