@@ -73,8 +73,9 @@ class HostedJobs:
     def create(self, spec: JobSpec, buckets: Sequence[int], run: str = "") -> None:
         """Makes room for the buckets of a run of a job, in place of an earlier run. The same run stays as it is.
 
-        Raises RunEnded where a later run of the job is here.
+        Raises RunEnded where a later run of the job is here, InvalidRequest for buckets that do not exist.
         """
+        check_buckets(bucket_layout(spec.parameters, spec.bucket_bytes), buckets)
         with self._lock:
             known = self._jobs.get(spec.name)
             if known is not None and known.run < run:  # what its coordinator could not drop

@@ -9,7 +9,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import NotFound, RunEnded, TryLater, VersionMismatch
+from ps_protocol.errors import InvalidRequest, NotFound, RunEnded, TryLater, VersionMismatch
 from ps_protocol.versions import VERSION, check_server_version, check_shard_version, check_worker_version
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.shard.metrics import ShardMetrics
@@ -126,6 +126,15 @@ def test_calls_that_come_late_change_nothing_of_a_later_run() -> None:
         shard.add_worker("job", 0, 1, 0, run=f"{3:016x}")
     shard.drop_job("job", late)
     assert shard.jobs() == {}
+
+
+@pytest.mark.parametrize("buckets", [[0, 39], [1, 1]])
+def test_a_later_run_with_buckets_that_cannot_be_leaves_the_one_that_is_here(buckets: list[int]) -> None:
+    shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads())
+    shard.create_job(SPEC, [0, 1, 2, 3], f"{1:016x}")
+    with pytest.raises(InvalidRequest, match="expected buckets below 4, each once"):
+        shard.create_job(SPEC, buckets, f"{2:016x}")
+    assert shard.run_of("job") == f"{1:016x}"
 
 
 def test_a_restored_job_is_a_new_run_that_may_go_back_to_where_it_began(cluster: OneProcess, tmp_path: Path) -> None:
