@@ -8,9 +8,12 @@ Servers are upgraded before workers, and all servers of a cluster together. A me
 
 from __future__ import annotations
 
-from ps_protocol.errors import VersionMismatch
+import re
+
+from ps_protocol.errors import InvalidRequest, VersionMismatch
 
 VERSION = 2
+_RUN = re.compile("[0-9a-f]{16}")
 
 
 def check_worker_version(version: int) -> None:
@@ -32,12 +35,15 @@ def check_shard_version(version: int) -> None:
 
 
 def check_coordinator_run(run: str) -> None:
-    """Raises VersionMismatch for a coordinator of version 1, which makes jobs without a run."""
+    """Raises VersionMismatch for a coordinator of version 1, which makes jobs without a run, and InvalidRequest for what
+    is no run: a coordinator that comes later compares it with its own."""
     if not run:
         raise VersionMismatch(
             f"the shard speaks version {VERSION} of the protocol, and its coordinator makes a job without a run, as in "
             "version 1: all servers of a cluster need one version"
         )
+    if not _RUN.fullmatch(run):
+        raise InvalidRequest(f"a run is 16 hexadecimal digits in lower case, got {run[:80]!r}")
 
 
 def check_server_version(version: int) -> None:

@@ -10,7 +10,13 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import InvalidRequest, NotFound, RunEnded, TryLater, VersionMismatch
-from ps_protocol.versions import VERSION, check_server_version, check_shard_version, check_worker_version
+from ps_protocol.versions import (
+    VERSION,
+    check_coordinator_run,
+    check_server_version,
+    check_shard_version,
+    check_worker_version,
+)
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -170,3 +176,8 @@ def test_versions_that_do_not_fit_are_refused_in_words() -> None:
     check_server_version(VERSION + 1)
     with pytest.raises(VersionMismatch, match="upgrade the servers"):
         check_server_version(0)
+    with pytest.raises(VersionMismatch, match="makes a job without a run"):
+        check_coordinator_run("")
+    for run in ("1", "0" * 15 + "G", "0" * 17, "run"):
+        with pytest.raises(InvalidRequest, match="a run is 16 hexadecimal digits"):
+            check_coordinator_run(run)
