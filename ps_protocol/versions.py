@@ -35,8 +35,8 @@ def check_shard_version(version: int) -> None:
 
 
 def check_coordinator_run(run: str) -> None:
-    """Raises VersionMismatch for a coordinator of version 1, which makes jobs without a run, and InvalidRequest for what
-    is no run: a coordinator that comes later compares it with its own."""
+    """Raises VersionMismatch for a coordinator of version 1, which makes jobs without a run, and InvalidRequest for
+    what is no run: a coordinator that comes later compares it with its own."""
     if not run:
         raise VersionMismatch(
             f"the shard speaks version {VERSION} of the protocol, and its coordinator makes a job without a run, as in "
