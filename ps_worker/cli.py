@@ -129,7 +129,10 @@ def _check(arguments: argparse.Namespace, mode: str, with_servers: bool) -> None
     if not arguments.module and not Path(arguments.script).is_file():
         raise InvalidRequest(f"there is no script {arguments.script}")
     if mode == "single" and arguments.workers > 1:
-        raise InvalidRequest(f"mode single is one worker, got --workers {arguments.workers}")
+        raise InvalidRequest(
+            f"mode single is one worker, got --workers {arguments.workers}: more need --shards N, --server HOST:PORT, "
+            "or --mode ddp"
+        )
     if mode == "ddp" and arguments.max_restarts:
         raise InvalidRequest(
             "--max-restarts does not work with --mode ddp, because a DDP worker cannot come back alone; "

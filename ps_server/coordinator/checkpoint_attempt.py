@@ -19,7 +19,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import TypeVar
@@ -100,6 +100,7 @@ class Progress:
     def __init__(self, now: float) -> None:
         self.last: Manifest | None = None
         self.whole: str | None = None
+        self.of_earlier_run: str | None = None
         self.at = now
         self.reached = 0
         self.complete, self.failed, self.incomplete = 0, 0, 0
@@ -223,8 +224,9 @@ class CheckpointAttempt:
             )
             return
         late = [member.rank for member in self._job.members.all()]
-        what = "job %s: workers %s did not come to clock %d in time"
-        self._job.troubles.met("late", what, self._spec.name, late, self._clock, detail=tuple(late))
+        if late:
+            what = "job %s: workers %s did not come to clock %d in time"
+            self._job.troubles.met("late", what, self._spec.name, late, self._clock, detail=tuple(late))
         yield from self._make_standing()
 
     def _stands_still(self) -> bool:
@@ -374,17 +376,23 @@ class CheckpointAttempt:
         return math.inf if self._job.requests.open else self._now() + self._timing.state
 
     def _states_now(self, clock: int | None) -> States:
-        """Returns the states that belong to a clock; without one, the newest of each worker."""
-        kept = self._job.states
-        if clock is not None:
-            return {**kept.left(clock), **kept.at(clock)}
-        newer = {**kept.left(max(self._reached().clocks.values(), default=0)), **kept.at(None)}
-        return {**self._kept(newer), **newer}
+        """Returns the states that belong to a clock; without one, the newest of each worker.
 
-    def _kept(self, newer: States) -> dict[int, tuple[int, bytes]]:
-        """Returns the states in the last checkpoint of which there are no newer ones, without those damaged there."""
+        Of a worker that died the newest is in the last checkpoint: a new process of its rank goes on from there, with
+        the data of the clock that the job has come to.
+        """
+        states = self._job.states
+        if clock is not None:
+            newer = {**states.left(clock), **states.at(clock)}
+            known = states.left_at().keys() | {member.rank for member in self._job.members.all()}
+            return {**self._kept(states.kept.keys() - newer.keys() - known), **newer}
+        newer = {**states.left(max(self._reached().clocks.values(), default=0)), **states.at(None)}
+        return {**self._kept(states.kept.keys() - newer.keys()), **newer}
+
+    def _kept(self, ranks: Set[int]) -> dict[int, tuple[int, bytes]]:
+        """Returns the states of these ranks in the last checkpoint, without those that are damaged there."""
         kept = {}
-        for rank in self._job.states.kept.keys() - newer.keys():
+        for rank in ranks:
             try:
                 kept[rank] = self._job.states.kept[rank]
             except CheckpointDamaged as error:
@@ -421,7 +429,8 @@ class CheckpointAttempt:
         except CheckpointFailed:
             store.discard(job, name)
             raise
-        store.prune(job, self._job.checkpointing.policy.keep, self._job.progress.whole)
+        progress = self._job.progress
+        store.prune(job, self._job.checkpointing.policy.keep, (progress.whole, progress.of_earlier_run))
         log.info("job %s: checkpoint %s at clock %d, %d bytes", job, name, manifest.clock, manifest.bytes)
         self._log_states(manifest)
 

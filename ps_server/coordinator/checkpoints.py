@@ -66,6 +66,23 @@ class JobCheckpoints:
         self._job = CheckpointedJob(placed, members, cluster, checkpointing, pool, names, self._notify, *shared)
         self._attempt = CheckpointAttempt(self._job)
         self._work = self._make_all()
+        self._spare_earlier_run()
+
+    def _spare_earlier_run(self) -> None:
+        """Has the last checkpoint of an earlier run stay, from which this run has not continued: it is another result,
+        and whoever began this run may only have forgotten to restore it."""
+        name, placed, store = self._spec.name, self._job.placed, self._job.checkpointing.store
+        for checkpoint in reversed(store.names(name) if placed.continues is None else []):
+            with contextlib.suppress(CheckpointDamaged, VersionMismatch):
+                manifest = store.manifest(name, checkpoint)
+                if not placed.owns(manifest.run, checkpoint):
+                    self._progress.of_earlier_run = checkpoint
+                    log.warning(
+                        "job %s: begins anew beside the checkpoints of an earlier run, of which the last one, %s at "
+                        "clock %d, stays; --restore continues from there",
+                        *(name, checkpoint, manifest.clock),
+                    )
+                    return
 
     # -- what makes it work ------------------------------------------------------------------------------------------
 
@@ -97,7 +114,16 @@ class JobCheckpoints:
         with self._changed:
             self._changed.wait_for(lambda: not self._running)
         self._job.pool.shutdown(wait=False)
+        self._remove_unfinished()
         self._states.rolled_back({})  # gives its room back
+
+    def _remove_unfinished(self) -> None:
+        """Removes what was begun and will not be completed, or the next restore would warn of it."""
+        name, store = self._spec.name, self._job.checkpointing.store
+        with contextlib.suppress(PSError):  # the disk may have failed
+            complete = store.names(name)
+            for begun in store.unfinished(name, complete[-1] if complete else ""):
+                store.discard(name, begun)
 
     def _notify(self) -> None:
         with self._changed:
@@ -178,9 +204,17 @@ class JobCheckpoints:
         """Notes that a worker of this rank is live."""
         self._states.joined(rank)
 
-    def state_of(self, rank: int) -> tuple[int, bytes] | None:
-        """Returns what a new worker of a rank goes on from: what an earlier one has left behind, or what the last
-        checkpoint has of it."""
+    def state_of(self, rank: int, is_new: bool) -> tuple[int, bytes] | None:
+        """Returns what a worker of a rank goes on from: what an earlier one has left behind, or what the last
+        checkpoint has of it.
+
+        is_new: its process has no state of its own. One that was cut off when a checkpoint was made in sync, and is
+                rolled back to it, has a newer one than that.
+        """
+        last = self._progress.last
+        part = None if last is None or not self._spec.consistency.aggregate else last.workers.get(rank)
+        if not is_new and last is not None and part is not None and part.clock < last.clock:
+            return None
         try:
             return self._states.of(rank)
         except CheckpointDamaged as error:

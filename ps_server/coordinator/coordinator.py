@@ -267,7 +267,10 @@ class Coordinator:
         seconds: that workers have to come to it, which takes as long as the step that each is in
         """
         self._draining = True
-        log.info("stopping: workers have %g s (--drain-seconds) to end their steps for the last checkpoints", seconds)
+        if any(not job.members.empty() for job in self.jobs().values()):
+            log.info(
+                "stopping: workers have %g s (--drain-seconds) to end their steps for the last checkpoints", seconds
+            )
         failpoint("drain-begun")
         for job in self.jobs().values():
             job.members.close()

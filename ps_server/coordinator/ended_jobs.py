@@ -102,6 +102,6 @@ class EndedJobs:
 def _error(name: str, finished: FinishedJob) -> JobFinished:
     at = datetime.fromtimestamp(finished.at, timezone.utc).isoformat(" ", "seconds")
     return JobFinished(
-        f"job {name!r} has finished: its last worker was done at {at}. There is nothing to do for this worker. "
-        f"`ps-server end --job {name}` has its launch begin it anew; another launch does so anyway"
+        f"job {name!r} has finished: its last worker was done at {at}, so there is nothing to do for a worker of the "
+        f"same launch. Another launch begins the job anew; so does this one after `ps-server end --job {name}`"
     )

@@ -168,7 +168,7 @@ class CoordinatedJob:
             raise
         if reservation is None:
             assert repeated is not None
-            return self._result(repeated)
+            return self._result(repeated, request)
         try:
             self._registry.save_ahead()
         except BaseException:
@@ -190,7 +190,7 @@ class CoordinatedJob:
         _log_join(self.spec.name, member, reservation.older, request)
         for kind, text in _described_join(member, reservation.older, request):
             self._cluster.events.note(kind, self.spec.name, text)
-        result = self._result(member)
+        result = self._result(member, request)
         if self.checkpoints is not None:
             self.checkpoints.joined(member.rank)
         return result
@@ -202,8 +202,9 @@ class CoordinatedJob:
         if fenced:
             self._announce()
 
-    def _result(self, member: Member) -> JoinResult:
-        state = self.checkpoints.state_of(member.rank) if self.checkpoints is not None else None
+    def _result(self, member: Member, request: JoinRequest) -> JoinResult:
+        is_new = request.previous is None
+        state = self.checkpoints.state_of(member.rank, is_new) if self.checkpoints is not None else None
         placed = self.placed
         return JoinResult(member, member.clock, list(placed.placement), self.members.restore_count, state, placed.run)
 

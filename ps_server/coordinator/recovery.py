@@ -187,7 +187,10 @@ class Recovery:
                 continue
             differs = difference(with_defaults(job_spec_from_data(manifest.job)), job.spec)
             if differs is not None:
-                raise JobMismatch(f"job {job.spec.name!r} differs from its checkpoint {name}: {differs}")
+                raise JobMismatch(
+                    f"job {job.spec.name!r} differs from its checkpoint {name}: {differs} (the registered one is the "
+                    "checkpoint's). Without --restore, or under another name, the job begins anew"
+                )
             yield manifest
 
     def _pass_over(self, job: str, name: str, error: CheckpointDamaged) -> None:

@@ -55,7 +55,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-
     def EndJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         forgotten = self._coordinator.ended.forget(request.job)
         try:
-            self._coordinator.job(request.job).end()
+            self._coordinator.job(request.job).end("`ps-server end` ended it")
         except NotFound:
             if not forgotten:
                 raise

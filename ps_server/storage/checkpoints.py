@@ -144,15 +144,15 @@ class CheckpointStore:
             failpoint("checkpoint-half-removed")
         self._disk.remove_tree(path)
 
-    def prune(self, job: str, keep: int, also: str | None = None) -> None:
+    def prune(self, job: str, keep: int, also: Collection[str | None] = ()) -> None:
         """Removes all but the last `keep` complete ones, and what was begun before them and never completed.
 
-        also: one that stays besides
+        also: those that stay besides
         """
         complete = self.names(job)
         kept = complete[-keep:]
         for name in self._all_names(job):
-            if kept and name < kept[-1] and name not in kept and name != also:
+            if kept and name < kept[-1] and name not in kept and name not in also:
                 self.discard(job, name)
 
     def made_at(self, job: str, name: str) -> float:
@@ -273,8 +273,10 @@ class CheckpointStore:
                 with self._disk.open(path) as file:
                     reader = TensorReader(file, part.bytes, told)
                     read = read_snapshots(reader, held, weights or {})
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            except OSError as error:
                 raise _unreadable(path, error) from None
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                raise CheckpointDamaged(f"{path} is damaged: {_reason(error)}") from None
             _check_sum(path, reader.sha256(), part)
             snapshots |= read
         return snapshots

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from ps_protocol.errors import NotFound, PSError, UnknownWorker
+from ps_protocol.errors import JobFinished, NotFound, PSError, UnknownWorker
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, validate
@@ -93,9 +93,9 @@ class Participation:
                 _taken_part.add(self._where)
                 return agreed
             except NotFound as error:  # it ended, with the launch that held it, while this worker waited for a place
-                if last or self.is_closed:
+                if last or self.is_closed or (is_late and isinstance(error, JobFinished)):
                     raise
-                log.warning("%s: this worker begins it anew", error)
+                log.warning("job %r ended while this worker waited for a place: it begins the job anew", spec.name)
         raise AssertionError
 
     @property

@@ -217,9 +217,10 @@ def warning_once(
         if count > 1 and index == 0 and not warned and not divides_itself(loader.dataset):  # type: ignore[arg-type]
             warned = True
             log.warning(
-                "each of the %d workers reads all of the loader's %s: divide an IterableDataset by session.rank and "
-                "session.world_size%s. One with an attribute `world_size` is taken to divide itself, without warning",
-                *(count, type(loader.dataset).__name__),
+                "the loader's %s is not seen to be divided among the %d workers: divide an IterableDataset by "
+                "session.rank and session.world_size%s, or each worker reads all of it. If it is divided, give it an "
+                "attribute `world_size`, and this warning goes",
+                *(type(loader.dataset).__name__, count),
                 ", and by torch.utils.data.get_worker_info() among the loader's processes" * (loader.num_workers > 1),
             )
         return begin()

@@ -308,6 +308,12 @@ class JobTraining:
         saved = self.participation.connection.place.state
         if saved is not None:
             self.checkpoint.rollback(saved.content, self.clock, saved.clock)
+        elif self.clock and self.participation.options.world_size:
+            log.warning(
+                "worker %d begins at clock %d without a state: no checkpoint has one of its rank, so its data and its "
+                "schedulers begin anew",
+                *(self.participation.rank, self.clock),
+            )
         self.participation.begin_step()
 
     def close(self) -> None:

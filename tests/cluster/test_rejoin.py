@@ -274,7 +274,7 @@ def test_a_worker_whose_job_is_gone_says_so(cluster: Cluster, cable: Cable) -> N
         lose(cluster, cable)
         status.end_job(cluster.address, "default")
         cable.heal()
-        with pytest.raises(NotFound, match="no job 'default'"):
+        with pytest.raises(NotFound, match="job 'default' ended: `ps-server end` ended it"):
             worker.step()
 
 

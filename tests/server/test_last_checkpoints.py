@@ -22,6 +22,7 @@ from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads, Task
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.manifest import Manifest
+from tests.tools.cluster import until
 from tests.tools.one_process import CELLS, DirectWorker, OneProcess, join_all, train
 from tests.tools.raw_worker import vector_job
 
@@ -149,6 +150,57 @@ def test_the_last_checkpoint_with_all_states_is_kept(cluster: OneProcess, tmp_pa
     assert store.names("job") == [better.name]
 
 
+def test_a_run_that_begins_anew_keeps_the_last_checkpoint_of_the_run_before(
+    cluster: OneProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever began it may have forgotten --restore."""
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, keep=1))
+    store = CheckpointStore(tmp_path)
+    results: list[str] = []
+    for run in range(3):
+        each = join_all(cluster, "sync")
+        if run:
+            assert (
+                f"beside the checkpoints of an earlier run, of which the last one, {results[-1]} at clock"
+                in caplog.text
+            )
+        for _ in range(3):
+            train(each)
+            made = whole(cluster, each)
+            assert store.names("job") == [*results[-1:], made.name]
+        if run == 2:  # the next coordinator knows it too
+            cluster.start_coordinator(CheckpointPolicy(tmp_path, keep=1, resume=True))
+            train(each)
+            made = whole(cluster, each)
+            assert store.names("job") == [*results[-1:], made.name]
+        cluster.coordinator.job("job").end()
+        results.append(made.name)
+        caplog.clear()
+
+
+def test_a_run_that_continues_counts_the_checkpoints_before_it_as_its_own(cluster: OneProcess, tmp_path: Path) -> None:
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, keep=1))
+    whole(cluster, join_all(cluster, "sync"))
+    cluster.coordinator.job("job").end()
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, keep=1, restore=True))
+    each = join_all(cluster, "sync")
+    train(each)
+    made = whole(cluster, each)
+    assert CheckpointStore(tmp_path).names("job") == [made.name]
+
+
+def test_what_was_begun_when_a_job_ends_is_removed(cluster: OneProcess, tmp_path: Path) -> None:
+    each = join_all(cluster, "sync")
+    made = whole(cluster, each)
+    store = CheckpointStore(tmp_path)
+    assert store.begin("job", "000777")
+    cluster.shards[0].begin_snapshot("job", "000777", None, each[0].run)
+    until(lambda: store.unfinished("job", made.name) == ["000777"], "a part of it")
+    cluster.coordinator.job("job").end()
+    assert store.unfinished("job", made.name) == []
+    assert store.names("job") == [made.name]
+
+
 # -- workers leave -----------------------------------------------------------------------------------------------------
 
 
@@ -188,6 +240,35 @@ def test_a_worker_that_left_without_a_state_is_named(cluster: OneProcess, tmp_pa
     store = CheckpointStore(tmp_path)
     manifest = store.manifest("job", store.names("job")[-1])
     assert (sorted(manifest.workers), manifest.without) == ([1], (0,))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_new_process_of_a_worker_that_died_goes_on_from_its_newest_state(
+    cluster: OneProcess, tmp_path: Path, mode: str
+) -> None:
+    """However many checkpoints the others have made since, and though the one that has the state is removed."""
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, keep=1))
+    each = join_all(cluster, mode)
+    first = whole(cluster, each)
+    state = first.workers[1].clock, b"state at %d" % first.workers[1].clock
+    train(each)
+    cluster.clock.seconds += 60.0  # both leases are over; worker 0 takes its place again
+    cluster.coordinator.expire_workers()
+    each[0].rejoin()
+    for _ in range(3):
+        train([each[0]])
+        made = whole(cluster, [each[0]])
+        assert (made.workers[1].clock, made.without) == (state[0], ())
+        assert made.workers[0].clock > state[0]
+    assert CheckpointStore(tmp_path).names("job") == [made.name]
+    if mode == "sync":
+        each[1].rejoin()
+        assert each[1].place.state is None, "its process was only cut off, and knows more"
+        cluster.clock.seconds += 60.0
+        cluster.coordinator.expire_workers()
+    again = DirectWorker(cluster, each[1].spec, 1)
+    assert again.place.state == state
+    assert again.clock >= made.clock, "it leaves out the data of the steps that the other made"
 
 
 def test_a_state_that_is_too_large_does_not_keep_a_worker_in_its_job(cluster: OneProcess) -> None:

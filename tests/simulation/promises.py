@@ -163,24 +163,34 @@ class Promises:
             self._written(self._store.manifest(path.parent.parent.name, path.parent.name))
 
     def _written(self, manifest: Manifest) -> None:
-        """A checkpoint says whose states it has: in sync as of its clock, of all workers, or it says of which not."""
+        """A checkpoint says whose states it has: in sync as of its clock, of all workers, or it says of which not.
+
+        Of a worker that is gone it has the newest there is.
+        """
         name, disk = manifest.job["name"], self._cluster.servers.disks[0]
+        job = self.job(name)
+        live = self._settled(job, manifest.run) if job is not None else set()
         for rank, worker in manifest.workers.items():
             state = self._store.read_worker(name, manifest.name, worker.part)
             if state != b"%d %d" % (rank, worker.clock):
                 self._broken("wrong state", f"{manifest.name} has {state!r} of worker {rank}, clock {worker.clock}")
-            if manifest.mode == "sync" and worker.clock != manifest.clock:
+            is_of_its_clock = worker.clock == manifest.clock or (rank not in live and worker.clock < manifest.clock)
+            if manifest.mode == "sync" and not is_of_its_clock:
                 said = f"{manifest.name}, clock {manifest.clock}, has worker {rank} as of clock {worker.clock}"
                 self._broken("wrong state", said)
-        job = self.job(name)
         if job is None or manifest.mode != "sync" or disk.is_disturbed:
             return
-        said = manifest.workers.keys() | set(manifest.without)
+        for rank in sorted(live - manifest.workers.keys() - set(manifest.without)):
+            self._broken("state missing", f"{manifest.name} says nothing of worker {rank}")
+
+    def _settled(self, job: CoordinatedJob, run: str) -> set[int]:
+        """The ranks of live workers that have had their places for a while."""
+        holders, live = self._cluster.holders, set()
         for rank, member in job.members._membership.members.items():
-            holder = self._cluster.holders.get((manifest.run, rank, member.incarnation))
-            settled = holder is not None and holder.place.since < self._world.now - SETTLED_SECONDS
-            if settled and rank not in said:
-                self._broken("state missing", f"{manifest.name} says nothing of worker {rank}")
+            holder = holders.get((run, rank, member.incarnation))
+            if holder is not None and holder.place.since < self._world.now - SETTLED_SECONDS:
+                live.add(rank)
+        return live
 
     def joined(self, worker: Worker, place: Place) -> None:
         """A worker goes on from a state of its rank, which in sync is not ahead of the weights."""
