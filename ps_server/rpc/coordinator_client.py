@@ -31,6 +31,10 @@ class CoordinatorClient:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connection, and the calls that wait for an answer."""
         self._channel.close()
 
     def status(self) -> Any:

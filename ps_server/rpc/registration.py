@@ -54,12 +54,14 @@ class Registration:
         self._troubles = Troubles(log, "registration")
         self._heard = time.monotonic()  # when the coordinator answered last
         self._stopping = threading.Event()
+        self._client = CoordinatorClient(coordinator)
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Stops telling the coordinator."""
         self._stopping.set()
+        self._client.close()  # a call that waits for a coordinator which is gone ends now
         self._thread.join()
 
     def checkpoint(self, job: str, seconds: float) -> None:
@@ -71,18 +73,19 @@ class Registration:
                 log.warning("stopping without a last checkpoint: %s", error)
 
     def _run(self) -> None:
-        with CoordinatorClient(self._coordinator) as coordinator:
-            while not self._stopping.is_set():
-                guarded("registration", lambda: self._register(coordinator))
-                self._stopping.wait(SHARD_CALL_SECONDS if self.known.is_set() else FIRST_CALL_SECONDS)
+        while not self._stopping.is_set():
+            guarded("registration", self._register)
+            self._stopping.wait(SHARD_CALL_SECONDS if self.known.is_set() else FIRST_CALL_SECONDS)
 
-    def _register(self, coordinator: CoordinatorClient) -> None:
+    def _register(self) -> None:
         try:
-            coordinator.register_shard(self._shard, SHARD_CALL_SECONDS)
+            self._client.register_shard(self._shard, SHARD_CALL_SECONDS)
             self._heard = time.monotonic()
             self.known.set()
             self._troubles.over("")
-        except PSError as error:
+        except (PSError, ValueError) as error:  # ValueError: grpc's, where the channel is closed
+            if self._stopping.is_set():
+                return
             is_soon_over = isinstance(error, TryLater) and time.monotonic() - self._heard < QUIET_SECONDS
             level = logging.INFO if is_soon_over else logging.WARNING
             self._troubles.met("", "%s; trying again", error, level=level, detail=level)

@@ -259,7 +259,7 @@ class Shard:
                 part = store.write_shard(name, checkpoint, self._index, snapshots, kept)
             except PSError as error:
                 # The end of a job gives up what is being made. Whatever else is wrong, the coordinator says it, too.
-                level = logging.INFO if store.is_given_up(name, checkpoint) else logging.WARNING
+                level = logging.DEBUG if store.is_given_up(name, checkpoint) else logging.WARNING
                 self._troubles.met(name, "job %s: checkpoint %s: %s", name, checkpoint, error, level=level)
                 raise
             self._troubles.over(name)

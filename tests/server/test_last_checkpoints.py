@@ -455,7 +455,7 @@ def test_a_checkpoint_that_was_given_up_meanwhile_is_no_trouble_of_the_shard(
     shard: Shard, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_given_up: bool
 ) -> None:
     """As at the end of a job: its directory is gone. One that is there, and cannot be written to, is a trouble."""
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     threads, folder = shard._threads, tmp_path / "job" / "000001"
     assert isinstance(threads, HeldThreads)
     shard.create_job(vector_job("job", "async", 16, 1), [0], "1")
@@ -471,7 +471,7 @@ def test_a_checkpoint_that_was_given_up_meanwhile_is_no_trouble_of_the_shard(
     with pytest.raises(CheckpointFailed):
         shard.await_snapshot("job", "000001", 0.0, "1")
     [told] = [record for record in caplog.records if "cannot be written" in record.getMessage()]
-    assert told.levelno == (logging.INFO if is_given_up else logging.WARNING)
+    assert told.levelno == (logging.DEBUG if is_given_up else logging.WARNING)
 
 
 def test_in_sync_the_last_snapshot_lets_its_own_clock_complete(shard: Shard) -> None:
