@@ -27,7 +27,15 @@ from typing import TypeVar
 import torch
 
 from ps_protocol.convert import job_spec_data
-from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, NotFound, OutOfOrder, PSError, TryLater
+from ps_protocol.errors import (
+    CheckpointDamaged,
+    CheckpointFailed,
+    NotFound,
+    OutOfOrder,
+    PSError,
+    TryLater,
+    VersionMismatch,
+)
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.members import JobMembers
@@ -93,6 +101,7 @@ class Progress:
 
     last:    the manifest of the last one; at: when it was complete
     whole:   the name of the last one that has the states of all workers
+    of_earlier_run: the last one of a run that this one has not continued from
     reached: the highest version or clock known of the job
     seconds, held_up: how long the last one took, and for how long it held up the shard that it held up most
     """
@@ -177,6 +186,30 @@ class CheckpointedJob:
         if last is None or not any(part.disk for part in last.shards.values()):
             return ()
         return tuple(self.checkpointing.store.names(self.placed.spec.name))
+
+    def spare_earlier_run(self) -> None:
+        """Has the last checkpoint of an earlier run stay, from which this run has not continued: it is another result,
+        and whoever began this run may only have forgotten to restore it."""
+        name, store = self.placed.spec.name, self.checkpointing.store
+        for checkpoint in reversed(store.names(name) if self.placed.continues is None else []):
+            with contextlib.suppress(CheckpointDamaged, VersionMismatch):
+                manifest = store.manifest(name, checkpoint)
+                if not self.placed.owns(manifest.run, checkpoint):
+                    self.progress.of_earlier_run = checkpoint
+                    log.warning(
+                        "job %s: begins anew beside the checkpoints of an earlier run, of which the last one, %s at "
+                        "clock %d, stays; --restore continues from there",
+                        *(name, checkpoint, manifest.clock),
+                    )
+                    return
+
+    def remove_unfinished(self) -> None:
+        """Removes what was begun and will not be completed, or the next restore would warn of it."""
+        name, store = self.placed.spec.name, self.checkpointing.store
+        with contextlib.suppress(PSError):  # the disk may have failed
+            complete = store.names(name)
+            for begun in store.unfinished(name, complete[-1] if complete else ""):
+                store.discard(name, begun)
 
 
 class CheckpointAttempt:

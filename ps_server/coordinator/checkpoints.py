@@ -66,23 +66,7 @@ class JobCheckpoints:
         self._job = CheckpointedJob(placed, members, cluster, checkpointing, pool, names, self._notify, *shared)
         self._attempt = CheckpointAttempt(self._job)
         self._work = self._make_all()
-        self._spare_earlier_run()
-
-    def _spare_earlier_run(self) -> None:
-        """Has the last checkpoint of an earlier run stay, from which this run has not continued: it is another result,
-        and whoever began this run may only have forgotten to restore it."""
-        name, placed, store = self._spec.name, self._job.placed, self._job.checkpointing.store
-        for checkpoint in reversed(store.names(name) if placed.continues is None else []):
-            with contextlib.suppress(CheckpointDamaged, VersionMismatch):
-                manifest = store.manifest(name, checkpoint)
-                if not placed.owns(manifest.run, checkpoint):
-                    self._progress.of_earlier_run = checkpoint
-                    log.warning(
-                        "job %s: begins anew beside the checkpoints of an earlier run, of which the last one, %s at "
-                        "clock %d, stays; --restore continues from there",
-                        *(name, checkpoint, manifest.clock),
-                    )
-                    return
+        self._job.spare_earlier_run()
 
     # -- what makes it work ------------------------------------------------------------------------------------------
 
@@ -114,16 +98,8 @@ class JobCheckpoints:
         with self._changed:
             self._changed.wait_for(lambda: not self._running)
         self._job.pool.shutdown(wait=False)
-        self._remove_unfinished()
+        self._job.remove_unfinished()
         self._states.rolled_back({})  # gives its room back
-
-    def _remove_unfinished(self) -> None:
-        """Removes what was begun and will not be completed, or the next restore would warn of it."""
-        name, store = self._spec.name, self._job.checkpointing.store
-        with contextlib.suppress(PSError):  # the disk may have failed
-            complete = store.names(name)
-            for begun in store.unfinished(name, complete[-1] if complete else ""):
-                store.discard(name, begun)
 
     def _notify(self) -> None:
         with self._changed:
