@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from ps_protocol.errors import JobFinished, NotFound, PSError, UnknownWorker
+from ps_protocol.errors import NotFound, PSError, UnknownWorker
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, validate
@@ -85,6 +85,8 @@ class Participation:
         for last in (False, True):
             is_late = self.options.launch.is_unique and self._where not in _taken_part  # if the job has finished
             registered = self.coordinator.register(spec, self.options.launch.name if is_late else "")
+            if last:
+                log.warning("job %r ended while this worker waited for a place: it begins the job anew", spec.name)
             self._shard_map = registered.shard_map
             agreed = replace(spec, bucket_bytes=registered.bucket_bytes)
             validate(agreed)  # the server may have answered anything
@@ -92,10 +94,9 @@ class Participation:
                 self.members.join(registered.run)
                 _taken_part.add(self._where)
                 return agreed
-            except NotFound as error:  # it ended, with the launch that held it, while this worker waited for a place
-                if last or self.is_closed or (is_late and isinstance(error, JobFinished)):
+            except NotFound:  # it ended, with the launch that held it, while this worker waited for a place
+                if last or self.is_closed:
                     raise
-                log.warning("job %r ended while this worker waited for a place: it begins the job anew", spec.name)
         raise AssertionError
 
     @property

@@ -146,7 +146,7 @@ def test_a_job_that_is_ended_from_outside_tells_its_workers(cluster: Cluster) ->
         with pytest.raises(PSError, match=r"no job 'default'|job 'default' ended"):
             worker.step(1.0)
         assert worker.value == 1.0
-    with pytest.raises(NotFound, match="no job 'default' here"):
+    with pytest.raises(NotFound, match="job 'default' ended"):
         status.end_job(cluster.address, "default")
 
 
