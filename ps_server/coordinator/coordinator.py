@@ -267,10 +267,10 @@ class Coordinator:
         seconds: that workers have to come to it, which takes as long as the step that each is in
         """
         self._draining = True
+        text = "stopping"
         if any(not job.members.empty() for job in self.jobs().values()):
-            log.info(
-                "stopping: workers have %g s (--drain-seconds) to end their steps for the last checkpoints", seconds
-            )
+            text += f": workers have {seconds:g} s (--drain-seconds) to end their steps for the last checkpoints"
+        log.info("%s", text)
         failpoint("drain-begun")
         for job in self.jobs().values():
             job.members.close()
