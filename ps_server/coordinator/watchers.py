@@ -20,7 +20,7 @@ class Watchers:
     def __init__(self, roster: Callable[[], Roster]) -> None:
         self._roster = roster
         self._told = roster()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a watcher that is told may stop at once, in the same thread
         self._watchers: list[Watcher] = []
         self._over = False
 
@@ -44,12 +44,12 @@ class Watchers:
         """Tells the roster as it is now."""
         with self._lock:
             self._told = self._roster()
-            for watcher in self._watchers:
+            for watcher in list(self._watchers):
                 watcher(self._told)
 
     def end(self) -> None:
         """Tells that nothing more comes."""
         with self._lock:
             self._over = True
-            for watcher in self._watchers:
+            for watcher in list(self._watchers):
                 watcher(None)

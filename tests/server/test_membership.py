@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from ps_protocol.errors import Fenced, InvalidRequest, UnknownWorker
+from ps_server.coordinator.members import Roster
+from ps_server.coordinator.watchers import Watchers
 from ps_server.core.membership import JoinRequest, Member, Membership, Rivals
 
 LEASE = 10.0
@@ -248,3 +251,24 @@ def test_while_a_job_is_rolled_back_its_ranks_are_kept_for_the_launch_that_had_t
     assert not membership.rivals(0, newcomer, now=8.0).live, "it may have asked before it died"
     membership.heartbeat(0, member.incarnation, clock=1, now=8.5)
     assert membership.rivals(0, newcomer, now=9.0).live
+
+
+@pytest.mark.parametrize("how", ["tell", "end"])
+def test_a_watcher_may_stop_when_it_is_told(how: str) -> None:
+    """A stream of which the client has gone closes in the thread that tells it."""
+    roster: Roster = ([0], 1, True)
+    told: list[Roster | None] = []
+    watchers = Watchers(lambda: roster)
+    stops: list[Callable[[], None]] = []
+
+    def stopping(now: Roster | None) -> None:
+        told.append(now)
+        for stop in stops:
+            stop()
+
+    stops.append(watchers.add(stopping))
+    watchers.add(told.append)
+    getattr(watchers, how)()
+    getattr(watchers, how)()
+    last = roster if how == "tell" else None
+    assert told == [roster, roster, last, last, last], "the first is told once more, the second twice"

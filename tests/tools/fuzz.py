@@ -61,6 +61,7 @@ def main() -> None:
             f"-max_len={MAX_BYTES}",
             f"-seed={arguments.seed or random.randrange(1, 2**31)}",
             "-rss_limit_mb=4096",
+            f"-timeout={HANGS_SECONDS}",  # then it is a finding: libFuzzer keeps the input, and the threads are shown
         ]
         options += [f"-max_total_time={arguments.seconds}"] if arguments.seconds else []
         options += [f"-runs={arguments.runs}"] if arguments.runs else []
@@ -71,6 +72,7 @@ def main() -> None:
 JOBS_TOO_MANY = 8
 INPUTS_A_TARGET = 20_000
 REPORT_EVERY = 50_000
+HANGS_SECONDS = 20
 
 
 def _damage(whole: bytes, edits: bytes) -> bytes:
