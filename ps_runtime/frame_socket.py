@@ -27,7 +27,7 @@ Moved = Callable[[], None]
 
 
 def nothing() -> None:
-    """Does nothing, where nobody wants to know."""
+    """Does nothing."""
 
 
 class FrameSocket(Protocol):
@@ -82,16 +82,30 @@ def _without(parts: list[memoryview], sent: int) -> list[memoryview]:
     return []
 
 
-class PlainSocket(FrameSocket):
-    """A connection without TLS: TCP, or a unix socket."""
+class _Socket(FrameSocket):
+    """What both kinds of connection have."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Takes the connection over."""
         prepare(connection)
-        connection.settimeout(None)
         self.sending = threading.Lock()
         self._socket = connection
         self._look: Callable[[], None] = nothing
+
+    def has_room(self) -> bool:
+        return _is_ready(self._socket, select.POLLOUT, 0)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class PlainSocket(_Socket):
+    """A connection without TLS: TCP, or a unix socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Takes the connection over."""
+        super().__init__(connection)
+        connection.settimeout(None)
 
     def send(self, parts: Sequence[Buffer], moved: Moved = nothing) -> None:
         left = _views(parts)
@@ -110,9 +124,6 @@ class PlainSocket(FrameSocket):
             except BlockingIOError:
                 break
         return left
-
-    def has_room(self) -> bool:
-        return _is_ready(self._socket, select.POLLOUT, 0)
 
     def receive_into(self, target: memoryview, moved: Moved = nothing) -> None:
         while len(target):
@@ -135,21 +146,15 @@ class PlainSocket(FrameSocket):
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        self._socket.close()
 
-
-class TlsSocket(FrameSocket):
+class TlsSocket(_Socket):
     """A connection with TLS. OpenSSL allows one thread at a time: none waits while it is there."""
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
         """Takes the connection over, after its handshake."""
-        prepare(connection)
+        super().__init__(connection)
         connection.setblocking(False)
-        self.sending = threading.Lock()
-        self._socket = connection
         self._turn = threading.Lock()
-        self._look: Callable[[], None] = nothing
         self._look_milliseconds: float | None = None
 
     def send(self, parts: Sequence[Buffer], moved: Moved = nothing) -> None:
@@ -180,9 +185,6 @@ class TlsSocket(FrameSocket):
                     return 0
                 _is_ready(self._socket, select.POLLIN if isinstance(wanted, ssl.SSLWantReadError) else select.POLLOUT)
 
-    def has_room(self) -> bool:
-        return _is_ready(self._socket, select.POLLOUT, 0)
-
     def receive_into(self, target: memoryview, moved: Moved = nothing) -> None:
         while len(target):
             try:
@@ -204,9 +206,6 @@ class TlsSocket(FrameSocket):
     def abort(self) -> None:
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # without a word of TLS: another thread may be there
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 def prepare(connection: socket.socket) -> None:

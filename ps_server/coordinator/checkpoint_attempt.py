@@ -189,7 +189,7 @@ class CheckpointedJob:
 
     def spare_earlier_run(self) -> None:
         """Has the last checkpoint of an earlier run stay, from which this run has not continued: it is another result,
-        and whoever began this run may only have forgotten to restore it."""
+        and its user may have forgotten --restore."""
         name, store = self.placed.spec.name, self.checkpointing.store
         for checkpoint in reversed(store.names(name) if self.placed.continues is None else []):
             with contextlib.suppress(CheckpointDamaged, VersionMismatch):

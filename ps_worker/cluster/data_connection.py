@@ -197,7 +197,7 @@ class DataConnection:
             calls, self._calls = list(self._calls.values()), {}
         for call in calls:
             call.done.set_exception(error)
-        with self._frames.sending:  # whoever was sending has heard of it
+        with self._frames.sending:  # the thread that was sending has got its error
             self._frames.close()
 
     def _look(self) -> None:

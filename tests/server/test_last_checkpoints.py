@@ -153,7 +153,7 @@ def test_the_last_checkpoint_with_all_states_is_kept(cluster: OneProcess, tmp_pa
 def test_a_run_that_begins_anew_keeps_the_last_checkpoint_of_the_run_before(
     cluster: OneProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever began it may have forgotten --restore."""
+    """Its user may have forgotten --restore."""
     cluster.start_coordinator(CheckpointPolicy(tmp_path, keep=1))
     store = CheckpointStore(tmp_path)
     results: list[str] = []

@@ -49,6 +49,12 @@ def trained(session: Session, steps: int, each: Callable[[int], None] = lambda s
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+def trained_by_grpc(shared: Cluster, job: str, steps: int) -> torch.Tensor:
+    """The weights of `trained` without data connections."""
+    with shared.connect("sync", job=f"{job}-grpc", transport="grpc") as session:
+        return trained(session, steps)
+
+
 # -- which is opened -------------------------------------------------------------------------------------------------
 
 
@@ -102,7 +108,7 @@ def test_a_port_that_is_closed_at_first_is_tried_again(
     def opened(response: bytes, *more: Any) -> DataConnection:
         answer = data_pb2.OpenDataConnectionResponse.FromString(response)
         if not is_open.is_set():
-            answer.port = 1  # nobody listens there
+            answer.port = 1  # no process listens on it
         return open_there(answer.SerializeToString(), *more)
 
     monkeypatch.setattr(calls, "open_data_connection", opened)
@@ -127,8 +133,7 @@ def test_connections_that_break_between_steps_are_opened_again(
     shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_link, "AGAIN_SECONDS", 0.0)
-    with shared.connect("sync", job=f"{job}-grpc", transport="grpc") as session:
-        expected = trained(session, 6)
+    expected = trained_by_grpc(shared, job, 6)
     with shared.connect("sync", job=job, transport=transport) as session:
         seen: list[DataConnection | None] = []
 
@@ -150,8 +155,7 @@ def test_connections_that_break_in_the_middle_of_steps_lose_nothing(
 ) -> None:
     """A thread breaks them all the time, and none is opened again for a while: gRPC takes over."""
     monkeypatch.setattr(data_link, "AGAIN_SECONDS", 0.05)
-    with shared.connect("sync", job=f"{job}-grpc", transport="grpc") as session:
-        expected = trained(session, 40)
+    expected = trained_by_grpc(shared, job, 40)
     with shared.connect("sync", job=job, transport=transport) as session:
         over = threading.Event()
 
