@@ -18,6 +18,7 @@ import pytest
 
 from ps_protocol.errors import PSError
 from ps_server.ops import status
+from tests.chaos.cluster import free_ports
 from tests.tools.cluster import scrape, until
 from tests.tools.launching import END_SECONDS, START_SECONDS, Command, Commands, environment
 
@@ -244,9 +245,10 @@ def test_a_shard_that_dies_in_a_row_is_given_up_after_as_many_restarts_as_were_a
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_port_in_use_ends_up_at_once_with_one_clear_line(start: Start, which: int) -> None:
     """The other shard waits for the coordinator then, or serves already."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        command = start("--shards=2", f"--port={port - which}", "--metrics-port=0")
+    first = free_ports(2)
+    port = first + which
+    with socket.create_server(("127.0.0.1", port)):
+        command = start("--shards=2", f"--port={first}", "--metrics-port=0")
         line = f"ps-server: cannot listen on 127.0.0.1:{port}: the port is in use"
         until(lambda: line in command.err, "the reason", RETURN_SECONDS)
         assert command.process.wait(PROMPT_SECONDS) == 1

@@ -106,7 +106,9 @@ def live(player: Player, calls: list[Recorded]) -> list[tuple[Recorded, Future[l
         if call.name == "CheckpointJob":
             continue  # it waits for steps that the recording may not have: see `checkpoint`
         for earlier, answers_to_come in streams:
-            if 0 <= clock_of(earlier) < clock_of(call):  # a worker begins a step when it has the weights of the last
+            # A worker begins a step when it has the weights of the last, and tells what it has used once that counts.
+            tells = call.name == "LeaseData" and earlier.name == "Exchange"
+            if tells or 0 <= clock_of(earlier) < clock_of(call):
                 answers_to_come.result()
         if call.method.server_streaming:
             streams.append((call, player.begin(call)))
