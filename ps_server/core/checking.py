@@ -108,8 +108,13 @@ class PushChecker:
         if values is None:
             return Gradient(None, push.absent, push.groups)
         limited, borrowed = self._norm_limit < math.inf, push.borrowed
+        own = not (borrowed or memoryview(push.payload).readonly)
         if limited and borrowed:
-            values, borrowed = values.clone(), False  # or its worker could write another after this one was checked
+            values, borrowed, own = (
+                values.clone(),
+                False,
+                True,
+            )  # or its worker could write another after this one was checked
         if not push.finite and self._spec.non_finite is not NonFinite.ALLOW:
             for position, part in enumerate(bucket.slices):
                 if position not in push.absent and not is_finite(values[part.offset : part.offset + part.length]):
@@ -119,7 +124,7 @@ class PushChecker:
                     raise NonFiniteGradient(f"the gradient of {name} from worker {push.rank} is not finite")
         if limited:
             self._check_norm(push, bucket, values)
-        return Gradient(values, push.absent, push.groups, borrowed)
+        return Gradient(values, push.absent, push.groups, borrowed, own)
 
     def _assignment(self, push: Push, bucket: BucketSpec, values: torch.Tensor | None) -> Assignment:
         """Returns what an assigning push sets."""

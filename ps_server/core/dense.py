@@ -50,6 +50,7 @@ class Gradient:
             step was left out, none
     groups: hyper-parameters to use from this update on, by group
     borrowed: the values lie in the worker's own memory, which it may write again once it is told that it was fenced
+    own: the values lie in memory that nobody else reads: a sum may be made there
     assignment: what the worker's script has set before this step
     """
 
@@ -57,13 +58,14 @@ class Gradient:
     absent: frozenset[int] = frozenset()
     groups: Mapping[int, HyperParameters] | None = None
     borrowed: bool = False
+    own: bool = False
     assignment: Assignment | None = None
 
     def owned(self) -> Gradient:
         """Returns the same contribution in memory of this process."""
         if not self.borrowed or self.values is None:
             return self
-        return replace(self, values=self.values.clone(), borrowed=False)
+        return replace(self, values=self.values.clone(), borrowed=False, own=True)
 
 
 class Scratch:
@@ -108,6 +110,8 @@ class OpenUpdate:
         self.assignment: Assignment | None = None
         self._bucket, self._scratch = bucket, scratch
         self._is_empty = True
+        self._owns = False  # the total may be written
+        self._is_scratch = False
 
     def add(self, gradient: Gradient) -> None:
         """Adds one contribution. The order of calls is the order of the sum."""
@@ -123,27 +127,32 @@ class OpenUpdate:
             # a step that was left out, and the mean is that of the others.
             self.count += len(gradient.absent) == len(slices)
             return
-        values = gradient.values
+        values, own = gradient.values, gradient.own
         if gradient.absent:
-            values = values.clone()
+            values, own = values if own else values.clone(), True
             for position in gradient.absent:
                 values[slices[position].offset :][: slices[position].length] = 0
         self.present.update(set(range(len(slices))) - gradient.absent)
         self.count += 1
         self.terms += 1
         if self.total is None:
-            self.total = values  # not copied: with one contribution it is only read
-        elif self.terms == 2:
-            wide = torch.float32 if values.itemsize < 4 else values.dtype  # half types would lose the small terms
-            total = self._scratch.take(values.numel(), wide)
-            if values.dtype == wide:
-                self.total = torch.add(self.total, values, out=total)
-            else:
-                self.total = total.copy_(self.total)
-                self._add_narrow(self.total, values)
+            self.total, self._owns = values, own  # not copied: with one contribution it is only read
+        elif not self._owns or self.total.itemsize < 4:
+            self._add_to_scratch(self.total, values)
         elif values.dtype == self.total.dtype:
             self.total += values
         else:
+            self._add_narrow(self.total, values)
+
+    def _add_to_scratch(self, total: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds a term to the first one, in memory of the scratch: it was another's, or is too narrow for a sum."""
+        wide = torch.float32 if total.itemsize < 4 else total.dtype  # half types would lose the small terms
+        self._owns = self._is_scratch = True
+        self.total = self._scratch.take(total.numel(), wide)
+        if total.dtype == values.dtype == wide:
+            torch.add(total, values, out=self.total)
+        else:
+            self.total.copy_(total)
             self._add_narrow(self.total, values)
 
     def _add_narrow(self, total: torch.Tensor, values: torch.Tensor) -> None:
@@ -154,12 +163,12 @@ class OpenUpdate:
 
     def own(self) -> None:
         """Copies what it has borrowed of a worker's memory."""
-        if self.total is not None and self.terms == 1:
-            self.total = self.total.clone()
+        if self.total is not None and not self._owns:
+            self.total, self._owns = self.total.clone(), True
 
     def close(self) -> None:
         """Gives the memory of the sum back."""
-        if self.total is not None and self.terms > 1:
+        if self.total is not None and self._is_scratch:
             self._scratch.give(self.total)
 
 

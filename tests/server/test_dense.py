@@ -166,6 +166,21 @@ def test_what_came_over_the_wire_is_only_read(name: str, workers: int) -> None:
     assert payloads == copies
 
 
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_sum_in_the_memory_of_the_first_gradient_is_the_same_to_the_bit(name: str, workers: int) -> None:
+    (own,), (others,) = (Shard(name, UNUSUAL[name], bucket_bytes=4096).buckets for _ in range(2))
+    for step in range(3):
+        for rank in range(workers):
+            values, absent = torch.randn(own.bucket.numel), frozenset({0} if rank == step else ())
+            own.add(Gradient(values.clone(), absent, own=True))
+            others.add(Gradient(values, absent))
+        own.step()
+        others.step()
+    assert torch.equal(own.flat, others.flat)
+    assert not own._scratch._free, "no more memory is taken"
+
+
 def test_half_precision_is_summed_in_float32() -> None:
     """256 + 1 + 1 is 256 in bfloat16."""
     shard = Shard(dtype="bfloat16")
