@@ -47,6 +47,9 @@ class FrameSocket(Protocol):
     def send_now(self, parts: Sequence[Buffer]) -> list[memoryview]:
         """Sends what fits without waiting; returns the rest, which is sent next. The caller holds `sending`."""
 
+    def wait_for_room(self) -> None:
+        """Returns when more can be sent, or the connection has ended. The caller holds `sending`."""
+
     def has_room(self) -> bool:
         """Whether a small frame can be sent without waiting: the kernel says so when a good part of its memory is free.
         The caller holds `sending`.
@@ -91,9 +94,13 @@ class _Socket(FrameSocket):
         self.sending = threading.Lock()
         self._socket = connection
         self._look: Callable[[], None] = nothing
+        self._sends_after = select.POLLOUT  # the event
 
     def has_room(self) -> bool:
         return _is_ready(self._socket, select.POLLOUT, 0)
+
+    def wait_for_room(self) -> None:
+        _is_ready(self._socket, self._sends_after)
 
     def close(self) -> None:
         self._socket.close()
@@ -181,9 +188,10 @@ class TlsSocket(_Socket):
                 with self._turn:
                     return self._socket.send(piece)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as wanted:
+                self._sends_after = select.POLLIN if isinstance(wanted, ssl.SSLWantReadError) else select.POLLOUT
                 if not wait:
                     return 0
-                _is_ready(self._socket, select.POLLIN if isinstance(wanted, ssl.SSLWantReadError) else select.POLLOUT)
+                self.wait_for_room()
 
     def receive_into(self, target: memoryview, moved: Moved = nothing) -> None:
         while len(target):

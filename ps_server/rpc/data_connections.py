@@ -28,15 +28,18 @@ from ps_protocol.identity import Identity
 from ps_runtime.frame_socket import FrameSocket
 from ps_runtime.status import STATUS_KEY
 from ps_server.rpc.auth import host_of
-from ps_server.rpc.frame_sender import FrameSender
+from ps_server.rpc.frame_sender import FrameSender, LentFrame
 from ps_server.rpc.receive_buffers import ReceiveBuffers
 from ps_server.rpc.streams import set_error
-from ps_server.shard.waiting import Answer
+from ps_server.shard.loans import Loan
+from ps_server.shard.waiting import Answer, Lent
 
 TICKET_SECONDS = 30.0
 _TICKETS_OF_A_WORKER = 4
 _MOST_TICKETS = 4_096  # as many workers as a job may have; of more, the oldest are good no longer
 _SKIPPED_AT_ONCE = 2**16
+
+LentMessage = tuple[Parts, Loan | None]
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ class ConnectionCall:
 
     # -- the answer --------------------------------------------------------------------------------------------------
 
-    def send(self, answer: Parts | Callable[[], AbstractContextManager[Parts]] | None) -> None:
+    def send(self, answer: Parts | Callable[[], AbstractContextManager[LentMessage]] | None) -> None:
         """Sends an answer, or one that is lent when its turn has come; None: there are no more."""
         if answer is None:
             self.end()
@@ -198,9 +201,9 @@ class ConnectionCall:
         return frame(self._header.call, kind, message)
 
     @contextlib.contextmanager
-    def _lent(self, answer: Callable[[], AbstractContextManager[Parts]]) -> Iterator[list[Any]]:
-        with answer() as message:
-            yield self._frame(Kind.ANSWER, message)
+    def _lent(self, answer: Callable[[], AbstractContextManager[LentMessage]]) -> Iterator[LentFrame]:
+        with answer() as (message, loan):
+            yield self._frame(Kind.ANSWER, message), loan
 
     def over(self) -> None:
         """Tells all that have to know that the call is over; once."""
@@ -226,13 +229,13 @@ class FrameStream:
         """Sends an answer."""
         self._send(self._write(answer))
 
-    def lend(self, lent: Callable[[], AbstractContextManager[Answer]]) -> None:
+    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
         """Sends an answer that is made when its turn has come; its payload leaves from where it is."""
 
         @contextlib.contextmanager
-        def written() -> Iterator[Parts]:
-            with lent() as answer:
-                yield self._write(answer)
+        def written() -> Iterator[LentMessage]:
+            with lent() as (answer, loan):
+                yield self._write(answer), loan
 
         self._send(written)
 

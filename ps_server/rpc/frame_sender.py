@@ -1,8 +1,8 @@
 """What leaves by one data connection: frames, one after the other, put by any thread and without waiting.
 
 A frame that fits into the kernel's memory leaves in the thread that puts it. The rest leaves in a thread of a pool.
-Payloads are lent. The sender copies what does not fit and gives the memory back at once: a worker that reads slowly
-delays no update.
+Payloads are lent, and leave from where they are. While the sender waits for the kernel to take more, the shard may have
+its memory back (shard/loans.py): a worker that reads slowly delays no update.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from contextlib import AbstractContextManager, suppress
 from ps_protocol.framing import Buffer
 from ps_runtime.background import note_error
 from ps_runtime.frame_socket import FrameSocket
+from ps_server.shard.loans import Loan
 
 Frame = Sequence[Buffer]
-Lent = Callable[[], AbstractContextManager[Frame]]
-Item = Frame | Lent
+LentFrame = tuple[Frame, Loan | None]
+Lender = Callable[[], AbstractContextManager[LentFrame]]
+Item = Frame | Lender
 Then = Callable[[], None]
 
 
@@ -50,9 +52,9 @@ class FrameSender:
         if self._begins(frame, then) and not self._drain(waits=False):
             self._submit()
 
-    def lend(self, lent: Lent) -> None:
+    def lend(self, lender: Lender) -> None:
         """Sends a frame that is made when its turn has come, and whose memory may be read until it is given back."""
-        if self._begins(lent, _nothing):
+        if self._begins(lender, _nothing):
             self._submit()
 
     def _begins(self, item: Item, then: Then) -> bool:
@@ -100,25 +102,30 @@ class FrameSender:
     def _send(self, item: Item, then: Then, waits: bool) -> bool:
         """Sends one frame. Without `waits`, what does not fit is put back, and False returned."""
         if callable(item):
-            with item() as frame:
-                rest = self._send_now(frame)
-        else:
-            rest = self._send_now(item)
+            with item() as (frame, loan):
+                self._send_all(frame, loan)
+            return True
+        if waits:
+            self._send_all(item)
+            return True
+        with self._frames.sending:
+            rest: Frame = self._frames.send_now(item)
         if not rest:
             return True
-        if not waits:
-            with self._lock:
-                if not self._is_over:
-                    self._queue.appendleft((rest, then))
-            return False
-        with self._limited(), self._frames.sending:
-            self._frames.send(rest)
-        return True
+        with self._lock:
+            if not self._is_over:
+                self._queue.appendleft((rest, then))
+        return False
 
-    def _send_now(self, frame: Frame) -> list[Buffer]:
-        """Sends what fits; returns a copy of the rest."""
+    def _send_all(self, frame: Frame, loan: Loan | None = None) -> None:
+        """Sends one frame, and gives way to the lender of its memory while that takes no more."""
         with self._frames.sending:
-            return [bytes(part) for part in self._frames.send_now(frame)]
+            while frame := self._frames.send_now(frame):
+                with self._limited():
+                    if loan is None:
+                        self._frames.wait_for_room()
+                    else:
+                        frame = loan.give_way(frame, self._frames.wait_for_room)
 
     def _broken(self) -> None:
         """Ends the connection: a frame of which a part has left makes the rest worthless."""

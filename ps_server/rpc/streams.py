@@ -21,7 +21,7 @@ from ps_protocol.errors import PSError
 from ps_protocol.framing import Parts
 from ps_runtime.background import note_error
 from ps_runtime.status import STATUS_KEY, code_of, status_of
-from ps_server.shard.waiting import Answer
+from ps_server.shard.waiting import Answer, Lent
 
 Send = Callable[[Any], None]
 
@@ -132,11 +132,11 @@ class PullStream(ResponseStream):
         """Queues an answer."""
         self.put(lambda: self._write(answer).whole())
 
-    def lend(self, lent: Callable[[], AbstractContextManager[Answer]]) -> None:
+    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
         """Queues an answer that is made when its turn has come: its payload is copied once, into the message."""
 
         def make() -> bytes:
-            with lent() as answer:
+            with lent() as (answer, _):
                 return self._write(answer).whole()
 
         self.put(make)

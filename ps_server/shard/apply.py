@@ -71,6 +71,7 @@ class Updates:
                         bucket.weights.add(work.contribution)
                         failpoint("contribution-added")
                     else:
+                        bucket.loans.recall()
                         bucket.weights.step()
                         failpoint("update-stepped")
                     self._metrics.applied(job.name, work, self._clock() - started)

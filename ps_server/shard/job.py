@@ -1,7 +1,7 @@
 """What a shard holds while it runs: the state of `core`, with the locks, segments and waiting pulls beside it.
 
 Locks: a job's `lock` guards its protocol state and is held for microseconds. A bucket's `tensors` lock guards its
-weights while they are stepped or copied out. Where both are needed, `tensors` is taken first.
+weights while they are stepped, copied out or lent. Where both are needed, `tensors` is taken first.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ps_server.core.partition import JobPartition
 from ps_server.core.room import Room
 from ps_server.core.snapshot import BucketSnapshot
 from ps_server.core.statistics import ShardJobStatistics, Wait
+from ps_server.shard.loans import Loans
 from ps_server.shard.snapshots import Refusal, Refusals, SnapshotTask
 from ps_server.shard.times import PushTimes
 from ps_server.shard.waiting import Waiter
@@ -63,12 +64,16 @@ class OfWorkers:
 
 @dataclass(eq=False)
 class HostedBucket:
-    """A bucket with the lock of its weights, its waiting pulls, and whether a thread is applying its updates."""
+    """A bucket with the lock of its weights, its waiting pulls, and whether a thread is applying its updates.
+
+    loans: of its weights, to those that send them
+    """
 
     spec: BucketSpec
     rule: UpdateRule[Gradient]
     weights: DenseBucket
     tensors: threading.Lock
+    loans: Loans = field(default_factory=Loans)
     waiters: dict[int, Waiter] = field(default_factory=dict)  # by the number of the pull
     busy: bool = False
 

@@ -20,7 +20,7 @@ from ps_server.shard.job import HostedBucket, HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.segments import copy_out
 from ps_server.shard.times import BucketTimes
-from ps_server.shard.waiting import Notice, Outbox, Pull, PulledBucket, PulledState, Waiter
+from ps_server.shard.waiting import Lent, Notice, Outbox, Pull, PulledBucket, PulledState, Waiter
 
 NOTICE_AFTER_SECONDS = 2.0
 NOTICE_EVERY_SECONDS = 10.0
@@ -159,15 +159,21 @@ class Pulls:
     @contextlib.contextmanager
     def _lend(
         self, job: HostedJob, bucket: HostedBucket, pull: Pull, waited: float, times: BucketTimes | None
-    ) -> Iterator[PulledBucket]:
-        """Lends a bucket in the wire format of the job's weights, which stay as they are until it is given back."""
+    ) -> Iterator[Lent]:
+        """Lends a bucket in the wire format of the job's weights, as it is now."""
         spec = bucket.spec
         codec = weight_codec(job.state.spec, spec)
-        with bucket.tensors:
-            weights, version = bucket.weights.flat, bucket.rule.version
-            payload = bytes_of(weights if codec.keeps(spec) else job.narrowed.get(spec.index, version, weights, codec))
-            save_state = _saves_state(job, pull, version)
-            yield PulledBucket(
+        with contextlib.ExitStack() as until_sent:
+            loan = None
+            with bucket.tensors:
+                values, version = bucket.weights.flat, bucket.rule.version
+                if codec.keeps(spec):
+                    loan = until_sent.enter_context(bucket.loans.lend())
+                else:
+                    values = job.narrowed.get(spec.index, version, values, codec)
+                save_state = _saves_state(job, pull, version)
+            payload = bytes_of(values)
+            answer = PulledBucket(
                 spec.index,
                 version,
                 waited,
@@ -176,6 +182,7 @@ class Pulls:
                 wire_format=codec.wire_format(spec),
                 times=times,
             )
+            yield Lent(answer, loan)
         failpoint("pull-half-sent")
         self._metrics.pulled(job.name, len(payload))
 
@@ -270,12 +277,12 @@ class Pulls:
 
 
 @contextlib.contextmanager
-def _lend_state(bucket: HostedBucket, name: str) -> Iterator[PulledState]:
+def _lend_state(bucket: HostedBucket, name: str) -> Iterator[Lent]:
     """Lends one kind of a bucket's optimizer state: a copy, so that training goes on while it is sent."""
     with bucket.tensors:
         values, absent = bucket.weights.read_state(name)
         version = bucket.rule.version
-    yield PulledState(bucket.spec.index, version, name, absent, bytes_of(values))
+    yield Lent(PulledState(bucket.spec.index, version, name, absent, bytes_of(values)), loan=None)
 
 
 def _saves_state(job: HostedJob, pull: Pull, version: int) -> bool:

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from ps_protocol.errors import PSError
 from ps_protocol.segment_layout import SegmentMap
 from ps_server.core.consistency import Admission
+from ps_server.shard.loans import Loan
 from ps_server.shard.times import BucketTimes
 
 
@@ -61,13 +62,20 @@ class Notice(NamedTuple):
 Answer = PulledBucket | PulledState | Notice
 
 
+class Lent(NamedTuple):
+    """An answer whose payload lies in memory of the shard. loan: of this memory; None: it changes no more"""
+
+    answer: Answer
+    loan: Loan | None
+
+
 class Outbox(Protocol):
     """Where the answers to one pull go, one after the other. No method waits; all are thread-safe."""
 
     def tell(self, answer: Answer) -> None:
         """Sends an answer."""
 
-    def lend(self, lent: Callable[[], AbstractContextManager[Answer]]) -> None:
+    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
         """Sends an answer that is made when its turn has come, and whose payload may be read until it is given back."""
 
     def finish(self) -> None:

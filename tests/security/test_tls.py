@@ -12,6 +12,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,10 +26,13 @@ from ps_protocol.errors import InvalidRequest, Untrusted
 from ps_protocol.frames import TICKET_BYTES, Kind, write_header
 from ps_runtime import reloading
 from ps_runtime.credentials import Access, Tls, access, certificate_expiry, require_encryption
-from ps_runtime.tls_contexts import client_context
+from ps_runtime.frame_socket import frames_over
+from ps_runtime.tls_contexts import client_context, server_context
 from ps_server.ops import dev_certs, status
 from ps_server.rpc.data_connections import Tickets
+from ps_server.rpc.frame_sender import FrameSender, LentFrame
 from ps_server.rpc.health_client import is_serving
+from ps_server.shard.loans import Loans
 from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster
 from tests.tools.launching import ROOT, python
@@ -137,6 +141,35 @@ def show(port: int, tls: Tls | None) -> None:
     ):
         end.sendall(write_header(0, Kind.OPEN, TICKET_BYTES) + bytes(TICKET_BYTES))
         end.recv(1)
+
+
+def test_what_is_lent_to_an_encrypted_connection_arrives_as_it_was(certs: Path) -> None:
+    """The sender gives way in the middle of what OpenSSL has begun, and goes on with a copy."""
+    memory, loans = bytearray(b"x" * 2**24), Loans()
+    ours, theirs = socket.socketpair()
+    contexts = server_context(server_tls(certs), "tests"), client_context(client(certs).tls)
+
+    @contextlib.contextmanager
+    def lender() -> Iterator[LentFrame]:
+        with loans.lend() as loan:
+            yield [memoryview(memory)], loan
+
+    with ThreadPoolExecutor(2) as pool:
+        shaking = pool.submit(contexts[0].wrap_socket, ours, server_side=True)
+        with contexts[1].wrap_socket(theirs, server_hostname="127.0.0.1") as reader:
+            reader.settimeout(20.0)
+            frames = frames_over(shaking.result(20.0))
+            FrameSender(frames, pool, contextlib.nullcontext).lend(lender)
+            try:
+                read = reader.recv(1)
+                loans.recall()
+                memory[:] = b"y" * len(memory)
+                while len(read) < len(memory):
+                    read += reader.recv(2**20)
+            finally:
+                frames.abort()
+    frames.close()
+    assert set(read) == set(b"x")
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from ps_protocol.frames import HEADER_BYTES, MAX_HEAD_BYTES, Header, Kind, read_
 from ps_protocol.framing import Parts, message_parts, split_head, split_message
 from ps_protocol.v1 import data_pb2
 from ps_runtime.frame_socket import PlainSocket, frames_over
-from ps_server.rpc.frame_sender import FrameSender
+from ps_server.rpc.frame_sender import FrameSender, LentFrame
 from ps_server.rpc.receive_buffers import ReceiveBuffers
+from ps_server.shard.loans import Loans
 from tests.tools.cluster import until
 
 SECONDS = 20.0
@@ -109,6 +110,7 @@ class Ends:
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         ours, self.theirs = socket.socketpair()
+        self.theirs.settimeout(SECONDS)
         self.frames = PlainSocket(ours)
         self.limited = 0
         self.sender = FrameSender(self.frames, pool, self._limit)
@@ -126,17 +128,21 @@ class Ends:
             received += piece
         return received
 
+    def close(self) -> None:
+        """Ends both; the pool's threads leave them alone then."""
+        self.sender.end()
+        self.frames.abort()
+        self.theirs.close()
+        with self.frames.sending:
+            self.frames.close()
+
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     with ThreadPoolExecutor(2) as pool:
         found = Ends(pool)
-        found.theirs.settimeout(SECONDS)
         yield found
-        found.sender.end()
-        found.frames.abort()
-        found.theirs.close()
-    found.frames.close()
+        found.close()
 
 
 def test_small_frames_leave_in_the_thread_that_puts_them(ends: Ends) -> None:
@@ -153,7 +159,7 @@ def test_frames_keep_their_order_whatever_fits(ends: Ends) -> None:
     sent = threading.Event()
     ends.sender.put([b"first", large])
     ends.sender.put([b"second"])
-    ends.sender.lend(lambda: contextlib.nullcontext([b"third", large]))
+    ends.sender.lend(lambda: contextlib.nullcontext(([b"third", large], None)))
     ends.sender.put([b"last"], sent.set)
     assert not sent.is_set()
     assert ends.read(5) + ends.read(len(large)) == b"first" + large
@@ -164,19 +170,71 @@ def test_frames_keep_their_order_whatever_fits(ends: Ends) -> None:
     assert ends.limited, "somebody watches over what waits"
 
 
-def test_lent_memory_is_given_back_before_the_other_end_reads(ends: Ends) -> None:
+def test_lent_memory_is_copied_only_if_its_owner_wants_it_back_before_the_other_end_has_read(ends: Ends) -> None:
     memory = bytearray(b"x" * 2**22)
-    back = threading.Event()
+    loans, lent, sent = Loans(), threading.Event(), threading.Event()
 
     @contextlib.contextmanager
-    def lent() -> Iterator[list[memoryview]]:
-        yield [memoryview(memory)]
-        back.set()
+    def lender() -> Iterator[LentFrame]:
+        with loans.lend() as loan:
+            lent.set()
+            yield [memoryview(memory)], loan
+        sent.set()
 
-    ends.sender.lend(lent)
-    assert back.wait(SECONDS)
-    memory[:] = b"y" * len(memory)  # as an update would
-    assert ends.read(len(memory)) == b"x" * len(memory)
+    for changes in (True, False, True):
+        ends.sender.lend(lender)
+        assert lent.wait(SECONDS)
+        if changes:
+            loans.recall()
+            memory[:] = b"y" * len(memory)  # as an update would
+        assert not sent.is_set(), "more than the kernel takes at once"
+        assert set(ends.read(len(memory))) == set(b"x")
+        assert sent.wait(SECONDS)
+        assert not loans._open
+        memory[:] = b"x" * len(memory)
+        lent.clear()
+        sent.clear()
+
+
+def test_each_of_several_that_read_slowly_gets_the_memory_as_it_was_when_it_was_lent() -> None:
+    memory, loans = bytearray(2**22), Loans()
+
+    @contextlib.contextmanager
+    def lender() -> Iterator[LentFrame]:
+        with loans.lend() as loan:
+            yield [memoryview(memory)], loan
+
+    with ThreadPoolExecutor(8) as pool, contextlib.ExitStack() as to_close:
+        several = [Ends(pool) for _ in range(8)]
+        for each in several:
+            to_close.callback(each.close)
+        for version, each in enumerate(several):
+            each.sender.lend(lender)
+            until(lambda version=version: len(loans._open) == 1, f"loan {version}")  # type: ignore[misc]
+            loans.recall()
+            memory[:] = bytes([version + 1]) * len(memory)
+        for version, each in enumerate(several):
+            assert set(each.read(len(memory))) == {version}
+
+
+def test_a_loan_ends_with_its_connection(ends: Ends) -> None:
+    loans, lent, ended = Loans(), threading.Event(), threading.Event()
+
+    @contextlib.contextmanager
+    def lender() -> Iterator[LentFrame]:
+        try:
+            with loans.lend() as loan:
+                lent.set()
+                yield [bytes(2**22)], loan
+        finally:
+            ended.set()
+
+    ends.sender.lend(lender)
+    assert lent.wait(SECONDS)
+    ends.frames.abort()
+    assert ended.wait(SECONDS)
+    loans.recall()
+    assert not loans._open
 
 
 def test_a_connection_that_ends_drops_what_is_queued(ends: Ends) -> None:

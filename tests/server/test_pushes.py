@@ -15,7 +15,7 @@ from ps_protocol.segment_layout import SegmentMap, segment_plan
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
 from ps_server.shard.shard import Shard
-from ps_server.shard.waiting import Answer, Notice
+from ps_server.shard.waiting import Answer, Lent, Notice
 from ps_worker.cluster.segments import LocalSegment
 from tests.tools.partitions import call_of, job_spec, lone_shard, payload, push
 
@@ -34,8 +34,8 @@ class Answers:
     def tell(self, answer: Answer) -> None:
         self.told.append(answer)
 
-    def lend(self, lent: Callable[[], AbstractContextManager[Answer]]) -> None:
-        with lent() as answer:
+    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
+        with lent() as (answer, _):
             self.told.append(answer)
 
     def finish(self) -> None:

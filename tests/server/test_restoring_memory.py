@@ -107,6 +107,7 @@ def test_an_elastic_job_takes_what_its_workers_push_ahead_and_no_less_than_its_w
     assert room_for(replace(SPEC, world_size=0), range(len(LAYOUT)), staged_limit=1000).staged == 1000
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_a_restore_takes_at_most_twice_what_the_job_holds(tmp_path: Path) -> None:
     """3.4 times once: the old job, the new one, the file and its copies at the same time."""

@@ -565,6 +565,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.long
 def test_a_worker_killed_while_shards_read_its_segment_leaves_what_it_pushed(make_cluster: MakeCluster) -> None:
     """Its gradient lies in its own memory, held back for rank 0's, which comes when its worker is gone."""
     cluster = make_cluster(shards=2, lease=5.0)

@@ -23,7 +23,7 @@ class Stream:
         self.answers.append(answer)
 
     def lend(self, lent: Any) -> None:
-        with lent() as answer:
+        with lent() as (answer, _):
             self.answers.append(answer)
 
     def finish(self) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from ps_protocol.errors import PSError, TryLater
-from ps_server.shard.waiting import Answer, PulledBucket
+from ps_server.shard.waiting import Answer, Lent, PulledBucket
 from tests.simulation.processes import Host
 from tests.simulation.world import Task, World
 
@@ -281,11 +281,11 @@ class Outbox:
         """Sends an answer."""
         self._put(lambda: (_copied(answer), None))
 
-    def lend(self, lent: Callable[[], AbstractContextManager[Answer]]) -> None:
+    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
         """Sends an answer that is made when its turn has come."""
 
         def make() -> tuple[Any, PSError | None]:
-            with lent() as answer:
+            with lent() as (answer, _):
                 return _copied(answer), None
 
         self._put(make)

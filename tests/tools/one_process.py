@@ -26,7 +26,7 @@ from ps_server.core.snapshot import ShardSnapshot
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
-from ps_server.shard.waiting import Answer, PulledBucket
+from ps_server.shard.waiting import Answer, Lent, PulledBucket
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.disk import Disk
 from ps_server.storage.manifest import Manifest
@@ -292,8 +292,8 @@ class _Outbox:
             weights = torch.frombuffer(bytearray(answer.payload), dtype=torch.float32)
             self._buckets.append((answer.bucket, answer.save_state, weights))
 
-    def lend(self, lent: Callable[[], AbstractContextManager[Answer]]) -> None:
-        with lent() as answer:
+    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
+        with lent() as (answer, _):
             self.tell(answer)
 
     def finish(self) -> None:
