@@ -49,7 +49,13 @@ def waiting(address: str) -> int:
     return sum(wait["bucket_count"] for job in jobs for wait in job["waits"])
 
 
-@pytest.mark.parametrize("calls", [5_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        pytest.param(5_000, marks=pytest.mark.long),
+        pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+    ],
+)
 def test_memory_stays_flat_over_cancelled_calls(server: tuple[str, int], calls: int) -> None:
     address, pid = server
     spec = vector_job("cancelled", "sync", cells=16, world_size=2)

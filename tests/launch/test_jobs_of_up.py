@@ -38,7 +38,8 @@ def up(tmp_path: Path) -> Iterator[Up]:
         yield start
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("ssp:4", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["async", "ssp:4"])
 def test_sigterm_keeps_every_update_that_was_acknowledged(up: Up, mode: str) -> None:
     """Workers push until the servers take no more; a cluster that is started with --restore has each of their steps."""
     command, address = up("--drain-seconds=0.5")

@@ -102,6 +102,7 @@ def test_two_different_models_end_the_launch_with_the_difference(job: str, launc
     assert re.search(rf"worker [01]: job '{re.escape(job)}'", done.stderr)
 
 
+@pytest.mark.long
 def test_once_all_have_joined_a_worker_that_fails_does_not_take_the_others_with_it(launch: Launch) -> None:
     done = launch("stepped = lambda rank: sys.exit(7) if rank == 1 else None")
     assert done.returncode == 7

@@ -60,6 +60,7 @@ def end(command: Command, number: int) -> int:
     return code
 
 
+@pytest.mark.long
 def test_one_command_trains_and_leaves_nothing_but_a_checkpoint(start: Start, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     flags = ("--shards", "2", "--workers", "2", "--mode", "ssp:4", "--checkpoint-dir", str(kept))

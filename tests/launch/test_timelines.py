@@ -84,6 +84,7 @@ def test_a_worker_that_is_started_again_has_a_part_of_each_process(shared: Clust
     assert steps(tmp_path / "all.json") == {0: [1, 2, 3, 4, 1, 2, 3, 4, 5, 6]}
 
 
+@pytest.mark.long
 def test_where_no_bucket_travels_it_is_said_that_there_is_none(tmp_path: Path) -> None:
     done = run("--mode", "single", "--timeline", str(tmp_path / "all.json"), training(tmp_path), "6")
     assert done.returncode == 0

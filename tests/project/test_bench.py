@@ -31,7 +31,7 @@ def run(name: str, flags: str, directory: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SMALLEST]
+    "name", [pytest.param(name, marks=pytest.mark.long if name in QUICK else pytest.mark.slow) for name in SMALLEST]
 )
 def test_a_benchmark_runs_and_says_what_it_found(name: str, tmp_path: Path) -> None:
     found = run(name, SMALLEST[name], tmp_path)

@@ -114,6 +114,7 @@ def test_without_tqdm_and_matplotlib_progress_is_in_plain_lines_and_there_is_no_
     assert {file.name for file in tmp_path.iterdir()} == {"model.safetensors", "result.json"}
 
 
+@pytest.mark.long
 def test_demo_trains_on_a_cluster_and_says_what_came_of_it(tmp_path: Path) -> None:
     done = launching.python(str(EXAMPLES / "demo.py"), "--goal=0.1", f"--out={tmp_path}", *TINY)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -124,6 +124,7 @@ def test_requests_of_many_hosts_that_never_arrive_keep_no_heartbeat_waiting(vict
     check_promises(victim, [attack], 512 * len(HOSTS))
 
 
+@pytest.mark.long
 def test_large_requests_that_lack_their_end_fit_the_budget_and_those_of_strangers_are_not_taken_in(
     victim: Victim,
 ) -> None:
