@@ -35,8 +35,8 @@ MakeCluster = Callable[..., Cluster]
 
 SECONDS = 20.0
 STEPS = 30
-# A step of this model takes milliseconds, on a busy machine up to seconds. What a hostile client could take is minutes, or
-# for ever.
+# A step of this model takes milliseconds, on a busy machine up to seconds. What a hostile client could take is minutes,
+# or for ever.
 SLOWEST_STEP_SECONDS = 8.0
 
 

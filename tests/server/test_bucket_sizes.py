@@ -15,7 +15,7 @@ from torch import nn
 
 from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import JobMismatch, LimitExceeded
-from ps_protocol.job import JobSpec
+from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec
 from ps_protocol.layout import DEFAULT_BUCKET_BYTES, ParameterSpec
 from ps_protocol.optimizers import hyper_parameters
 from ps_protocol.v1 import jobs_pb2
@@ -42,11 +42,15 @@ def job(numel: int, wire: str = "float32", frozen: int = 2**20) -> JobSpec:
     ("spec", "one_machine", "size"),
     [
         (replace(job(2**24), bucket_bytes=128), HOSTS, 128),  # a size that a worker gives stays
-        # On one machine a bucket is as large as travels in one message: with half types twice as large in the model.
+        # On one machine there are at least 16 buckets, or they are small; with half types twice as large in the model.
         (job(1), ONE_MACHINE, 4 * MIB),
-        (job(2**30), ONE_MACHINE, 4 * MIB),
+        (job(2**25 - 1), ONE_MACHINE, 4 * MIB),
+        (job(2**25), ONE_MACHINE, 8 * MIB),
+        (job(2**26), ONE_MACHINE, 16 * MIB),
+        (job(2**30), ONE_MACHINE, 16 * MIB),
         (job(1, "bfloat16"), ONE_MACHINE, 8 * MIB),
-        (job(70 * 10**9, "bfloat16"), ONE_MACHINE, 8 * MIB),
+        (job(2**26, "bfloat16"), ONE_MACHINE, 16 * MIB),
+        (job(70 * 10**9, "bfloat16"), ONE_MACHINE, 16 * MIB),
         # Between hosts there are about 128 buckets of what is trained, and none is too small.
         (job(1), HOSTS, 256 * KIB),
         (job(8_000_000), HOSTS, 256 * KIB),
@@ -82,7 +86,9 @@ def test_what_large_buckets_would_fit_into_a_servers_limit_is_never_refused(
 ) -> None:
     """And neither the model nor what is frozen in it is cut into more buckets than `sized` allows."""
     spec = job(numel, wire, frozen)
-    chosen, largest = sized(spec, HOSTS, limit), sized(spec, ONE_MACHINE, limit)
+    chosen = sized(spec, HOSTS, limit)
+    largest = replace(spec, bucket_bytes=DEFAULT_BUCKET_BYTES * (1 if wire == "float32" else 2))
+    assert chosen.bucket_bytes <= sized(spec, ONE_MACHINE, limit).bucket_bytes <= MAX_BUCKET_BYTES
     assert 256 * KIB <= chosen.bucket_bytes <= largest.bucket_bytes
     assert chosen == largest or 4 * (numel + frozen) // chosen.bucket_bytes <= min(MOST_BUCKETS, limit)
     assert fits(chosen, limit) or not fits(largest, limit)
