@@ -49,7 +49,7 @@ def test_of_a_worker_that_joined_after_the_checkpoint_only_its_own_steps_are_los
 def test_a_dead_worker_is_counted_once_however_often_shards_die_after_it(
     make_cluster: MakeCluster, tmp_path: Path
 ) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path, lease=2.0, timing=QUICK)
+    cluster = make_cluster(checkpoint_dir=tmp_path, lease=5.0, timing=QUICK)
     with job_of(cluster, "async", workers=2) as [zero, one]:
         assert make_checkpoint(cluster, zero, one) == 0
         train(one, 3)
@@ -69,7 +69,7 @@ def test_a_dead_worker_is_counted_once_however_often_shards_die_after_it(
 def test_of_a_worker_that_was_gone_before_the_shard_was_the_steps_are_counted_too(
     make_cluster: MakeCluster, tmp_path: Path, goes: str
 ) -> None:
-    cluster = make_cluster(checkpoint_dir=tmp_path, lease=2.0, timing=QUICK)
+    cluster = make_cluster(checkpoint_dir=tmp_path, lease=5.0, timing=QUICK)
     with job_of(cluster, "async", workers=2) as [zero, one]:
         assert make_checkpoint(cluster, zero, one) == 0
         train(zero, 2)

@@ -423,9 +423,10 @@ def test_service_discovery_lists_who_is_there_and_drops_who_leaves(cluster: Clus
 
 
 def test_a_dead_worker_leaves_service_discovery_with_its_lease(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(lease=0.5)
+    cluster = make_cluster(lease=60.0)
     with RawWorker(cluster.address, vector_job("j", "async", cells=16, world_size=0), 0):
         assert scrape(cluster.servers[0].metrics_address)['ps_workers{job="j"}'] == 1
+        cluster.end_lease(0, "j")
         until(lambda: scrape(cluster.servers[0].metrics_address)['ps_workers{job="j"}'] == 0)
 
 

@@ -330,17 +330,17 @@ def test_a_hung_shard_is_told_and_delays_no_view(commands: Commands) -> None:
 
 
 def test_what_happens_to_workers_is_told(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(lease=1.0)
+    cluster = make_cluster(lease=60.0)
     with cluster.connect("ssp:1", rank=0, world_size=2, job="j") as stays:
         leaves = cluster.connect("ssp:1", rank=1, world_size=2, job="j")
         in_parallel(2, lambda rank: train((stays, leaves)[rank], 2))
         leaves.close()
-        with RawWorker(cluster.address, cluster.coordinator.job("j").spec, 1):
-            # sends no heartbeat
+        with RawWorker(cluster.address, cluster.coordinator.job("j").spec, 1) as dies:
 
             def kinds() -> list[str]:
                 return [event["kind"] for event in view(cluster.address)["events"] if event["job"] == "j"]
 
+            cluster.end_lease(dies.rank, "j")
             until(lambda: "lost" in kinds())
         assert kinds() == ["started", "join", "join", "leave", "join", "lost"]
 

@@ -372,7 +372,7 @@ def assert_unreachable(address: str, text: str) -> None:
             session.prepare(model, sgd(model))
     assert address in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - begun < 5.0, "it was to try for half a second"
+    assert time.monotonic() - begun < 20.0, "it was to try for half a second"
 
 
 def test_an_address_where_nobody_is() -> None:
