@@ -50,7 +50,7 @@ class Gradient:
             step was left out, none
     groups: hyper-parameters to use from this update on, by group
     borrowed: the values lie in the worker's own memory, which it may write again once it is told that it was fenced
-    own: the values lie in memory that nobody else reads: a sum may be made there
+    own: this contribution alone uses the memory of its values, so that the sum may be made in it
     assignment: what the worker's script has set before this step
     """
 

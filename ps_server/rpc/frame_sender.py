@@ -120,12 +120,16 @@ class FrameSender:
     def _send_all(self, frame: Frame, loan: Loan | None = None) -> None:
         """Sends one frame, and gives way to the lender of its memory while that takes no more."""
         with self._frames.sending:
-            while frame := self._frames.send_now(frame):
-                with self._limited():
+            left: Frame = self._frames.send_now(frame)
+            if not left:
+                return
+            with self._limited():  # all of it: or one that reads a little now and then would keep a thread
+                while left:
                     if loan is None:
                         self._frames.wait_for_room()
                     else:
-                        frame = loan.give_way(frame, self._frames.wait_for_room)
+                        left = loan.give_way(left, self._frames.wait_for_room)
+                    left = self._frames.send_now(left)
 
     def _broken(self) -> None:
         """Ends the connection: a frame of which a part has left makes the rest worthless."""

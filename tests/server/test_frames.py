@@ -194,6 +194,7 @@ def test_lent_memory_is_copied_only_if_its_owner_wants_it_back_before_the_other_
         memory[:] = b"x" * len(memory)
         lent.clear()
         sent.clear()
+    assert ends.limited == 3, "one limit for a whole frame, however often the sender waits"
 
 
 def test_each_of_several_that_read_slowly_gets_the_memory_as_it_was_when_it_was_lent() -> None:
