@@ -181,9 +181,10 @@ def test_lent_memory_is_copied_only_if_its_owner_wants_it_back_before_the_other_
             yield [memoryview(memory)], loan
         sent.set()
 
-    for changes in (True, False, True):
+    for turn, changes in enumerate((True, False, True), 1):
         ends.sender.lend(lender)
         assert lent.wait(SECONDS)
+        until(lambda turn=turn: ends.limited == turn, "that the kernel takes no more")  # type: ignore[misc]
         if changes:
             loans.recall()
             memory[:] = b"y" * len(memory)  # as an update would
