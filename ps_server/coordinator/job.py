@@ -216,12 +216,17 @@ class CoordinatedJob:
         state: its clock and its own state then, for the checkpoints to come
         done:  its script has come to its end
         """
-        member = self.members.leave(rank, incarnation, key, done)
-        if member is None:
+        with self.life.deciding():  # not between what a rollback decides and what it books
+            left = self.members.leave(rank, incarnation, key, done)
+            if left is not None:
+                self.accounting.give_up(rank)
+        if left is None:
             return self.life.has_ended
-        log.info("job %s: worker %d leaves%s", self.spec.name, rank, ", done" if done else "")
-        self._cluster.events.note("leave", self.spec.name, f"worker {rank} leaves{', done' if done else ''}")
-        if self.checkpoints is not None:
+        member, was_live = left
+        how = f"{', done' if done else ''}{'' if was_live else ', and does not join again'}"
+        log.info("job %s: worker %d leaves%s", self.spec.name, rank, how)
+        self._cluster.events.note("leave", self.spec.name, f"worker {rank} leaves{how}")
+        if self.checkpoints is not None and was_live:  # the state of another one may be of steps that were rolled back
             limit = self._cluster.limits.state_bytes
             self.checkpoints.left(rank, _if_small(self.spec.name, rank, state, limit))
         # Also the last one, before the last checkpoint: what others have staged may wait for a step of this one.
@@ -376,9 +381,11 @@ class CoordinatedJob:
         back = [shard for index, shard in shards.items() if everywhere or index in lost]
         heard, gone = self._heard([shard for shard in shards.values() if shard not in back])
         restored = recovery.restore(self.placed, back, self.members.last_incarnation())
-        members = self.members.rollback(everywhere, restored.last_incarnation)
         with self.life.deciding():
+            members = self.members.rollback(everywhere, restored.last_incarnation)
             self.accounting.rolled_back(restored.reached, heard, gone)
+            for rank in heard.keys() - {member.rank for member in members}:
+                self.accounting.give_up(rank)  # it has left meanwhile
         self.continue_from(restored, back)
         log.warning(
             "job %s: rolled back to checkpoint %s, clock %d; %d workers are to join again",

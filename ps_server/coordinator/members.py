@@ -282,20 +282,22 @@ class JobMembers:
 
     # -- a worker goes -----------------------------------------------------------------------------------------------
 
-    def leave(self, rank: int, incarnation: int, key: bytes, done: bool = False) -> Member | None:
-        """Takes a worker off, and returns it; None if it was not there any more. Raises Forbidden for a wrong key.
+    def leave(self, rank: int, incarnation: int, key: bytes, done: bool = False) -> tuple[Member, bool] | None:
+        """Takes a worker off. Returns it, and whether it was live; None if it was not there any more. Raises Forbidden
+        for a wrong key.
 
         done: its script has come to its end
+        One that is not live was to join again after a rollback.
         """
         with self._lock:
-            member = self._membership.members.get(rank)
-            if member is not None and member.incarnation == incarnation:
-                check_key(rank, key, member.key)
             self._fenced.pop(rank, None)
-            if not self._membership.leave(rank, incarnation):
-                return None
-            self.attendance.left(done)
-            return member
+            for members in (self._membership.members, self._membership.away):
+                member = members.get(rank)
+                if member is not None and member.incarnation == incarnation:
+                    check_key(rank, key, member.key)
+                    self.attendance.left(done)
+                    return member, self._membership.leave(rank, incarnation)
+            return None
 
     def take_gone(self, process: WorkerProcess | None = None) -> tuple[list[Member], list[Member]]:
         """Takes off the workers whose lease has run out, and those of a process that has ended; returns both."""

@@ -255,7 +255,15 @@ class Membership:
         self.members[rank] = replace(member, expires=now + self.lease, clock=max(clock, member.clock), heard=now)
 
     def leave(self, rank: int, incarnation: int) -> bool:
-        """Takes a worker off. Returns False if it was not there any more."""
+        """Takes a worker off. Returns False if it was not there any more.
+
+        One that a rollback took off does not join again: nothing waits for it any more.
+        """
+        away = self.away.get(rank)
+        if away is not None and away.incarnation == incarnation:
+            del self.away[rank]
+            if self.rejoining.pop(rank, None) is not None:
+                self.started = not self.rejoining
         member = self.members.get(rank)
         if member is None or member.incarnation != incarnation:
             return False

@@ -74,7 +74,7 @@ def trains_through_the_death_of_a_shard(pods: Pods) -> None:
     assert pods.replaced == ["shards-1"], "no worker was started again"
     late = pods.start_again(pods.of("workers")[0])
     pods.until(lambda: len(pods.ended) == 2, "the end of a worker that comes late")
-    assert "has finished" in late.log
+    assert "has finished" in late.log, pods.logs()
     assert pods.replaced == ["shards-1"], "it ends with 0"
     assert all(pods.passes(pod, "livenessProbe") for pod in [coordinator, *pods.of("shards")])
     assert pods.end() == {"coordinator-0": 0, "shards-0": 0, "shards-1": 0}

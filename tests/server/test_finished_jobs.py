@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ps_protocol.errors import JobFinished, NotFound
+from ps_protocol.errors import Forbidden, JobFinished, NotFound
 from ps_server.coordinator.ended_jobs import JOBS_KEPT, EndedJobs, FinishedJob
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.state_file import StateFile
 from ps_server.core.membership import JoinRequest
-from tests.tools.one_process import CELLS, DirectWorker, OneProcess
+from ps_server.storage.checkpoints import CheckpointStore
+from tests.tools.one_process import CELLS, DirectWorker, OneProcess, train
 from tests.tools.raw_worker import vector_job
 
 SPEC = vector_job("job", "async", CELLS, 0)
@@ -107,6 +108,48 @@ def test_a_worker_that_was_away_at_the_end_is_told_so(cluster: OneProcess) -> No
     with pytest.raises(NotFound) as refused:
         away.rejoin()
     assert not isinstance(refused.value, JobFinished), "another run has the name now"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("done", [True, False])
+def test_workers_that_come_to_their_end_after_a_rollback_took_them_off_do_not_join_again(
+    cluster: OneProcess, tmp_path: Path, mode: str, done: bool
+) -> None:
+    """Each had made its last step: it leaves the place that the rollback has taken from it."""
+    spec = vector_job("job", mode, CELLS, 2)
+    workers = [DirectWorker(cluster, spec, rank, "a") for rank in range(2)]
+    workers[0].initialise()
+    job = cluster.coordinator.job("job")
+    cluster.while_waiting(lambda: train(workers))
+    saved = job.checkpoint()
+    cluster.while_waiting()
+    train(workers)
+    for worker in workers:
+        member = worker.place.member
+        job.members.heartbeat(worker.rank, member.incarnation, worker.clock, member.key)
+    cluster.start_shard(1)
+    cluster.coordinator.recover_jobs()
+    assert job.members.rejoining() == (0, 1)
+    with pytest.raises(Forbidden):
+        cluster.coordinator.leave("job", 1, workers[1].place.member.incarnation, b"another key", workers[1].run)
+    assert not workers[1].leave(done=done)
+    assert job.members.rejoining() == (0,), "nothing waits for it"
+    assert not workers[1].leave(done=done), "a second time changes nothing"
+    assert workers[0].leave((workers[0].clock, b"the state of a later step"), done=done)
+    steps = job.statistics()
+    lost = sum(worker.clock - saved.clock for worker in workers)
+    assert (steps.redone_steps if mode == "sync" else steps.lost_steps) == lost > 0
+    store = CheckpointStore(tmp_path)
+    last = store.manifest("job", store.names("job")[-1])
+    assert last.workers.keys() <= saved.workers.keys()
+    for rank in last.workers:
+        state = store.read_worker("job", last.name, last.workers[rank].part)
+        assert state == b"state at %d" % saved.workers[rank].clock, "not that of steps that were rolled back"
+    if done:
+        with pytest.raises(JobFinished):
+            cluster.coordinator.register_job(spec, "a")
+    else:
+        assert cluster.coordinator.register_job(spec, "a")[1]
 
 
 @pytest.mark.parametrize("restore", [False, True])

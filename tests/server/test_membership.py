@@ -157,6 +157,21 @@ def test_an_elastic_job_whose_workers_were_all_late_waits_for_the_rest_too() -> 
     assert membership.started
 
 
+def test_a_worker_that_leaves_instead_of_coming_back_is_not_waited_for() -> None:
+    membership = job(world_size=3, joined=3)
+    before = [membership.members[rank].incarnation for rank in range(3)]
+    membership.rollback(now=100.0)
+    join(membership, 0, now=100.0)
+    assert not membership.leave(0, before[0]), "it has come back since"
+    assert not membership.leave(2, before[1])
+    assert sorted(membership.rejoining) == [1, 2]
+    for rank in (1, 2):
+        assert not membership.started
+        assert not membership.leave(rank, before[rank]), "it had no place"
+    assert membership.started
+    assert (sorted(membership.members), membership.rejoining, membership.away) == ([0], {}, {})
+
+
 # -- launches --------------------------------------------------------------------------------------------------------
 
 
