@@ -58,7 +58,7 @@ class RawWorker:
         self.members = MembershipServiceStub(self._channels[0])
         self.leases = DataLeaseServiceStub(self._channels[0])
         self.rounds = RoundServiceStub(self._channels[0])
-        found = self._call(
+        found = self._call_again(
             JobServiceStub(self._channels[0]).RegisterJob, jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec))
         )
         self.shard_of = list(found.shard_map.bucket_shards)
@@ -91,15 +91,7 @@ class RawWorker:
         request = membership_pb2.JoinRequest(
             job=self.spec.name, rank=self.rank, previous_incarnation=self.incarnation, clock=self.clock, host="raw"
         )
-        deadline = time.monotonic() + CALL_SECONDS
-        while True:
-            try:
-                place = self._call(self.members.Join, request)
-                break
-            except TryLater:
-                if time.monotonic() > deadline:
-                    raise
-                threading.Event().wait(0.05)
+        place = self._call_again(self.members.Join, request)
         self.incarnation = place.worker.incarnation
         self.lease_key: bytes = place.worker.lease_key
         self.clock = place.clock
@@ -225,6 +217,18 @@ class RawWorker:
                     values = torch.frombuffer(bytearray(response.payload), dtype=torch.float32)
                     found[bucket.start : bucket.start + bucket.numel] = values
         return found[: self.spec.parameters[0].numel]
+
+    @classmethod
+    def _call_again(cls, method: Any, request: Any) -> Any:
+        """Calls until the answer is another one than to try later, as every worker does; a busy machine may be slow."""
+        deadline = time.monotonic() + CALL_SECONDS
+        while True:
+            try:
+                return cls._call(method, request)
+            except TryLater:
+                if time.monotonic() > deadline:
+                    raise
+                threading.Event().wait(0.05)
 
     @staticmethod
     def _call(method: Any, request: Any) -> Any:
