@@ -13,7 +13,9 @@ job.py             What a job is, as a value that both ends can compare
 layout.py          How a model's parameters become buckets: one pure function that both ends run on the same job
 modes.py           The modes of training, and the one rule behind three of them
 optimizers.py      Which torch.optim optimizers a shard can run on slices of parameters, and what they are called with
+row_ids.py         Ids of rows: how they are mixed, and which shard has a row
 segment_layout.py  Memory that a worker shares with the shards on its host: what lies where in it
+tables.py          What a table of rows is, as a value that both ends can compare
 tensors.py         Bytes as tensors and tensors as bytes, without copying
 versions.py        Versions of the protocol, and which of them understand each other
 """

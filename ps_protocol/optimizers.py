@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -85,10 +86,24 @@ def required_state(optimizer: str, values: HyperParameters) -> frozenset[str]:
     return frozenset(required)
 
 
-def state_tensors(optimizer: str, values: HyperParameters) -> int:
-    """Returns how many tensors like a parameter an optimizer with these values keeps for it once it has stepped."""
-    kept = required_state(optimizer, values).intersection(_ELEMENTWISE_STATE[optimizer])
-    return len(kept) + bool(optimizer == "SGD" and values.get("momentum"))
+def tensors_kept(optimizer: str, values: HyperParameters) -> tuple[str, ...]:
+    """Returns the names of the tensors like a parameter that an optimizer with these values keeps for it once it has
+    stepped."""
+    required = required_state(optimizer, values)
+    has_momentum = optimizer == "SGD" and bool(values.get("momentum"))
+    return tuple(name for name in _ELEMENTWISE_STATE[optimizer] if name in required or has_momentum)
+
+
+FUSED_ON_CPU = frozenset({"SGD", "Adam", "AdamW", "Adagrad"})  # those that take `fused`, for float32
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """Returns the optimizer's step, without what torch wraps around it: for its profiler and for hooks, of which there
+    are none here, and for its compiler and gradients of gradients. That takes as long as a small bucket (measured)."""
+    step: Callable[[torch.optim.Optimizer], object] = type(optimizer).step
+    while hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return lambda: step(optimizer)
 
 
 # How an optimizer runs, not what it computes: each end chooses these for itself.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from ps_protocol.job import HyperParameters, JobSpec
 from ps_protocol.layout import BucketSpec
-from ps_protocol.optimizers import ELEMENTWISE, hyper_parameters, is_scalar_state
+from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step, hyper_parameters, is_scalar_state
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.snapshot import OptimizerState
 
@@ -186,7 +186,7 @@ class DenseBucket:
         self.flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])  # [numel]
         self._slices = [self.flat[s.offset : s.offset + s.length] for s in bucket.slices]  # each [length]
         self._optimizer = None if bucket.frozen else _optimizer(spec, self._name, bucket, self._slices)
-        self._step = None if self._optimizer is None else _bare_step(self._optimizer)
+        self._step = None if self._optimizer is None else bare_step(self._optimizer)
         self._divides = _is_fused(self._name, bucket)
         self._open = OpenUpdate(bucket, scratch)
 
@@ -353,15 +353,6 @@ def _optimizer(spec: JobSpec, name: str, bucket: BucketSpec, slices: list[torch.
     return cls(groups, **arguments)  # type: ignore[arg-type]
 
 
-def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """Returns the optimizer's step, without what torch wraps around it: for its profiler and for hooks, of which there
-    are none here, and for its compiler and gradients of gradients. That takes as long as a small bucket (measured)."""
-    step: Callable[[torch.optim.Optimizer], object] = type(optimizer).step
-    while hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
-    return lambda: step(optimizer)
-
-
 _SCALES: dict[int, torch.Tensor] = {}  # a tensor of one number each: to make one costs as much as to add up a bucket
 
 
@@ -372,7 +363,4 @@ def _scale(count: int) -> torch.Tensor:
 
 
 def _is_fused(name: str, bucket: BucketSpec) -> bool:
-    return bucket.dtype == "float32" and name in _FUSED_ON_CPU
-
-
-_FUSED_ON_CPU = frozenset({"SGD", "Adam", "AdamW", "Adagrad"})
+    return bucket.dtype == "float32" and name in FUSED_ON_CPU

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
-from ps_protocol.optimizers import state_tensors
+from ps_protocol.optimizers import tensors_kept
 from ps_server.core.budget import derived_limit
 
 # What a job costs beside its tensors, whatever they hold (measured).
@@ -39,7 +39,7 @@ def room_for(spec: JobSpec, indices: Sequence[int], staged_limit: int | None = N
     """Returns what the buckets of a job with these indices come to take. staged_limit: as a shard was started with."""
     layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
     buckets = [layout[index] for index in indices if 0 <= index < len(layout)]
-    kept = [state_tensors(spec.optimizer_of(index), group) for index, group in enumerate(spec.groups)]
+    kept = [len(tensors_kept(spec.optimizer_of(index), group)) for index, group in enumerate(spec.groups)]
     weights = sum(bucket.nbytes for bucket in buckets)
     optimizer = 0
     for bucket in buckets:

@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "ps_protocol": set[str](),
     "ps_runtime": set[str](),
     "ps_launch": {"ps_runtime"},
+    "ps_tables": set[str](),
     "ps_server.core": set[str](),
     "ps_server.failpoints": set[str](),
     "ps_server.storage": {"ps_server.core", "ps_server.failpoints"},

@@ -1,0 +1,40 @@
+"""Ids of rows: how they are mixed, and which shard has a row.
+
+The mix is a bijection of 64 bits, made of shifts and multiplications. Both ends compute it: the high half chooses the
+shard, so that each shard has a range of mixed ids, and a checkpoint sorted by them can be cut for any other number of
+shards.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+Mixed = npt.NDArray[np.uint64]
+
+_FACTOR = np.uint64(0xD6E8FEB86659FD93)
+_HALF = np.uint64(32)
+
+
+def mix(ids: Ids) -> Mixed:
+    """Returns ids whose bits are spread: [n] to [n]. Different ids stay different."""
+    mixed = ids.astype(np.uint64)  # a copy: -1 becomes 2**64 - 1
+    half = mixed >> _HALF
+    mixed ^= half
+    mixed *= _FACTOR
+    np.right_shift(mixed, _HALF, out=half)
+    mixed ^= half
+    mixed *= _FACTOR
+    np.right_shift(mixed, _HALF, out=half)
+    mixed ^= half
+    return mixed
+
+
+def shards_of(ids: Ids, shards: int) -> npt.NDArray[np.int64]:
+    """Returns the shard of each row: [n], each below `shards`, which is 1 to 2**31."""
+    place = mix(ids)
+    place >>= _HALF
+    place *= np.uint64(shards)
+    place >>= _HALF
+    return place.astype(np.int64)

@@ -1,0 +1,67 @@
+"""What a table of rows is, as a value that both ends can compare."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.modes import Consistency
+
+MAX_DIM = 4096
+MAX_ROWS = 2**31 - 1  # of one table on one shard: rows are numbered with 32 bits
+INITIAL_KINDS = ("constant", "uniform", "normal")
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """How a row begins that no update has trained: a function of seed, id and column alone.
+
+    kind:  "constant", "uniform" or "normal"
+    scale: the constant; the bound of [-scale, scale); the standard deviation
+    seed:  0 to 2**64 - 1
+    """
+
+    kind: str = "normal"
+    scale: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """One table: rows named by 64-bit ids. A row comes into being with the update that trains it first.
+
+    name:         that of its module in the model
+    dim:          elements of a row, float32
+    admit_after:  an id becomes a row with the update in which it has occurred this often; 0 and 1: at once
+    expire_after: a row is forgotten when so many updates of the table have not trained it; 0: never
+    max_rows:     rows on all shards together; beyond, those trained longest ago go; 0: as many as fit into memory
+    consistency:  how far workers may drift apart in this table; None: as in the job
+    """
+
+    name: str
+    dim: int
+    initializer: Initializer = Initializer()
+    admit_after: int = 0
+    expire_after: int = 0
+    max_rows: int = 0
+    consistency: Consistency | None = None
+
+
+def validate_table(spec: TableSpec) -> None:
+    """Raises InvalidRequest naming the first thing wrong with a table."""
+    start = spec.initializer
+    for what, value, lowest, highest in (
+        ("dim", spec.dim, 1, MAX_DIM),
+        ("admit_after", spec.admit_after, 0, 2**32 - 1),
+        ("expire_after", spec.expire_after, 0, 2**32 - 1),
+        ("max_rows", spec.max_rows, 0, 2**63 - 1),
+        ("seed", start.seed, 0, 2**64 - 1),
+    ):
+        if not lowest <= value <= highest:
+            raise InvalidRequest(f"table {spec.name!r}: {what} must be from {lowest} to {highest}, got {value}")
+    if start.kind not in INITIAL_KINDS:
+        known = ", ".join(INITIAL_KINDS)
+        raise InvalidRequest(f"table {spec.name!r}: rows begin as one of {known}, got {start.kind[:80]!r}")
+    if not math.isfinite(start.scale) or (start.kind != "constant" and start.scale < 0):
+        raise InvalidRequest(f"table {spec.name!r}: the scale of initial values must be finite, got {start.scale}")

@@ -1,0 +1,13 @@
+"""Tables of rows that are named by 64-bit ids: what a shard holds of one, and a process of its own in `single`.
+
+Pure, like the servers' core: no socket, clock, thread, environment or message. A table is for one caller at a time.
+
+candidates.py     Ids that are not rows yet: how often each has occurred
+contributions.py  Gradients of rows: those of one worker's step, and the sum of several
+entries.py        Numbered entries of ids, each with the version that used it last
+index.py          Which row an id has: open addressing, a whole batch of ids at a time
+initial.py        The value of a row that nobody has trained: a function of seed, id and column
+memory.py         Arrays of rows in reserved memory: they grow without a copy
+optimizers.py     Optimizers that step some rows of a table, with the state of each row
+table.py          A table: its rows come into being, are trained, expire and are read
+"""

@@ -1,0 +1,61 @@
+"""Gradients of rows: those of one worker's step, and the sum of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ps_protocol.row_ids import Ids
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """What one step of a worker, or several together, contribute to a table.
+
+    ids:       [n], distinct
+    counts:    [n], how often each occurred in the step's data
+    gradients: [n, dim] float32, contiguous: summed over the occurrences
+    """
+
+    ids: Ids
+    counts: Counts
+    gradients: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def part(self, which: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> RowGradients:
+        """Returns some of the rows: by number, or where `which` is true."""
+        rows = np.flatnonzero(which) if which.dtype == np.bool_ else which
+        return RowGradients(self.ids[rows], self.counts[rows], self.gradients[torch.from_numpy(rows)])
+
+    @staticmethod
+    def summed(ids: Ids, gradients: torch.Tensor) -> RowGradients:
+        """Returns what one gradient for each occurrence of an id comes to: [n] any int64, [n, dim]."""
+        distinct, places, counts = np.unique(ids, return_inverse=True, return_counts=True)
+        sums = torch.zeros(len(distinct), gradients.shape[1])
+        sums.index_add_(0, torch.from_numpy(places.reshape(-1)), gradients)
+        return RowGradients(distinct, counts, sums)
+
+    @staticmethod
+    def union(contributions: Sequence[RowGradients]) -> RowGradients:
+        """Returns the sum of at least one contribution: each row's gradients are added in the order given."""
+        if len(contributions) == 1:
+            return contributions[0]
+        every = np.concatenate([each.ids for each in contributions])
+        distinct, places = np.unique(every, return_inverse=True)
+        counts = np.zeros(len(distinct), np.int64)
+        sums = torch.zeros(len(distinct), contributions[0].gradients.shape[1])
+        first = 0
+        for each in contributions:
+            at = places.reshape(-1)[first : first + len(each)]
+            counts[at] += each.counts  # distinct within one contribution
+            sums.index_add_(0, torch.from_numpy(at), each.gradients)
+            first += len(each)
+        return RowGradients(distinct, counts, sums)

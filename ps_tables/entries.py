@@ -1,0 +1,139 @@
+"""Numbered entries of ids, each with the version that used it last: the rows of a table, and the ids that wait to be.
+
+Entries expire by a threshold: those that were used last before some version are no entries any more. Only that number
+moves, at once, and decides; their numbers and their places in the index are given back later, some at a time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ps_protocol.row_ids import Ids
+from ps_tables.index import Index
+from ps_tables.memory import RowNumbers, reserved
+
+_HIGHEST = 2**32 - 1
+_SWEPT = 2**16  # slots of the index looked at in one call
+
+
+class Entries:
+    """Entries with numbers below `capacity`. Versions begin with 1, and never go down.
+
+    salt: see Index
+    """
+
+    def __init__(self, capacity: int, salt: int = 0) -> None:
+        self._index = Index(salt)
+        self._capacity = capacity
+        self._end = 0  # no number from here on was ever in use
+        self._free = np.empty(0, np.int64)
+        # By number, the version less the base; 0: the number is free.
+        self._used: npt.NDArray[np.uint32] = reserved(capacity, np.uint32)
+        self._base = 0
+        self._threshold = 1  # less the base: what was used before has expired
+        self._live = 0
+
+    def __len__(self) -> int:
+        return self._live
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory: of the index, and of versions."""
+        return self._index.nbytes + self._end * self._used.itemsize + self._free.nbytes
+
+    @property
+    def end(self) -> int:
+        """How many numbers have ever been in use."""
+        return self._end
+
+    def find(self, ids: Ids) -> RowNumbers:
+        """Returns the number of each id's entry, -1 where it has none: [n] to [n]. Ids may repeat."""
+        numbers = self._index.find(ids)
+        numbers[self._used.take(numbers, mode="clip") < self._threshold] = -1
+        return numbers
+
+    def add(self, ids: Ids, version: int) -> RowNumbers:
+        """Makes entries for distinct ids that have none, used now; returns their numbers. There must be room."""
+        numbers = self._index.find(ids)  # an expired entry is used again
+        missing = np.flatnonzero(numbers < 0)
+        if len(missing) > self._capacity - self._end + len(self._free):
+            self.sweep(everything=True)
+            numbers = self._index.find(ids)
+            missing = np.flatnonzero(numbers < 0)
+        if len(missing):
+            numbers[missing] = new = self._take(len(missing))
+            self._index.insert(ids[missing], new)
+        self._live += len(ids)
+        self.use(numbers, version)
+        return numbers
+
+    def use(self, numbers: RowNumbers, version: int) -> None:
+        """Notes that entries are used."""
+        if version - self._base > _HIGHEST:
+            self._rebase(version - self._base - _HIGHEST // 2)
+        self._used[numbers] = version - self._base
+
+    def remove(self, ids: Ids, numbers: RowNumbers) -> None:
+        """Takes distinct entries away."""
+        self._live -= len(ids)
+        self._give_back(ids, numbers)
+
+    def expire(self, before: int) -> int:
+        """Has the entries expire that were used last before a version; returns how many."""
+        threshold = before - self._base
+        if threshold <= self._threshold:
+            return 0
+        self._threshold = threshold
+        live, self._live = self._live, int(np.count_nonzero(self._used[: self._end] >= threshold))
+        return live - self._live
+
+    def make_room(self, more: int, version: int) -> int:
+        """Has the entries expire that were used longest ago, where so many more do not fit; returns how many.
+
+        Those of one version go together, and a sixteenth of all at least. Those of this version stay.
+        """
+        missing = more - (self._capacity - self._live)
+        if missing <= 0 or not self._live:
+            return 0
+        live = self._used[: self._end]
+        live = live[live >= self._threshold]
+        last = min(self._live, max(missing, self._capacity // 16)) - 1
+        return self.expire(min(version, int(np.partition(live, last)[last]) + self._base + 1))
+
+    def sweep(self, everything: bool = False) -> None:
+        """Gives back what some of the expired entries use. everything: of all of them"""
+        if not everything and self._live == len(self._index):
+            return
+        ids, numbers = self._index.entries() if everything else self._index.walk(_SWEPT)
+        expired = self._used.take(numbers) < self._threshold
+        self._give_back(ids[expired], numbers[expired])
+
+    def entries(self) -> tuple[Ids, RowNumbers]:
+        """Returns all ids with an entry, in no order, and their numbers."""
+        ids, numbers = self._index.entries()
+        live = self._used.take(numbers) >= self._threshold
+        return ids[live], numbers[live]
+
+    def versions(self, numbers: RowNumbers) -> npt.NDArray[np.int64]:
+        """Returns the version that used each entry last."""
+        return self._used.take(numbers).astype(np.int64) + self._base
+
+    def _take(self, count: int) -> RowNumbers:
+        again, self._free = np.split(self._free, [min(count, len(self._free))])
+        first = self._end
+        self._end += count - len(again)
+        return np.concatenate([again, np.arange(first, self._end)])
+
+    def _give_back(self, ids: Ids, numbers: RowNumbers) -> None:
+        if len(ids):
+            self._index.remove(ids)
+            self._used[numbers] = 0
+            self._free = np.concatenate([self._free, numbers])
+
+    def _rebase(self, shift: int) -> None:
+        """Counts versions from a later one on, so that 32 bits hold them: those before it become that one."""
+        live = self._used[: self._end]
+        live[live > 0] = np.maximum(live[live > 0].astype(np.int64), shift + 1) - shift
+        self._threshold = max(1, self._threshold - shift)
+        self._base += shift

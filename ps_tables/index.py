@@ -1,0 +1,183 @@
+"""Which row an id has: open addressing with linear probing, a whole batch of ids at a time.
+
+Vectorised: each round of probing looks at one slot of every id that is not found yet. A slot keeps its key when the row
+is removed (row 0), so that searches go on past it. Such slots are left behind when the index is next made anew.
+
+The index is made anew, twice as large where that is needed, when it is three quarters full: not at once, but some slots
+with each insertion, as Redis does with its dictionaries. Meanwhile an id is in the new slots or in the old ones.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ps_protocol.row_ids import Ids, mix
+from ps_tables.memory import RowNumbers
+
+_FULL = 0.75  # of the slots have a key: beyond, searches take long
+_MOVED = 2**16  # slots of the old index that one insertion moves at least: some milliseconds
+_SMALLEST = 2**10
+
+
+class _Slots:
+    """Keys and rows, in a power of two of slots.
+
+    keys: 0 where nothing ever was; the id 0 is kept elsewhere
+    rows: the row's number and 1; 0: the key has no row
+    used: slots with a key
+    """
+
+    def __init__(self, count: int, salt: int) -> None:
+        self.keys = np.zeros(count, np.int64)  # untouched memory: it is there when it is written
+        self.rows = np.zeros(count, np.int32)
+        self.used = 0
+        self._mask = np.uint64(count - 1)
+        self._salt = np.int64(salt)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def probe(self, ids: Ids) -> npt.NDArray[np.int64]:
+        """Returns the slot of each id, or the empty one where its search ends."""
+        slots = (mix(ids ^ self._salt) & self._mask).astype(np.int64)
+        keys = self.keys.take(slots)
+        searching = np.flatnonzero((keys != ids) & (keys != 0))
+        while len(searching):
+            next_slots = (slots[searching] + 1) & int(self._mask)
+            slots[searching] = next_slots
+            keys = self.keys.take(next_slots)
+            searching = searching[(keys != ids[searching]) & (keys != 0)]
+        return slots
+
+    def find(self, ids: Ids) -> RowNumbers:
+        """Returns the row of each id, -1 where it has none."""
+        slots = self.probe(ids)
+        rows = self.rows.take(slots).astype(np.int64) - 1
+        rows[self.keys.take(slots) != ids] = -1
+        return rows
+
+    def insert(self, ids: Ids, rows: RowNumbers) -> None:
+        """Gives distinct ids without a row one each."""
+        slots = self.probe(ids)
+        waiting = np.arange(len(ids))
+        while len(waiting):
+            at, new = slots[waiting], ids[waiting]
+            free = self.keys.take(at) == 0
+            self.keys[at] = np.where(free, new, self.keys.take(at))  # of several ids, the last one gets the slot
+            won = self.keys.take(at) == new
+            self.used += int(np.count_nonzero(won & free))
+            self.rows[at[won]] = rows[waiting[won]] + 1
+            waiting = waiting[~won]
+            slots[waiting] = self.probe(ids[waiting])
+
+    def entries(self, start: int, stop: int) -> tuple[Ids, RowNumbers, npt.NDArray[np.int64]]:
+        """Returns the ids in some slots that have a row, their rows, and their slots."""
+        slots = np.flatnonzero(self.rows[start:stop]) + start
+        return self.keys.take(slots), self.rows.take(slots).astype(np.int64) - 1, slots
+
+
+class Index:
+    """The rows of ids. The row of an id is any number below 2**31 - 1 that the caller gives it.
+
+    salt: what slots depend on besides ids, so that nobody can choose ids that share a slot
+    """
+
+    def __init__(self, salt: int = 0) -> None:
+        self._salt = salt
+        self._slots = _Slots(_SMALLEST, salt)
+        self._old: _Slots | None = None  # what is being moved
+        self._moved = 0  # slots of the old ones that are done
+        self._zero = -1  # the row of id 0, whose key would look like an empty slot
+        self._count = 0
+        self._walked = 0  # slots that `walk` has looked at
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, all slots counted."""
+        return sum(slots.keys.nbytes + slots.rows.nbytes for slots in (self._slots, self._old) if slots is not None)
+
+    def find(self, ids: Ids) -> RowNumbers:
+        """Returns the row of each id, -1 where it has none: [n] to [n]. Ids may repeat."""
+        rows = self._slots.find(ids)
+        if self._old is not None:
+            missing = np.flatnonzero(rows < 0)
+            if len(missing):
+                rows[missing] = self._old.find(ids[missing])
+        rows[ids == 0] = self._zero
+        return rows
+
+    def insert(self, ids: Ids, rows: RowNumbers) -> None:
+        """Gives distinct ids that have none a row each: [n], [n]."""
+        self._count += len(ids)
+        zero = np.flatnonzero(ids == 0)
+        if len(zero):
+            self._zero = int(rows[zero[0]])
+            ids, rows = np.delete(ids, zero), np.delete(rows, zero)
+        self._make_room(len(ids))
+        self._slots.insert(ids, rows)
+
+    def remove(self, ids: Ids) -> None:
+        """Takes their rows from distinct ids that have one."""
+        self._count -= len(ids)
+        if bool((ids == 0).any()):
+            self._zero = -1
+            ids = ids[ids != 0]
+        for slots in (self._slots, self._old):
+            if slots is not None and len(ids):
+                at = slots.probe(ids)
+                there = slots.keys.take(at) == ids
+                slots.rows[at[there]] = 0
+
+    def entries(self) -> tuple[Ids, RowNumbers]:
+        """Returns all ids, in no order, and their rows."""
+        parts = [slots.entries(0, len(slots))[:2] for slots in (self._slots, self._old) if slots is not None]
+        return _joined([*parts, self._entry_of_zero()])
+
+    def walk(self, count: int) -> tuple[Ids, RowNumbers]:
+        """Returns the ids in the next so many slots, and their rows; after the last slot it begins anew.
+
+        So all ids come up in the end, also if some are removed or inserted meanwhile, and the index made anew.
+        """
+        start = self._walked if self._walked < len(self._slots) else 0
+        self._walked = min(len(self._slots), start + count)
+        part = self._slots.entries(start, self._walked)[:2]
+        return _joined([part, self._entry_of_zero()] if start == 0 else [part])
+
+    def _entry_of_zero(self) -> tuple[Ids, RowNumbers]:
+        count = int(self._zero >= 0)
+        return np.zeros(count, np.int64), np.full(count, self._zero, np.int64)
+
+    def _make_room(self, more: int) -> None:
+        """Sees to it that so many ids more fit, which are counted, and moves some of what is still in the old slots."""
+        self._move(max(_MOVED, 8 * more))
+        if self._slots.used + more <= _FULL * len(self._slots):
+            return
+        if self._old is not None:
+            self._move(len(self._old))
+        count = len(self._slots)
+        while self._count > count / 2:  # half of them at most: so all is moved long before it is full
+            count *= 2
+        self._old, self._moved = self._slots, 0
+        self._slots = _Slots(count, self._salt)
+        self._move(max(_MOVED, 8 * more))
+
+    def _move(self, count: int) -> None:
+        """Moves the entries of so many old slots."""
+        if self._old is None:
+            return
+        stop = min(len(self._old), self._moved + count)
+        ids, rows, slots = self._old.entries(self._moved, stop)
+        self._slots.insert(ids, rows)
+        self._old.rows[slots] = 0
+        self._moved = stop
+        if stop == len(self._old):
+            self._old = None
+
+
+def _joined(parts: list[tuple[Ids, RowNumbers]]) -> tuple[Ids, RowNumbers]:
+    ids, rows = zip(*parts, strict=True)
+    return np.concatenate(ids), np.concatenate(rows)

@@ -1,0 +1,51 @@
+"""Arrays of rows in reserved memory: they grow without a copy, because the addresses are theirs from the beginning.
+
+Linux gives a process memory when it is first written. So an array of the most rows that a table may have costs nothing
+but addresses, and its rows begin as zeros. Rows are written as opaque records of so many bytes: numpy copies each with
+one move, several times as fast as torch's index_copy_ (measured: 0.27 beside 1.10 ms for 10,000 rows of 64 elements).
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+RowNumbers = npt.NDArray[np.int64]
+
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.12
+
+
+def reserved(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Returns an array of zeros, [count], whose memory is used where it has been written."""
+    nbytes = max(1, count) * np.dtype(dtype).itemsize
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=dtype)
+
+
+class RowArray:
+    """[capacity, dim] float32, zeros at first; rows are read and written by their numbers.
+
+    capacity: the most rows; memory is used for those that were written
+    dim:      elements of a row
+    """
+
+    def __init__(self, capacity: int, dim: int) -> None:
+        self.dim = dim
+        self._records = reserved(capacity, f"V{4 * dim}")
+
+    def read(self, rows: RowNumbers, out: torch.Tensor) -> None:
+        """Copies rows: [n] into [n, dim], contiguous, or as flat. A number below zero gets any row."""
+        np.take(self._records, rows, out=self._as_records(out), mode="clip")  # `raise` would copy once more
+
+    def write(self, rows: RowNumbers, values: torch.Tensor) -> None:
+        """Sets rows to values: [n], [n, dim], contiguous, or as flat."""
+        self._records[rows] = self._as_records(values)
+
+    def _as_records(self, values: torch.Tensor) -> npt.NDArray[Any]:
+        return values.detach().reshape(-1).numpy().view(self._records.dtype)

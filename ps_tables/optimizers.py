@@ -1,0 +1,187 @@
+"""Optimizers that step some rows of a table, with the state of each row.
+
+torch.optim's own classes run over the rows of an update, gathered into one tensor: lazily, as torch.optim.SparseAdam
+does, because rows that are not in an update do not move. Two more are in common use for tables: row-wise Adagrad, which
+keeps one number a row (as in fbgemm's and TorchRec's tables), and FTRL-Proximal (McMahan et al., "Ad Click Prediction:
+a View from the Trenches", KDD 2013).
+
+A row's bits depend on its own gradients alone, not on which rows are stepped beside it. torch's fused kernels do not
+give that by themselves: they round the last elements of a tensor, which fill no vector register, in another way. So
+gathered rows are padded to whole registers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.job import HyperParameters
+from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step, tensors_kept
+from ps_tables.memory import RowArray, RowNumbers
+
+PADDING = 64  # elements: whole vector registers of every processor, and of torch's unrolled loops
+BLOCK_ELEMENTS = 2**18  # stepped at a time: what is gathered stays in a cache
+
+
+# NAdam keeps a product over all steps, which a table whose rows come and go cannot have for each of them.
+TORCH_OPTIMIZERS = tuple(name for name in ELEMENTWISE if name != "NAdam")
+ROW_OPTIMIZERS = (*TORCH_OPTIMIZERS, "RowWiseAdagrad", "FTRL")
+
+
+class RowOptimizer(ABC):
+    """Steps rows of a table, and keeps their state.
+
+    state: by name, an array with the state of each row: `dim` numbers of it, or one
+    """
+
+    def __init__(self, dim: int, state: Mapping[str, RowArray]) -> None:
+        self.state = state
+        self._dim = dim
+        self._block = max(1, BLOCK_ELEMENTS // dim)  # rows
+        self._gathered: dict[str, torch.Tensor] = {}  # memory for a block of each array, used again and again
+
+    def step(
+        self,
+        weights: RowArray,
+        rows: RowNumbers,
+        sums: torch.Tensor,
+        count: int,
+        values: HyperParameters,
+        version: int,
+    ) -> None:
+        """Steps distinct rows with a mean gradient.
+
+        rows:    [n]
+        sums:    [n, dim] float32, contiguous: sums of gradients
+        count:   what the mean is over
+        values:  hyper-parameters
+        version: the number of the table's update, from 1: the step of optimizers that count them
+        """
+        arrays = {"": weights, **self.state}
+        for first in range(0, len(rows), self._block):
+            block = rows[first : first + self._block]
+            tensors = {name: self._gather(name, array, block) for name, array in arrays.items()}
+            gradient = self._padded("gradient", len(block), self._dim)
+            torch.div(sums[first : first + self._block].view(-1), count, out=gradient[: len(block) * self._dim])
+            self._step(tensors, gradient, len(block), values, version)
+            for name, array in arrays.items():
+                array.write(block, tensors[name][: len(block) * array.dim])
+
+    def reset(self, rows: RowNumbers, values: HyperParameters) -> None:
+        """Has rows begin without a state: zeros, if the optimizer says nothing else."""
+        for name, array in self.state.items():
+            array.write(rows, torch.full((len(rows), array.dim), self._first(name, values)))
+
+    def _first(self, name: str, values: HyperParameters) -> float:
+        """Returns what a state begins with."""
+        return _number(values, "initial_accumulator_value", 0.0) if name == "sum" else 0.0
+
+    @abstractmethod
+    def _step(
+        self, tensors: dict[str, torch.Tensor], gradient: torch.Tensor, rows: int, values: HyperParameters, version: int
+    ) -> None:
+        """Steps one block in place.
+
+        tensors: the weights by the empty name, states by theirs; padded, as the gradient is
+        """
+
+    def _gather(self, name: str, array: RowArray, rows: RowNumbers) -> torch.Tensor:
+        gathered = self._padded(name, len(rows), array.dim)
+        array.read(rows, gathered[: len(rows) * array.dim])
+        return gathered
+
+    def _padded(self, name: str, rows: int, dim: int) -> torch.Tensor:
+        """Returns memory for so many rows, padded with numbers that no step makes infinite."""
+        numel = rows * dim
+        length = -(-numel // PADDING) * PADDING
+        memory = self._gathered.get(name)
+        if memory is None or len(memory) < length:
+            memory = self._gathered[name] = torch.zeros(length)
+        memory[numel:length] = 0
+        return memory[:length]
+
+
+class _TorchOptimizer(RowOptimizer):
+    """One of torch.optim, which is handed the rows of a block as its one parameter."""
+
+    def __init__(self, name: str, values: HyperParameters, capacity: int, dim: int) -> None:
+        super().__init__(dim, {kept: RowArray(capacity, dim) for kept in tensors_kept(name, values)})
+        self._parameter = torch.empty(0)
+        fused = {"fused": True} if name in FUSED_ON_CPU else {}
+        self._optimizer = ELEMENTWISE[name]([self._parameter], **values, **fused)  # type: ignore[arg-type]
+        self._bare_step = bare_step(self._optimizer)
+        self._steps = torch.zeros(())
+
+    def _step(
+        self, tensors: dict[str, torch.Tensor], gradient: torch.Tensor, rows: int, values: HyperParameters, version: int
+    ) -> None:
+        self._optimizer.param_groups[0].update(values)
+        self._parameter.data, self._parameter.grad = tensors[""], gradient
+        self._steps.fill_(version - 1)
+        states = {name: tensor for name, tensor in tensors.items() if name}
+        self._optimizer.state[self._parameter] = {**states, "step": self._steps}
+        self._bare_step()
+        self._parameter.grad = None
+
+
+class _RowWiseAdagrad(RowOptimizer):
+    """Adagrad with one sum a row: that of the means of its gradients' squares."""
+
+    def __init__(self, capacity: int, dim: int) -> None:
+        super().__init__(dim, {"sum": RowArray(capacity, 1)})
+
+    def _step(
+        self, tensors: dict[str, torch.Tensor], gradient: torch.Tensor, rows: int, values: HyperParameters, version: int
+    ) -> None:
+        weights, total = tensors[""][: rows * self._dim].view(rows, -1), tensors["sum"]
+        gradients = gradient[: rows * self._dim].view(rows, -1)
+        # numpy sums each row by itself, whatever rows lie beside it.
+        squares = torch.from_numpy(np.einsum("ij,ij->i", gradients.numpy(), gradients.numpy()))
+        total[:rows] += squares / self._dim
+        scale = -_number(values, "lr", 0.01) / (total.sqrt() + _number(values, "eps", 1e-10))
+        weights += gradients.mul_(scale[:rows, None])
+
+
+class _Ftrl(RowOptimizer):
+    """FTRL-Proximal, an element at a time: `z` and `n` are the paper's."""
+
+    def __init__(self, capacity: int, dim: int) -> None:
+        super().__init__(dim, {name: RowArray(capacity, dim) for name in ("z", "n")})
+
+    def _step(
+        self, tensors: dict[str, torch.Tensor], gradient: torch.Tensor, rows: int, values: HyperParameters, version: int
+    ) -> None:
+        weights, z, n = tensors[""], tensors["z"], tensors["n"]
+        alpha, beta = _number(values, "lr", 0.05), _number(values, "beta", 0.0)
+        l1, l2 = _number(values, "l1", 0.0), _number(values, "l2", 0.0)
+        before = n.sqrt()
+        n += gradient * gradient
+        root = n.sqrt()
+        z += gradient - (root - before) / alpha * weights
+        # Where nothing was learnt yet, z is zero, and so is the weight; the divisor may be zero there, too.
+        divisor = ((beta + root) / alpha + l2).clamp_(min=torch.finfo(torch.float32).tiny)
+        weights.copy_(torch.where(z.abs() > l1, (z.sign() * l1 - z) / divisor, 0.0))
+
+
+def row_optimizer(name: str, values: HyperParameters, capacity: int, dim: int) -> RowOptimizer:
+    """Returns an optimizer with room for the states of so many rows. Raises InvalidRequest for an unknown name.
+
+    values: hyper-parameters when the table is made
+    """
+    if name in TORCH_OPTIMIZERS:
+        return _TorchOptimizer(name, values, capacity, dim)
+    if name == "RowWiseAdagrad":
+        return _RowWiseAdagrad(capacity, dim)
+    if name == "FTRL":
+        return _Ftrl(capacity, dim)
+    raise InvalidRequest(f"a table's optimizer is one of {', '.join(ROW_OPTIMIZERS)}, got {name!r}")
+
+
+def _number(values: HyperParameters, name: str, default: float) -> float:
+    value = values.get(name, default)
+    assert isinstance(value, float | int)
+    return float(value)

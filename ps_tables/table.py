@@ -1,0 +1,129 @@
+"""A table: its rows come into being, are trained, expire and are read.
+
+    pull    reads rows, and those that nobody has trained as they would begin: it changes nothing
+    apply   makes one update: admits ids, makes rows for them, and steps the rows of the update
+
+A row expires when `expire_after` updates have passed since the last one that trained it: from then on it counts as one
+that nobody has trained. That is decided at versions which are a multiple of a period, and does not depend on when
+anybody looks, nor on which other rows are on this shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ps_protocol.job import HyperParameters
+from ps_protocol.row_ids import Ids, mix
+from ps_protocol.tables import TableSpec
+from ps_tables.candidates import Candidates
+from ps_tables.contributions import RowGradients
+from ps_tables.entries import Entries
+from ps_tables.initial import initial_rows
+from ps_tables.memory import RowArray
+from ps_tables.optimizers import row_optimizer
+
+PERIODS = 16  # of the time after which a row expires: it may stay so much longer
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What one update of a table has done, in rows.
+
+    stepped:   that were in the update
+    admitted:  of these, that came into being
+    waiting:   ids that did not occur often enough to become rows, or found no room: their gradients are dropped
+    forgotten: that have expired, or made room for others
+    """
+
+    stepped: int
+    admitted: int
+    waiting: int
+    forgotten: int
+
+
+class Table:
+    """The rows of one table on one shard. For one caller at a time.
+
+    optimizer: a name of optimizers.ROW_OPTIMIZERS
+    values:    its hyper-parameters
+    capacity:  the most rows here; where more are to come, those trained longest ago go
+    salt:      what the index depends on besides ids: see Index
+    """
+
+    def __init__(self, spec: TableSpec, optimizer: str, values: HyperParameters, capacity: int, salt: int = 0) -> None:
+        self.spec = spec
+        self._values = dict(values)
+        self._capacity = capacity
+        self._rows = Entries(capacity, salt)
+        self._weights = RowArray(capacity, spec.dim)
+        self._optimizer = row_optimizer(optimizer, values, capacity, spec.dim)
+        self._candidates = Candidates(spec.admit_after, capacity, salt) if spec.admit_after > 1 else None
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return len(self._rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, also of rows that have expired and are not used again yet."""
+        row_bytes = 4 * (self.spec.dim + sum(array.dim for array in self._optimizer.state.values()))
+        waiting = self._candidates.nbytes if self._candidates is not None else 0
+        return self._rows.nbytes + self._rows.end * row_bytes + waiting
+
+    def pull(self, ids: Ids, out: torch.Tensor) -> int:
+        """Reads rows: [n] ids, which may repeat, into [n, dim] float32, contiguous. Returns how many are rows."""
+        numbers = self._rows.find(ids)
+        self._weights.read(numbers, out)
+        untrained = np.flatnonzero(numbers < 0)
+        if len(untrained):
+            out[torch.from_numpy(untrained)] = initial_rows(self.spec.initializer, ids[untrained], self.spec.dim)
+        return len(ids) - len(untrained)
+
+    def apply(self, update: RowGradients, count: int, version: int, values: HyperParameters | None = None) -> Applied:
+        """Makes one update with a mean gradient.
+
+        update:  of finite numbers
+        count:   what the mean is over
+        version: the number of this update, one more than that of the last one
+        values:  hyper-parameters to use from this update on
+        """
+        self._values.update(values or {})
+        numbers = self._rows.find(update.ids)
+        new = self._admitted(update, np.flatnonzero(numbers < 0), version)
+        self._rows.use(numbers[numbers >= 0], version)
+        forgotten = self._rows.make_room(len(new), version)
+        room = self._capacity - len(self._rows)
+        if len(new) > room:
+            new = new[np.argsort(mix(update.ids[new]), kind="stable")[:room]]
+        if len(new):
+            ids = update.ids[new]
+            numbers[new] = rows = self._rows.add(ids, version)
+            self._weights.write(rows, initial_rows(self.spec.initializer, ids, self.spec.dim))
+            self._optimizer.reset(rows, self._values)
+        stepped = np.flatnonzero(numbers >= 0)
+        sums = update.gradients
+        if len(stepped) < len(update):
+            sums = sums[torch.from_numpy(stepped)]
+        self._optimizer.step(self._weights, numbers[stepped], sums, count, self._values, version)
+        return Applied(len(stepped), len(new), len(update) - len(stepped), forgotten + self._expire(version))
+
+    def _admitted(self, update: RowGradients, unknown: np.ndarray, version: int) -> np.ndarray:
+        """Returns which of the update's ids become rows. unknown: those that are none, by place in the update"""
+        if self._candidates is None or not len(unknown):
+            return unknown
+        return unknown[self._candidates.admit(update.ids[unknown], update.counts[unknown], version)]
+
+    def _expire(self, version: int) -> int:
+        """Has rows expire if it is time; returns how many. Gives back some of what expired before."""
+        expired = 0
+        if self.spec.expire_after and version % max(1, self.spec.expire_after // PERIODS) == 0:
+            expired = self._rows.expire(version - self.spec.expire_after)
+            if self._candidates is not None:
+                self._candidates.entries.expire(version - self.spec.expire_after)
+        self._rows.sweep()
+        if self._candidates is not None:
+            self._candidates.entries.sweep()
+        return expired

@@ -1,0 +1,1 @@
+"""Claims about tables of rows."""

@@ -1,0 +1,150 @@
+"""A table on its own: rows come into being, are trained, expire, and are read without being changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ps_protocol.row_ids import Ids
+from ps_protocol.tables import Initializer, TableSpec
+from ps_tables.contributions import RowGradients
+from ps_tables.entries import Entries
+from ps_tables.initial import initial_rows
+from ps_tables.table import Applied, Table
+
+SPEC = TableSpec("t", 4, Initializer("uniform", 0.1, 3))
+
+
+def table(capacity: int = 5_000, **fields: object) -> Table:
+    return Table(replace(SPEC, **fields), "Adagrad", {"lr": 0.1}, capacity)  # type: ignore[arg-type]
+
+
+def pulled(from_: Table, ids: Ids) -> torch.Tensor:
+    out = torch.empty(len(ids), from_.spec.dim)
+    from_.pull(ids, out)
+    return out
+
+
+def gradients(*ids: int, counts: int = 1, value: float = 1.0) -> RowGradients:
+    return RowGradients(np.array(ids), np.full(len(ids), counts), torch.full((len(ids), 4), value))
+
+
+def test_a_pull_reads_rows_and_makes_none() -> None:
+    """Not even a lasting note of the ids that it asked for."""
+    rows = table()
+    rows.apply(gradients(7, -7), 1, 1)
+    before, nbytes = pulled(rows, np.arange(-10, 10)), rows.nbytes
+    for _ in range(3):
+        assert rows.pull(np.array([7, 7, 8, 2**62]), torch.empty(4, 4)) == 2
+        assert (len(rows), rows.nbytes) == (2, nbytes)
+    assert torch.equal(pulled(rows, np.arange(-10, 10)), before)
+    start = initial_rows(SPEC.initializer, np.arange(-10, 10), 4)
+    trained = [(row != first).all().item() for row, first in zip(before, start, strict=True)]
+    assert [number for number, is_trained in zip(range(-10, 10), trained, strict=True) if is_trained] == [-7, 7]
+
+
+def test_an_id_that_is_refused_expired_or_unknown_shifts_no_other_ids_gradient() -> None:
+    """Gradients are found by the id that they came with, not by how many were taken before."""
+    rows = table(admit_after=2, expire_after=16)
+    rows.apply(gradients(1, 3, counts=2), 1, 1)
+    for version in range(2, 40):
+        rows.apply(gradients(3), 1, version)
+    assert len(rows) == 1, "1 has expired"
+    ids = np.arange(6)
+    before = pulled(rows, ids)
+    own = torch.arange(6.0)[:, None].expand(6, 4).contiguous()
+    counts = np.array([1, 2, 1, 1, 2, 1])
+    assert rows.apply(RowGradients(ids, counts, own), 1, 40) == Applied(stepped=3, admitted=2, waiting=3, forgotten=0)
+    moved = (pulled(rows, ids) - before).abs().sum(1) > 0
+    assert moved.tolist() == [False, True, False, True, True, False]
+    alone = table()
+    alone.apply(RowGradients(np.array([1, 4]), np.ones(2, np.int64), own[[1, 4]]), 1, 1)
+    assert torch.equal(pulled(rows, np.array([1, 4])), pulled(alone, np.array([1, 4])))
+
+
+def test_ids_become_rows_when_they_have_occurred_often_enough() -> None:
+    rows = table(admit_after=5)
+    assert rows.apply(gradients(1, 2, counts=2), 1, 1) == Applied(0, 0, 2, 0)
+    assert rows.apply(gradients(1, counts=2), 1, 2).admitted == 0
+    assert rows.apply(gradients(1, 2, 3, counts=1), 1, 3) == Applied(1, 1, 2, 0)
+    assert rows.apply(gradients(3, counts=5), 1, 4).admitted == 1
+    assert len(rows) == 2
+    assert rows.apply(gradients(1, 3), 1, 5) == Applied(2, 0, 0, 0)
+
+
+@pytest.mark.parametrize("expire_after", [1, 5, 40])
+def test_rows_expire_by_updates_within_a_sixteenth_and_begin_anew(expire_after: int) -> None:
+    rows = table(expire_after=expire_after, admit_after=2)
+    rows.apply(gradients(1, 2, counts=2), 1, 1)
+    trained = pulled(rows, np.array([1]))
+    version = 1
+    while len(rows) == 2:
+        version += 1
+        assert torch.equal(pulled(rows, np.array([1])), trained)
+        rows.apply(gradients(2), 1, version)
+    period = max(1, expire_after // 16)
+    assert expire_after < version - 1 <= expire_after + period
+    start = initial_rows(SPEC.initializer, np.array([1]), 4)
+    assert torch.equal(pulled(rows, np.array([1])), start)
+    assert rows.apply(gradients(1), 1, version + 1).admitted == 0, "what it had occurred before is forgotten, too"
+    assert rows.apply(gradients(1), 1, version + 2).admitted == 1
+    again = table()
+    again.apply(gradients(1), 1, 1)
+    assert torch.equal(pulled(rows, np.array([1])), pulled(again, np.array([1]))), "and so is its optimizer state"
+
+
+def test_what_candidates_have_occurred_is_forgotten_in_the_same_way() -> None:
+    rows = table(expire_after=5, admit_after=2)
+    rows.apply(gradients(1, counts=1), 1, 1)
+    for version in range(2, 12):
+        rows.apply(gradients(2, counts=2), 1, version)
+    assert rows.apply(gradients(1, counts=1), 1, 12).waiting == 1
+
+
+def test_beyond_the_most_rows_those_trained_longest_ago_go_and_those_of_the_update_stay() -> None:
+    rows = table(capacity=100)
+    for version in range(1, 11):
+        rows.apply(gradients(*range(10 * version, 10 * version + 10)), 1, version)
+    assert len(rows) == 100
+    applied = rows.apply(gradients(10, 1_000), 1, 11)  # 10 is of the oldest ones
+    assert (applied.admitted, applied.forgotten) == (1, 9), "those of one version go together"
+    assert rows.pull(np.array([10, 1_000, *range(11, 20)]), torch.empty(11, 4)) == 2
+    applied = rows.apply(gradients(*range(2_000, 2_300)), 1, 12)
+    assert (applied.stepped, applied.waiting, len(rows)) == (100, 200, 100), "more than fit at all"
+    assert rows.apply(gradients(*range(3_000, 3_100)), 1, 13).forgotten == 100
+
+
+def test_memory_of_rows_that_went_is_used_again() -> None:
+    rows, most = table(capacity=400), 0
+    for version in range(1, 60):
+        rows.apply(gradients(*range(50 * version, 50 * version + 50)), 1, version)
+        most = max(most, rows.nbytes) if version < 20 else most
+    assert len(rows) <= 400
+    assert rows.nbytes <= most
+
+
+def test_many_gradients_of_an_id_are_one_row_of_the_sum() -> None:
+    ids, values = np.array([5, -2, 5, 5]), torch.arange(8.0).view(4, 2)
+    summed = RowGradients.summed(ids, values)
+    assert (summed.ids.tolist(), summed.counts.tolist()) == ([-2, 5], [1, 3])
+    assert summed.gradients.tolist() == [[2.0, 3.0], [10.0, 13.0]]
+    union = RowGradients.union([summed, RowGradients.summed(np.array([9, 5]), torch.ones(2, 2))])
+    assert (union.ids.tolist(), union.counts.tolist()) == ([-2, 5, 9], [1, 4, 1])
+    assert union.gradients.tolist() == [[2.0, 3.0], [11.0, 14.0], [1.0, 1.0]]
+    assert RowGradients.union([summed]) is summed
+
+
+def test_versions_beyond_32_bits_are_counted_from_a_later_one_on() -> None:
+    entries = Entries(100)
+    old = entries.add(np.array([1]), 5)
+    recent = entries.add(np.array([2]), 2**32 - 10)
+    for version in (2**32 - 1, 2**32, 2**33, 2**33 + 2**31):
+        entries.use(recent, version)
+        assert entries.versions(recent).tolist() == [version]
+        assert entries.find(np.array([1, 2])).tolist() == [old[0], recent[0]], "nothing expires by it"
+    assert entries.expire(2**33) == 1
+    assert entries.find(np.array([1, 2])).tolist() == [-1, recent[0]]
+    assert sorted(entries.entries()[0].tolist()) == [2]

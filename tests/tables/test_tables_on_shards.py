@@ -1,0 +1,144 @@
+"""Tables behind the update rule of the servers: the same rows whatever the order of pushes and the number of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from ps_protocol.modes import Consistency
+from ps_protocol.row_ids import shards_of
+from ps_protocol.tables import Initializer, TableSpec
+from ps_server.core.consistency import Add, Live, UpdateRule
+from ps_tables.contributions import RowGradients
+from ps_tables.initial import initial_rows
+from ps_tables.table import Table
+
+DIM, WORKERS, STEPS = 5, 3, 30
+IDS = np.arange(200) * 7919 - 300
+SPEC = TableSpec("t", DIM, Initializer("uniform", 0.1, 1))
+SYNC = Consistency(0, True)
+
+
+class TableShard:
+    """A table's part on one shard: the rule decides, the table does."""
+
+    def __init__(self, spec: TableSpec, optimizer: str, consistency: Consistency) -> None:
+        roster = {rank: Live(rank + 1, 0) for rank in range(WORKERS)}
+        self.rule = UpdateRule[RowGradients](consistency, roster, initialised=True)
+        for rank in roster:
+            self.rule.add_worker(rank, 0)
+        self.table = Table(spec, optimizer, {"lr": 0.1}, 4_000)
+        self._open: list[RowGradients] = []
+
+    def push(self, rank: int, clock: int, contribution: RowGradients) -> None:
+        if self.rule.is_repeat(rank, clock):
+            return
+        self.rule.stage(rank, clock, contribution)
+        while (work := self.rule.next()) is not None:
+            if isinstance(work, Add):
+                self._open.append(work.contribution)
+            else:
+                self.table.apply(RowGradients.union(self._open), len(work.ranks), self.rule.version + 1)
+                self._open = []
+            self.rule.done(work)
+
+
+def batch(rank: int, clock: int) -> tuple[np.ndarray, torch.Tensor]:
+    """The ids of a worker's step, some of them several times, and a gradient for each."""
+    random = np.random.default_rng((clock, rank))
+    ids = random.zipf(1.3, 40) % 200 * 7919 - 300
+    return ids.astype(np.int64), torch.from_numpy(random.standard_normal((40, DIM)).astype(np.float32))
+
+
+def pushes(shards: int, seed: int) -> Iterator[tuple[int, int, int, RowGradients]]:
+    """All pushes in an order that the update rule allows, by shard, rank and clock: a third of them come twice."""
+    random = np.random.default_rng(seed)
+    for clock in range(1, STEPS + 1):
+        due = []
+        for rank in range(WORKERS):
+            contribution = RowGradients.summed(*batch(rank, clock))
+            of = shards_of(contribution.ids, shards)
+            due += [(shard, rank, clock, contribution.part(of == shard)) for shard in range(shards)]
+        due += [push for push in due if random.random() < 0.3]
+        yield from (due[place] for place in random.permutation(len(due)))
+
+
+def trained(
+    spec: TableSpec, shards: int, seed: int, optimizer: str = "Adagrad", consistency: Consistency = SYNC
+) -> list[TableShard]:
+    each = [TableShard(spec, optimizer, consistency) for _ in range(shards)]
+    random = np.random.default_rng(seed)
+    for shard, rank, clock, contribution in pushes(shards, seed):
+        each[shard].push(rank, clock, contribution)
+        if random.random() < 0.3:
+            each[shard].table.pull(np.arange(-300, 2_000, 13), torch.empty(177, DIM))
+    return each
+
+
+def weights(shards: list[TableShard]) -> torch.Tensor:
+    out, of = torch.empty(len(IDS), DIM), shards_of(IDS, len(shards))
+    for number, shard in enumerate(shards):
+        ids = IDS[of == number]
+        part = torch.empty(len(ids), DIM)
+        shard.table.pull(ids, part)
+        out[torch.from_numpy(of == number)] = part
+    return out
+
+
+@cache
+def undisturbed(spec: TableSpec, optimizer: str) -> torch.Tensor:
+    """One shard, to which each push comes once and in turn."""
+    alone = TableShard(spec, optimizer, SYNC)
+    for clock in range(1, STEPS + 1):
+        for rank in range(WORKERS):
+            alone.push(rank, clock, RowGradients.summed(*batch(rank, clock)))
+    return weights([alone])
+
+
+@pytest.mark.parametrize(("admit_after", "expire_after"), [(0, 0), (5, 0), (0, 6), (4, 8)])
+@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
+def test_sync_ends_with_the_same_bits(admit_after: int, expire_after: int, shards: int, seed: int) -> None:
+    spec = replace(SPEC, admit_after=admit_after, expire_after=expire_after)
+    each = trained(spec, shards, seed)
+    assert torch.equal(weights(each), undisturbed(spec, "Adagrad"))
+    rows = sum(len(shard.table) for shard in each)
+    assert 0 < rows < 200 if admit_after or expire_after else rows > 100
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "RowWiseAdagrad", "FTRL"])
+def test_sync_ends_with_the_same_bits_with_every_optimizer(optimizer: str) -> None:
+    spec = replace(SPEC, admit_after=3, expire_after=10)
+    assert torch.equal(weights(trained(spec, 3, 1, optimizer)), undisturbed(spec, optimizer))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sync_is_an_embedding_and_an_optimizer_of_torch_on_the_combined_batch() -> None:
+    embedding = torch.nn.Embedding(200, DIM, sparse=True)
+    embedding.weight.data = initial_rows(SPEC.initializer, IDS, DIM)
+    optimizer = torch.optim.Adagrad(embedding.parameters(), lr=0.1)
+    for clock in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        for rank in range(WORKERS):
+            ids, values = batch(rank, clock)
+            (embedding(torch.from_numpy((ids + 300) // 7919)) * values).sum().div(WORKERS).backward()
+        optimizer.step()
+    assert float((weights(trained(SPEC, 2, 1)) - embedding.weight.detach()).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("staleness", [0, 4, None])
+def test_without_averaging_each_step_of_a_worker_is_an_update(staleness: int | None) -> None:
+    """In the order of arrival, and once: with plain SGD the sum of all gradients, whatever that order was."""
+    each = trained(SPEC, 2, 3, "SGD", Consistency(staleness))
+    assert [shard.rule.version for shard in each] == [WORKERS * STEPS] * 2
+    expected = initial_rows(SPEC.initializer, IDS, DIM)
+    for clock in range(1, STEPS + 1):
+        for rank in range(WORKERS):
+            ids, values = batch(rank, clock)
+            expected.index_add_(0, torch.from_numpy((ids + 300) // 7919), values, alpha=-0.1)
+    assert torch.allclose(weights(each), expected, atol=1e-5)
